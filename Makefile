@@ -1,0 +1,46 @@
+# Every target sets up what it needs. `make help` lists them.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := protocol tee_side gpu_side tsqp
+SOURCES := $(PACKAGES) benchmarks tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format lint types imports clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create the virtual environment in .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python: got %d.%d, expected 3.11 or later" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and alone: a later resolution could pick a build with gigabytes of CUDA.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -E '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## watch a model generate text across two processes, and check it
+	@$(BIN)/tsqp demo
+
+test: $(STAMP)  ## run all tests
+	$(BIN)/python -m pytest -q
+
+check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
+
+format: $(STAMP)  ## check the formatting
+	$(BIN)/ruff format --check $(SOURCES)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

@@ -1,0 +1,171 @@
+"""What the service computes: one method per request, from message to message.
+
+Inputs are converted to the service's dtype and device, outputs back to the dtype of the request,
+so a client that sends float32 gets float32 whatever the service computes in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from gpu_side.weights import OPERATOR_OF, ServiceWeights
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    FUSED_MODULES,
+    EmbeddingRequest,
+    InitConfig,
+    InitReply,
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    NormWeight,
+    Request,
+    Response,
+    RotaryParams,
+    TensorReply,
+)
+from protocol.model.rope import rope_frequencies
+from protocol.tensors import (
+    FLOAT_DTYPES,
+    ITEMSIZE,
+    MAX_TENSOR_BYTES,
+    WireTensor,
+    from_torch,
+    to_torch,
+    torch_dtype,
+)
+
+
+def _refuse(where: str, got: str, expected: str) -> ProtocolError:
+    return ProtocolError(where, got=got, expected=expected, code=ErrorCode.INVALID_FIELD)
+
+
+def _bound_output(where: str, elements: int, dtype: str) -> None:
+    """Refuse a request whose small inputs ask for an output that no reply may hold."""
+    if elements * ITEMSIZE[dtype] > MAX_TENSOR_BYTES:
+        raise ProtocolError(
+            where,
+            got=f"an output of {elements * ITEMSIZE[dtype]} bytes",
+            expected=f"at most {MAX_TENSOR_BYTES}",
+            code=ErrorCode.LIMIT_EXCEEDED,
+        )
+
+
+class Operators:
+    """Applies requests to the weights. Stateless between requests. Raises ProtocolError."""
+
+    def __init__(self, weights: ServiceWeights) -> None:
+        self._weights = weights
+
+    def apply(self, request: Request) -> Response:
+        """Compute the reply to a checked request."""
+        with torch.inference_mode():
+            match request:
+                case InitRequest():
+                    return self._init()
+                case EmbeddingRequest():
+                    return self._embedding(request)
+                case LinearRequest():
+                    return self._linear(request)
+                case MatmulRequest():
+                    return self._matmul(request)
+                case LMHeadRequest():
+                    return self._lm_head(request)
+
+    def _init(self) -> InitReply:
+        weights, config = self._weights, self._weights.config
+        inv_freq, attention_scaling = rope_frequencies(config)
+        return InitReply(
+            config=InitConfig(
+                num_layers=config.num_hidden_layers,
+                hidden_size=config.hidden_size,
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
+            rotary_emb_params=RotaryParams(
+                inv_freq=from_torch(inv_freq), attention_scaling=attention_scaling
+            ),
+            norm_weights={
+                name: NormWeight(weight=from_torch(norm), eps=config.rms_norm_eps)
+                for name, norm in weights.norms.items()
+            },
+            model_digest=weights.digest,
+        )
+
+    def _embedding(self, request: EmbeddingRequest) -> TensorReply:
+        config, tensor = self._weights.config, request.input_ids
+        if tensor.dtype != "int64":
+            raise _refuse("Embedding.input_ids", tensor.dtype, "int64")
+        _bound_output(
+            "Embedding.input_ids",
+            tensor.payload_bytes // ITEMSIZE["int64"] * config.hidden_size,
+            request.dtype,
+        )
+        input_ids = to_torch(tensor)
+        low, high = (int(bound) for bound in torch.aminmax(input_ids))
+        if low < 0 or high >= config.vocab_size:
+            # The ids themselves stay out of the message: messages are logged.
+            raise _refuse(
+                "Embedding.input_ids",
+                "an id outside the vocabulary",
+                f"0 to {config.vocab_size - 1}",
+            )
+        output = embedding(input_ids.to(self._weights.device), self._weights.embedding)
+        return self._reply(output, request.dtype)
+
+    def _linear(self, request: LinearRequest) -> TensorReply:
+        layers = self._weights.linears
+        if request.layer_idx >= len(layers):
+            raise _refuse("Linear.layer_idx", str(request.layer_idx), f"0 to {len(layers) - 1}")
+        names = request.module_names
+        operator = OPERATOR_OF[names[0]]
+        if len(names) > 1 and names != FUSED_MODULES[operator]:
+            together = " or ".join(" ".join(m) for m in FUSED_MODULES.values() if len(m) > 1)
+            raise _refuse("Linear.module_names", " ".join(names), f"one module, or {together}")
+        fused = layers[request.layer_idx][operator]
+        hidden = self._hidden_states("Linear", request.hidden_states, fused.in_features)
+        return self._reply(fused(hidden, names), request.hidden_states.dtype)
+
+    def _matmul(self, request: MatmulRequest) -> TensorReply:
+        a, b = request.a, request.b
+        if a.dtype != b.dtype or a.dtype not in FLOAT_DTYPES:
+            raise _refuse("Matmul.dtype", f"{a.dtype} and {b.dtype}", "one float dtype")
+        where, got = "Matmul.shape", f"{list(a.shape)} @ {list(b.shape)}"
+        if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[-1] != b.shape[-2]:
+            raise _refuse(where, got, "[..., M, K] @ [..., K, N]")
+        try:
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except RuntimeError:
+            raise _refuse(where, got, "leading dimensions that broadcast") from None
+        _bound_output(where, batch.numel() * a.shape[-2] * b.shape[-1], a.dtype)
+        return self._reply(torch.matmul(self._on_device(a), self._on_device(b)), a.dtype)
+
+    def _lm_head(self, request: LMHeadRequest) -> TensorReply:
+        lm_head = self._weights.lm_head
+        hidden = self._hidden_states("LMHead", request.hidden_states, lm_head.shape[1])
+        _bound_output(
+            "LMHead.hidden_states",
+            hidden.numel() // lm_head.shape[1] * lm_head.shape[0],
+            request.hidden_states.dtype,
+        )
+        return self._reply(linear(hidden, lm_head), request.hidden_states.dtype)
+
+    def _hidden_states(self, where: str, tensor: WireTensor, in_features: int) -> torch.Tensor:
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise _refuse(f"{where}.hidden_states", tensor.dtype, "a float dtype")
+        if tensor.shape[-1] != in_features:
+            raise _refuse(
+                f"{where}.hidden_states",
+                f"shape {list(tensor.shape)}",
+                f"{in_features} on the last axis",
+            )
+        return self._on_device(tensor)
+
+    def _on_device(self, tensor: WireTensor) -> torch.Tensor:
+        return to_torch(tensor).to(device=self._weights.device, dtype=self._weights.dtype)
+
+    def _reply(self, output: torch.Tensor, dtype: str) -> TensorReply:
+        return TensorReply(output=from_torch(output.to(torch_dtype(dtype))))

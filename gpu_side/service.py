@@ -1,0 +1,265 @@
+"""The service process: bind, load, answer until told to stop.
+
+One thread does everything. Whatever has arrived is picked up between two requests, so that waiting
+time can be told from computing time; ROUTER takes messages from its clients in turn. A malformed
+message gets an error reply with a code and a line in the log; nothing that a client sends ends the
+service.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from gpu_side.operators import Operators
+from gpu_side.weights import load_weights
+from protocol.encoding import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    Form,
+    OpenedRequest,
+    encode_reply,
+    open_request,
+    read_request,
+)
+from protocol.errors import ErrorCode, ProtocolError, SettingsError
+from protocol.messages import Response, Timing
+from protocol.model.config import read_config
+from protocol.tensors import require_little_endian, torch_dtype
+from protocol.zmq_channel import Incoming, ZmqListener
+
+log = logging.getLogger("gpu_service")
+
+# Picked up but not yet started. Beyond it messages wait in ZeroMQ's own bounded queues.
+MAX_QUEUED_REQUESTS = 64
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """What `gpu-service` is told. `dtype`: a short name, or None for the model's own."""
+
+    model: Path
+    bind: str
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+
+
+def parse_device(name: str) -> torch.device:
+    """Read `cpu`, `cuda` or `cuda:N`. Raises SettingsError when it is not there."""
+    kind, _, index = name.partition(":")
+    if (kind, index) == ("cpu", ""):
+        return torch.device("cpu")
+    if kind != "cuda" or (index and not index.isdecimal()) or name.endswith(":"):
+        raise SettingsError("--device", got=repr(name), expected="cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise SettingsError(
+            "--device", got=f"{name!r} with {count} CUDA devices here", expected="a device there is"
+        )
+    return torch.device(name)
+
+
+def serve(settings: ServiceSettings) -> None:
+    """Run the service until SIGTERM or SIGINT.
+
+    Raises SettingsError, EndpointError or ModelError while starting, and nothing afterwards.
+    """
+    started = time.monotonic()
+    require_little_endian()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = parse_device(settings.device)
+    with _stop_signals() as stop:
+        # Bound before loading, so that a taken address is known at once and not minutes later.
+        listener = ZmqListener(settings.bind, max_message_bytes=settings.max_message_bytes)
+        try:
+            log.info("bound", extra={"fields": {"endpoint": listener.endpoint}})
+            service = _load(settings, device, stop)
+            if service is not None:
+                log.info(
+                    "ready",
+                    extra={
+                        "fields": {
+                            "endpoint": listener.endpoint,
+                            "start_s": round(time.monotonic() - started, 2),
+                        }
+                    },
+                )
+                service.run(listener, stop)
+        finally:
+            listener.close()
+    log.info("stopped", extra={"fields": {"endpoint": settings.bind}})
+
+
+class _StopSignal:
+    """Turns SIGTERM and SIGINT into a readable socket, so that a blocked poll wakes at once."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+        self.requested = False
+
+    def request(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_StopSignal]:
+    stop = _StopSignal()
+    previous = {n: signal.signal(n, stop.request) for n in (signal.SIGTERM, signal.SIGINT)}
+    previous_fd = signal.set_wakeup_fd(stop.writer.fileno())
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        stop.reader.close()
+        stop.writer.close()
+
+
+class _StoppedWhileLoadingError(Exception):
+    """A stop signal came before the weights were read."""
+
+
+def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) -> _Service | None:
+    """Read the weights; None if a stop signal came meanwhile."""
+    config = read_config(settings.model)
+    dtype = settings.dtype or config.dtype
+    log.info(
+        "loading",
+        extra={
+            "fields": {
+                "model": settings.model.name,
+                "architecture": config.architecture,
+                "layers": config.num_hidden_layers,
+                "device": str(device),
+                "dtype": dtype,
+            }
+        },
+    )
+    logged = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal logged
+        if stop.requested:
+            raise _StoppedWhileLoadingError
+        if time.monotonic() - logged > 5.0:
+            logged = time.monotonic()
+            log.info("loading", extra={"fields": {"layers_done": done, "layers": total}})
+
+    began = time.monotonic()
+    try:
+        weights = load_weights(
+            settings.model, device=device, dtype=torch_dtype(dtype), progress=progress
+        )
+    except _StoppedWhileLoadingError:
+        return None
+    log.info(
+        "loaded",
+        extra={
+            "fields": {
+                "weight_bytes": weights.weight_bytes,
+                "load_s": round(time.monotonic() - began, 2),
+                "digest": weights.digest[:16],
+            }
+        },
+    )
+    return _Service(Operators(weights), settings.max_message_bytes)
+
+
+class _Service:
+    """The request loop."""
+
+    def __init__(self, operators: Operators, max_message_bytes: int) -> None:
+        self._operators = operators
+        self._max_message_bytes = max_message_bytes
+
+    def run(self, listener: ZmqListener, stop: _StopSignal) -> None:
+        queue: deque[Incoming] = deque()
+        while not stop.requested:
+            if not queue and not listener.wait(stop.reader):
+                break
+            while len(queue) < MAX_QUEUED_REQUESTS and (incoming := listener.receive()):
+                queue.append(incoming)
+            if queue:
+                self._answer(listener, queue.popleft())
+        for incoming in queue:
+            self._refuse_while_stopping(listener, incoming)
+
+    def _answer(self, listener: ZmqListener, incoming: Incoming) -> None:
+        started_ns = time.perf_counter_ns()
+        form, request_id, method = Form.FRAMED, 0, ""
+        timing: Timing | None = None
+        result: Response | ErrorCode
+        if len(incoming.frames) == 1:
+            form = Form.INLINE  # until the envelope says otherwise
+        try:
+            opened = open_request(incoming.frames, self._max_message_bytes)
+            form, request_id, method = opened.form, opened.request_id, opened.method
+            queue_us = (started_ns - incoming.received_ns) // 1000
+            _check_deadline(opened, queue_us)
+            result = self._operators.apply(read_request(opened))
+            compute_us = (time.perf_counter_ns() - started_ns) // 1000
+            timing = Timing(queue_us=max(0, queue_us), compute_us=compute_us)
+        except ProtocolError as error:
+            result = error.code
+            log.warning(
+                "refused",
+                extra={
+                    "fields": {
+                        "peer": incoming.peer,
+                        "request_id": request_id,
+                        "code": error.code.value,
+                        "detail": str(error),
+                    }
+                },
+            )
+        except Exception:
+            # Exhausted memory, a device fault or a mistake of ours: this request fails, the
+            # others go on. The traceback stays in our own log.
+            result = ErrorCode.INTERNAL
+            log.exception(
+                "failed",
+                extra={
+                    "fields": {"peer": incoming.peer, "request_id": request_id, "method": method}
+                },
+            )
+        if not listener.send(
+            incoming.route, encode_reply(form, request_id, method, result, timing)
+        ):
+            log.warning(
+                "client_gone", extra={"fields": {"peer": incoming.peer, "request_id": request_id}}
+            )
+
+    def _refuse_while_stopping(self, listener: ZmqListener, incoming: Incoming) -> None:
+        try:
+            opened = open_request(incoming.frames, self._max_message_bytes)
+        except ProtocolError:
+            return
+        listener.send(
+            incoming.route,
+            encode_reply(opened.form, opened.request_id, opened.method, ErrorCode.SHUTTING_DOWN),
+        )
+
+
+def _check_deadline(opened: OpenedRequest, queue_us: int) -> None:
+    if opened.timeout_ms is not None and queue_us > opened.timeout_ms * 1000:
+        raise ProtocolError(
+            opened.method,
+            got=f"{queue_us / 1e6:.3f} s in the queue",
+            expected=f"a start within {opened.timeout_ms / 1e3:g} s",
+            code=ErrorCode.DEADLINE_EXCEEDED,
+        )

@@ -1,0 +1,123 @@
+"""Every error that this project raises on purpose.
+
+    TsqpError
+    ├── InputError          what a person gave us; nothing has been computed yet
+    │   ├── SettingsError   command line, environment variable, TOML file
+    │   ├── ModelError      model directory: configuration, weights, tokenizer
+    │   ├── PolicyError     placement policy
+    │   └── PromptError     prompt text or token ids
+    ├── EndpointError           nothing can be bound or reached there      (retry helps)
+    ├── DeadlineExceededError   no reply in time                           (retry helps)
+    ├── ProtocolError           bytes that do not follow the wire schema; has an ErrorCode
+    ├── ServiceError            an error reply; has an ErrorCode           (retry: by code)
+    ├── ReplyError              a well-formed reply that is not what was asked for
+    └── ModelMismatchError      the service holds another model than the TEE's own directory
+
+The message always reads *where: got X, expected Y*. Only codes cross the wire, never a message.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """The fixed list of codes that an error reply may carry."""
+
+    MALFORMED_MESSAGE = "MALFORMED_MESSAGE"
+    UNSUPPORTED_VERSION = "UNSUPPORTED_VERSION"
+    UNKNOWN_METHOD = "UNKNOWN_METHOD"
+    INVALID_FIELD = "INVALID_FIELD"
+    LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    SHUTTING_DOWN = "SHUTTING_DOWN"
+    INTERNAL = "INTERNAL"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed when it is sent again."""
+        return self in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN)
+
+
+class TsqpError(Exception):
+    """Root of the tree; reads *where: got X, expected Y*."""
+
+    retryable: bool = False
+
+    def __init__(self, where: str, *, got: str, expected: str) -> None:
+        super().__init__(where, got, expected)
+        self.where = where
+        self.got = got
+        self.expected = expected
+
+    def __str__(self) -> str:
+        return f"{self.where}: got {self.got}, expected {self.expected}"
+
+
+class InputError(TsqpError):
+    """Something that a person gave us is wrong; retrying the same input never helps."""
+
+
+class SettingsError(InputError):
+    """A setting from the command line, the environment or a TOML file."""
+
+
+class ModelError(InputError):
+    """A model directory that is missing, incomplete, inconsistent or not supported."""
+
+
+class PolicyError(InputError):
+    """A placement policy that is unknown, malformed or does not fit."""
+
+
+class PromptError(InputError):
+    """A prompt that is empty, too long or holds token ids that the model has not."""
+
+
+class EndpointError(TsqpError):
+    """An endpoint that is malformed, in use or does not answer."""
+
+    retryable = True
+
+
+class DeadlineExceededError(TsqpError):
+    """The peer did not answer in time; it may be dead, slow or cut off."""
+
+    retryable = True
+
+
+class ProtocolError(TsqpError):
+    """Bytes from the peer that do not follow the wire schema."""
+
+    def __init__(self, where: str, *, got: str, expected: str, code: ErrorCode) -> None:
+        super().__init__(where, got=got, expected=expected)
+        self.code = code
+
+
+class ServiceError(TsqpError):
+    """An error reply; the detail is in the service's own log."""
+
+    def __init__(self, where: str, *, code: ErrorCode) -> None:
+        super().__init__(
+            where, got=f"error reply {code.value}", expected="a result (see the service's log)"
+        )
+        self.code = code
+        self.retryable = code.retryable
+
+
+class ReplyError(TsqpError):
+    """A reply whose operator, shape or dtype is not the one that was asked for."""
+
+
+class ModelMismatchError(TsqpError):
+    """The service was started with another model than the TEE's own directory."""
+
+
+def describe(value: object) -> str:
+    """Say what a value is without ever quoting bytes: they may be tensor contents."""
+    if isinstance(value, bool | int | float | str) or value is None:
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, list | tuple) and all(isinstance(item, int) for item in value):
+        return f"{list(value[:8])}{'...' if len(value) > 8 else ''}"
+    return f"a value of type {type(value).__name__}"

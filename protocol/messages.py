@@ -1,0 +1,155 @@
+"""What the two sides say to each other: one frozen model per request and reply.
+
+The models are the schema. How they become bytes, in the framed or the inline form, is in
+`protocol.encoding`. Every field is bounded and checked here; unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from protocol.tensors import WireTensor
+
+PROTOCOL_VERSION = 1
+MAX_LAYERS = 4096
+MAX_TIMEOUT_MS = 3_600_000
+
+ModuleName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FloatDtype = Literal["float32", "float16", "bfloat16"]
+
+LinearOperator = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+# Modules that read the same input, in the order in which their outputs stand side by side.
+FUSED_MODULES: dict[LinearOperator, tuple[ModuleName, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+
+Size: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class Message(BaseModel):
+    """Base of everything that crosses the wire."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True
+    )
+
+
+class InitRequest(Message):
+    """Ask what the service holds."""
+
+    method: ClassVar[str] = "Init"
+
+
+class EmbeddingRequest(Message):
+    """Look up token embeddings. `input_ids`: int64 [T] or [batch, T]; `dtype`: of the reply."""
+
+    method: ClassVar[str] = "Embedding"
+    input_ids: WireTensor
+    dtype: FloatDtype
+
+
+class LinearRequest(Message):
+    """Apply one module of a layer, or several that share their input.
+
+    `hidden_states`: float [..., in_features]. The reply holds the modules' outputs side by side on
+    the last axis, in the order of `module_names`.
+    """
+
+    method: ClassVar[str] = "Linear"
+    layer_idx: Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+    module_names: Annotated[tuple[ModuleName, ...], Field(min_length=1, max_length=3, strict=False)]
+    hidden_states: WireTensor
+
+
+class MatmulRequest(Message):
+    """Multiply two tensors, batched like `torch.matmul`. `a`: [..., M, K]; `b`: [..., K, N]."""
+
+    method: ClassVar[str] = "Matmul"
+    a: WireTensor
+    b: WireTensor
+
+
+class LMHeadRequest(Message):
+    """Apply the LM head. `hidden_states`: float [..., hidden_size]."""
+
+    method: ClassVar[str] = "LMHead"
+    hidden_states: WireTensor
+
+
+class InitConfig(Message):
+    """The sizes that a client of the published schema needs, under the published names."""
+
+    num_layers: Size
+    hidden_size: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+
+
+class RotaryParams(Message):
+    """`inv_freq`: float32 [head_dim / 2]; cos and sin are multiplied by `attention_scaling`."""
+
+    inv_freq: WireTensor
+    attention_scaling: FiniteFloat
+
+
+class NormWeight(Message):
+    """`weight`: float32 [hidden_size]."""
+
+    weight: WireTensor
+    eps: FiniteFloat
+
+
+class InitReply(Message):
+    """What the service holds.
+
+    A client of the published schema builds its norms and RoPE from this. Ours compares it with its
+    own model directory, to catch a service that was started with another model, and uses none of
+    it: the service is not trusted. `model_digest` covers configuration and embedding
+    (`protocol.model.identity`); only the framed form carries it.
+    """
+
+    config: InitConfig
+    rotary_emb_params: RotaryParams
+    norm_weights: dict[str, NormWeight]
+    model_digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class TensorReply(Message):
+    """The result of every other request."""
+
+    output: WireTensor
+
+
+class Timing(Message):
+    """How long the service says it took: a claim by the untrusted side.
+
+    Reports may print it; nothing may depend on it. `queue_us`: from picking the request up to
+    starting on it. `compute_us`: decode, device transfer and the operator itself.
+    """
+
+    queue_us: Annotated[int, Field(ge=0, le=2**53)]
+    compute_us: Annotated[int, Field(ge=0, le=2**53)]
+
+
+Request: TypeAlias = InitRequest | EmbeddingRequest | LinearRequest | MatmulRequest | LMHeadRequest
+Response: TypeAlias = InitReply | TensorReply
+
+REQUEST_TYPES: dict[str, type[Request]] = {
+    "Init": InitRequest,
+    "Embedding": EmbeddingRequest,
+    "Linear": LinearRequest,
+    "Matmul": MatmulRequest,
+    "LMHead": LMHeadRequest,
+}
+
+
+def response_type(method: str) -> type[Response]:
+    """Return the model of a method's good reply."""
+    return InitReply if method == "Init" else TensorReply

@@ -1,0 +1,306 @@
+"""config.json of a Hugging Face directory, for the architectures that we run.
+
+Field names are Hugging Face's. What we do not know how to compute is refused by name rather than
+ignored; keys that do not change the forward pass are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import ModelError, describe
+from protocol.messages import FloatDtype, ModuleName
+
+MAX_JSON_BYTES = 16 * 1024 * 1024
+
+Architecture = Literal[
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+]
+ARCHITECTURES: tuple[Architecture, ...] = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+
+Size: TypeAlias = Annotated[int, Field(ge=1, le=2**24)]
+Positive: TypeAlias = Annotated[float, Field(gt=0, lt=1e12)]
+
+
+class RopeParameters(BaseModel):
+    """RoPE frequencies; the names are those of `rope_parameters` (or `rope_scaling`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rope_type: RopeType = "default"
+    rope_theta: Positive = 10000.0
+    factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    short_factor: tuple[Positive, ...] | None = None
+    long_factor: tuple[Positive, ...] | None = None
+    # Rotating only a part of each head is not implemented.
+    partial_rotary_factor: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> RopeParameters:
+        needed: dict[str, tuple[str, ...]] = {
+            "linear": ("factor",),
+            "dynamic": ("factor",),
+            "yarn": (),
+            "longrope": ("short_factor", "long_factor"),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        }
+        for name in needed.get(self.rope_type, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"rope_type {self.rope_type} needs {name}")
+        return self
+
+
+class ModelConfig(BaseModel):
+    """Everything about a model that the forward pass depends on, except the weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: Architecture
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Field(ge=1, lt=4096)]
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)]
+    rms_norm_eps: Positive
+    tie_word_embeddings: bool
+    rope: RopeParameters
+    dtype: FloatDtype
+    biased_modules: frozenset[ModuleName]
+    qk_norm: bool
+    # Per layer: how many tokens back a token may look, itself included; None for all.
+    sliding_windows: tuple[Size | None, ...]
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads ({self.num_key_value_heads}) must divide"
+                f" num_attention_heads ({self.num_attention_heads})"
+            )
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self.rope, name)
+            if factors is not None and len(factors) != self.head_dim // 2:
+                raise ValueError(
+                    f"rope {name} has {len(factors)} entries, head_dim / 2 is {self.head_dim // 2}"
+                )
+        return self
+
+    def module_shape(self, module: ModuleName) -> tuple[int, int]:
+        """Return (out_features, in_features) of one linear module."""
+        query = self.num_attention_heads * self.head_dim
+        key = self.num_key_value_heads * self.head_dim
+        shapes: dict[ModuleName, tuple[int, int]] = {
+            "q_proj": (query, self.hidden_size),
+            "k_proj": (key, self.hidden_size),
+            "v_proj": (key, self.hidden_size),
+            "o_proj": (self.hidden_size, query),
+            "gate_proj": (self.intermediate_size, self.hidden_size),
+            "up_proj": (self.intermediate_size, self.hidden_size),
+            "down_proj": (self.hidden_size, self.intermediate_size),
+        }
+        return shapes[module]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises ModelError that names the file."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ModelError(str(path), got=f"{size} bytes", expected=f"at most {MAX_JSON_BYTES}")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(str(path), got="no such file", expected="a JSON file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            str(path), got=f"{type(error).__name__}: {error}"[:120], expected="a JSON object"
+        ) from None
+    if not isinstance(value, dict):
+        raise ModelError(str(path), got=type(value).__name__, expected="a JSON object")
+    return value
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read `config.json` (and the EOS ids of `generation_config.json`).
+
+    Raises ModelError that names the file and field: a missing or empty directory, an unsupported
+    architecture, activation, RoPE type or quantisation, sizes that do not fit together.
+    """
+    if not directory.is_dir():
+        raise ModelError(str(directory), got="no such directory", expected="a model directory")
+    path = directory / "config.json"
+    if not path.exists():
+        raise ModelError(str(directory), got="no config.json", expected="a Hugging Face directory")
+    raw = read_json(path)
+    architecture = _architecture(raw, path)
+    _refuse_unsupported(raw, path)
+    heads = raw.get("num_attention_heads")
+    fields: dict[str, Any] = {
+        name: raw.get(name)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
+    }
+    fields |= {
+        "architecture": architecture,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or _default_head_dim(raw, architecture),
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+        "rope": _rope(raw, path),
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "biased_modules": _biased_modules(raw, architecture),
+        "qk_norm": architecture == "Qwen3ForCausalLM",
+        "sliding_windows": _sliding_windows(raw, architecture, path),
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_ids": _eos_token_ids(raw, directory, path),
+    }
+    try:
+        return ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        raise _as_model_error(error, path) from None
+
+
+def _as_model_error(error: ValidationError, path: Path) -> ModelError:
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    where = f"{path}: {field}" if field else str(path)
+    return ModelError(where, got=describe(first["input"]), expected=first["msg"])
+
+
+def _architecture(raw: dict[str, Any], path: Path) -> Architecture:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{path}: architectures",
+            got=describe(name),
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+        )
+    return cast(Architecture, name)
+
+
+def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
+    checks = (
+        ("hidden_act", raw.get("hidden_act", "silu") == "silu", "silu"),
+        ("quantization_config", raw.get("quantization_config") is None, "unquantised weights"),
+        ("pretraining_tp", raw.get("pretraining_tp", 1) == 1, "1"),
+    )
+    for field, fine, expected in checks:
+        if not fine:
+            raise ModelError(f"{path}: {field}", got=describe(raw[field]), expected=expected)
+
+
+def _default_head_dim(raw: dict[str, Any], architecture: Architecture) -> int | None:
+    if architecture == "Qwen3ForCausalLM":
+        return 128  # Qwen3Config's default is a constant, not hidden_size / num_attention_heads
+    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+    if type(hidden) is int and type(heads) is int and heads > 0:
+        return hidden // heads
+    return None
+
+
+def _rope(raw: dict[str, Any], path: Path) -> RopeParameters:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"{path}: rope_parameters", got=describe(given), expected="an object")
+    fields = {"rope_theta": raw["rope_theta"]} if raw.get("rope_theta") is not None else {}
+    fields |= given
+    # `type` is the key of the earliest configurations, and may stand beside `rope_type`.
+    legacy_type = fields.pop("type", None)
+    fields.setdefault("rope_type", legacy_type or "default")
+    if fields["rope_type"] in ("yarn", "longrope", "llama3"):
+        outer = raw.get("original_max_position_embeddings")
+        fields.setdefault(
+            "original_max_position_embeddings", outer or raw.get("max_position_embeddings")
+        )
+    try:
+        return RopeParameters.model_validate(fields)
+    except ValidationError as error:
+        raise _as_model_error(error, Path(f"{path}: rope_parameters")) from None
+
+
+def _biased_modules(raw: dict[str, Any], architecture: Architecture) -> frozenset[str]:
+    if architecture == "Qwen2ForCausalLM":
+        return frozenset({"q_proj", "k_proj", "v_proj"})
+    biased: set[str] = set()
+    if architecture != "MistralForCausalLM" and raw.get("attention_bias"):
+        biased |= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if architecture == "LlamaForCausalLM" and raw.get("mlp_bias"):
+        biased |= {"gate_proj", "up_proj", "down_proj"}
+    return frozenset(biased)
+
+
+def _sliding_windows(
+    raw: dict[str, Any], architecture: Architecture, path: Path
+) -> tuple[int | None, ...]:
+    layers = raw.get("num_hidden_layers")
+    window = raw.get("sliding_window", 4096)  # the default of all three configuration classes
+    if type(layers) is not int or not 0 < layers < 4096:
+        raise ModelError(
+            f"{path}: num_hidden_layers", got=describe(layers), expected="1 to 4095 layers"
+        )
+    if architecture == "LlamaForCausalLM" or window is None:
+        return (None,) * layers
+    if architecture == "MistralForCausalLM":
+        return (window,) * layers
+    if not raw.get("use_sliding_window"):
+        return (None,) * layers
+    types = raw.get("layer_types")
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    known = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+        raise ModelError(
+            f"{path}: layer_types",
+            got=describe(types),
+            expected=f"{layers} times sliding_attention or full_attention",
+        )
+    return tuple(known[t] for t in types)
+
+
+def _eos_token_ids(raw: dict[str, Any], directory: Path, path: Path) -> frozenset[int]:
+    """EOS ids: generation_config.json if it names any, else config.json (as transformers does)."""
+    value = None
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        value = read_json(generation).get("eos_token_id")
+        path = generation
+    if value is None:
+        value = raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise ModelError(
+            f"{path}: eos_token_id", got=describe(value), expected="an integer or a list of them"
+        )
+    return frozenset(ids)

@@ -1,0 +1,158 @@
+"""Tensors as they cross the wire: dtype name, shape, and the raw bytes, checked before use.
+
+C-order, little-endian. `WireTensor` knows nothing of torch, so that messages can be decoded and
+checked without it; `to_torch` and `from_torch` are the only two places where bytes become numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from protocol.errors import ErrorCode, ProtocolError, describe
+
+if TYPE_CHECKING:
+    import torch
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+
+MAX_DIMENSIONS = 4
+MAX_DIMENSION = 2**31 - 1
+MAX_TENSOR_BYTES = 2**31
+
+
+def dtype_name(name: object, where: str) -> str:
+    """Return the short form (`float32`) of a dtype string such as `torch.float32`."""
+    short = name.removeprefix("torch.") if isinstance(name, str) else ""
+    if short not in ITEMSIZE:
+        raise ProtocolError(
+            f"{where}.dtype",
+            got=describe(name),
+            expected=f"one of {', '.join(ITEMSIZE)}",
+            code=ErrorCode.INVALID_FIELD,
+        )
+    return short
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """A tensor's bytes with the dtype and shape that they have been checked against.
+
+    `dtype` is a short name (`float32`), `shape` has 1 to 4 positive dimensions, `data` is exactly
+    `prod(shape) * itemsize` bytes. Building one by `WireTensor.checked` is the only way in for
+    bytes from a peer.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer = field(repr=False)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the raw data in bytes."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @staticmethod
+    def checked(dtype: object, shape: object, data: object, where: str) -> WireTensor:
+        """Check a peer's claims about `data`.
+
+        Raises ProtocolError when the dtype is unknown, a dimension is not a positive bounded
+        integer, or the number of bytes is not what dtype and shape imply.
+        """
+        name = dtype_name(dtype, where)
+        if (
+            not isinstance(shape, (list, tuple))
+            or not 1 <= len(shape) <= MAX_DIMENSIONS
+            or any(type(n) is not int or not 1 <= n <= MAX_DIMENSION for n in shape)
+        ):
+            raise ProtocolError(
+                f"{where}.shape",
+                got=describe(shape),
+                expected=f"1 to {MAX_DIMENSIONS} positive integers",
+                code=ErrorCode.INVALID_FIELD,
+            )
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise ProtocolError(
+                where,
+                got=type(data).__name__,
+                expected="raw bytes",
+                code=ErrorCode.INVALID_FIELD,
+            )
+        expected_bytes = math.prod(shape) * ITEMSIZE[name]
+        if expected_bytes > MAX_TENSOR_BYTES:
+            raise ProtocolError(
+                f"{where}.shape",
+                got=f"{expected_bytes} bytes",
+                expected=f"at most {MAX_TENSOR_BYTES}",
+                code=ErrorCode.LIMIT_EXCEEDED,
+            )
+        received_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
+        if received_bytes != expected_bytes:
+            raise ProtocolError(
+                where,
+                got=f"{received_bytes} bytes",
+                expected=f"{expected_bytes} for {name} {list(shape)}",
+                code=ErrorCode.INVALID_FIELD,
+            )
+        return WireTensor(name, tuple(shape), data)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a short name; KeyError-free because names are checked before."""
+    import torch
+
+    dtypes: dict[str, torch.dtype] = {
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "int64": torch.int64,
+    }
+    return dtypes[name]
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_torch(tensor: WireTensor) -> torch.Tensor:
+    """View the received bytes as a CPU tensor, without a copy where the buffer is writable.
+
+    ZeroMQ frames are writable and belong to us alone. `bytes` out of a msgpack map (the inline
+    form) are not, and torch must not alias immutable memory: they are copied once.
+    """
+    import torch
+
+    data = tensor.data
+    if isinstance(data, bytes) or (isinstance(data, memoryview) and data.readonly):
+        data = bytearray(data)
+    flat = torch.frombuffer(data, dtype=torch_dtype(tensor.dtype))
+    return flat.reshape(tensor.shape)
+
+
+def from_torch(tensor: torch.Tensor) -> WireTensor:
+    """Describe a tensor for sending; no copy if it is contiguous and on the CPU.
+
+    The bytes alias the tensor, which must not be written to until the reply has come.
+    """
+    import torch
+
+    contiguous = tensor.detach().to("cpu").contiguous()
+    raw: Any = contiguous.reshape(-1).view(torch.uint8).numpy()
+    return WireTensor(short_name(tensor.dtype), tuple(tensor.shape), memoryview(raw))
+
+
+def require_little_endian() -> None:
+    """Refuse a big-endian machine: the wire is little-endian and never byte-swapped."""
+    if sys.byteorder != "little":
+        raise ProtocolError(
+            "this machine",
+            got=f"{sys.byteorder}-endian byte order",
+            expected="little-endian",
+            code=ErrorCode.INTERNAL,
+        )

@@ -1,0 +1,56 @@
+"""A step's flat batch: prefill chunks and decode tokens of several sequences, one row a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+from tee_side.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The rows of one sequence in a step: the next tokens behind what its cache holds."""
+
+    cache: KVCache
+    rows: slice
+
+    @property
+    def tokens(self) -> int:
+        """Number of rows."""
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def context(self) -> int:
+        """Tokens that the last row can look at, itself included."""
+        return self.cache.length + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`token_ids_T`: int64 [T]; `output_rows`: rows whose logits are wanted, in order."""
+
+    token_ids_T: torch.Tensor
+    chunks: tuple[Chunk, ...]
+    output_rows: tuple[int, ...]
+
+    @staticmethod
+    def of(parts: Rows[tuple[KVCache, Rows[int], bool]]) -> Batch:
+        """Lay (cache, next token ids, whether the last row's logits are wanted) side by side."""
+        token_ids: list[int] = []
+        chunks: list[Chunk] = []
+        output_rows: list[int] = []
+        for cache, ids, wants_logits in parts:
+            start = len(token_ids)
+            token_ids.extend(ids)
+            chunks.append(Chunk(cache, slice(start, len(token_ids))))
+            if wants_logits:
+                output_rows.append(len(token_ids) - 1)
+        return Batch(torch.tensor(token_ids, dtype=torch.int64), tuple(chunks), tuple(output_rows))
+
+    def commit(self) -> None:
+        """Make the rows that this step wrote into the caches count."""
+        for chunk in self.chunks:
+            chunk.cache.commit(chunk.tokens)

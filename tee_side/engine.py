@@ -1,0 +1,170 @@
+"""Runs sequences: every step is one flat batch of prefill chunks and decode tokens.
+
+A sequence's *pending* tokens are those that its cache does not hold yet: the prompt at first, then
+the token sampled last. A step takes some pending tokens of every sequence, so prefill in chunks,
+decode, and several sequences at once are one code path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from protocol.errors import PromptError
+from tee_side.batch import Batch
+from tee_side.forward import forward
+from tee_side.kv_cache import KVCache
+from tee_side.model import TeeModel
+from tee_side.operators import Operators
+from tee_side.sampling import Sampler, SamplingSettings
+
+DEFAULT_STEP_TOKENS = 512
+
+FinishReason = Literal["stop", "length"]
+
+
+class Sequence:
+    """One prompt and what has been generated from it; create with `Engine.add`."""
+
+    def __init__(
+        self,
+        prompt_ids: Ids[int],
+        cache: KVCache,
+        sampler: Sampler,
+        max_new_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.cache = cache
+        self._sampler = sampler
+        self._max_new_tokens = max_new_tokens
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def pending_ids(self) -> list[int]:
+        """Tokens that the next steps have to run."""
+        done, prompt = self.cache.length, len(self.prompt_ids)
+        if done >= prompt:
+            return self.token_ids[done - prompt :]
+        return [*self.prompt_ids[done:], *self.token_ids]
+
+    def extend(self, logits_V: torch.Tensor) -> int:
+        """Sample the next token and finish on EOS or at the length limit."""
+        token_id = self._sampler.sample(logits_V, [*self.prompt_ids, *self.token_ids])
+        self.token_ids.append(token_id)
+        if token_id in self._eos_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._max_new_tokens:
+            self.finish_reason = "length"
+        return token_id
+
+    def stop(self) -> None:
+        """Finish now, because a stop string was found."""
+        self.finish_reason = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token that a step produced, and the logits [V] that it was sampled from."""
+
+    sequence: Sequence
+    token_id: int
+    logits_V: torch.Tensor
+
+
+class Engine:
+    """Holds the running sequences. One thread; errors of the channel pass through `step`."""
+
+    def __init__(
+        self, model: TeeModel, ops: Operators, *, step_tokens: int = DEFAULT_STEP_TOKENS
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._step_tokens = step_tokens
+        self._running: list[Sequence] = []
+
+    def add(
+        self,
+        prompt_ids: Ids[int],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingSettings | None = None,
+        eos_token_ids: frozenset[int] | None = None,
+    ) -> Sequence:
+        """Admit a prompt and reserve its KV cache, before any work is done for it.
+
+        Generation ends at the model's context length even if `max_new_tokens` would allow more.
+        Raises PromptError: empty, too long for the context, or ids outside the vocabulary.
+        """
+        config = self._model.config
+        check_prompt(prompt_ids, config.vocab_size, config.max_position_embeddings)
+        room = config.max_position_embeddings - len(prompt_ids)
+        new_tokens = min(max_new_tokens, room)
+        # The last token is never fed back, so it needs no place in the cache.
+        cache = KVCache(config, len(prompt_ids) + new_tokens - 1, self._model.dtype)
+        sequence = Sequence(
+            prompt_ids,
+            cache,
+            Sampler(sampling or SamplingSettings()),
+            new_tokens,
+            config.eos_token_ids if eos_token_ids is None else eos_token_ids,
+        )
+        self._running.append(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that nobody waits for any more."""
+        self._running = [running for running in self._running if running is not sequence]
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that are not finished."""
+        self._running = [s for s in self._running if s.finish_reason is None]
+        return tuple(self._running)
+
+    def step(self) -> list[Sampled]:
+        """Run one flat batch and return the tokens it produced; none during chunked prefill.
+
+        A step that raises has changed nothing and can be repeated.
+        """
+        parts: list[tuple[Sequence, list[int], bool]] = []
+        budget = self._step_tokens
+        # Decode tokens first: one row each, and somebody is waiting for every one of them.
+        for sequence in sorted(self.running, key=lambda s: len(s.pending_ids)):
+            pending = sequence.pending_ids
+            taken = pending[:budget]
+            if taken:
+                parts.append((sequence, taken, len(taken) == len(pending)))
+                budget -= len(taken)
+        if not parts:
+            return []
+        batch = Batch.of([(s.cache, ids, complete) for s, ids, complete in parts])
+        logits_NV = forward(batch, self._model, self._ops)
+        complete = [sequence for sequence, _, is_complete in parts if is_complete]
+        return [
+            Sampled(sequence, sequence.extend(logits_V), logits_V)
+            for sequence, logits_V in zip(complete, logits_NV, strict=True)
+        ]
+
+
+def check_prompt(prompt_ids: Ids[int], vocab_size: int, context: int) -> None:
+    """Raise PromptError for a prompt that this model cannot run."""
+    if not prompt_ids:
+        raise PromptError("prompt", got="no tokens", expected="at least one")
+    if any(not 0 <= token_id < vocab_size for token_id in prompt_ids):
+        raise PromptError(
+            "prompt token ids",
+            got="an id outside the vocabulary",
+            expected=f"0 to {vocab_size - 1}",
+        )
+    if len(prompt_ids) >= context:
+        raise PromptError(
+            "prompt",
+            got=f"{len(prompt_ids)} tokens",
+            expected=f"fewer than the context of {context} (max_position_embeddings)",
+        )

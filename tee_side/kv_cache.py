@@ -1,0 +1,50 @@
+"""Keys and values of one sequence, preallocated for as long as the sequence may become.
+
+Shape suffixes as in `tee_side.forward`: K key/value heads, S context length, C head dim. A layer's
+keys are [K, S, C], so that the part in use is a view that a batched product reads in place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from protocol.model.config import ModelConfig
+
+
+class KVCache:
+    """KV cache of one sequence.
+
+    `length` tokens are valid in every layer. A step writes behind them, layer by layer, and only
+    `commit` makes them count: a step that fails half-way leaves nothing to undo, and can be run
+    again.
+    """
+
+    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
+        shape = (
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            capacity,
+            config.head_dim,
+        )
+        self.length = 0
+        self.capacity = capacity
+        self._keys = torch.empty(shape, dtype=dtype)
+        self._values = torch.empty(shape, dtype=dtype)
+
+    def append(
+        self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one layer's new rows behind `length`; return all keys and values [K, S, C]."""
+        end = self.length + k_TKC.shape[0]
+        self._keys[layer, :, self.length : end] = k_TKC.transpose(0, 1)
+        self._values[layer, :, self.length : end] = v_TKC.transpose(0, 1)
+        return self._keys[layer, :, :end], self._values[layer, :, :end]
+
+    def commit(self, tokens: int) -> None:
+        """Count the rows that every layer has written."""
+        self.length += tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Reserved memory in bytes."""
+        return self._keys.nbytes + self._values.nbytes

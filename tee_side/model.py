@@ -1,0 +1,52 @@
+"""What the forward pass itself holds: sizes, norms and RoPE, all from the TEE's own directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from protocol.model.checkpoint import FINAL_NORM, Checkpoint, norm_names
+from protocol.model.config import ModelConfig
+from protocol.model.weights import load_tensor
+from tee_side.functional import rms_norm
+from tee_side.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """RMSNorm weights of one layer: [D]; `q_norm`, `k_norm`: [C], only where `qk_norm`."""
+
+    input_layernorm: torch.Tensor
+    post_attention_layernorm: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TeeModel:
+    """The part of a model that is needed whatever the placement is."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    norms: list[LayerNorms]
+    final_norm: torch.Tensor
+    rope: Rope
+
+    def normed(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm with this model's epsilon."""
+        return rms_norm(h, weight, self.config.rms_norm_eps)
+
+
+def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> TeeModel:
+    """Read the norms; the checkpoint must have been checked for them. Raises ModelError."""
+    unused = torch.empty(0)
+    norms = []
+    with checkpoint.reading() as reader:
+        for layer in range(config.num_hidden_layers):
+            tensors = {"q_norm": unused, "k_norm": unused}
+            for short, name in norm_names(config, layer).items():
+                tensors[short] = load_tensor(reader, name, dtype=dtype)
+            norms.append(LayerNorms(**tensors))
+        final_norm = load_tensor(reader, FINAL_NORM, dtype=dtype)
+    return TeeModel(config, dtype, norms, final_norm, Rope(config))

@@ -1,0 +1,287 @@
+"""Puts the trusted side together: model directory, policy and service in, generated text out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from protocol.channel import Channel, Traffic
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.errors import PromptError, SettingsError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.config import read_config
+from protocol.tensors import require_little_endian, torch_dtype
+from protocol.zmq_channel import ZmqChannel
+from tee_side.engine import DEFAULT_STEP_TOKENS, Engine, FinishReason, Sampled
+from tee_side.engine import Sequence as EngineSequence
+from tee_side.handshake import check_service
+from tee_side.local_operators import LocalOperators
+from tee_side.model import load_tee_model
+from tee_side.operators import Observer, Operators, place
+from tee_side.policy import Policy
+from tee_side.remote_operators import RemoteOperators
+from tee_side.sampling import SamplingSettings
+from tee_side.text_stream import StopStrings
+from tee_side.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """What `tee-runner` is told. `dtype`: a short name, or None for the model's own."""
+
+    model: Path
+    policy: Policy
+    gpu: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    connect_timeout_s: float = 10.0
+    request_timeout_s: float = 60.0
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+
+
+class Usage(BaseModel):
+    """Token counts."""
+
+    model_config = ConfigDict(frozen=True)
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerationTiming(BaseModel):
+    """`ttft_s`: time to first token. `tpot_s`: mean time per token after it; None with one."""
+
+    model_config = ConfigDict(frozen=True)
+    ttft_s: float
+    tpot_s: float | None
+    total_s: float
+
+
+class RpcTotals(BaseModel):
+    """Round trips of this generation, and bytes of all their frames."""
+
+    model_config = ConfigDict(frozen=True)
+    count: int
+    bytes_sent: int
+    bytes_received: int
+
+
+class GenerationResult(BaseModel):
+    """What `tee-runner generate --json` prints. `text` is None without a tokenizer."""
+
+    model_config = ConfigDict(frozen=True)
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    usage: Usage
+    timing: GenerationTiming
+    policy: str
+    rpc: RpcTotals
+
+
+class Generation:
+    """A running generation: iterate over it for the text as it comes, then ask for `result`.
+
+    `steps` yields the sampled tokens with their logits instead, for callers that want more than
+    text. Either way it has to run to its end; `close` gives up.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sequence: EngineSequence,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str],
+    ) -> None:
+        self._runner = runner
+        self._sequence = sequence
+        self._tokenizer = tokenizer
+        self._stop = StopStrings(stop)
+        self._shown: list[str] = []
+        self._before = runner.traffic
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._started
+
+    def __iter__(self) -> Iterator[str]:
+        for _, text in self.steps():
+            if text:
+                yield text
+
+    def steps(self) -> Iterator[tuple[Sampled, str]]:
+        """Yield every token as it is sampled, with the text that can be shown because of it."""
+        detokenizer = self._tokenizer.streamer() if self._tokenizer else None
+        try:
+            while self._sequence in self._runner.engine.running:
+                for sampled in self._runner.step():
+                    if sampled.sequence is self._sequence:
+                        new = detokenizer.feed(sampled.token_id) if detokenizer else ""
+                        yield sampled, self._show(new)
+        finally:
+            self.close()
+
+    def _show(self, new: str) -> str:
+        """Note the time of a token, and return what can be shown of the text so far."""
+        self._last = time.perf_counter()
+        if self._first is None:
+            self._first = self._last
+        text = self._stop.feed(new)
+        if self._stop.found:
+            self._sequence.stop()
+        elif self._sequence.finish_reason is not None:
+            text += self._stop.flush()
+        self._shown.append(text)
+        return text
+
+    @property
+    def token_count(self) -> int:
+        """Tokens generated so far."""
+        return len(self._sequence.token_ids)
+
+    @property
+    def rpc(self) -> RpcTotals:
+        """Round trips so far."""
+        now = self._runner.traffic
+        return RpcTotals(
+            count=now.round_trips - self._before.round_trips,
+            bytes_sent=now.bytes_sent - self._before.bytes_sent,
+            bytes_received=now.bytes_received - self._before.bytes_received,
+        )
+
+    def close(self) -> None:
+        """Give the sequence's place back."""
+        self._runner.engine.remove(self._sequence)
+
+    def result(self) -> GenerationResult:
+        """Return everything about the finished generation."""
+        sequence = self._sequence
+        prompt, new = len(sequence.prompt_ids), len(sequence.token_ids)
+        first = self._last if self._first is None else self._first
+        return GenerationResult(
+            prompt_token_ids=list(sequence.prompt_ids),
+            token_ids=list(sequence.token_ids),
+            text="".join(self._shown) if self._tokenizer else None,
+            finish_reason=sequence.finish_reason or "length",
+            usage=Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new),
+            timing=GenerationTiming(
+                ttft_s=first - self._started,
+                tpot_s=(self._last - first) / (new - 1) if new > 1 else None,
+                total_s=self._last - self._started,
+            ),
+            policy=self._runner.policy.name,
+            rpc=self.rpc,
+        )
+
+
+class Runner:
+    """The trusted side, ready to generate. Use as a context manager.
+
+    Raises, before anything is computed: ModelError, PolicyError, SettingsError, EndpointError,
+    DeadlineExceededError (nothing answers) and ModelMismatchError.
+    """
+
+    def __init__(self, settings: RunnerSettings, observer: Observer | None = None) -> None:
+        require_little_endian()
+        self.policy = settings.policy
+        self._channel: Channel | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._model_directory = settings.model
+        if settings.policy.needs_service and settings.gpu is None:
+            raise SettingsError(
+                "--gpu",
+                got="no endpoint",
+                expected=f"one, because policy {settings.policy.name} uses a gpu-service",
+            )
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        config = read_config(settings.model)
+        dtype = torch_dtype(settings.dtype or config.dtype)
+        checkpoint = Checkpoint(settings.model)
+        here = [name for name in FUSED_MODULES if not settings.policy.on_gpu(name)]
+        checkpoint.require(light_tensors(config) | linear_tensors(config, here))
+        model = load_tee_model(config, checkpoint, dtype)
+        self.config = config
+        try:
+            remote = None
+            if settings.policy.needs_service and settings.gpu is not None:
+                self._channel = ZmqChannel(
+                    settings.gpu,
+                    timeout_s=settings.request_timeout_s,
+                    max_message_bytes=settings.max_message_bytes,
+                )
+                check_service(
+                    self._channel, config, checkpoint, model, timeout_s=settings.connect_timeout_s
+                )
+                remote = RemoteOperators(
+                    self._channel,
+                    config,
+                    dtype,
+                    one_rpc_per_module=settings.policy.one_rpc_per_module,
+                    on_exchange=observer.exchange if observer else None,
+                )
+            local = LocalOperators(config, checkpoint, settings.policy, dtype)
+            ops: Operators = place(settings.policy, local, remote, observer)
+        except BaseException:
+            self.close()
+            raise
+        self.engine = Engine(model, ops, step_tokens=settings.step_tokens)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read when first needed. Raises ModelError if there is none."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self._model_directory)
+        return self._tokenizer
+
+    @property
+    def traffic(self) -> Traffic:
+        """A copy of the channel's totals; zero where nothing leaves the TEE."""
+        return replace(self._channel.traffic) if self._channel else Traffic()
+
+    def step(self) -> list[Sampled]:
+        """Run one step of every running sequence."""
+        return self.engine.step()
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingSettings | None = None,
+        stop: Sequence[str] = (),
+        with_text: bool = True,
+    ) -> Generation:
+        """Start generating; nothing runs before the result is iterated over.
+
+        `with_text` False needs no tokenizer, and allows no stop strings. Raises PromptError.
+        """
+        if stop and not with_text:
+            raise PromptError("stop strings", got="no tokenizer", expected="one to compare text")
+        tokenizer = self.tokenizer if with_text else None
+        sequence = self.engine.add(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        return Generation(self, sequence, tokenizer, stop)
+
+    def close(self) -> None:
+        """Disconnect from the service."""
+        if self._channel is not None:
+            self._channel.close()
