@@ -1,1 +1,40 @@
 """Fixtures that more than one folder of tests uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from tests.support import SavedModel
+
+# The models are tiny: threads cost more than they bring, and one thread adds up in one order.
+torch.set_num_threads(1)
+
+# How long an example takes is not what these tests are about.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SavedModel]:
+    """Return a function that makes a random model, once per kind and settings.
+
+    Its directory is shared by all tests: copy it before changing a file.
+    """
+    from tests.support import SavedModel, make_model
+
+    made: dict[str, SavedModel] = {}
+
+    def get(kind: str = "llama", **overrides: Any) -> SavedModel:
+        key = repr((kind, sorted(overrides.items())))
+        if key not in made:
+            directory = tmp_path_factory.mktemp(kind)
+            made[key] = SavedModel(directory, make_model(directory, kind, **overrides))
+        return made[key]
+
+    return get

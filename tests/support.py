@@ -16,6 +16,32 @@ from typing import Any
 import torch
 import transformers
 
+from gpu_side.operators import Operators as ServiceOperators
+from gpu_side.weights import load_weights
+from protocol.channel import Exchange, Traffic
+from protocol.encoding import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    decode_reply,
+    encode_reply,
+    encode_request,
+    open_request,
+    read_request,
+)
+from protocol.errors import ErrorCode, ProtocolError, ServiceError
+from protocol.messages import FUSED_MODULES, Request, Response, Timing
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.config import read_config
+from protocol.tensors import torch_dtype
+from tee_side.batch import Batch, Chunk
+from tee_side.engine import DEFAULT_STEP_TOKENS, Engine
+from tee_side.forward import forward
+from tee_side.kv_cache import KVCache
+from tee_side.local_operators import LocalOperators
+from tee_side.model import TeeModel, load_tee_model
+from tee_side.operators import Observer, Operators, place
+from tee_side.policy import Policy, load_policy
+from tee_side.remote_operators import RemoteOperators
+
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
     "OMP_NUM_THREADS": "1",
@@ -137,3 +163,169 @@ def run(
         env={**ENVIRONMENT, **environment},
         check=False,
     )
+
+
+# --------------------------------------------------------- both sides in one process, all encoded
+
+POLICIES = ("tee-only", "tsqp", "attention-in-tee")
+
+
+class LoopbackChannel:
+    """A `Channel` to the service's operators in this process, every message through the wire form.
+
+    Requests and replies are encoded, copied frame by frame as a socket would, opened and checked;
+    only the socket is missing. `requests` keeps what was asked, in order.
+    """
+
+    endpoint = "loopback"
+
+    def __init__(self, directory: Path, dtype: str = "float32") -> None:
+        weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
+        self._operators = ServiceOperators(weights)
+        self._replies: dict[int, Exchange] = {}
+        self.traffic = Traffic()
+        self.requests: list[Request] = []
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """Answer at once and keep the reply until it is waited for."""
+        self.requests.append(request)
+        request_id = len(self.requests)
+        sent = _received(encode_request(request, request_id, timeout_ms=60_000))
+        opened = open_request(sent, DEFAULT_MAX_MESSAGE_BYTES)
+        result: Response | ErrorCode
+        try:
+            result = self.answer(read_request(opened))
+        except ProtocolError as error:
+            result = error.code
+        timing = Timing(queue_us=1, compute_us=2)
+        frames = _received(
+            encode_reply(opened.form, opened.request_id, opened.method, result, timing)
+        )
+        reply = decode_reply(frames)
+        if reply.response is None:
+            raise ServiceError(request.method, code=reply.error or ErrorCode.INTERNAL)
+        sizes = [sum(len(frame) for frame in message) for message in (sent, frames)]
+        self._replies[request_id] = Exchange(reply.response, *sizes, 0, 4000, 0, reply.timing)
+        return request_id
+
+    def answer(self, request: Request) -> Response:
+        """Compute a reply; a test overrides it to answer something else."""
+        return self._operators.apply(request)
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        exchange = self._replies.pop(request_id)
+        self.traffic.round_trips += 1
+        self.traffic.bytes_sent += exchange.bytes_sent
+        self.traffic.bytes_received += exchange.bytes_received
+        return exchange
+
+    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
+        """See `Channel.call`."""
+        return self.wait(self.submit(request, timeout_s))
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+
+
+def _received(frames: list[Any]) -> list[memoryview]:
+    """Copy frames into memory of their own, writable like what ZeroMQ hands out."""
+    return [memoryview(bytearray(frame)) for frame in frames]
+
+
+@dataclass
+class Tee:
+    """The trusted side, put together as `Runner` does, over a `LoopbackChannel`."""
+
+    model: TeeModel
+    ops: Operators
+    channel: LoopbackChannel | None
+
+    def engine(self, step_tokens: int = DEFAULT_STEP_TOKENS) -> Engine:
+        """Return an engine of its own."""
+        return Engine(self.model, self.ops, step_tokens=step_tokens)
+
+    def cache(self, capacity: int) -> KVCache:
+        """Return an empty KV cache."""
+        return KVCache(self.model.config, capacity, self.model.dtype)
+
+    def logits(self, token_ids: list[int], chunk: int | None = None) -> torch.Tensor:
+        """Return the logits [T, V] of every position, `chunk` tokens a step (None: all)."""
+        cache = self.cache(len(token_ids))
+        size = chunk or len(token_ids)
+        steps = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
+        outputs = []
+        for ids in steps:
+            rows = range(len(ids))
+            batch = Batch(torch.tensor(ids), (Chunk(cache, slice(0, len(ids))),), tuple(rows))
+            outputs.append(forward(batch, self.model, self.ops))
+        return torch.cat(outputs)
+
+    def greedy(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
+        """Return `new_tokens` greedy token ids."""
+        engine = self.engine()
+        sequence = engine.add(prompt_ids, max_new_tokens=new_tokens, eos_token_ids=frozenset())
+        while engine.running:
+            engine.step()
+        return sequence.token_ids
+
+
+def assemble(
+    directory: Path,
+    policy: Policy | str = "tee-only",
+    dtype: str = "float32",
+    *,
+    channel: LoopbackChannel | None = None,
+    observer: Observer | None = None,
+) -> Tee:
+    """Put the trusted side together; a policy that needs a service gets a loopback one."""
+    chosen = load_policy(policy) if isinstance(policy, str) else policy
+    config, checkpoint, element = read_config(directory), Checkpoint(directory), torch_dtype(dtype)
+    checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    remote = None
+    if chosen.needs_service:
+        channel = channel or LoopbackChannel(directory, dtype)
+        remote = RemoteOperators(
+            channel,
+            config,
+            element,
+            one_rpc_per_module=chosen.one_rpc_per_module,
+            on_exchange=observer.exchange if observer else None,
+        )
+    local = LocalOperators(config, checkpoint, chosen, element)
+    model = load_tee_model(config, checkpoint, element)
+    return Tee(model, place(chosen, local, remote, observer), channel)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A random model on disk, and transformers' own copy of it in memory."""
+
+    directory: Path
+    reference: transformers.PreTrainedModel
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Return the reference's logits [T, V] of every position."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.reference(torch.tensor([token_ids])).logits[0]
+        return logits
+
+    def greedy(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
+        """Return the reference's greedy token ids."""
+        prompt = torch.tensor([prompt_ids])
+        ids = self.reference.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+        )
+        new: list[int] = ids[0, len(prompt_ids) :].tolist()
+        return new
+
+
+def token_ids(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:
+    """Return random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+    return ids

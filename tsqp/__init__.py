@@ -1,0 +1,1 @@
+"""For people: command line, demo, training of the demo model, reports."""

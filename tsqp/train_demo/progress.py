@@ -70,12 +70,11 @@ class LineProgress(_Shown):
             return
         seconds = self._seconds()
         remaining = seconds / step * (steps - step)
-        print(
+        sys.stderr.write(
             f"step {step}/{steps} loss {loss:.4f} {tokens / seconds:.0f} tokens/s "
-            f"ETA {remaining:.0f} s",
-            file=sys.stderr,
-            flush=True,
+            f"ETA {remaining:.0f} s\n"
         )
+        sys.stderr.flush()
 
 
 class BarProgress(_Shown):

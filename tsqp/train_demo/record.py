@@ -65,7 +65,7 @@ The names, words and kinds of story are those of the grammar; other requests giv
 
 ## License
 
-That of the TSQP project.
+Apache-2.0, like the TSQP project.
 """
 
 

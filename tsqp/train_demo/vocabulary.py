@@ -57,7 +57,7 @@ TOYS = (
     "magnet", "toy rocket", "wagon", "mitten",
 )
 FRAGILE = (
-    "vase", "cup", "lamp", "plate", "mirror", "jar", "teapot", "clock", "bowl", 
+    "vase", "cup", "lamp", "plate", "mirror", "jar", "teapot", "clock", "bowl",
     "picture frame", "flower pot", "music box", "egg timer", "glass bird",
 )
 TREASURES = (

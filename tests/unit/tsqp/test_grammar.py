@@ -13,11 +13,14 @@ from tsqp.train_demo.vocabulary import HE, NAMES, SHE, THEY
 
 # Words of the answers that the stories say in another way.
 _ANSWER_WORDS = frozenset(
-    "a an and argued because belonged both brought build built did do end find first found gave "
-    "had happened happy help helped honest in it learned lived lost made make no not of once "
-    "planted practiced present said she he they the their them to told up wait want wanted was "
-    "were who with yes hid take took went loved at be for on birthday where grow but give "
-    "that his her s by shared".split()
+    re.findall(
+        r"\w+",
+        "a an and argued because belonged both brought build built did do end find first found "
+        "gave had happened happy help helped honest in it learned lived lost made make no not "
+        "of once planted practiced present said she he they the their them to told up wait want "
+        "wanted was were who with yes hid take took went loved at be for on birthday where grow "
+        "but give that his her s by shared",
+    )
 )
 
 

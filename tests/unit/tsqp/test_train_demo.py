@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ from tsqp.train_demo.train import OutputDirectoryError, learning_rate, train_dem
 SHIPPED = Path(tsqp.__file__).parent / "demo_model"
 
 
-def _tiny_run(output: Path, seed: int = 3) -> TrainingRecord:
+def _tiny_run(output: Path) -> TrainingRecord:
     return train_demo(
         output,
-        seed=seed,
+        seed=3,
         tokens=6000,
         threads=1,
         progress=LineProgress(),
@@ -87,17 +88,13 @@ def test_record_holds_the_loss_of_the_saved_weights(
     assert record.steps == 2
 
 
-def test_same_seed_gives_identical_weights(
+def test_same_seed_gives_identical_weights_and_leaves_global_state_alone(
     trained: tuple[Path, TrainingRecord], tmp_path: Path
 ) -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
     _tiny_run(tmp_path / "again")
     for name in ("model.safetensors", "tokenizer.json", VALIDATION_FILE):
         assert (tmp_path / "again" / name).read_bytes() == (trained[0] / name).read_bytes()
-
-
-def test_training_leaves_global_state_alone(tmp_path: Path) -> None:
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    _tiny_run(tmp_path / "model", seed=4)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -175,8 +172,8 @@ def test_shipped_model_has_its_recorded_loss() -> None:
 
 
 def test_shipped_model_tells_the_story_asked_for() -> None:
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED)
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    model: Any = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    tokenizer: Any = AutoTokenizer.from_pretrained(SHIPPED)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Tell me a story about Mia and a kite."}],
         add_generation_prompt=True,

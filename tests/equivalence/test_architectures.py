@@ -1,0 +1,95 @@
+"""All architectures, under all policies, give transformers' logits and its greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.equivalence.tolerances import FLOAT32_LOGITS
+from tests.support import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
+
+Models = Callable[..., SavedModel]
+
+QWEN2_SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+# Each differs from the plain model in one thing that the forward pass must do differently.
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "llama", {}),
+    ("llama-attention-bias", "llama", {"attention_bias": True}),
+    ("llama-mlp-bias", "llama", {"mlp_bias": True}),
+    ("llama-all-biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama-mha", "llama", {"num_key_value_heads": 6}),
+    ("llama-mqa", "llama", {"num_key_value_heads": 1}),
+    ("llama-tied", "llama", {"tie_word_embeddings": True}),
+    ("llama-head-dim-8", "llama", {"head_dim": 8}),
+    ("llama-head-dim-of-hidden", "llama", {"head_dim": None, "hidden_size": 48}),
+    ("llama-eps", "llama", {"rms_norm_eps": 0.1}),
+    ("llama-one-layer", "llama", {"num_hidden_layers": 1}),
+    ("mistral-window-7", "mistral", {"sliding_window": 7}),
+    ("mistral-window-1", "mistral", {"sliding_window": 1}),
+    ("mistral-window-beyond", "mistral", {"sliding_window": 1000}),
+    ("mistral-no-window", "mistral", {"sliding_window": None}),
+    ("qwen2", "qwen2", {}),
+    ("qwen2-window-unused", "qwen2", {"use_sliding_window": False, "sliding_window": 5}),
+    ("qwen2-window-upper-layers", "qwen2", QWEN2_SLIDING),
+    ("qwen2-window-no-layer", "qwen2", {**QWEN2_SLIDING, "max_window_layers": 3}),
+    (
+        "qwen2-layer-types",
+        "qwen2",
+        {
+            **QWEN2_SLIDING,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    ("qwen2-tied", "qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", "qwen3", {}),
+    ("qwen3-attention-bias", "qwen3", {"attention_bias": True}),
+    ("qwen3-window", "qwen3", QWEN2_SLIDING),
+    ("qwen3-tied", "qwen3", {"tie_word_embeddings": True}),
+]
+
+by_variant = pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [pytest.param(kind, overrides, id=name) for name, kind, overrides in VARIANTS],
+)
+
+
+@by_variant
+def test_logits_equal_transformers_at_every_position(
+    saved_model: Models, kind: str, overrides: dict[str, Any]
+) -> None:
+    model, ids = saved_model(kind, **overrides), token_ids(24)
+    FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
+
+
+@by_variant
+def test_logits_equal_transformers_with_the_gpu_side(
+    saved_model: Models, kind: str, overrides: dict[str, Any]
+) -> None:
+    model, ids = saved_model(kind, **overrides), token_ids(24)
+    for policy in ("tsqp", "attention-in-tee"):
+        FLOAT32_LOGITS.check(assemble(model.directory, policy).logits(ids), model.logits(ids))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_64_greedy_tokens_equal_generate(saved_model: Models, kind: str, policy: str) -> None:
+    model = saved_model(kind, **({"sliding_window": 7} if kind == "mistral" else {}))
+    for seed in range(2):
+        prompt = token_ids(9 + 4 * seed, seed=seed)
+        expected = model.greedy(prompt, 64)
+        assert len(expected) == 64
+        assert assemble(model.directory, policy).greedy(prompt, 64) == expected
+
+
+def test_the_reference_depends_on_each_setting(saved_model: Models) -> None:
+    """Guards the tests above: a variant whose setting did nothing would prove nothing."""
+    ids = token_ids(24)
+    windowed = saved_model("mistral", sliding_window=7).logits(ids)
+    unlimited = saved_model("mistral", sliding_window=None).logits(ids)
+    assert (windowed - unlimited)[7:].abs().max() > 0.1
+    upper = saved_model("qwen2", **QWEN2_SLIDING).logits(ids)
+    nowhere = saved_model("qwen2").logits(ids)
+    assert (upper - nowhere)[7:].abs().max() > 0.1

@@ -1,0 +1,238 @@
+"""Every rope_type: frequencies and logits are those of transformers, in both config styles."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from protocol.model.config import read_config
+from protocol.model.rope import rope_frequencies
+from tests.equivalence.tolerances import FLOAT32_LOGITS, ROPE_FREQUENCIES
+from tests.support import SIZES, SavedModel, assemble, token_ids
+
+Models = Callable[..., SavedModel]
+
+CONTEXT = 128
+SHORT = [1.0 + 0.1 * i for i in range(8)]
+LONG = [2.0 + 0.5 * i for i in range(8)]
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn-no-original": {"rope_type": "yarn", "factor": 4.0},
+    "yarn-betas": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "yarn-attention-factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.7,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope-factor": {
+        "rope_type": "longrope",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope-attention-factor": {
+        "rope_type": "longrope",
+        "short_factor": SHORT,
+        "long_factor": LONG,
+        "attention_factor": 1.3,
+        "original_max_position_embeddings": 32,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+by_rope = pytest.mark.parametrize("name", ROPES)
+
+
+def with_rope(name: str) -> dict[str, Any]:
+    """Settings of a model; a copy, because transformers writes into the dictionary."""
+    rope = {"rope_theta": 10000.0, **ROPES[name]}
+    return {"rope_parameters": json.loads(json.dumps(rope)), "max_position_embeddings": CONTEXT}
+
+
+@by_rope
+@pytest.mark.parametrize("length", [1, 32, 33, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
+def test_frequencies_equal_transformers(tmp_path: Path, name: str, length: int) -> None:
+    reference = transformers.LlamaConfig(
+        **{**SIZES, **with_rope(name)}, architectures=["LlamaForCausalLM"]
+    )
+    reference.save_pretrained(tmp_path)
+    frequencies, scaling = rope_frequencies(read_config(tmp_path), length)
+    rope_type = ROPES[name]["rope_type"]
+    if rope_type == "default":
+        exponents = torch.arange(0, 16, 2, dtype=torch.float32) / 16
+        expected, expected_scaling = 1.0 / (5000.0**exponents), 1.0
+    else:
+        compute = ROPE_INIT_FUNCTIONS[rope_type]
+        expected, expected_scaling = compute(reference, torch.device("cpu"), seq_len=length)
+    ROPE_FREQUENCIES.check(frequencies, expected)
+    assert scaling == expected_scaling
+
+
+@by_rope
+def test_logits_within_the_original_context_equal_transformers(
+    saved_model: Models, name: str
+) -> None:
+    model, ids = saved_model("llama", **with_rope(name)), token_ids(30)
+    FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
+
+
+@by_rope
+def test_logits_beyond_the_original_context_equal_transformers(
+    saved_model: Models, name: str
+) -> None:
+    model, ids = saved_model("llama", **with_rope(name)), token_ids(100)
+    FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "yarn", "llama3"])
+def test_logits_beyond_the_maximum_context_equal_transformers(
+    saved_model: Models, name: str
+) -> None:
+    model, ids = saved_model("llama", **with_rope(name)), token_ids(CONTEXT + 60)
+    FLOAT32_LOGITS.check(assemble(model.directory).logits(ids), model.logits(ids))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_decoding_across_the_length_limit_equals_generate(saved_model: Models, name: str) -> None:
+    """What is cached keeps the rotation it was written with, as in transformers."""
+    limit = 32 if name == "longrope" else CONTEXT
+    model, prompt = saved_model("llama", **with_rope(name)), token_ids(limit - 6)
+    tee, cached = assemble(model.directory), 12
+    continuation = token_ids(cached, seed=5)
+    with torch.inference_mode():
+        first = model.reference(torch.tensor([prompt]), use_cache=True)
+        expected, cache = [first.logits[0]], first.past_key_values
+        for token_id in continuation:
+            step = model.reference(torch.tensor([[token_id]]), past_key_values=cache)
+            expected.append(step.logits[0])
+    actual = _prefill_then_decode(tee, prompt, continuation)
+    FLOAT32_LOGITS.check(actual, torch.cat(expected))
+
+
+def _prefill_then_decode(tee: Any, prompt: list[int], continuation: list[int]) -> torch.Tensor:
+    from tee_side.batch import Batch
+    from tee_side.forward import forward
+
+    cache = tee.cache(len(prompt) + len(continuation))
+    outputs = []
+    for ids in (prompt, *([token_id] for token_id in continuation)):
+        batch = Batch.of([(cache, ids, True)])
+        every_row = Batch(batch.token_ids_T, batch.chunks, tuple(range(len(ids))))
+        outputs.append(forward(every_row, tee.model, tee.ops))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_prefill_in_chunks_across_the_length_limit_equals_prefill_at_once(
+    saved_model: Models, name: str
+) -> None:
+    """How the engine cuts a prompt, and who its neighbours are, must not change the answer."""
+    model = saved_model("llama", **with_rope(name))
+    prompt, tee = token_ids(CONTEXT - 8), assemble(model.directory)
+    at_once = _greedy(tee, prompt, step_tokens=512)
+    assert at_once == model.greedy(prompt, len(at_once))
+    for step_tokens in (7, 40):
+        assert _greedy(tee, prompt, step_tokens) == at_once
+
+
+def _greedy(tee: Any, prompt: list[int], step_tokens: int) -> list[int]:
+    engine = tee.engine(step_tokens)
+    sequence = engine.add(prompt, max_new_tokens=8, eos_token_ids=frozenset())
+    while engine.running:
+        engine.step()
+    return list(sequence.token_ids)
+
+
+@pytest.mark.parametrize("name", ["linear", "dynamic", "yarn", "longrope", "llama3"])
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_the_configuration_style_before_transformers_5_means_the_same(
+    saved_model: Models, tmp_path: Path, name: str, type_key: str
+) -> None:
+    model = saved_model("llama", **with_rope(name))
+    directory = tmp_path / "copy"
+    shutil.copytree(model.directory, directory)
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope[type_key] = rope.pop("rope_type")
+    config["rope_scaling"] = rope
+    (directory / "config.json").write_text(json.dumps(config))
+    assert read_config(directory) == read_config(model.directory)
+    ids = token_ids(60)
+    FLOAT32_LOGITS.check(assemble(directory).logits(ids), model.logits(ids))
+
+
+def test_rope_theta_alone_is_the_default_rope(saved_model: Models, tmp_path: Path) -> None:
+    model = saved_model("llama", **with_rope("default"))
+    directory = tmp_path / "copy"
+    shutil.copytree(model.directory, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["rope_scaling"] = None
+    (directory / "config.json").write_text(json.dumps(config))
+    assert read_config(directory).rope.rope_theta == 5000.0
+    ids = token_ids(60)
+    FLOAT32_LOGITS.check(assemble(directory).logits(ids), model.logits(ids))
+
+
+@pytest.mark.parametrize("inside", [None, 16])
+def test_original_context_beside_the_rope_parameters_counts_as_in_transformers(
+    tmp_path: Path, inside: int | None
+) -> None:
+    """Phi-3 style; transformers lets the outer value win over the inner one."""
+    rope = {**with_rope("longrope")["rope_parameters"], "original_max_position_embeddings": inside}
+    if inside is None:
+        del rope["original_max_position_embeddings"]
+    raw = {
+        **SIZES,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": CONTEXT,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "rope_scaling": rope,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    reference = transformers.LlamaConfig.from_pretrained(tmp_path)
+    expected = reference.rope_parameters["original_max_position_embeddings"]
+    assert read_config(tmp_path).rope.original_max_position_embeddings == expected == 64

@@ -1,0 +1,99 @@
+"""How work is cut into steps, and what runs beside it, does not change the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tee_side.engine import Engine, Sequence
+from tests.equivalence.tolerances import FLOAT32_STEPS
+from tests.support import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
+
+Models = Callable[..., SavedModel]
+
+# A window smaller than the prompt makes chunks see different parts of the cache.
+WINDOWS = {"mistral": {"sliding_window": 5}}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [1, 3, 7, 22])
+def test_prefill_in_chunks_equals_prefill_at_once(
+    saved_model: Models, kind: str, chunk: int
+) -> None:
+    model, ids = saved_model(kind, **WINDOWS.get(kind, {})), token_ids(23)
+    tee = assemble(model.directory)
+    FLOAT32_STEPS.check(tee.logits(ids, chunk), tee.logits(ids))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("step_tokens", [1, 3, 7, 512])
+def test_greedy_tokens_do_not_depend_on_step_tokens(
+    saved_model: Models, policy: str, step_tokens: int
+) -> None:
+    model, prompt = saved_model("llama"), token_ids(23)
+    tee = assemble(model.directory, policy)
+    engine = tee.engine(step_tokens)
+    sequence = engine.add(prompt, max_new_tokens=12)
+    steps = _finish(engine)
+    assert sequence.token_ids == model.greedy(prompt, 12)
+    assert steps == -(-23 // step_tokens) + 11
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("step_tokens", [2, 5, 16, 512])
+def test_sequences_in_one_batch_equal_each_alone(
+    saved_model: Models, policy: str, step_tokens: int
+) -> None:
+    model = saved_model("mistral", **WINDOWS["mistral"])
+    tee = assemble(model.directory, policy)
+    requests = [(token_ids(length, seed=length), 4 + length % 5) for length in (1, 3, 19, 8)]
+    engine = tee.engine(step_tokens)
+    sequences = [engine.add(prompt, max_new_tokens=new) for prompt, new in requests]
+    _finish(engine)
+    for sequence, (prompt, new) in zip(sequences, requests, strict=True):
+        assert sequence.token_ids == tee.greedy(prompt, new) == model.greedy(prompt, new)
+        assert sequence.finish_reason == "length"
+
+
+def test_logits_in_one_batch_equal_each_alone(saved_model: Models) -> None:
+    model = saved_model("qwen3")
+    tee = assemble(model.directory, "tsqp")
+    prompts = [token_ids(length, seed=length) for length in (2, 17, 9)]
+    engine = tee.engine()
+    sequences = [engine.add(prompt, max_new_tokens=5) for prompt in prompts]
+    seen: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
+    while engine.running:
+        for sampled in engine.step():
+            seen[id(sampled.sequence)].append(sampled.logits_V)
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        expected = model.logits([*prompt, *sequence.token_ids[:-1]])[len(prompt) - 1 :]
+        FLOAT32_STEPS.check(torch.stack(seen[id(sequence)]), expected)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 4, 512])
+def test_sequences_added_while_others_decode_equal_each_alone(
+    saved_model: Models, step_tokens: int
+) -> None:
+    model = saved_model("llama")
+    tee = assemble(model.directory, "attention-in-tee")
+    engine = tee.engine(step_tokens)
+    prompts = [token_ids(length, seed=length) for length in (6, 11, 1)]
+    sequences: list[Sequence] = []
+    for prompt in prompts:
+        sequences.append(engine.add(prompt, max_new_tokens=30))
+        for _ in range(4):
+            engine.step()
+    assert all(sequence in engine.running for sequence in sequences)
+    _finish(engine)
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.token_ids == model.greedy(prompt, 30)
+
+
+def _finish(engine: Engine) -> int:
+    steps = 0
+    while engine.running:
+        engine.step()
+        steps += 1
+    return steps

@@ -1,0 +1,74 @@
+"""`gpu-service`: hold the weights and answer the TEE's requests."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+
+from tsqp.cli.program import (
+    DEFAULT_ENDPOINT,
+    DTYPES,
+    config_option,
+    model_directory,
+    run,
+    setup_logging,
+    version_option,
+)
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.argument("model", envvar="GPU_SERVICE_MODEL")
+@click.option(
+    "--bind",
+    default=DEFAULT_ENDPOINT,
+    metavar="ENDPOINT",
+    help="Where to listen: tcp://HOST:PORT (PORT * takes a free one) or ipc://PATH.",
+)
+@click.option("--device", default="cpu", help="cpu, cuda or cuda:N.")
+@click.option("--dtype", type=DTYPES, help="What to compute in; default: the model's own dtype.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads for torch.")
+@click.option(
+    "--max-message-mib",
+    type=click.IntRange(1, 4096),
+    default=512,
+    help="Larger messages are refused.",
+)
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"
+)
+@config_option
+@version_option
+def command(
+    *,
+    model: str,
+    bind: str,
+    device: str,
+    dtype: str | None,
+    threads: int | None,
+    max_message_mib: int,
+    log_level: str,
+) -> None:
+    """Hold the weights of MODEL and do the heavy operators for tee-runner.
+
+    MODEL is a Hugging Face directory with safetensors weights, or "demo". The process needs no
+    secret and is trusted with none: what it gets to see is the runner's policy.
+    """
+    setup_logging(log_level)
+    from gpu_side.service import ServiceSettings, serve
+
+    serve(
+        ServiceSettings(
+            model=model_directory(model),
+            bind=bind,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_message_bytes=max_message_mib * 1024 * 1024,
+        )
+    )
+
+
+def main() -> NoReturn:
+    """Entry point."""
+    run(command, "gpu-service", "GPU_SERVICE")

@@ -1,0 +1,44 @@
+"""Log lines for people and machines.
+
+For example `2026-01-31T12:00:00.000+00:00 info ready endpoint=tcp://... start_s=1.2`.
+
+Code logs an event name and `extra={"fields": {...}}`. Fields hold sizes, names and codes, never
+tensor contents.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import UTC, datetime
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    if text and not any(c.isspace() or c in '"=' or not c.isprintable() for c in text):
+        return text
+    escaped = text.encode("unicode_escape").decode("ascii").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+class LogfmtFormatter(logging.Formatter):
+    """One line an event; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Render a record."""
+        stamp = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields: dict[str, object] = getattr(record, "fields", {})
+        pairs = "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
+        line = f"{stamp} {record.levelname.lower()} {record.getMessage()}{pairs}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def configure(level: str) -> None:
+    """Install the formatter on the root logger, writing to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogfmtFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

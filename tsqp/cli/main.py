@@ -1,0 +1,98 @@
+"""`tsqp`: demo, doctor and the other commands for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from protocol.errors import SettingsError
+from tsqp.cli.program import EXIT_FAILURE, config_option, run, version_option
+
+CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=CONTEXT)
+@config_option
+@version_option
+def command() -> None:
+    """See and measure how a model runs across a trusted VM and an untrusted GPU."""
+
+
+@command.command(context_settings=CONTEXT)
+@click.option("--policy", default="attention-in-tee", metavar="NAME|FILE")
+@click.option("--prompt", default="Once upon a time", metavar="TEXT")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=120)
+@config_option
+@click.pass_context
+def demo(context: click.Context, policy: str, prompt: str, max_new_tokens: int) -> None:
+    """Watch the demo model generate text across two processes, and compare it with transformers.
+
+    Starts a gpu-service and a tee-runner on loopback, shows the story and what the GPU side
+    receives, then the cost per operator. Exit status 1 if the tokens differ from transformers'.
+    """
+    try:
+        from tsqp.demo import run_demo
+    except ImportError as error:
+        raise SettingsError(
+            "tsqp demo", got=f"no module {error.name}", expected="pip install 'tsqp[demo]'"
+        ) from None
+    identical = run_demo(policy=policy, prompt=prompt, max_new_tokens=max_new_tokens)
+    context.exit(0 if identical else EXIT_FAILURE)
+
+
+@command.command("train-demo", context_settings=CONTEXT)
+@click.argument("output", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--seed", type=click.IntRange(min=0), default=7)
+@click.option("--tokens", type=click.IntRange(min=1), help="How many to train on.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads for torch.")
+@config_option
+def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None) -> None:
+    """Train the demo model that ships with us, into the new directory OUTPUT."""
+    try:
+        from tsqp.train_demo.train import DEFAULT_TOKENS, OutputDirectoryError
+        from tsqp.train_demo.train import train_demo as train
+    except ImportError as error:
+        raise SettingsError(
+            "tsqp train-demo", got=f"no module {error.name}", expected="pip install 'tsqp[demo]'"
+        ) from None
+    try:
+        record = train(output, seed=seed, tokens=tokens or DEFAULT_TOKENS, threads=threads)
+    except OutputDirectoryError as error:
+        raise SettingsError(str(output), got=str(error), expected="an empty directory") from None
+    click.echo(f"{output}: validation loss {record.validation_loss:.4f} nats per token")
+
+
+@command.command(context_settings=CONTEXT)
+@click.option("--json", is_flag=True, help="One JSON object instead of a table.")
+@config_option
+def doctor(**settings: bool) -> None:
+    """Say what this machine has and lacks for either side."""
+    from tsqp.doctor import examine, render
+
+    findings = examine()
+    click.echo(render(findings, as_json=settings["json"]))
+
+
+@command.command(context_settings=CONTEXT)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of all three programs: eval "$(tsqp completion bash)"."""
+    from click.shell_completion import get_completion_class
+
+    from tsqp.cli.gpu_service import command as gpu_service
+    from tsqp.cli.tee_runner import command as tee_runner
+
+    generator = get_completion_class(shell)
+    if generator is None:
+        raise SettingsError("shell", got=shell, expected="bash, zsh or fish")
+    programs = {"gpu-service": gpu_service, "tee-runner": tee_runner, "tsqp": command}
+    for name, program in programs.items():
+        variable = f"_{name.replace('-', '_').upper()}_COMPLETE"
+        click.echo(generator(program, {}, name, variable).source())
+
+
+def main() -> NoReturn:
+    """Entry point."""
+    run(command, "tsqp", "TSQP")

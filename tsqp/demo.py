@@ -1,0 +1,304 @@
+"""`tsqp demo`: a real gpu-service and a real tee-runner on loopback, and proof that it is right.
+
+The runner's requests pass through a tap on their way to the service, so what is shown as received
+is what is on the wire. The verdict compares token ids and logits with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.layout import Layout
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from protocol.errors import EndpointError, TsqpError
+from tee_side.policy import Policy, load_policy
+from tsqp.cli.program import model_directory
+from tsqp.tap import Seen, Tap
+
+DTYPE = "float32"
+START_TIMEOUT_S = 60.0
+FEED_LINES = 14
+
+
+class DemoError(TsqpError):
+    """One of the demo's two processes ended before its work was done."""
+
+
+def run_demo(*, policy: str, prompt: str, max_new_tokens: int) -> bool:
+    """Run the demo; return whether the token ids are those of transformers."""
+    console = Console(highlight=False)
+    chosen = load_policy(policy)
+    console.print(
+        "[bold]TSQP demo[/]: light operators in one process (the TEE's part), heavy ones in"
+        " another (the GPU's part; here it computes on the CPU)"
+    )
+    console.print(chosen.disclosure() or f"policy {chosen.name}: nothing leaves the TEE")
+    with tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder:
+        report_path, logits_path = Path(folder) / "report.json", Path(folder) / "logits"
+        command = [
+            *("generate", "demo", "--policy", policy, "--prompt", prompt, "--dtype", DTYPE),
+            *("--max-new-tokens", str(max_new_tokens)),
+            *("--report", str(report_path), "--save-logits", str(logits_path)),
+        ]
+        feed = Feed()
+        with _service(console, chosen) as endpoint, _tap(endpoint, feed) as tapped:
+            _stream_story(console, [*command, "--gpu", tapped], prompt, feed, chosen)
+        report = json.loads(report_path.read_text(encoding="utf-8"))
+        console.print(_cost_table(report))
+        console.print(
+            "[dim]wire: round trip less what the service says it spent; it includes the tap that"
+            " listens in. Operators without a line of their own (norms, RoPE, softmax, SiLU,"
+            " sampling) and start-up of a step are in the last but one row.[/]"
+        )
+        return _verdict(console, report, logits_path)
+
+
+class Feed:
+    """The last requests that went over the wire, and how many there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[Seen] = []
+        self.last: deque[Seen] = deque(maxlen=FEED_LINES)
+
+    def add(self, seen: Seen) -> None:
+        """Take note of a request; called from the tap's thread."""
+        self.count += 1
+        if len(self.first) < FEED_LINES:
+            self.first.append(seen)
+        self.last.append(seen)
+
+
+@contextmanager
+def _service(console: Console, policy: Policy) -> Iterator[str | None]:
+    """Start a gpu-service process and yield its endpoint; None if the policy needs none."""
+    if not policy.needs_service:
+        yield None
+        return
+    command = [_program("gpu-service"), "demo", "--bind", "tcp://127.0.0.1:*", "--dtype", DTYPE]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        endpoint = _wait_until_ready(process)
+        console.print(f"gpu-service: process {process.pid}, ready at {endpoint}")
+        yield endpoint
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+
+
+def _wait_until_ready(process: subprocess.Popen[str]) -> str:
+    lines: list[str] = []
+    deadline = time.monotonic() + START_TIMEOUT_S
+    for line in process.stderr or ():
+        lines.append(line.strip())
+        if " ready " in line:
+            return line.split("endpoint=", 1)[1].split()[0]
+        if time.monotonic() > deadline:
+            break
+    raise DemoError(
+        "gpu-service", got=lines[-1] if lines else "no output", expected="a line that says ready"
+    )
+
+
+@contextmanager
+def _tap(endpoint: str | None, feed: Feed) -> Iterator[str]:
+    if endpoint is None:
+        yield "tcp://127.0.0.1:9"  # never connected to: the policy needs no service
+        return
+    with Tap(endpoint, feed.add) as tap:
+        yield tap.endpoint
+
+
+def _stream_story(
+    console: Console, arguments: list[str], prompt: str, feed: Feed, policy: Policy
+) -> None:
+    """Run tee-runner and show its text as it comes, beside what the GPU side receives."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [_program("tee-runner"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    story = Text(prompt, style="bold")
+    try:
+        if console.is_terminal:
+            with Live(console=console, refresh_per_second=12, vertical_overflow="crop") as live:
+                for piece in _pieces(process):
+                    story.append(piece, style="not bold")
+                    live.update(_side_by_side(story, feed))
+        else:
+            console.print(f"\n{prompt}", end="", soft_wrap=True)
+            for piece in _pieces(process):
+                console.file.write(piece)
+                console.file.flush()
+            console.print(_feed_table(feed.first, feed, "What the GPU side received first"))
+        _, stderr = process.communicate(timeout=30)
+    except BaseException:
+        process.terminate()
+        process.communicate(timeout=10)
+        raise
+    if process.returncode != 0:
+        error = stderr.decode(errors="replace").strip().splitlines()
+        raise DemoError(
+            "tee-runner", got=error[-1] if error else "no output", expected="exit status 0"
+        )
+    if policy.needs_service and feed.count == 0:
+        raise EndpointError("tap", got="no requests", expected="the runner's requests")
+
+
+def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Yield decoded output as it comes, keeping a character together that is split over reads."""
+    import codecs
+
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    if process.stdout is None:
+        return
+    while chunk := os.read(process.stdout.fileno(), 4096):
+        yield decoder.decode(chunk)
+
+
+def _side_by_side(story: Text, feed: Feed) -> Layout:
+    layout = Layout()
+    layout.split_row(
+        Layout(Panel(story, title="tee-runner: the story"), ratio=2),
+        Layout(
+            Panel(
+                _feed_table(list(feed.last), feed, None),
+                title=f"gpu-service: receives ({feed.count} requests)",
+            ),
+            ratio=3,
+        ),
+    )
+    return layout
+
+
+def _feed_table(rows: list[Seen], feed: Feed, title: str | None) -> Table:
+    caption = f"{len(rows)} of {feed.count} requests" if title else None
+    table = Table(title=title, caption=caption, box=rich.box.SIMPLE, title_justify="left")
+    table.add_column("layer", justify="right")
+    table.add_column("operator")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("first numbers", no_wrap=True)
+    for seen in rows:
+        table.add_row(
+            "" if seen.layer is None else str(seen.layer),
+            seen.what,
+            "x".join(map(str, seen.shape)),
+            " ".join(f"{n:.0f}" if seen.dtype == "int64" else f"{n:+.3f}" for n in seen.numbers),
+        )
+    return table
+
+
+def _cost_table(report: dict[str, Any]) -> Table:
+    table = Table(title="Cost per operator", box=rich.box.SIMPLE_HEAD, title_justify="left")
+    for name in ("operator", "where", "calls", "RPCs", "sent", "received"):
+        table.add_column(name, justify="left" if name in ("operator", "where") else "right")
+    for name in ("TEE ms", "wire ms", "GPU ms"):
+        table.add_column(name, justify="right")
+    placed = 0.0
+    columns = ("tee_s", "wire_s", "gpu_s")
+    sums = dict.fromkeys(columns, 0.0)
+    for name, row in report["operators"].items():
+        # Waiting in the service's queue is neither wire nor GPU; with one client it is next to 0.
+        times = {**{c: row[c] for c in columns}, "wire_s": row["wire_s"] + row["queue_s"]}
+        placed += sum(times.values())
+        sums = {c: sums[c] + times[c] for c in columns}
+        table.add_row(
+            name,
+            row["place"],
+            str(row["calls"]),
+            str(row["round_trips"]),
+            _kilobytes(row["bytes_sent"]),
+            _kilobytes(row["bytes_received"]),
+            *(f"{times[c] * 1e3:.1f}" if times[c] else "" for c in columns),
+        )
+    rest = max(0.0, report["timing"]["total_s"] - placed)
+    sums["tee_s"] += rest
+    table.add_row("everything else", "tee", "", "", "", "", f"{rest * 1e3:.1f}", "", "")
+    table.add_section()
+    rpc = report["rpc"]
+    table.add_row(
+        "total",
+        "",
+        "",
+        str(rpc["count"]),
+        _kilobytes(rpc["bytes_sent"]),
+        _kilobytes(rpc["bytes_received"]),
+        *(f"{sums[c] * 1e3:.1f}" for c in columns),
+    )
+    return table
+
+
+def _kilobytes(size: int) -> str:
+    return f"{size / 1e3:,.0f} kB" if size else ""
+
+
+def _verdict(console: Console, report: dict[str, Any], logits_path: Path) -> bool:
+    """Run the same prompt through transformers, in this process, and compare."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    # Untyped: transformers' annotations of `generate` do not hold for its own models.
+    library: Any = transformers
+    library.utils.logging.disable_progress_bar()
+    library.utils.logging.set_verbosity_error()
+    model = library.AutoModelForCausalLM.from_pretrained(
+        model_directory("demo"), dtype=torch.float32
+    )
+    prompt_ids = torch.tensor([report["prompt_token_ids"]])
+    ours: list[int] = report["token_ids"]
+    with torch.inference_mode():
+        output = model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=len(ours),
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    theirs: list[int] = output.sequences[0, prompt_ids.shape[1] :].tolist()
+    our_logits = load_file(logits_path)["logits"]
+    their_logits = torch.cat(output.logits).float()
+    shared = min(len(our_logits), len(their_logits))
+    difference = (our_logits[:shared] - their_logits[:shared]).abs().max().item()
+    identical = ours == theirs
+    where = "" if identical else f" from token {_first_difference(ours, theirs)} on"
+    word = "[bold green]identical[/]" if identical else f"[bold red]NOT identical{where}[/]"
+    console.print(
+        f"transformers {transformers.__version__}, same prompt, {DTYPE}: {len(ours)} token ids"
+        f" {word}, largest logit difference {difference:.1e}"
+    )
+    return identical
+
+
+def _first_difference(ours: list[int], theirs: list[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+
+
+def _program(name: str) -> str:
+    """Return the path of one of our own programs, beside this interpreter or on PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise DemoError(name, got="no such program", expected="it beside python or on PATH")
+    return found

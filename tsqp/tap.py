@@ -1,0 +1,100 @@
+"""Listens in on the wire between one tee-runner and a gpu-service, as whoever owns the GPU can.
+
+Frames are forwarded untouched; a copy of each request is decoded with the public schema alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import zmq
+
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, open_request, read_request
+from protocol.errors import ProtocolError
+from protocol.messages import LinearRequest, Request
+from protocol.tensors import WireTensor, to_torch
+
+_SHOWN_NUMBERS = 4
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request as the GPU side receives it. `numbers`: the first few of its first tensor."""
+
+    what: str
+    layer: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    numbers: tuple[float, ...]
+
+
+class Tap:
+    """Forwards between a client and `service`, calling `on_request` from a thread of its own."""
+
+    def __init__(self, service: str, on_request: Callable[[Seen], None]) -> None:
+        self._on_request = on_request
+        self._context = zmq.Context()
+        self._front: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._front.setsockopt(zmq.LINGER, 0)
+        self._front.bind("tcp://127.0.0.1:*")
+        self._back: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._back.setsockopt(zmq.LINGER, 0)
+        self._back.connect(service)
+        self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._forward, name="tap", daemon=True)
+
+    def __enter__(self) -> Tap:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._front.close()
+        self._back.close()
+        self._context.term()
+
+    def _forward(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._front, zmq.POLLIN)
+        poller.register(self._back, zmq.POLLIN)
+        client = b""
+        while not self._stopping.is_set():
+            ready = dict(poller.poll(100))
+            if self._front in ready:
+                client, *frames = self._front.recv_multipart()
+                self._back.send_multipart(frames)
+                # After forwarding, so that looking at a request does not delay it.
+                self._show(frames)
+            if self._back in ready:
+                self._front.send_multipart([client, *self._back.recv_multipart()])
+
+    def _show(self, frames: list[bytes]) -> None:
+        try:
+            request = read_request(open_request(frames, DEFAULT_MAX_MESSAGE_BYTES))
+        except ProtocolError:
+            return
+        if (seen := describe_request(request)) is not None:
+            self._on_request(seen)
+
+
+def describe_request(request: Request) -> Seen | None:
+    """Say what a request shows to its receiver; None for Init, which carries no tensor."""
+    tensors = [value for _, value in request if isinstance(value, WireTensor)]
+    if not tensors:
+        return None
+    first = tensors[0]
+    numbers = to_torch(first).flatten()[:_SHOWN_NUMBERS].tolist()
+    what, layer = request.method, None
+    if isinstance(request, LinearRequest):
+        what, layer = " ".join(request.module_names), request.layer_idx
+    return Seen(what, layer, first.shape, first.dtype, tuple(numbers))
