@@ -37,8 +37,8 @@ class Sequence:
         max_new_tokens: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.prompt_ids = tuple(prompt_ids)
-        self.token_ids: list[int] = []
+        self._ids = list(prompt_ids)
+        self._prompt_tokens = len(prompt_ids)
         self.finish_reason: FinishReason | None = None
         self.cache = cache
         self._sampler = sampler
@@ -46,20 +46,27 @@ class Sequence:
         self._eos_token_ids = eos_token_ids
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return self._ids[: self._prompt_tokens]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids generated so far, EOS included."""
+        return self._ids[self._prompt_tokens :]
+
+    @property
     def pending_ids(self) -> list[int]:
         """Tokens that the next steps have to run."""
-        done, prompt = self.cache.length, len(self.prompt_ids)
-        if done >= prompt:
-            return self.token_ids[done - prompt :]
-        return [*self.prompt_ids[done:], *self.token_ids]
+        return self._ids[self.cache.length :]
 
     def extend(self, logits_V: torch.Tensor) -> int:
         """Sample the next token and finish on EOS or at the length limit."""
-        token_id = self._sampler.sample(logits_V, [*self.prompt_ids, *self.token_ids])
-        self.token_ids.append(token_id)
+        token_id = self._sampler.sample(logits_V, self._ids)
+        self._ids.append(token_id)
         if token_id in self._eos_token_ids:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._max_new_tokens:
+        elif len(self._ids) - self._prompt_tokens >= self._max_new_tokens:
             self.finish_reason = "length"
         return token_id
 

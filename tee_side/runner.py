@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,6 +108,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._stop = StopStrings(stop)
         self._shown: list[str] = []
+        self._arrived: deque[Sampled] = deque()
         self._before = runner.traffic
         self._started = time.perf_counter()
         self._first: float | None = None
@@ -121,13 +123,19 @@ class Generation:
         """Yield every token as it is sampled, with the text that can be shown because of it."""
         detokenizer = self._tokenizer.streamer() if self._tokenizer else None
         try:
-            while self._sequence in self._runner.engine.running:
-                for sampled in self._runner.step():
-                    if sampled.sequence is self._sequence:
-                        new = detokenizer.feed(sampled.token_id) if detokenizer else ""
-                        yield sampled, self._show(new)
+            while not self._stop.found and (self._arrived or not self._sequence.finish_reason):
+                if not self._arrived:
+                    self._runner.step()
+                    continue
+                sampled = self._arrived.popleft()
+                new = detokenizer.feed(sampled.token_id) if detokenizer else ""
+                yield sampled, self._show(new)
         finally:
             self.close()
+
+    def take(self, sampled: Sampled) -> None:
+        """Queue a token; several generations of a runner may be iterated over in turns."""
+        self._arrived.append(sampled)
 
     def _show(self, new: str) -> str:
         """Note the time of a token, and return what can be shown of the text so far."""
@@ -137,7 +145,7 @@ class Generation:
         text = self._stop.feed(new)
         if self._stop.found:
             self._sequence.stop()
-        elif self._sequence.finish_reason is not None:
+        elif self._sequence.finish_reason is not None and not self._arrived:
             text += self._stop.flush()
         self._shown.append(text)
         return text
@@ -145,7 +153,7 @@ class Generation:
     @property
     def token_count(self) -> int:
         """Tokens generated so far."""
-        return len(self._sequence.token_ids)
+        return len(self._sequence.token_ids) - len(self._arrived)
 
     @property
     def rpc(self) -> RpcTotals:
@@ -159,7 +167,7 @@ class Generation:
 
     def close(self) -> None:
         """Give the sequence's place back."""
-        self._runner.engine.remove(self._sequence)
+        self._runner.forget(self._sequence)
 
     def result(self) -> GenerationResult:
         """Return everything about the finished generation."""
@@ -194,6 +202,7 @@ class Runner:
         self.policy = settings.policy
         self._channel: Channel | None = None
         self._tokenizer: Tokenizer | None = None
+        self._generations: dict[EngineSequence, Generation] = {}
         self._model_directory = settings.model
         if settings.policy.needs_service and settings.gpu is None:
             raise SettingsError(
@@ -233,7 +242,7 @@ class Runner:
         except BaseException:
             self.close()
             raise
-        self.engine = Engine(model, ops, step_tokens=settings.step_tokens)
+        self._engine = Engine(model, ops, step_tokens=settings.step_tokens)
 
     def __enter__(self) -> Runner:
         return self
@@ -258,9 +267,15 @@ class Runner:
         """A copy of the channel's totals; zero where nothing leaves the TEE."""
         return replace(self._channel.traffic) if self._channel else Traffic()
 
-    def step(self) -> list[Sampled]:
-        """Run one step of every running sequence."""
-        return self.engine.step()
+    def step(self) -> None:
+        """Run one step of every running sequence, and hand the tokens to their generations."""
+        for sampled in self._engine.step():
+            self._generations[sampled.sequence].take(sampled)
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """Stop working on a sequence."""
+        self._engine.remove(sequence)
+        self._generations.pop(sequence, None)
 
     def generate(
         self,
@@ -278,8 +293,10 @@ class Runner:
         if stop and not with_text:
             raise PromptError("stop strings", got="no tokenizer", expected="one to compare text")
         tokenizer = self.tokenizer if with_text else None
-        sequence = self.engine.add(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
-        return Generation(self, sequence, tokenizer, stop)
+        sequence = self._engine.add(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        generation = Generation(self, sequence, tokenizer, stop)
+        self._generations[sequence] = generation
+        return generation
 
     def close(self) -> None:
         """Disconnect from the service."""

@@ -1,0 +1,1 @@
+"""Measurements that stand behind a claim in the documentation; recorded in `results/`."""

@@ -1,0 +1,63 @@
+"""How long a newcomer waits: clone, `make demo` (installation included), `make test`.
+
+    python -m benchmarks.fresh_clone [--json FILE]
+
+Clones this checkout's last commit into a temporary folder. Downloads are part of the time, so the
+figure depends on the package registry and on pip's cache; both are left as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.machine import describe_machine
+
+
+def timed(command: list[str], folder: Path) -> tuple[float, str]:
+    """Run a command to its successful end; return seconds and what it printed."""
+    environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
+    started = time.monotonic()
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=environment
+    )
+    elapsed = time.monotonic() - started
+    if result.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{result.stdout}\n{result.stderr}")
+    return elapsed, result.stdout
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    source = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "tsqp"
+        cloning, _ = timed(["git", "clone", "--quiet", str(source), str(clone)], source)
+        first, story = timed(["make", "demo"], clone)
+        second, _ = timed(["make", "demo"], clone)
+        testing, report = timed(["make", "test"], clone)
+    rows = {
+        "clone_s": round(cloning, 1),
+        "make_demo_first_s": round(first, 1),
+        "make_demo_again_s": round(second, 1),
+        "make_test_s": round(testing, 1),
+        "verdict": story.strip().splitlines()[-1],
+        "tests": report.strip().splitlines()[-1],
+    }
+    for name, value in rows.items():
+        print(f"{name:<20}{value}")
+    if options.json:
+        document = {"machine": describe_machine(), **rows}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

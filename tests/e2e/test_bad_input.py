@@ -1,0 +1,146 @@
+"""Bad input to the programs: one line that names it, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support import ARCHITECTURES, Service, make_model, run, running_service
+from tsqp.cli.program import model_directory
+
+DEMO = model_directory("demo")
+
+
+def refused(result: object, *fragments: str) -> None:
+    """Check a refusal: exit status 2 and exactly one line, which has these fragments."""
+    stderr: str = result.stderr  # type: ignore[attr-defined]
+    lines = [line for line in stderr.splitlines() if not line.startswith(("policy ", "20"))]
+    assert result.returncode == 2, stderr  # type: ignore[attr-defined]
+    assert len(lines) == 1, stderr
+    assert "Traceback" not in stderr
+    assert "error: " in lines[0]
+    for fragment in fragments:
+        assert fragment in lines[0]
+
+
+RUNNER_CASES = {
+    "missing directory": (["/nowhere", "--prompt", "x"], ["/nowhere", "no such directory"]),
+    "unknown policy": (["demo", "--prompt", "x", "--policy", "none"], ["'none'", "tee-only"]),
+    "missing policy file": (["demo", "--prompt", "x", "--policy", "./a.toml"], ["a.toml"]),
+    "malformed endpoint": (["demo", "--prompt", "x", "--gpu", "host:1"], ["tcp://HOST:PORT"]),
+    "no prompt": (["demo"], ["--prompt"]),
+    "two prompts": (["demo", "--prompt", "x", "--prompt-token-ids", "1"], ["exactly one"]),
+    "ids that are no integers": (["demo", "--prompt-token-ids", "1,b"], ["integers"]),
+    "id outside the vocabulary": (
+        ["demo", "--prompt-token-ids", "99999", "--policy", "tee-only"],
+        ["vocabulary"],
+    ),
+    "prompt longer than the context": (
+        ["demo", "--prompt", "story " * 600, "--policy", "tee-only"],
+        ["tokens", "context of 512"],
+    ),
+    "unknown option": (["demo", "--prompt", "x", "--warmth", "1"], ["--warmth"]),
+    "value out of range": (["demo", "--prompt", "x", "--top-p", "2"], ["--top-p"]),
+    "unreachable endpoint": (
+        ["demo", "--prompt", "x", "--gpu", "tcp://127.0.0.1:9", "--connect-timeout-s", "0.2"],
+        ["tcp://127.0.0.1:9", "no reply to Init within 0.2 s"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNNER_CASES)
+def test_tee_runner_refuses(name: str) -> None:
+    arguments, fragments = RUNNER_CASES[name]
+    refused(run("tee-runner", "generate", *arguments), *fragments)
+
+
+def copy_of_demo(directory: Path) -> Path:
+    shutil.copytree(DEMO, directory)
+    return directory
+
+
+def test_no_tokenizer_is_named_and_token_ids_work_without(tmp_path: Path) -> None:
+    model = copy_of_demo(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    arguments = ("generate", str(model), "--policy", "tee-only", "--max-new-tokens", "3")
+    refused(run("tee-runner", *arguments, "--prompt", "x"), str(model), "tokenizer.json")
+    assert run("tee-runner", *arguments, "--prompt-token-ids", "1,2").returncode == 0
+
+
+def test_truncated_weights_name_the_file(tmp_path: Path) -> None:
+    model = copy_of_demo(tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    for program, arguments in (
+        ("gpu-service", [str(model), "--bind", "tcp://127.0.0.1:*"]),
+        ("tee-runner", ["generate", str(model), "--prompt", "x"]),
+    ):
+        refused(run(program, *arguments), str(weights), "safetensors")
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    model = copy_of_demo(tmp_path / "model")
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    refused(
+        run("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
+        "pytorch_model.bin",
+        "pickle",
+    )
+
+
+def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
+    model = copy_of_demo(tmp_path / "model")
+    config = model / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "GPT2LMHeadModel"))
+    refused(
+        run("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
+        "config.json: architectures",
+        "'GPT2LMHeadModel'",
+        *(name for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")),
+    )
+
+
+def test_empty_directory_is_refused(tmp_path: Path) -> None:
+    refused(run("gpu-service", str(tmp_path)), str(tmp_path), "no config.json")
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_address_in_use_is_named(scheme: str, demo_service: Service, tmp_path: Path) -> None:
+    if scheme == "tcp":
+        refused(
+            run("gpu-service", "demo", "--bind", demo_service.endpoint),
+            demo_service.endpoint,
+            "in use",
+        )
+        return
+    endpoint = f"ipc://{tmp_path}/s"
+    with running_service("demo", endpoint):
+        refused(run("gpu-service", "demo", "--bind", endpoint), endpoint, "in use")
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_service_with_another_model_is_noticed(
+    kind: str, demo_service: Service, tmp_path: Path
+) -> None:
+    make_model(tmp_path, kind)
+    result = run(
+        "tee-runner",
+        *("generate", str(tmp_path), "--gpu", demo_service.endpoint, "--prompt-token-ids", "1"),
+    )
+    refused(result, demo_service.endpoint, "num_layers", "same model")
+
+
+def test_unknown_device_and_missing_cuda_are_refused() -> None:
+    refused(run("gpu-service", "demo", "--device", "tpu"), "--device", "'tpu'")
+    refused(run("gpu-service", "demo", "--device", "cuda:99"), "--device", "cuda:99")
+
+
+def test_unwritable_report_is_named(tmp_path: Path) -> None:
+    result = run(
+        "tee-runner",
+        *("generate", "demo", "--policy", "tee-only", "--prompt", "x", "--max-new-tokens", "1"),
+        *("--report", str(tmp_path / "none" / "report.json")),
+    )
+    refused(result, "report.json")

@@ -1,0 +1,105 @@
+"""Settings from the command line, the environment and a TOML file; help and completion."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_bad_input import refused
+from tests.support import ENVIRONMENT, run
+
+PROGRAMS = ("gpu-service", "tee-runner", "tsqp")
+TEE_ONLY = ("--policy", "tee-only", "--prompt-token-ids", "1,2,3", "--json")
+
+
+def new_tokens(*arguments: str, **environment: str) -> int:
+    result = run("tee-runner", *arguments, **environment)
+    assert result.returncode == 0, result.stderr
+    usage: dict[str, int] = json.loads(result.stdout)["usage"]
+    return usage["completion_tokens"]
+
+
+def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text('[generate]\nmodel = "demo"\nmax-new-tokens = 2\nstop = ["zzz"]\n')
+    environment = {"TEE_RUNNER_GENERATE_MAX_NEW_TOKENS": "3"}
+    from_file = ("--config", str(config), "generate", *TEE_ONLY)
+    assert new_tokens(*from_file) == 2
+    assert new_tokens(*from_file, **environment) == 3
+    assert new_tokens(*from_file, "--max-new-tokens", "4", **environment) == 4
+    assert new_tokens("generate", *TEE_ONLY, **environment, TEE_RUNNER_GENERATE_MODEL="demo") == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "content", "fragments"),
+    [
+        ("tee-runner", "[generate]\nmax_tokens = 3\n", ["[generate]: max_tokens", "unknown key"]),
+        ("tee-runner", "[generated]\n", ["generated", "unknown table"]),
+        ("gpu-service", 'dtypo = "float32"\n', ["dtypo", "unknown key", "dtype"]),
+        ("gpu-service", "dtype = \n", ["invalid TOML"]),
+        ("gpu-service", 'model = "demo"\ndtype = "float12"\n', ["dtype", "float12"]),
+        ("gpu-service", 'model = "demo"\nthreads = "many"\n', ["threads", "many"]),
+    ],
+)
+def test_bad_settings_files_are_refused(
+    program: str, content: str, fragments: list[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text(content)
+    command = [] if program == "gpu-service" else ["generate", "demo", "--prompt", "x"]
+    refused(run(program, "--config", str(config), *command), *fragments)
+
+
+def test_missing_settings_file_is_refused(tmp_path: Path) -> None:
+    refused(run("gpu-service", "--config", str(tmp_path / "none.toml"), "demo"), "none.toml")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("chat", "--help")])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_imports_nothing_heavy(program: str, arguments: tuple[str, ...]) -> None:
+    if program != "tee-runner" and len(arguments) > 1:
+        arguments = {"gpu-service": ("--help",), "tsqp": ("demo", "--help")}[program]
+    module = {"gpu-service": "gpu_service", "tee-runner": "tee_runner", "tsqp": "main"}[program]
+    code = (
+        f"import sys; from tsqp.cli.{module} import main; sys.argv[1:] = {list(arguments)!r}\n"
+        "try:\n    main()\nexcept SystemExit as e:\n    status = e.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'zmq'} & set(sys.modules)\n"
+        "print('heavy', sorted(heavy), status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True
+    )
+    assert "Usage: " in result.stdout
+    assert result.stdout.splitlines()[-1] == "heavy [] 0"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_covers_all_three_programs(shell: str) -> None:
+    result = run("tsqp", "completion", shell)
+    assert result.returncode == 0
+    for program in PROGRAMS:
+        assert f"_{program.replace('-', '_').upper()}_COMPLETE" in result.stdout
+
+
+def test_completion_offers_the_policies() -> None:
+    result = run(
+        "tee-runner",
+        _TEE_RUNNER_COMPLETE="bash_complete",
+        COMP_WORDS="tee-runner generate demo --policy t",
+        COMP_CWORD="4",
+    )
+    assert sorted(result.stdout.split()) == ["plain,tee-only", "plain,tsqp"]
+
+
+def test_doctor_reports_every_topic() -> None:
+    result = run("tsqp", "doctor", "--json")
+    findings = json.loads(result.stdout)["findings"]
+    topics = {finding["topic"] for finding in findings}
+    assert topics == {"versions", "processor", "memory", "gpu", "tee", "ports"}
+    torch_version = next(f for f in findings if f["name"] == "torch")["detail"]
+    assert torch_version.startswith("2.")
+    assert run("tsqp", "doctor").stdout.startswith("versions:\n")

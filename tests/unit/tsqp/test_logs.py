@@ -1,0 +1,31 @@
+"""Log lines: one line an event, quoted so that a parser and a person both read them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tsqp.cli.logs import LogfmtFormatter
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({}, "info ready"),
+        (
+            {"endpoint": "tcp://127.0.0.1:1", "start_s": 1.5},
+            "endpoint=tcp://127.0.0.1:1 start_s=1.5",
+        ),
+        ({"detail": "got a, expected b"}, 'detail="got a, expected b"'),
+        ({"detail": 'a"b\nc=d'}, r'detail="a\"b\nc=d"'),
+        ({"detail": ""}, 'detail=""'),
+        ({"detail": "\x1b[31m"}, r'detail="\x1b[31m"'),
+    ],
+)
+def test_fields_are_rendered_in_one_line(fields: dict[str, object], want: str) -> None:
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "ready", None, None)
+    record.fields = fields
+    line = LogfmtFormatter().format(record)
+    assert line.endswith(want)
+    assert "\n" not in line
