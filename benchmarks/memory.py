@@ -25,7 +25,10 @@ KIB = 1024
 
 def peak_bytes(pid: int) -> int:
     """Return the largest resident set that a living process ever had."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return _high_water_mark(Path(f"/proc/{pid}/status").read_text(encoding="ascii"))
+
+
+def _high_water_mark(status: str) -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * KIB
 
 
@@ -36,11 +39,12 @@ def program(name: str) -> str:
 
 def measure_import() -> int:
     """Return the peak of an interpreter that imports torch and nothing else."""
-    code = "import resource, torch; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    # Not getrusage: its peak survives exec, and would be that of this process.
+    code = "import torch; print(open('/proc/self/status').read())"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
-    return int(output) * KIB
+    return _high_water_mark(output)
 
 
 def measure_runner(model: Path, policy: str, endpoint: str) -> tuple[int, dict[str, int]]:

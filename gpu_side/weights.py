@@ -1,7 +1,6 @@
 """The service's weights: read once from safetensors into fused matrices on the device.
 
-Reading goes tensor by tensor through a memory mapping that is dropped after every layer, the
-largest tensors first, so that the peak is the weights themselves plus one layer (or the embedding).
+Each module is read straight into its rows of the fused matrix, so that nothing is in memory twice.
 """
 
 from __future__ import annotations
@@ -79,29 +78,30 @@ def load_weights(
     checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
     checkpoint.refuse_extra(config)
 
-    with checkpoint.reading() as reader:
-        embedding = load_tensor(reader, EMBEDDING, dtype=dtype, device=device)
+    # Before the weights: the pages that it maps would come on top of them.
+    digest = model_digest(config, checkpoint)
+
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype, device=device)
     lm_head = embedding
     if not config.tie_word_embeddings:
-        with checkpoint.reading() as reader:
-            lm_head = load_tensor(reader, lm_head_name(config), dtype=dtype, device=device)
-
+        name = lm_head_name(config)
+        lm_head = load_tensor(checkpoint, name, vocabulary, dtype=dtype, device=device)
     linears = []
     for layer in range(config.num_hidden_layers):
-        with checkpoint.reading() as reader:
-            linears.append(
-                {
-                    operator: load_linear(
-                        reader, config, layer, operator, dtype=dtype, device=device
-                    )
-                    for operator in FUSED_MODULES
-                }
-            )
+        linears.append(
+            {
+                operator: load_linear(
+                    checkpoint, config, layer, operator, dtype=dtype, device=device
+                )
+                for operator in FUSED_MODULES
+            }
+        )
         if progress is not None:
             progress(layer + 1, config.num_hidden_layers)
     return ServiceWeights(
         config,
-        model_digest(config, checkpoint),
+        digest,
         device,
         dtype,
         embedding,
@@ -113,13 +113,14 @@ def load_weights(
 
 def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Read the norms under the names of the wire schema, which knows no q_norm and k_norm."""
-    norms: dict[str, torch.Tensor] = {}
-    with checkpoint.reading() as reader:
-        for layer in range(config.num_hidden_layers):
-            names = norm_names(config, layer)
-            for short in ("input_layernorm", "post_attention_layernorm"):
-                norms[f"layer_{layer}_{short}"] = load_tensor(
-                    reader, names[short], dtype=torch.float32
-                )
-        norms["final_norm"] = load_tensor(reader, FINAL_NORM, dtype=torch.float32)
+    size = (config.hidden_size,)
+
+    def read(name: str) -> torch.Tensor:
+        return load_tensor(checkpoint, name, size, dtype=torch.float32)
+
+    norms = {"final_norm": read(FINAL_NORM)}
+    for layer in range(config.num_hidden_layers):
+        names = norm_names(config, layer)
+        for short in ("input_layernorm", "post_attention_layernorm"):
+            norms[f"layer_{layer}_{short}"] = read(names[short])
     return norms

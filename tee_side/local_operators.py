@@ -8,10 +8,8 @@ from torch.nn.functional import embedding, linear
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
 from protocol.model.config import ModelConfig
-from protocol.model.weights import FusedLinear, load_linear, load_tensor
+from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from tee_side.policy import Policy
-
-CPU = torch.device("cpu")
 
 
 class LocalOperators:
@@ -22,26 +20,22 @@ class LocalOperators:
     ) -> None:
         self._embedding: torch.Tensor | None = None
         self._lm_head: torch.Tensor | None = None
-        self._linears: list[dict[LinearOperator, FusedLinear]] = []
-        with checkpoint.reading() as reader:
-            if not policy.on_gpu("embedding"):
-                self._embedding = load_tensor(reader, EMBEDDING, dtype=dtype)
-            if not policy.on_gpu("lm_head"):
-                shared = config.tie_word_embeddings and self._embedding is not None
-                self._lm_head = (
-                    self._embedding
-                    if shared
-                    else load_tensor(reader, lm_head_name(config), dtype=dtype)
-                )
+        vocabulary = (config.vocab_size, config.hidden_size)
+        if not policy.on_gpu("embedding"):
+            self._embedding = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype)
+        if not policy.on_gpu("lm_head"):
+            self._lm_head = self._embedding
+            if self._lm_head is None or not config.tie_word_embeddings:
+                name = lm_head_name(config)
+                self._lm_head = load_tensor(checkpoint, name, vocabulary, dtype=dtype)
         here = [name for name in FUSED_MODULES if not policy.on_gpu(name)]
-        for layer in range(config.num_hidden_layers):
-            with checkpoint.reading() as reader:
-                self._linears.append(
-                    {
-                        name: load_linear(reader, config, layer, name, dtype=dtype, device=CPU)
-                        for name in here
-                    }
-                )
+        self._linears: list[dict[LinearOperator, FusedLinear]] = [
+            {
+                name: load_linear(checkpoint, config, layer, name, dtype=dtype, device=CPU)
+                for name in here
+            }
+            for layer in range(config.num_hidden_layers)
+        ]
 
     def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Look up [T, D]."""

@@ -6,21 +6,23 @@ from dataclasses import dataclass
 
 import torch
 
-from protocol.model.checkpoint import FINAL_NORM, Checkpoint, norm_names
+from protocol.model.checkpoint import FINAL_NORM, Checkpoint, light_tensors, norm_names
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from tee_side.functional import rms_norm
 from tee_side.rope import Rope
 
+_UNUSED = torch.empty(0)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """RMSNorm weights of one layer: [D]; `q_norm`, `k_norm`: [C], only where `qk_norm`."""
+    """RMSNorm weights of one layer: [D]; `q_norm`, `k_norm`: [C], empty unless `qk_norm`."""
 
     input_layernorm: torch.Tensor
     post_attention_layernorm: torch.Tensor
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
+    q_norm: torch.Tensor = _UNUSED
+    k_norm: torch.Tensor = _UNUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,13 @@ class TeeModel:
 
 def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> TeeModel:
     """Read the norms; the checkpoint must have been checked for them. Raises ModelError."""
-    unused = torch.empty(0)
-    norms = []
-    with checkpoint.reading() as reader:
-        for layer in range(config.num_hidden_layers):
-            tensors = {"q_norm": unused, "k_norm": unused}
-            for short, name in norm_names(config, layer).items():
-                tensors[short] = load_tensor(reader, name, dtype=dtype)
-            norms.append(LayerNorms(**tensors))
-        final_norm = load_tensor(reader, FINAL_NORM, dtype=dtype)
-    return TeeModel(config, dtype, norms, final_norm, Rope(config))
+    shapes = light_tensors(config)
+
+    def read(name: str) -> torch.Tensor:
+        return load_tensor(checkpoint, name, shapes[name], dtype=dtype)
+
+    norms = [
+        LayerNorms(**{short: read(name) for short, name in norm_names(config, layer).items()})
+        for layer in range(config.num_hidden_layers)
+    ]
+    return TeeModel(config, dtype, norms, read(FINAL_NORM), Rope(config))

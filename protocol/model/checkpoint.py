@@ -1,17 +1,14 @@
 """Weights of a model directory: safetensors, one file or several with an index.
 
 The tensors that a model must have follow from its configuration; names, shapes and dtypes are
-checked before any weight is read. Reading is memory-mapped through the safetensors library and
-never keeps a mapping open for longer than one `reading()` block: pages of a mapping count towards
-the process's memory as long as it lives.
+checked before any weight is read. Reading is memory-mapped through the safetensors library, a
+block at a time: pages of a mapping count towards the process's memory as long as it lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +21,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
+_BLOCK_BYTES = 32 * 1024 * 1024
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -143,14 +141,29 @@ class Checkpoint:
                 expected=f"only those of a {config.architecture} with these settings",
             )
 
-    @contextmanager
-    def reading(self) -> Iterator[Reader]:
-        """Open the files for reading; mappings are dropped at the end of the block."""
-        reader = Reader(self._file_of)
+    def copy_into(self, name: str, destination: torch.Tensor) -> None:
+        """Copy a tensor into memory that we own, converting to its dtype and device.
+
+        Goes block by block through a mapping that is dropped after each, so that a weight is
+        never in memory twice. Raises ModelError if the file has changed under us.
+        """
+        row_bytes = max(1, destination.nbytes // max(1, destination.shape[0]))
+        block = max(1, _BLOCK_BYTES // row_bytes)
+        for start in range(0, destination.shape[0], block):
+            rows = destination[start : start + block]
+            rows.copy_(self.rows(name, start, start + rows.shape[0]))
+
+    def rows(self, name: str, start: int, stop: int, step: int = 1) -> torch.Tensor:
+        """Return rows of a tensor as a view of the mapped file: short-lived use only."""
+        path = self._file_of[name]
         try:
-            yield reader
-        finally:
-            reader.close()
+            with safe_open(path, framework="pt") as file:
+                found: torch.Tensor = file.get_slice(name)[start:stop][::step]
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{path}: {name}", got=_damage(path, error), expected="a readable tensor"
+            ) from None
+        return found
 
     def _add_index(self, index: Path) -> None:
         weight_map = read_json(index).get("weight_map")
@@ -220,28 +233,3 @@ def _damage(path: Path, error: Exception) -> str:
     if magic.startswith(_PICKLE_MAGICS):
         return "a pickle, which can run code when it is loaded"
     return f"{path.stat().st_size} bytes that do not parse ({error})"[:160]
-
-
-class Reader:
-    """Tensors of open files; get one from `Checkpoint.reading`."""
-
-    def __init__(self, file_of: dict[str, Path]) -> None:
-        self._file_of = file_of
-        self._open: dict[Path, Any] = {}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor that views the memory-mapped file: copy it to keep it."""
-        path = self._file_of[name]
-        try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
-            tensor: torch.Tensor = self._open[path].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path}: {name}", got=_damage(path, error), expected="a readable tensor"
-            ) from None
-        return tensor
-
-    def close(self) -> None:
-        """Drop the mappings."""
-        self._open.clear()

@@ -25,12 +25,10 @@ def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
     """
     described = config.model_dump_json(exclude={"eos_token_ids", "bos_token_id", "dtype"})
     digest = hashlib.sha256(_canonical(described))
-    with checkpoint.reading() as reader:
-        embedding = reader.tensor(EMBEDDING)
-        step = max(1, embedding.shape[0] // _SAMPLED_ROWS)
-        digest.update(str(embedding.dtype).encode())
-        rows = embedding[::step].contiguous()
-        digest.update(rows.view(torch.uint8).numpy().tobytes())
+    step = max(1, config.vocab_size // _SAMPLED_ROWS)
+    rows = checkpoint.rows(EMBEDDING, 0, config.vocab_size, step).contiguous()
+    digest.update(str(rows.dtype).encode())
+    digest.update(rows.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,8 +13,10 @@ import torch
 from torch.nn.functional import linear
 
 from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
-from protocol.model.checkpoint import Reader, module_name
+from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.config import ModelConfig
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class FusedLinear:
 
 
 def load_linear(
-    reader: Reader,
+    checkpoint: Checkpoint,
     config: ModelConfig,
     layer: int,
     operator: LinearOperator,
@@ -68,16 +70,22 @@ def load_linear(
     for module, shape in zip(modules, shapes, strict=True):
         rows[module] = slice(start, start + shape[0])
         name = module_name(layer, module)
-        weight[rows[module]].copy_(reader.tensor(f"{name}.weight"))
+        checkpoint.copy_into(f"{name}.weight", weight[rows[module]])
         if bias is not None and module in config.biased_modules:
-            bias[rows[module]].copy_(reader.tensor(f"{name}.bias"))
+            checkpoint.copy_into(f"{name}.bias", bias[rows[module]])
         start += shape[0]
     return FusedLinear(weight, bias, rows)
 
 
 def load_tensor(
-    reader: Reader, name: str, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> torch.Tensor:
-    """Read one tensor into memory of its own, converted to `dtype`."""
-    source = reader.tensor(name)
-    return torch.empty(source.shape, dtype=dtype, device=device).copy_(source)
+    """Read one tensor of a checked shape into memory of its own, converted to `dtype`."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    checkpoint.copy_into(name, tensor)
+    return tensor

@@ -61,7 +61,9 @@ def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None)
         record = train(output, seed=seed, tokens=tokens or DEFAULT_TOKENS, threads=threads)
     except OutputDirectoryError as error:
         raise SettingsError(str(output), got=str(error), expected="an empty directory") from None
-    click.echo(f"{output}: validation loss {record.validation_loss_nats_per_token:.4f} nats per token")
+    click.echo(
+        f"{output}: validation loss {record.validation_loss_nats_per_token:.4f} nats per token"
+    )
 
 
 @command.command(context_settings=CONTEXT)
