@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+import torch
 import zmq
 
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, open_request, read_request
@@ -93,7 +94,7 @@ def describe_request(request: Request) -> Seen | None:
     if not tensors:
         return None
     first = tensors[0]
-    numbers = to_torch(first).flatten()[:_SHOWN_NUMBERS].tolist()
+    numbers: list[float] = torch.flatten(to_torch(first))[:_SHOWN_NUMBERS].tolist()
     what, layer = request.method, None
     if isinstance(request, LinearRequest):
         what, layer = " ".join(request.module_names), request.layer_idx

@@ -23,7 +23,7 @@ def command() -> None:
 @command.command(context_settings=CONTEXT)
 @click.option("--policy", default="attention-in-tee", metavar="NAME|FILE")
 @click.option("--prompt", default="Once upon a time", metavar="TEXT")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=120)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=240)
 @config_option
 @click.pass_context
 def demo(context: click.Context, policy: str, prompt: str, max_new_tokens: int) -> None:

@@ -1,14 +1,23 @@
-"""The live status line of tee-runner, at the bottom of the terminal while text scrolls above it."""
+"""The live status line of tee-runner: the terminal's last row, while text scrolls above it.
+
+Plain VT100: the scroll region excludes the last row, and every update saves and restores the
+cursor. Progress-bar libraries ask the terminal for the cursor's position at every update, which
+waits for an answer and reads from standard input; generated text must not wait for that.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tee_side.runner import Generation
+
+_SAVE, _RESTORE = "\x1b7", "\x1b8"
+_INTERVAL_S = 0.1
 
 
 class StatusLine:
@@ -16,15 +25,16 @@ class StatusLine:
 
     def __init__(self, policy: str, *, enabled: bool = True) -> None:
         self._policy = policy
-        self._manager: Any = None
-        self._bar: Any = None
-        if enabled and sys.stderr.isatty():
-            import enlighten
-
-            self._manager = enlighten.Manager(stream=sys.stderr)
-            self._bar = self._manager.status_bar(f"{policy}: prefill", leave=False)
+        self._enabled = enabled and sys.stderr.isatty()
+        self._size = shutil.get_terminal_size()
+        self._drawn = 0.0
+        self._started = time.perf_counter()
 
     def __enter__(self) -> StatusLine:
+        if self._enabled:
+            # A new line first, so that the row that is taken away was empty.
+            self._write(f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
+            self._draw(f"{self._policy}: prefill")
         return self
 
     def __exit__(
@@ -33,22 +43,38 @@ class StatusLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._manager is not None:
-            self._manager.stop()
+        if self._enabled:
+            self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
 
-    def update(self, generation: Generation, started: float) -> None:
-        """Redraw after a token."""
-        if self._bar is None:
+    def update(self, generation: Generation) -> None:
+        """Redraw after a token, ten times a second at most."""
+        now = time.perf_counter()
+        if not self._enabled or now - self._drawn < _INTERVAL_S:
             return
-        rate = generation.token_count / max(time.perf_counter() - started, 1e-9)
+        self._drawn = now
+        rate = generation.token_count / (now - self._started)
         rpc = generation.rpc
-        self._bar.update(
+        self._draw(
             f"{self._policy}: {generation.token_count} tokens, {rate:.1f} tokens/s, "
-            f"{rpc.count} RPCs, {megabytes(rpc.bytes_sent)} up, "
-            f"{megabytes(rpc.bytes_received)} down"
+            f"{rpc.count} RPCs, {bytes_for_people(rpc.bytes_sent)} up, "
+            f"{bytes_for_people(rpc.bytes_received)} down"
         )
 
+    def _draw(self, text: str) -> None:
+        size = shutil.get_terminal_size()
+        region = ""
+        if size != self._size:
+            self._size = size
+            region = f"\x1b[1;{size.lines - 1}r"
+        shown = text[: size.columns - 1]
+        self._write(f"{_SAVE}{region}\x1b[{size.lines};1H\x1b[2K\x1b[7m{shown}\x1b[0m{_RESTORE}")
 
-def megabytes(size: int) -> str:
-    """Render a number of bytes for people."""
+    @staticmethod
+    def _write(codes: str) -> None:
+        sys.stderr.write(codes)
+        sys.stderr.flush()
+
+
+def bytes_for_people(size: int) -> str:
+    """Render a number of bytes: `12.3 kB`, `4.5 MB`."""
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

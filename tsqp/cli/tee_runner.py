@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
@@ -20,7 +19,7 @@ from tsqp.cli.program import (
     run,
     version_option,
 )
-from tsqp.cli.status import StatusLine, megabytes
+from tsqp.cli.status import StatusLine, bytes_for_people
 
 if TYPE_CHECKING:
     import torch
@@ -272,14 +271,13 @@ def _stream(
     show: bool,
     keep_logits: list[torch.Tensor] | None,
 ) -> GenerationResult:
-    started = time.perf_counter()
     with StatusLine(runner.policy.name, enabled=show) as status:
         for sampled, text in generation.steps():
             if show and text:
                 click.echo(text, nl=False)
             if keep_logits is not None:
                 keep_logits.append(sampled.logits_V)
-            status.update(generation, started)
+            status.update(generation)
     result = generation.result()
     if show:
         if result.text is None:
@@ -295,7 +293,8 @@ def _summarise(result: GenerationResult) -> None:
     click.echo(
         f"{result.policy}: {result.usage.prompt_tokens} + {result.usage.completion_tokens} tokens"
         f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token},"
-        f" {rpc.count} RPCs, {megabytes(rpc.bytes_sent)} up, {megabytes(rpc.bytes_received)} down",
+        f" {rpc.count} RPCs, {bytes_for_people(rpc.bytes_sent)} up,"
+        f" {bytes_for_people(rpc.bytes_received)} down",
         err=True,
     )
 
