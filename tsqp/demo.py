@@ -21,7 +21,6 @@ from typing import Any
 
 import rich.box
 from rich.console import Console
-from rich.layout import Layout
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -140,7 +139,8 @@ def _stream_story(
     story = Text(prompt, style="bold")
     try:
         if console.is_terminal:
-            with Live(console=console, refresh_per_second=12, vertical_overflow="crop") as live:
+            first = _side_by_side(story, feed)
+            with Live(first, console=console, refresh_per_second=12) as live:
                 for piece in _pieces(process):
                     story.append(piece, style="not bold")
                     live.update(_side_by_side(story, feed))
@@ -175,19 +175,20 @@ def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
         yield decoder.decode(chunk)
 
 
-def _side_by_side(story: Text, feed: Feed) -> Layout:
-    layout = Layout()
-    layout.split_row(
-        Layout(Panel(story, title="tee-runner: the story"), ratio=2),
-        Layout(
-            Panel(
-                _feed_table(list(feed.last), feed, None),
-                title=f"gpu-service: receives ({feed.count} requests)",
-            ),
-            ratio=3,
+def _side_by_side(story: Text, feed: Feed) -> Table:
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=2)
+    grid.add_column(ratio=3)
+    received = _feed_table(list(feed.last), feed, None)
+    grid.add_row(
+        Panel(story, title="tee-runner: the story", height=FEED_LINES + 6),
+        Panel(
+            received,
+            title=f"gpu-service: receives ({feed.count} requests)",
+            height=FEED_LINES + 6,
         ),
     )
-    return layout
+    return grid
 
 
 def _feed_table(rows: list[Seen], feed: Feed, title: str | None) -> Table:
