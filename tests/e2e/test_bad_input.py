@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.in_process import call
 from tests.support import ARCHITECTURES, Service, make_model, run, running_service
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")
 
 
-def refused(result: object, *fragments: str) -> None:
+def refused(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
     """Check a refusal: exit status 2 and exactly one line, which has these fragments."""
-    stderr: str = result.stderr  # type: ignore[attr-defined]
-    lines = [line for line in stderr.splitlines() if not line.startswith(("policy ", "20"))]
-    assert result.returncode == 2, stderr  # type: ignore[attr-defined]
-    assert len(lines) == 1, stderr
-    assert "Traceback" not in stderr
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("policy ", "20"))]
+    assert result.returncode == 2, result.stderr
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
     assert "error: " in lines[0]
     for fragment in fragments:
         assert fragment in lines[0]
@@ -50,10 +51,15 @@ RUNNER_CASES = {
 }
 
 
+def test_a_refusal_of_a_real_process_looks_the_same() -> None:
+    refused(run("gpu-service", "/nowhere"), "/nowhere", "no such directory")
+    refused(run("tee-runner", "generate", "demo", "--prompt", "x", "--policy", "none"), "'none'")
+
+
 @pytest.mark.parametrize("name", RUNNER_CASES)
 def test_tee_runner_refuses(name: str) -> None:
     arguments, fragments = RUNNER_CASES[name]
-    refused(run("tee-runner", "generate", *arguments), *fragments)
+    refused(call("tee-runner", "generate", *arguments), *fragments)
 
 
 def copy_of_demo(directory: Path) -> Path:
@@ -65,8 +71,8 @@ def test_no_tokenizer_is_named_and_token_ids_work_without(tmp_path: Path) -> Non
     model = copy_of_demo(tmp_path / "model")
     (model / "tokenizer.json").unlink()
     arguments = ("generate", str(model), "--policy", "tee-only", "--max-new-tokens", "3")
-    refused(run("tee-runner", *arguments, "--prompt", "x"), str(model), "tokenizer.json")
-    assert run("tee-runner", *arguments, "--prompt-token-ids", "1,2").returncode == 0
+    refused(call("tee-runner", *arguments, "--prompt", "x"), str(model), "tokenizer.json")
+    assert call("tee-runner", *arguments, "--prompt-token-ids", "1,2").returncode == 0
 
 
 def test_truncated_weights_name_the_file(tmp_path: Path) -> None:
@@ -77,14 +83,14 @@ def test_truncated_weights_name_the_file(tmp_path: Path) -> None:
         ("gpu-service", [str(model), "--bind", "tcp://127.0.0.1:*"]),
         ("tee-runner", ["generate", str(model), "--prompt", "x"]),
     ):
-        refused(run(program, *arguments), str(weights), "safetensors")
+        refused(call(program, *arguments), str(weights), "safetensors")
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     model = copy_of_demo(tmp_path / "model")
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     refused(
-        run("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
+        call("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
         "pytorch_model.bin",
         "pickle",
     )
@@ -95,7 +101,7 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
     config = model / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "GPT2LMHeadModel"))
     refused(
-        run("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
+        call("gpu-service", str(model), "--bind", "tcp://127.0.0.1:*"),
         "config.json: architectures",
         "'GPT2LMHeadModel'",
         *(name for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")),
@@ -103,21 +109,21 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
 
 
 def test_empty_directory_is_refused(tmp_path: Path) -> None:
-    refused(run("gpu-service", str(tmp_path)), str(tmp_path), "no config.json")
+    refused(call("gpu-service", str(tmp_path)), str(tmp_path), "no config.json")
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_address_in_use_is_named(scheme: str, demo_service: Service, tmp_path: Path) -> None:
     if scheme == "tcp":
         refused(
-            run("gpu-service", "demo", "--bind", demo_service.endpoint),
+            call("gpu-service", "demo", "--bind", demo_service.endpoint),
             demo_service.endpoint,
             "in use",
         )
         return
     endpoint = f"ipc://{tmp_path}/s"
     with running_service("demo", endpoint):
-        refused(run("gpu-service", "demo", "--bind", endpoint), endpoint, "in use")
+        refused(call("gpu-service", "demo", "--bind", endpoint), endpoint, "in use")
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -125,7 +131,7 @@ def test_service_with_another_model_is_noticed(
     kind: str, demo_service: Service, tmp_path: Path
 ) -> None:
     make_model(tmp_path, kind)
-    result = run(
+    result = call(
         "tee-runner",
         *("generate", str(tmp_path), "--gpu", demo_service.endpoint, "--prompt-token-ids", "1"),
     )
@@ -133,12 +139,12 @@ def test_service_with_another_model_is_noticed(
 
 
 def test_unknown_device_and_missing_cuda_are_refused() -> None:
-    refused(run("gpu-service", "demo", "--device", "tpu"), "--device", "'tpu'")
-    refused(run("gpu-service", "demo", "--device", "cuda:99"), "--device", "cuda:99")
+    refused(call("gpu-service", "demo", "--device", "tpu"), "--device", "'tpu'")
+    refused(call("gpu-service", "demo", "--device", "cuda:99"), "--device", "cuda:99")
 
 
 def test_unwritable_report_is_named(tmp_path: Path) -> None:
-    result = run(
+    result = call(
         "tee-runner",
         *("generate", "demo", "--policy", "tee-only", "--prompt", "x", "--max-new-tokens", "1"),
         *("--report", str(tmp_path / "none" / "report.json")),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.in_process import call
 from tests.e2e.test_bad_input import refused
 from tests.support import ENVIRONMENT, run
 
@@ -17,7 +18,7 @@ TEE_ONLY = ("--policy", "tee-only", "--prompt-token-ids", "1,2,3", "--json")
 
 
 def new_tokens(*arguments: str, **environment: str) -> int:
-    result = run("tee-runner", *arguments, **environment)
+    result = call("tee-runner", *arguments, **environment)
     assert result.returncode == 0, result.stderr
     usage: dict[str, int] = json.loads(result.stdout)["usage"]
     return usage["completion_tokens"]
@@ -51,11 +52,11 @@ def test_bad_settings_files_are_refused(
     config = tmp_path / "settings.toml"
     config.write_text(content)
     command = [] if program == "gpu-service" else ["generate", "demo", "--prompt", "x"]
-    refused(run(program, "--config", str(config), *command), *fragments)
+    refused(call(program, "--config", str(config), *command), *fragments)
 
 
 def test_missing_settings_file_is_refused(tmp_path: Path) -> None:
-    refused(run("gpu-service", "--config", str(tmp_path / "none.toml"), "demo"), "none.toml")
+    refused(call("gpu-service", "--config", str(tmp_path / "none.toml"), "demo"), "none.toml")
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("chat", "--help")])
@@ -79,7 +80,7 @@ def test_help_imports_nothing_heavy(program: str, arguments: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_covers_all_three_programs(shell: str) -> None:
-    result = run("tsqp", "completion", shell)
+    result = call("tsqp", "completion", shell)
     assert result.returncode == 0
     for program in PROGRAMS:
         assert f"_{program.replace('-', '_').upper()}_COMPLETE" in result.stdout
@@ -96,10 +97,10 @@ def test_completion_offers_the_policies() -> None:
 
 
 def test_doctor_reports_every_topic() -> None:
-    result = run("tsqp", "doctor", "--json")
+    result = call("tsqp", "doctor", "--json")
     findings = json.loads(result.stdout)["findings"]
     topics = {finding["topic"] for finding in findings}
     assert topics == {"versions", "processor", "memory", "gpu", "tee", "ports"}
     torch_version = next(f for f in findings if f["name"] == "torch")["detail"]
     assert torch_version.startswith("2.")
-    assert run("tsqp", "doctor").stdout.startswith("versions:\n")
+    assert call("tsqp", "doctor").stdout.startswith("versions:\n")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TextIO, TypeVar
 
 import click
 
@@ -99,12 +98,12 @@ def command() -> None:
 @click.option("--prompt-token-ids", metavar="1,2,3")
 @click.option(
     "--report",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=click.File("wb", lazy=False),
     help="Write the JSON object, with totals per operator, to this file.",
 )
 @click.option(
     "--save-logits",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=click.File("wb", lazy=False),
     help="Write the logits of every new token to this safetensors file, to compare them.",
 )
 @shared_options
@@ -115,8 +114,8 @@ def generate(
     prompt: str | None,
     prompt_file: TextIO | None,
     prompt_token_ids: str | None,
-    report: Path | None,
-    save_logits: Path | None,
+    report: BinaryIO | None,
+    save_logits: BinaryIO | None,
     stop: tuple[str, ...],
     max_new_tokens: int,
     **settings: Any,
@@ -299,7 +298,7 @@ def _summarise(result: GenerationResult) -> None:
     )
 
 
-def _write_report(path: Path, result: GenerationResult, table: OperatorTable) -> None:
+def _write_report(file: BinaryIO, result: GenerationResult, table: OperatorTable) -> None:
     operators = {
         name: {
             "place": totals.place,
@@ -314,23 +313,14 @@ def _write_report(path: Path, result: GenerationResult, table: OperatorTable) ->
         }
         for name, totals in table.totals.items()
     }
-    _write(path, json.dumps(result.model_dump() | {"operators": operators}, indent=1).encode())
+    file.write(json.dumps(result.model_dump() | {"operators": operators}, indent=1).encode())
 
 
-def _write_logits(path: Path, logits: list[torch.Tensor]) -> None:
+def _write_logits(file: BinaryIO, logits: list[torch.Tensor]) -> None:
     import torch
     from safetensors.torch import save
 
-    _write(path, save({"logits": torch.stack(logits).to(torch.float32)}))
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise SettingsError(
-            str(path), got=error.strerror or "an error", expected="a file that can be written"
-        ) from None
+    file.write(save({"logits": torch.stack(logits).to(torch.float32)}))
 
 
 def main() -> NoReturn:

@@ -1,0 +1,250 @@
+"""A client written from wire.md alone: a REQ socket, msgpack and numpy run the forward pass.
+
+Nothing of ours is imported here but the helpers that save a model and start the real process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import transformers
+import zmq
+from numpy.typing import NDArray
+
+from tests.support import make_model, running_service
+
+Array = NDArray[np.float32]
+TOLERANCE = 1e-4
+PROMPT = [[1, 17, 300, 5, 5, 319, 42, 0, 128]]
+
+
+class WireClient:
+    """The published schema over a plain REQ socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.socket = context.socket(zmq.REQ)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        self.socket.connect(endpoint)
+        self.calls: Counter[str] = Counter()
+
+    def call(self, method: str, request: dict[str, Any]) -> dict[str, Any]:
+        self.calls[method] += 1
+        self.socket.send(msgpack.packb({"method": method, "request": request}, use_bin_type=True))
+        reply = msgpack.unpackb(self.socket.recv(), raw=False)
+        assert set(reply) == {"status", "response"}, reply
+        assert reply["status"] == "success"
+        response: dict[str, Any] = reply["response"]
+        return response
+
+    def tensor(self, method: str, request: dict[str, Any]) -> Array:
+        response = self.call(method, request | {"dtype": "torch.float32"})
+        assert set(response) == {"output", "shape", "dtype"}
+        assert response["dtype"] == "torch.float32"
+        return np.frombuffer(response["output"], dtype="<f4").reshape(response["shape"])
+
+    def embedding(self, input_ids: list[list[int]]) -> Array:
+        ids = np.array(input_ids, dtype="<i8")
+        return self.tensor(
+            "Embedding", {"input_ids": ids.tobytes(), "input_shape": list(ids.shape)}
+        )
+
+    def linear(self, layer: int, hidden: Array, **modules: Any) -> Array:
+        states = {"hidden_states": hidden.tobytes(), "shape": list(hidden.shape)}
+        return self.tensor("Linear", {"layer_idx": layer, **modules, **states})
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        buffers = {"a_buffer": a.tobytes(), "b_buffer": b.tobytes()}
+        return self.tensor(
+            "Matmul", {**buffers, "a_shape": list(a.shape), "b_shape": list(b.shape)}
+        )
+
+    def lm_head(self, hidden: Array) -> Array:
+        return self.tensor(
+            "LMHead", {"hidden_states": hidden.tobytes(), "shape": list(hidden.shape)}
+        )
+
+
+class WireModel:
+    """The TEE's half of a LLaMA forward pass, built from the Init reply."""
+
+    def __init__(self, client: WireClient, *, fused: bool) -> None:
+        init = client.call("Init", {})
+        assert set(init) == {"config", "rotary_emb_params", "norm_weights"}
+        self.client, self.fused = client, fused
+        self.config: dict[str, int] = init["config"]
+        rotary = init["rotary_emb_params"]
+        inv_freq = np.frombuffer(rotary["inv_freq"], dtype="<f4")
+        self.inv_freq = inv_freq.reshape(rotary["inv_freq_shape"])
+        self.attention_scaling: float = rotary["attention_scaling"]
+        self.norms: dict[str, dict[str, Any]] = init["norm_weights"]
+
+    def norm(self, name: str, x: Array) -> Array:
+        norm = self.norms[name]
+        weight = np.frombuffer(norm["weight"], dtype="<f4").reshape(norm["shape"])
+        variance = np.mean(x * x, axis=-1, keepdims=True)
+        return (weight * (x / np.sqrt(variance + np.float32(norm["eps"])))).astype(np.float32)
+
+    def rope(self, x: Array) -> Array:
+        angles = np.arange(x.shape[-2], dtype=np.float32)[:, None] * self.inv_freq
+        angles = np.concatenate([angles, angles], axis=-1)
+        first, second = np.split(x, 2, axis=-1)
+        turned = np.concatenate([-second, first], axis=-1)
+        scale = np.float32(self.attention_scaling)
+        result: Array = (x * np.cos(angles) + turned * np.sin(angles)) * scale
+        return result
+
+    def modules(self, layer: int, hidden: Array, *names: str) -> list[Array]:
+        if not self.fused:
+            return [self.client.linear(layer, hidden, module_name=name) for name in names]
+        output = self.client.linear(layer, hidden, module_names=list(names))
+        if len(names) == 1:
+            return [output]
+        if names[0] != "q_proj":
+            return np.split(output, 2, axis=-1)
+        query = self.config["num_heads"] * self.config["head_dim"]
+        key = self.config["num_kv_heads"] * self.config["head_dim"]
+        return np.split(output, [query, query + key], axis=-1)
+
+    def heads(self, x: Array) -> Array:
+        batch, length, _ = x.shape
+        split = x.reshape(batch, length, -1, self.config["head_dim"])
+        return np.ascontiguousarray(split.transpose(0, 2, 1, 3))
+
+    def attention(self, layer: int, hidden: Array) -> Array:
+        query, key, value = (
+            self.heads(x) for x in self.modules(layer, hidden, "q_proj", "k_proj", "v_proj")
+        )
+        groups = self.config["num_heads"] // self.config["num_kv_heads"]
+        key, value = np.repeat(self.rope(key), groups, axis=1), np.repeat(value, groups, axis=1)
+        scores = self.client.matmul(self.rope(query), np.swapaxes(key, -1, -2))
+        scores = scores / np.float32(np.sqrt(self.config["head_dim"]))
+        causal_mask = np.triu(np.full(scores.shape[-2:], -np.inf, dtype=np.float32), 1)
+        weights = np.exp(scores + causal_mask - np.max(scores + causal_mask, -1, keepdims=True))
+        weights = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+        mixed = self.client.matmul(weights, value).transpose(0, 2, 1, 3)
+        joined = np.ascontiguousarray(mixed).reshape(*hidden.shape[:2], -1)
+        return self.modules(layer, joined, "o_proj")[0]
+
+    def mlp(self, layer: int, hidden: Array) -> Array:
+        gate, up = self.modules(layer, hidden, "gate_proj", "up_proj")
+        return self.modules(layer, gate / (1 + np.exp(-gate)) * up, "down_proj")[0]
+
+    def forward(self, input_ids: list[list[int]]) -> Array:
+        x = self.client.embedding(input_ids)
+        for layer in range(self.config["num_layers"]):
+            x = x + self.attention(layer, self.norm(f"layer_{layer}_input_layernorm", x))
+            x = x + self.mlp(layer, self.norm(f"layer_{layer}_post_attention_layernorm", x))
+        return self.client.lm_head(self.norm("final_norm", x))
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[transformers.PreTrainedModel, str]]:
+    directory = tmp_path_factory.mktemp("llama")
+    model = make_model(directory)
+    with running_service(
+        directory, "tcp://127.0.0.1:*", "--threads", "1", "--log-level", "info"
+    ) as service:
+        yield model, service.endpoint
+
+
+@pytest.fixture
+def client(served: tuple[transformers.PreTrainedModel, str]) -> Iterator[WireClient]:
+    context = zmq.Context()
+    made = WireClient(context, served[1])
+    yield made
+    made.socket.close()
+    context.term()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [PROMPT, [[7]], [PROMPT[0], PROMPT[0][::-1]]])
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_equal_transformers(
+    served: tuple[transformers.PreTrainedModel, str],
+    client: WireClient,
+    prompt: list[list[int]],
+    fused: bool,
+) -> None:
+    model, _ = served
+    logits = WireModel(client, fused=fused).forward(prompt)
+    expected = model(torch.tensor(prompt)).logits.numpy()
+    assert logits.shape == expected.shape
+    assert float(np.abs(expected).max()) > 1.0
+    np.testing.assert_allclose(logits, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("fused", "linear_per_layer"), [(False, 7), (True, 4)])
+def test_round_trips_of_a_forward(client: WireClient, fused: bool, linear_per_layer: int) -> None:
+    model = WireModel(client, fused=fused)
+    assert client.calls == {"Init": 1}
+    model.forward(PROMPT)
+    layers = model.config["num_layers"]
+    assert client.calls == {
+        "Init": 1,
+        "Embedding": 1,
+        "Linear": linear_per_layer * layers,
+        "Matmul": 2 * layers,
+        "LMHead": 1,
+    }
+    if not fused:
+        assert client.calls.total() == 9 * layers + 2 + 1
+
+
+def test_fused_modules_give_the_numbers_of_single_ones(client: WireClient) -> None:
+    model = WireModel(client, fused=True)
+    single = WireModel(client, fused=False)
+    hidden = np.random.default_rng(0).standard_normal((1, 4, model.config["hidden_size"]))
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        pairs = zip(
+            model.modules(1, hidden.astype("<f4"), *names),
+            single.modules(1, hidden.astype("<f4"), *names),
+            strict=True,
+        )
+        for together, alone in pairs:
+            np.testing.assert_allclose(together, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_init_has_the_sizes_and_norms_of_the_model(
+    served: tuple[transformers.PreTrainedModel, str], client: WireClient
+) -> None:
+    model, _ = served
+    init = WireModel(client, fused=False)
+    config = model.config
+    assert init.config == {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+    }
+    names = {"final_norm"}
+    for layer in range(config.num_hidden_layers):
+        names |= {f"layer_{layer}_input_layernorm", f"layer_{layer}_post_attention_layernorm"}
+    assert set(init.norms) == names
+    assert all(norm["shape"] == [config.hidden_size] for norm in init.norms.values())
+
+
+def test_ipc_and_short_dtype_names(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    model = make_model(directory)
+    context = zmq.Context()
+    with running_service(directory, f"ipc://{tmp_path}/s", "--threads", "1") as service:
+        client = WireClient(context, service.endpoint)
+        ids = np.array([[3, 4]], dtype="<i8")
+        request = {"input_ids": ids.tobytes(), "input_shape": [1, 2], "dtype": "float32"}
+        response = client.call("Embedding", request)
+        client.socket.close()
+    context.term()
+    output = np.frombuffer(response["output"], dtype="<f4").reshape(response["shape"])
+    expected = model.model.embed_tokens(torch.tensor([[3, 4]])).detach().numpy()
+    assert np.array_equal(output, expected)
