@@ -127,6 +127,12 @@ class Operators:
             raise _refuse("Linear.module_names", " ".join(names), f"one module, or {together}")
         fused = layers[request.layer_idx][operator]
         hidden = self._hidden_states("Linear", request.hidden_states, fused.in_features)
+        rows = [fused.rows[name] for name in names]
+        _bound_output(
+            "Linear.hidden_states",
+            hidden.numel() // fused.in_features * sum(row.stop - row.start for row in rows),
+            request.hidden_states.dtype,
+        )
         return self._reply(fused(hidden, names), request.hidden_states.dtype)
 
     def _matmul(self, request: MatmulRequest) -> TensorReply:
@@ -140,7 +146,9 @@ class Operators:
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         except RuntimeError:
             raise _refuse(where, got, "leading dimensions that broadcast") from None
-        _bound_output(where, batch.numel() * a.shape[-2] * b.shape[-1], a.dtype)
+        M, K, N = *a.shape[-2:], b.shape[-1]
+        # torch.matmul writes out operands that broadcast.
+        _bound_output(where, batch.numel() * max(M * N, M * K, K * N), a.dtype)
         return self._reply(torch.matmul(self._on_device(a), self._on_device(b)), a.dtype)
 
     def _lm_head(self, request: LMHeadRequest) -> TensorReply:

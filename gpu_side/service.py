@@ -214,8 +214,9 @@ class _Service:
             result = self._operators.apply(read_request(opened))
             compute_us = (time.perf_counter_ns() - started_ns) // 1000
             timing = Timing(queue_us=max(0, queue_us), compute_us=compute_us)
+            frames = encode_reply(form, request_id, method, result, timing)
         except ProtocolError as error:
-            result = error.code
+            frames = encode_reply(form, request_id, method, error.code)
             log.warning(
                 "refused",
                 extra={
@@ -230,16 +231,14 @@ class _Service:
         except Exception:
             # Exhausted memory, a device fault or a mistake of ours: this request fails, the
             # others go on. The traceback stays in our own log.
-            result = ErrorCode.INTERNAL
+            frames = encode_reply(form, request_id, method, ErrorCode.INTERNAL)
             log.exception(
                 "failed",
                 extra={
                     "fields": {"peer": incoming.peer, "request_id": request_id, "method": method}
                 },
             )
-        if not listener.send(
-            incoming.route, encode_reply(form, request_id, method, result, timing)
-        ):
+        if not listener.send(incoming.route, frames):
             log.warning(
                 "client_gone", extra={"fields": {"peer": incoming.peer, "request_id": request_id}}
             )

@@ -16,7 +16,7 @@ from protocol.tensors import Buffer
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_ARRAY_LENGTH = 64
-MAX_MAP_LENGTH = 8192
+MAX_MAP_LENGTH = 4096
 MAX_STRING_BYTES = 256
 MAX_DEPTH = 6
 
@@ -72,6 +72,8 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
 
     def on_map(pairs: list[tuple[Any, Any]]) -> _Map:
         count()
+        if any(type(key) is not str for key, _ in pairs):
+            raise _RefusedError("a key that is not a string")
         result = _Map(pairs)
         if len(result) != len(pairs):
             raise _RefusedError("a duplicate key")
@@ -81,6 +83,9 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
         if result.depth > MAX_DEPTH:
             raise _RefusedError(f"maps nested more than {MAX_DEPTH} deep")
         return result
+
+    def on_extension(_code: int, _data: bytes) -> Any:
+        raise _RefusedError("an extension type")
 
     try:
         message = msgpack.unpackb(
@@ -92,8 +97,9 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
             max_str_len=MAX_STRING_BYTES,
             max_bin_len=max_bytes,
             max_array_len=MAX_ARRAY_LENGTH,
-            max_map_len=MAX_MAP_LENGTH,
+            max_map_len=min(MAX_MAP_LENGTH, max_containers),
             max_ext_len=0,
+            ext_hook=on_extension,
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         # ValueError covers bad UTF-8, trailing bytes, exceeded limits and our own refusals.

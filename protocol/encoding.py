@@ -329,7 +329,7 @@ def _framed_tensor(
     if set(value) != {"dtype", "shape", "frame"} or type(index) is not int or index not in unused:
         raise ProtocolError(
             path,
-            got=f"keys {sorted(value)[:6]}, frame {index!r}"[:120],
+            got=f"keys {sorted(value)[:6]}, frame {describe(index)}"[:120],
             expected="dtype, shape and a frame of its own",
             code=ErrorCode.INVALID_FIELD,
         )
@@ -368,6 +368,13 @@ def _from_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
     fields = dict(body)
     consumed: set[str] = set()
     for name, keys in _INLINE_TENSORS.get(cls, {}).items():
+        if name != keys.data and name in body:
+            raise ProtocolError(
+                f"{where}.{name}",
+                got="an unknown field",
+                expected=keys.data,
+                code=ErrorCode.INVALID_FIELD,
+            )
         fixed = keys.dtype.startswith("=")
         needed = [keys.data, keys.shape] + ([] if fixed else [keys.dtype])
         if missing := [key for key in needed if key not in body]:
@@ -415,7 +422,16 @@ def _validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
         path = ".".join(str(part) for part in first["loc"])
         raise ProtocolError(
             f"{where}.{path}" if path else where,
-            got=describe(first["input"]) if first["type"] != "missing" else "nothing",
+            got=_describe_input(first["type"], first["input"]),
             expected=first["msg"][:100],
             code=ErrorCode.INVALID_FIELD,
         ) from None
+
+
+def _describe_input(kind: str, value: object) -> str:
+    """Say what was given; by its type only where a tensor was expected or nothing is known."""
+    if kind == "missing":
+        return "nothing"
+    if kind in ("dataclass_exact_type", "extra_forbidden") or isinstance(value, list | tuple):
+        return f"a value of type {type(value).__name__}"
+    return describe(value)

@@ -8,12 +8,12 @@ yet (docs/limitations.md).
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from urllib.parse import urlsplit
 
 import zmq
 
@@ -33,20 +33,21 @@ from protocol.tensors import Buffer
 # Below this ZeroMQ copies the bytes, which is faster than tracking the buffer's lifetime.
 COPY_THRESHOLD_BYTES = 64 * 1024
 
+_TCP = re.compile(
+    r"tcp://(?P<host>[A-Za-z0-9._-]+|\*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])"
+    r":(?P<port>\*|[0-9]{1,5})"
+)
+
 
 def check_endpoint(endpoint: str, *, for_bind: bool = False) -> None:
     """Refuse anything but `tcp://HOST:PORT` and `ipc://PATH`. Raises EndpointError."""
-    parts = urlsplit(endpoint)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    wildcard = for_bind and endpoint.endswith(":*")
-    tcp = parts.scheme == "tcp" and bool(parts.netloc) and not parts.path
-    if tcp and (wildcard or (port is not None and (port > 0 or for_bind) and parts.hostname)):
-        return
+    if (tcp := _TCP.fullmatch(endpoint)) is not None:
+        host, port = tcp["host"], tcp["port"]
+        good_port = for_bind if port in ("*", "0") else port != "*" and 0 < int(port) < 2**16
+        if good_port and (for_bind or host != "*"):
+            return
     path = endpoint.removeprefix("ipc://")
-    if parts.scheme == "ipc" and path:
+    if endpoint.startswith("ipc://") and path:
         if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
             raise EndpointError(
                 endpoint,
@@ -110,7 +111,14 @@ class ZmqChannel:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self._socket.connect(endpoint)
+        self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise EndpointError(
+                endpoint, got=os.strerror(error.errno or 0), expected="an address to connect to"
+            ) from None
 
     def __enter__(self) -> ZmqChannel:
         return self
@@ -200,18 +208,21 @@ class ZmqChannel:
         self._socket.close()
         self._context.term()
 
+    def _too_late(self, pending: _Pending) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            self.endpoint,
+            got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
+            expected="a gpu-service that answers there",
+        )
+
     def _receive_one(self, pending: _Pending) -> None:
         remaining_ms = max(0, int((pending.deadline - time.monotonic()) * 1000))
         if not self._socket.poll(remaining_ms, zmq.POLLIN):
-            raise DeadlineExceededError(
-                self.endpoint,
-                got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
-                expected="a gpu-service that answers there",
-            )
+            raise self._too_late(pending)
         frames = _receive_frames(self._socket)
         received_ns = time.perf_counter_ns()
         reply = decode_reply(frames)
-        if reply.request_id in self._pending:
+        if reply.request_id in self._pending and reply.request_id not in self._arrived:
             decode_ns = time.perf_counter_ns() - received_ns
             self._arrived[reply.request_id] = (reply, received_ns, decode_ns, _frame_bytes(frames))
         elif not 0 < reply.request_id <= self._last_id:
@@ -222,6 +233,9 @@ class ZmqChannel:
                 expected="the id of a request that was sent",
                 code=ErrorCode.MALFORMED_MESSAGE,
             )
+        elif time.monotonic() > pending.deadline:
+            # A peer that keeps sending what nobody waits for must not hold us past the deadline.
+            raise self._too_late(pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +268,7 @@ class ZmqListener:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:

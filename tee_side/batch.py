@@ -16,6 +16,9 @@ class Chunk:
 
     cache: KVCache
     rows: slice
+    # The sequence's length once all of its pending ids have run: RoPE may depend on it, and must
+    # not depend on how the engine cuts a prompt.
+    known_length: int
 
     @property
     def tokens(self) -> int:
@@ -37,16 +40,18 @@ class Batch:
     output_rows: tuple[int, ...]
 
     @staticmethod
-    def of(parts: Rows[tuple[KVCache, Rows[int], bool]]) -> Batch:
-        """Lay (cache, next token ids, whether the last row's logits are wanted) side by side."""
+    def of(parts: Rows[tuple[KVCache, Rows[int], int]]) -> Batch:
+        """Lay (cache, next token ids, how many pending ids are left for later) side by side."""
         token_ids: list[int] = []
         chunks: list[Chunk] = []
         output_rows: list[int] = []
-        for cache, ids, wants_logits in parts:
+        for cache, ids, left in parts:
             start = len(token_ids)
             token_ids.extend(ids)
-            chunks.append(Chunk(cache, slice(start, len(token_ids))))
-            if wants_logits:
+            chunks.append(
+                Chunk(cache, slice(start, len(token_ids)), cache.length + len(ids) + left)
+            )
+            if left == 0:
                 output_rows.append(len(token_ids) - 1)
         return Batch(torch.tensor(token_ids, dtype=torch.int64), tuple(chunks), tuple(output_rows))
 

@@ -109,8 +109,10 @@ class Engine:
         Raises PromptError: empty, too long for the context, or ids outside the vocabulary.
         """
         config = self._model.config
-        check_prompt(prompt_ids, config.vocab_size, config.max_position_embeddings)
-        room = config.max_position_embeddings - len(prompt_ids)
+        check_prompt(prompt_ids, config.vocab_size, config.context_length)
+        if max_new_tokens < 1:
+            raise PromptError("max_new_tokens", got=str(max_new_tokens), expected="at least 1")
+        room = config.context_length - len(prompt_ids)
         new_tokens = min(max_new_tokens, room)
         # The last token is never fed back, so it needs no place in the cache.
         cache = KVCache(config, len(prompt_ids) + new_tokens - 1, self._model.dtype)
@@ -139,20 +141,20 @@ class Engine:
 
         A step that raises has changed nothing and can be repeated.
         """
-        parts: list[tuple[Sequence, list[int], bool]] = []
+        parts: list[tuple[Sequence, list[int], int]] = []
         budget = self._step_tokens
         # Decode tokens first: one row each, and somebody is waiting for every one of them.
         for sequence in sorted(self.running, key=lambda s: len(s.pending_ids)):
             pending = sequence.pending_ids
             taken = pending[:budget]
             if taken:
-                parts.append((sequence, taken, len(taken) == len(pending)))
+                parts.append((sequence, taken, len(pending) - len(taken)))
                 budget -= len(taken)
         if not parts:
             return []
-        batch = Batch.of([(s.cache, ids, complete) for s, ids, complete in parts])
+        batch = Batch.of([(s.cache, ids, left) for s, ids, left in parts])
         logits_NV = forward(batch, self._model, self._ops)
-        complete = [sequence for sequence, _, is_complete in parts if is_complete]
+        complete = [sequence for sequence, _, left in parts if left == 0]
         return [
             Sampled(sequence, sequence.extend(logits_V), logits_V)
             for sequence, logits_V in zip(complete, logits_NV, strict=True)
@@ -173,5 +175,5 @@ def check_prompt(prompt_ids: Ids[int], vocab_size: int, context: int) -> None:
         raise PromptError(
             "prompt",
             got=f"{len(prompt_ids)} tokens",
-            expected=f"fewer than the context of {context} (max_position_embeddings)",
+            expected=f"fewer than the context of {context} tokens",
         )

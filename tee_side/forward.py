@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from protocol.errors import ReplyError
 from tee_side.batch import Batch, Chunk
 from tee_side.functional import apply_rope, causal_mask, silu_mul, softmax
 from tee_side.model import TeeModel
@@ -34,6 +35,9 @@ def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
         h_TD = h_TD + mlp(model.normed(h_TD, norms.post_attention_layernorm), layer, ops)
     h_ND = model.normed(h_TD[list(batch.output_rows)], model.final_norm)
     logits_NV = ops.lm_head(h_ND) if batch.output_rows else h_ND.new_empty(0, 0)
+    if not logits_NV.isfinite().all():
+        # Checked before the step counts: a service may send anything, and float16 may overflow.
+        raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
     batch.commit()
     return logits_NV
 
@@ -73,7 +77,9 @@ def attend(
     """Attention of one sequence's new rows over everything in its cache: [T, H * C]."""
     T, H, C = q_THC.shape
     K = k_TKC.shape[1]
-    cos_TC, sin_TC = model.rope.cos_sin(chunk.cache.length, chunk.context, q_THC.dtype)
+    cos_TC, sin_TC = model.rope.cos_sin(
+        chunk.cache.length, chunk.context, chunk.known_length, q_THC.dtype
+    )
     q_THC, k_TKC = apply_rope(q_THC, cos_TC, sin_TC), apply_rope(k_TKC, cos_TC, sin_TC)
     k_KSC, v_KSC = chunk.cache.append(layer, k_TKC, v_TKC)
 

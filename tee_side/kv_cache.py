@@ -36,6 +36,9 @@ class KVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new rows behind `length`; return all keys and values [K, S, C]."""
         end = self.length + k_TKC.shape[0]
+        if end > self.capacity:
+            # torch would drop a single row silently: it broadcasts to an empty slice.
+            raise IndexError(f"KV cache: got {end} tokens, expected at most {self.capacity}")
         self._keys[layer, :, self.length : end] = k_TKC.transpose(0, 1)
         self._values[layer, :, self.length : end] = v_TKC.transpose(0, 1)
         return self._keys[layer, :, :end], self._values[layer, :, :end]

@@ -21,26 +21,28 @@ class Rope:
         self._config = config
         self._by_length = config.rope.rope_type in ("dynamic", "longrope")
         self._inv_freq, self._scaling = rope_frequencies(config)
-        self._tables: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[
+            tuple[int, int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]
+        ] = {}
 
     def cos_sin(
-        self, start: int, end: int, dtype: torch.dtype
+        self, start: int, end: int, length: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, each [end - start, C], for positions `start` to `end - 1`."""
         # All layers of a step ask for the same positions of the same sequences.
-        key = (start, end, dtype)
+        key = (start, end, length if self._by_length else 0, dtype)
         if key not in self._tables:
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
-            self._tables[key] = self._compute(start, end, dtype)
+            self._tables[key] = self._compute(start, end, length, dtype)
         return self._tables[key]
 
     def _compute(
-        self, start: int, end: int, dtype: torch.dtype
+        self, start: int, end: int, length: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inv_freq, scaling = self._inv_freq, self._scaling
         if self._by_length:
-            inv_freq, scaling = rope_frequencies(self._config, end)
+            inv_freq, scaling = rope_frequencies(self._config, length)
         positions = torch.arange(start, end, dtype=torch.float32)
         angles = torch.outer(positions, inv_freq).repeat(1, 2)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -129,6 +129,8 @@ class Generation:
                     continue
                 sampled = self._arrived.popleft()
                 new = detokenizer.feed(sampled.token_id) if detokenizer else ""
+                if detokenizer and self._sequence.finish_reason and not self._arrived:
+                    new += detokenizer.flush()
                 yield sampled, self._show(new)
         finally:
             self.close()
@@ -172,11 +174,11 @@ class Generation:
     def result(self) -> GenerationResult:
         """Return everything about the finished generation."""
         sequence = self._sequence
-        prompt, new = len(sequence.prompt_ids), len(sequence.token_ids)
+        prompt, new = len(sequence.prompt_ids), self.token_count
         first = self._last if self._first is None else self._first
         return GenerationResult(
             prompt_token_ids=list(sequence.prompt_ids),
-            token_ids=list(sequence.token_ids),
+            token_ids=sequence.token_ids[:new],
             text="".join(self._shown) if self._tokenizer else None,
             finish_reason=sequence.finish_reason or "length",
             usage=Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new),

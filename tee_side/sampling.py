@@ -9,6 +9,9 @@ from typing import Annotated
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+# Below it float32 would overflow; long before, sampling is greedy.
+MIN_TEMPERATURE = 1e-6
+
 
 class SamplingSettings(BaseModel):
     """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 are off.
@@ -60,7 +63,7 @@ def penalize_repetition(
 
 def warp(scores_V: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
     """Apply temperature, then top-k, top-p and min-p; what they cut off gets -inf."""
-    scores_V = scores_V / settings.temperature
+    scores_V = scores_V / max(settings.temperature, MIN_TEMPERATURE)
     cut = float("-inf")
     if 0 < settings.top_k < scores_V.numel():
         kth = scores_V.topk(settings.top_k).values[-1]

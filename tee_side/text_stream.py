@@ -22,10 +22,11 @@ class StopStrings:
         if self.found:
             return ""
         self._held += text
-        places = [place for s in self._stop if (place := self._held.find(s)) >= 0]
-        if places:
+        # The one that is complete first counts, however the text was sliced.
+        found = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if found:
             self.found = True
-            shown, self._held = self._held[: min(places)], ""
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown
         keep = max((_overlap(self._held, s) for s in self._stop), default=0)
         shown = self._held[: len(self._held) - keep]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.decoders import DecodeStream
 
 from protocol.errors import ModelError, PromptError
 from protocol.model.config import read_json
@@ -73,7 +72,7 @@ class Tokenizer:
             text = environment.from_string(template).render(
                 messages=list(messages), add_generation_prompt=True, **special
             )
-        except TemplateError as error:
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
             raise PromptError(
                 f"{self._directory}: chat template",
                 got=f"{type(error).__name__}: {error}"[:120],
@@ -102,12 +101,35 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns tokens into text as they come; a character split over tokens waits for its end."""
+    """Turns tokens into text as they come; a character split over tokens waits for its end.
+
+    The library's own DecodeStream raises where bytes turn out to be no UTF-8.
+    """
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._shown = 0  # of the ids before `_read`, those that decoding needs as context
+        self._read = 0
 
     def feed(self, token_id: int) -> str:
         """Return the text that this token completes, which may be empty."""
-        return self._stream.step(self._raw, token_id) or ""
+        self._ids.append(token_id)
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._shown, self._read = self._read, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """Return the unfinished end, because no more tokens come."""
+        text, self._read = self._new_text(), len(self._ids)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._shown : self._read])
+        return self._decode(self._ids[self._shown :])[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._raw.decode(token_ids, skip_special_tokens=True)
+        return text

@@ -112,8 +112,9 @@ class Service:
         """Send a signal, collect the rest of the log, and return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(sent)
-        remaining, _ = self.process.communicate(timeout=30)
-        self.log += (remaining or "").splitlines()
+        if self.process.stderr is not None and not self.process.stderr.closed:
+            _, remaining = self.process.communicate(timeout=30)
+            self.log += (remaining or "").splitlines()
         return self.process.returncode
 
 
@@ -204,8 +205,15 @@ class LoopbackChannel:
         reply = decode_reply(frames)
         if reply.response is None:
             raise ServiceError(request.method, code=reply.error or ErrorCode.INTERNAL)
-        sizes = [sum(len(frame) for frame in message) for message in (sent, frames)]
-        self._replies[request_id] = Exchange(reply.response, *sizes, 0, 4000, 0, reply.timing)
+        self._replies[request_id] = Exchange(
+            reply.response,
+            bytes_sent=sum(map(len, sent)),
+            bytes_received=sum(map(len, frames)),
+            encode_ns=0,
+            elapsed_ns=4000,
+            decode_ns=0,
+            timing=reply.timing,
+        )
         return request_id
 
     def answer(self, request: Request) -> Response:
@@ -254,12 +262,14 @@ class Tee:
         cache = self.cache(len(token_ids))
         size = chunk or len(token_ids)
         steps = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
-        outputs = []
-        for ids in steps:
-            rows = range(len(ids))
-            batch = Batch(torch.tensor(ids), (Chunk(cache, slice(0, len(ids))),), tuple(rows))
-            outputs.append(forward(batch, self.model, self.ops))
-        return torch.cat(outputs)
+        return torch.cat([self.step_logits(cache, ids) for ids in steps])
+
+    def step_logits(self, cache: KVCache, token_ids: list[int]) -> torch.Tensor:
+        """Run one step of one sequence and return the logits of all its rows."""
+        count = len(token_ids)
+        chunks = (Chunk(cache, slice(0, count), cache.length + count),)
+        batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
+        return forward(batch, self.model, self.ops)
 
     def greedy(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
         """Return `new_tokens` greedy token ids."""

@@ -151,7 +151,14 @@ class Checkpoint:
         block = max(1, _BLOCK_BYTES // row_bytes)
         for start in range(0, destination.shape[0], block):
             rows = destination[start : start + block]
-            rows.copy_(self.rows(name, start, start + rows.shape[0]))
+            found = self.rows(name, start, start + rows.shape[0])
+            if found.shape != rows.shape:  # copy_ would broadcast
+                raise ModelError(
+                    f"{self._file_of[name]}: {name}",
+                    got=f"{list(found.shape)} since the file was checked",
+                    expected=f"{list(rows.shape)}",
+                )
+            rows.copy_(found)
 
     def rows(self, name: str, start: int, stop: int, step: int = 1) -> torch.Tensor:
         """Return rows of a tensor as a view of the mapped file: short-lived use only."""
@@ -172,7 +179,7 @@ class Checkpoint:
                 f"{index}: weight_map", got=describe(weight_map), expected="an object of file names"
             )
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+            if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
                 raise ModelError(
                     f"{index}: {name}",
                     got=describe(file),

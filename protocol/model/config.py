@@ -72,7 +72,7 @@ class RopeParameters(BaseModel):
 class ModelConfig(BaseModel):
     """Everything about a model that the forward pass depends on, except the weights."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     architecture: Architecture
     vocab_size: Size
@@ -108,6 +108,17 @@ class ModelConfig(BaseModel):
                     f"rope {name} has {len(factors)} entries, head_dim / 2 is {self.head_dim // 2}"
                 )
         return self
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a sequence may have.
+
+        `max_position_embeddings`, except with dynamic NTK scaling: there it is the length that the
+        model was trained with, and `factor` says how far beyond it the scaling is meant to carry.
+        """
+        if self.rope.rope_type == "dynamic" and self.rope.factor is not None:
+            return int(self.max_position_embeddings * max(1.0, self.rope.factor))
+        return self.max_position_embeddings
 
     def module_shape(self, module: ModuleName) -> tuple[int, int]:
         """Return (out_features, in_features) of one linear module."""
@@ -177,7 +188,7 @@ def read_config(directory: Path) -> ModelConfig:
         "tie_word_embeddings": raw.get("tie_word_embeddings", False),
         "rope": _rope(raw, path),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        "biased_modules": _biased_modules(raw, architecture),
+        "biased_modules": _biased_modules(raw, architecture, path),
         "qk_norm": architecture == "Qwen3ForCausalLM",
         "sliding_windows": _sliding_windows(raw, architecture, path),
         "bos_token_id": raw.get("bos_token_id"),
@@ -230,7 +241,7 @@ def _default_head_dim(raw: dict[str, Any], architecture: Architecture) -> int | 
 
 def _rope(raw: dict[str, Any], path: Path) -> RopeParameters:
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise ModelError(f"{path}: rope_parameters", got=describe(given), expected="an object")
     fields = {"rope_theta": raw["rope_theta"]} if raw.get("rope_theta") is not None else {}
@@ -239,23 +250,30 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeParameters:
     legacy_type = fields.pop("type", None)
     fields.setdefault("rope_type", legacy_type or "default")
     if fields["rope_type"] in ("yarn", "longrope", "llama3"):
-        outer = raw.get("original_max_position_embeddings")
-        fields.setdefault(
-            "original_max_position_embeddings", outer or raw.get("max_position_embeddings")
-        )
+        # Beside the parameters it wins over what is inside, as in transformers.
+        if (outer := raw.get("original_max_position_embeddings")) is not None:
+            fields["original_max_position_embeddings"] = outer
+        fields.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     try:
         return RopeParameters.model_validate(fields)
     except ValidationError as error:
         raise _as_model_error(error, Path(f"{path}: rope_parameters")) from None
 
 
-def _biased_modules(raw: dict[str, Any], architecture: Architecture) -> frozenset[str]:
+def _flag(raw: dict[str, Any], name: str, path: Path) -> bool:
+    value = raw.get(name)
+    if value is not None and type(value) is not bool:
+        raise ModelError(f"{path}: {name}", got=describe(value), expected="true or false")
+    return bool(value)
+
+
+def _biased_modules(raw: dict[str, Any], architecture: Architecture, path: Path) -> frozenset[str]:
     if architecture == "Qwen2ForCausalLM":
         return frozenset({"q_proj", "k_proj", "v_proj"})
     biased: set[str] = set()
-    if architecture != "MistralForCausalLM" and raw.get("attention_bias"):
+    if architecture != "MistralForCausalLM" and _flag(raw, "attention_bias", path):
         biased |= {"q_proj", "k_proj", "v_proj", "o_proj"}
-    if architecture == "LlamaForCausalLM" and raw.get("mlp_bias"):
+    if architecture == "LlamaForCausalLM" and _flag(raw, "mlp_bias", path):
         biased |= {"gate_proj", "up_proj", "down_proj"}
     return frozenset(biased)
 
@@ -273,14 +291,22 @@ def _sliding_windows(
         return (None,) * layers
     if architecture == "MistralForCausalLM":
         return (window,) * layers
-    if not raw.get("use_sliding_window"):
+    if not _flag(raw, "use_sliding_window", path):
         return (None,) * layers
     types = raw.get("layer_types")
     if types is None:
         first = raw.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise ModelError(
+                f"{path}: max_window_layers", got=describe(first), expected="a number of layers"
+            )
         return tuple(window if layer >= first else None for layer in range(layers))
     known = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(t not in ("sliding_attention", "full_attention") for t in types)
+    ):
         raise ModelError(
             f"{path}: layer_types",
             got=describe(types),

@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from protocol.model.config import read_config
 from protocol.model.rope import rope_frequencies
 from tests.equivalence.tolerances import FLOAT32_LOGITS, ROPE_FREQUENCIES
-from tests.support import SIZES, SavedModel, assemble, token_ids
+from tests.support import SIZES, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 
@@ -37,6 +37,13 @@ ROPES: dict[str, dict[str, Any]] = {
         "beta_fast": 4.0,
         "beta_slow": 0.5,
         "truncate": False,
+    },
+    "yarn-ramp-beyond-the-last-pair": {
+        "rope_type": "yarn",
+        "rope_theta": 20.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_slow": 0.1,
     },
     "yarn-mscale": {
         "rope_type": "yarn",
@@ -137,8 +144,7 @@ def test_decoding_across_the_length_limit_equals_generate(saved_model: Models, n
     """What is cached keeps the rotation it was written with, as in transformers."""
     limit = 32 if name == "longrope" else CONTEXT
     model, prompt = saved_model("llama", **with_rope(name)), token_ids(limit - 6)
-    tee, cached = assemble(model.directory), 12
-    continuation = token_ids(cached, seed=5)
+    tee, continuation = assemble(model.directory), token_ids(12, seed=5)
     with torch.inference_mode():
         first = model.reference(torch.tensor([prompt]), use_cache=True)
         expected, cache = [first.logits[0]], first.past_key_values
@@ -149,25 +155,17 @@ def test_decoding_across_the_length_limit_equals_generate(saved_model: Models, n
     FLOAT32_LOGITS.check(actual, torch.cat(expected))
 
 
-def _prefill_then_decode(tee: Any, prompt: list[int], continuation: list[int]) -> torch.Tensor:
-    from tee_side.batch import Batch
-    from tee_side.forward import forward
-
+def _prefill_then_decode(tee: Tee, prompt: list[int], continuation: list[int]) -> torch.Tensor:
     cache = tee.cache(len(prompt) + len(continuation))
-    outputs = []
-    for ids in (prompt, *([token_id] for token_id in continuation)):
-        batch = Batch.of([(cache, ids, True)])
-        every_row = Batch(batch.token_ids_T, batch.chunks, tuple(range(len(ids))))
-        outputs.append(forward(every_row, tee.model, tee.ops))
-    return torch.cat(outputs)
+    steps = [prompt, *([token_id] for token_id in continuation)]
+    return torch.cat([tee.step_logits(cache, ids) for ids in steps])
 
 
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_prefill_in_chunks_across_the_length_limit_equals_prefill_at_once(
-    saved_model: Models, name: str
+    saved_model: Models,
 ) -> None:
     """How the engine cuts a prompt, and who its neighbours are, must not change the answer."""
-    model = saved_model("llama", **with_rope(name))
+    model = saved_model("llama", **with_rope("longrope"))
     prompt, tee = token_ids(CONTEXT - 8), assemble(model.directory)
     at_once = _greedy(tee, prompt, step_tokens=512)
     assert at_once == model.greedy(prompt, len(at_once))
@@ -175,7 +173,7 @@ def test_prefill_in_chunks_across_the_length_limit_equals_prefill_at_once(
         assert _greedy(tee, prompt, step_tokens) == at_once
 
 
-def _greedy(tee: Any, prompt: list[int], step_tokens: int) -> list[int]:
+def _greedy(tee: Tee, prompt: list[int], step_tokens: int) -> list[int]:
     engine = tee.engine(step_tokens)
     sequence = engine.add(prompt, max_new_tokens=8, eos_token_ids=frozenset())
     while engine.running:
@@ -234,5 +232,8 @@ def test_original_context_beside_the_rope_parameters_counts_as_in_transformers(
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     reference = transformers.LlamaConfig.from_pretrained(tmp_path)
-    expected = reference.rope_parameters["original_max_position_embeddings"]
-    assert read_config(tmp_path).rope.original_max_position_embeddings == expected == 64
+    expected = ROPE_INIT_FUNCTIONS["longrope"](reference, torch.device("cpu"), seq_len=50)
+    frequencies, scaling = rope_frequencies(read_config(tmp_path), 50)
+    ROPE_FREQUENCIES.check(frequencies, expected[0])
+    assert scaling == expected[1]
+    assert read_config(tmp_path).rope.original_max_position_embeddings == 64

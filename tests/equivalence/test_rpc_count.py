@@ -32,9 +32,7 @@ def _names(requests: list[Request]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_tsqp_makes_nine_rpcs_a_layer_and_two_per_forward(
-    saved_model: Models, layers: int
-) -> None:
+def test_tsqp_makes_nine_rpcs_a_layer_and_two_per_forward(saved_model: Models, layers: int) -> None:
     requests = _requests(saved_model("llama", num_hidden_layers=layers), "tsqp")
     assert len(requests) == 9 * layers + 2
     assert isinstance(requests[0], EmbeddingRequest)
@@ -93,6 +91,8 @@ def test_linear_rpcs_are_shared_by_the_batch_and_matmuls_are_per_sequence(
     assert tee.channel is not None
     counts = _names(tee.channel.requests)
     assert (counts["q_proj"], counts["Matmul"]) == (3, 2 * 2 * 3)
-    q_rows = [r.hidden_states.shape[0] for r in tee.channel.requests if isinstance(r, LinearRequest)]
+    q_rows = [
+        r.hidden_states.shape[0] for r in tee.channel.requests if isinstance(r, LinearRequest)
+    ]
     assert set(q_rows) == {8}
     assert all(isinstance(r, MatmulRequest) for r in tee.channel.requests if r.method == "Matmul")

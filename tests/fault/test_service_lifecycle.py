@@ -1,0 +1,172 @@
+"""How a real gpu-service ends, and what it writes down while it runs."""
+
+from __future__ import annotations
+
+import re
+import signal
+import struct
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from tests.fault.wire import (
+    HIDDEN,
+    HIDDEN_BYTES,
+    connected,
+    embedding_body,
+    exchange,
+    framed_linear,
+    header,
+    inline,
+    is_healthy,
+    linear_body,
+    matmul_body,
+)
+from tests.support import make_model, run, running_service
+
+LINE = re.compile(
+    r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}(Z|[+-]\d\d:\d\d)? (debug|info|warning|error) [a-z_]+"
+    r'( [a-z_]+=([^\s"=]+|"([^"\\]|\\.)*"))*$'
+)
+CANARY_FLOAT = 1234.5625  # exact in float32
+CANARY_ID = 7654321
+CANARY_BYTES = b"canary\xfe"
+CANARIES = ("1234.56", "765432", "canary", "63616e617279")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("number", "transport"), [(signal.SIGTERM, "tcp"), (signal.SIGINT, "ipc")])
+def test_signal_ends_an_idle_service(
+    model: Path, tmp_path: Path, number: int, transport: str
+) -> None:
+    endpoint = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
+    with running_service(model, endpoint, "--threads", "1") as service:
+        assert is_healthy(service.endpoint)
+        assert service.stop(number) == 0
+    log = "\n".join(service.log)
+    assert " info stopped " in log
+    assert "Traceback" not in log
+
+
+def test_signal_ends_a_busy_service(model: Path) -> None:
+    request = matmul_body([1, 512, 512], [1, 512, 512])
+    with (
+        running_service(model, "tcp://127.0.0.1:*", "--threads", "1") as service,
+        connected(zmq.DEALER, service.endpoint) as client,
+    ):
+        for _ in range(30):
+            client.send(inline("Matmul", request))
+        replies = [msgpack.unpackb(client.recv())]
+        assert service.stop() == 0
+        while client.poll(0):
+            replies.append(msgpack.unpackb(client.recv()))
+    assert replies[0]["status"] == "success"
+    assert {reply.get("error") for reply in replies} <= {None, "SHUTTING_DOWN"}
+    assert "Traceback" not in "\n".join(service.log)
+
+
+def test_signal_while_requests_wait_unread(model: Path) -> None:
+    with (
+        running_service(model, "tcp://127.0.0.1:*", "--threads", "1") as service,
+        connected(zmq.DEALER, service.endpoint) as client,
+    ):
+        assert is_healthy(service.endpoint)
+        service.process.send_signal(signal.SIGSTOP)
+        for request_id in range(1, 31):
+            client.send_multipart([header(request_id=request_id), bytes(HIDDEN_BYTES)])
+        service.process.send_signal(signal.SIGTERM)
+        service.process.send_signal(signal.SIGCONT)
+        assert service.stop() == 0
+
+
+def test_two_services_do_not_share_an_endpoint(model: Path, tmp_path: Path) -> None:
+    with running_service(model, f"ipc://{tmp_path}/s", "--threads", "1") as service:
+        second = run("gpu-service", str(model), "--bind", service.endpoint)
+        assert second.returncode == 2
+        assert "Address already in use" in second.stderr
+        assert is_healthy(service.endpoint)
+
+
+def _canary_messages() -> list[list[bytes]]:
+    """Good and bad messages, each with something in it that must never be written down."""
+    floats = struct.pack("<f", CANARY_FLOAT) * HIDDEN
+    numbers = [CANARY_FLOAT] * HIDDEN
+    ids = [CANARY_ID] * 4
+    tensor = {"dtype": "float32", "shape": [1, HIDDEN], "frame": 1}
+    embedding = {"input_ids": ids, "dtype": "float32"}
+    return [
+        [CANARY_BYTES],
+        [b"canary"],
+        [CANARY_BYTES * 1000],
+        [inline("Linear", linear_body(hidden_states=floats))],
+        [inline("Linear", linear_body(hidden_states=floats[:-1]))],
+        [inline("Linear", linear_body(hidden_states=floats, shape=[2, HIDDEN]))],
+        [inline("Linear", linear_body(hidden_states=floats, dtype="torch.float16"))],
+        [inline("Linear", linear_body(hidden_states=numbers))],
+        [inline("Linear", linear_body(extra=CANARY_BYTES))],
+        [inline("Linear", linear_body(extra=numbers))],
+        [inline("Linear", linear_body(extra=ids))],
+        [inline("Linear", linear_body(layer_idx=CANARY_BYTES))],
+        [inline("Linear", linear_body())[:-20] + CANARY_BYTES],
+        [inline("Embedding", embedding_body(ids))],
+        [inline("Embedding", embedding_body(ids, input_ids=ids))],
+        [inline("Embedding", embedding_body([1], extra=CANARY_ID))],
+        [inline(CANARY_BYTES, {})],
+        [msgpack.packb({CANARY_BYTES: 1})],
+        [msgpack.packb({"method": "Init", "request": {}, CANARY_BYTES: 1})],
+        [header(), floats],
+        [header(), floats[:-1]],
+        [header(), floats, floats],
+        [framed_linear(hidden_states=floats)],
+        [framed_linear(hidden_states=numbers)],
+        [framed_linear(hidden_states=CANARY_FLOAT)],
+        [framed_linear(hidden_states=tensor | {"extra": CANARY_BYTES}), floats],
+        [framed_linear(hidden_states=tensor | {"frame": CANARY_BYTES}), floats],
+        [header(method="Embedding", request=embedding)],
+        [header(method="Embedding", request=embedding | {"input_ids": CANARY_ID})],
+        [header(request=CANARY_BYTES), floats],
+        [header(request_id=CANARY_BYTES), floats],
+    ]
+
+
+def test_log_is_structured_and_holds_no_contents(model: Path) -> None:
+    messages = _canary_messages()
+    with running_service(model, "tcp://127.0.0.1:*", "--threads", "1") as service:
+        answered = [
+            msgpack.unpackb(exchange(zmq.DEALER, service.endpoint, frames)[0])
+            for frames in messages
+        ]
+        assert service.stop() == 0
+        log = list(service.log)
+    refused = [line for line in log if " warning refused " in line]
+    errors = [answer for answer in answered if answer["status"] == "error"]
+    assert {answer["error"] for answer in errors} <= {"MALFORMED_MESSAGE", "INVALID_FIELD"}
+    assert len(refused) == len(errors) == len(messages) - 2
+    for line in log:
+        assert LINE.match(line), line
+        assert not [canary for canary in CANARIES if canary in line], line
+    events = [line.split()[2] for line in log]
+    assert events[:4] == ["bound", "loading", "loaded", "ready"]
+    assert events[-1] == "stopped"
+    assert all(" code=" in line and " request_id=" in line for line in refused)
+
+
+def test_oversized_message_ends_its_connection_only(model: Path) -> None:
+    with (
+        running_service(
+            model, "tcp://127.0.0.1:*", "--threads", "1", "--max-message-mib", "1"
+        ) as service,
+        connected(zmq.DEALER, service.endpoint) as client,
+    ):
+        client.send(inline("Linear", linear_body(hidden_states=bytes(2**21))))
+        assert is_healthy(service.endpoint)
+        assert service.stop() == 0
+        assert not client.poll(0)

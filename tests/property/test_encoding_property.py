@@ -1,0 +1,341 @@
+"""Properties of the wire: what is sent is what is read, and noise is a ProtocolError at most."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any, get_args
+
+import msgpack
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.encoding import (
+    MAX_REPLY_HEADER_BYTES,
+    Form,
+    Reply,
+    decode_reply,
+    encode_reply,
+    encode_request,
+    open_request,
+    read_request,
+)
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    MAX_TIMEOUT_MS,
+    EmbeddingRequest,
+    InitConfig,
+    InitReply,
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    ModuleName,
+    NormWeight,
+    Request,
+    Response,
+    RotaryParams,
+    TensorReply,
+    Timing,
+)
+from protocol.tensors import ITEMSIZE, Buffer, WireTensor
+
+MAX_BYTES = 2**24
+BOMB_BYTES = 3 * 1024 * 1024
+MEMORY_BYTES = 64 * 1024 * 1024
+
+common = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+noisy = settings(common, max_examples=200)
+
+floats = st.sampled_from(["float32", "float16", "bfloat16"])
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+ids = st.integers(1, 2**63 - 1)
+sizes = st.integers(1, 2**31 - 1)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+# What a peer could put anywhere in a map.
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=40),
+    st.lists(st.integers(-2, 9), max_size=5),
+    st.dictionaries(st.sampled_from(["frame", "dtype", "shape", "x"]), st.integers(-1, 5)),
+    st.dictionaries(st.binary(max_size=3), st.none(), max_size=2),
+    st.lists(st.lists(st.integers(), max_size=1), max_size=2),
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = floats) -> WireTensor:
+    dtype, shape = draw(dtypes), draw(shapes)
+    size = torch.Size(shape).numel() * ITEMSIZE[dtype]
+    return WireTensor(dtype, shape, draw(st.binary(min_size=size, max_size=size)))
+
+
+requests: st.SearchStrategy[Request] = st.one_of(
+    st.builds(InitRequest),
+    st.builds(EmbeddingRequest, input_ids=tensors(st.just("int64")), dtype=floats),
+    st.builds(
+        LinearRequest,
+        layer_idx=st.integers(0, 4095),
+        module_names=st.lists(st.sampled_from(get_args(ModuleName)), min_size=1, max_size=3).map(
+            tuple
+        ),
+        hidden_states=tensors(),
+    ),
+    st.builds(MatmulRequest, a=tensors(), b=tensors()),
+    st.builds(LMHeadRequest, hidden_states=tensors()),
+)
+float32_tensors = tensors(st.just("float32"))
+init_replies = st.builds(
+    InitReply,
+    config=st.builds(
+        InitConfig,
+        num_layers=sizes,
+        hidden_size=sizes,
+        num_heads=sizes,
+        num_kv_heads=sizes,
+        head_dim=sizes,
+    ),
+    rotary_emb_params=st.builds(RotaryParams, inv_freq=float32_tensors, attention_scaling=finite),
+    norm_weights=st.dictionaries(
+        st.text(max_size=10), st.builds(NormWeight, weight=float32_tensors, eps=finite), max_size=4
+    ),
+    model_digest=st.text("0123456789abcdef", min_size=64, max_size=64),
+)
+results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(
+    st.tuples(st.just("Init"), init_replies),
+    st.tuples(
+        st.sampled_from(["Embedding", "Linear", "Matmul", "LMHead"]),
+        st.builds(TensorReply, output=tensors()),
+    ),
+    st.tuples(st.text(max_size=10), st.sampled_from(ErrorCode)),
+)
+timings = st.none() | st.builds(
+    Timing, queue_us=st.integers(0, 2**53), compute_us=st.integers(0, 2**53)
+)
+
+
+def _as_received(frames: list[Buffer]) -> list[Buffer]:
+    """What ZeroMQ hands over: writable memory of its own."""
+    return [memoryview(bytearray(frame)) for frame in frames]
+
+
+def _read(frames: list[Buffer]) -> Request:
+    return read_request(open_request(frames, MAX_BYTES))
+
+
+@common
+@given(message=requests, request_id=ids, timeout_ms=st.integers(1, MAX_TIMEOUT_MS))
+def test_framed_request_round_trip(message: Request, request_id: int, timeout_ms: int) -> None:
+    opened = open_request(_as_received(encode_request(message, request_id, timeout_ms)), MAX_BYTES)
+    assert (opened.form, opened.method) == (Form.FRAMED, message.method)
+    assert (opened.request_id, opened.timeout_ms) == (request_id, timeout_ms)
+    assert read_request(opened) == message
+
+
+@common
+@given(result=results, request_id=ids, timing=timings)
+def test_framed_reply_round_trip(
+    result: tuple[str, Response | ErrorCode], request_id: int, timing: Timing | None
+) -> None:
+    method, value = result
+    reply = decode_reply(_as_received(encode_reply(Form.FRAMED, request_id, method, value, timing)))
+    failed = isinstance(value, ErrorCode)
+    expected = (None, value) if failed else (value, None)
+    assert reply == Reply(request_id, method, *expected, timing)
+
+
+def _inline(message: Request, prefix: str) -> dict[str, Any]:
+    """Lay a request out by hand, as wire.md has it."""
+    match message:
+        case EmbeddingRequest(input_ids=ids_, dtype=dtype):
+            body = {
+                "input_ids": ids_.data,
+                "input_shape": list(ids_.shape),
+                "dtype": prefix + dtype,
+            }
+        case LinearRequest(layer_idx=layer, module_names=names, hidden_states=hidden):
+            one: dict[str, Any] = {"module_name": names[0]}
+            body = {
+                "layer_idx": layer,
+                "hidden_states": hidden.data,
+                "shape": list(hidden.shape),
+                "dtype": prefix + hidden.dtype,
+            } | (one if len(names) == 1 else {"module_names": list(names)})
+        case MatmulRequest(a=a, b=b):
+            body = {"dtype": prefix + a.dtype}
+            for name, tensor in (("a", a), ("b", b)):
+                body |= {f"{name}_buffer": tensor.data, f"{name}_shape": list(tensor.shape)}
+        case LMHeadRequest(hidden_states=hidden):
+            body = {
+                "hidden_states": hidden.data,
+                "shape": list(hidden.shape),
+                "dtype": prefix + hidden.dtype,
+            }
+        case _:
+            body = {}
+    return {"method": message.method, "request": body}
+
+
+@common
+@given(message=requests, prefix=st.sampled_from(["", "torch."]))
+def test_inline_request_is_read(message: Request, prefix: str) -> None:
+    if isinstance(message, MatmulRequest) and message.a.dtype != message.b.dtype:
+        return  # one dtype field stands for both
+    frames = [msgpack.packb(_inline(message, prefix), use_bin_type=True)]
+    assert _read(_as_received(frames)) == message
+
+
+@common
+@given(result=results)
+def test_inline_reply_is_one_msgpack_map(result: tuple[str, Response | ErrorCode]) -> None:
+    method, value = result
+    frames = encode_reply(Form.INLINE, 0, method, value)
+    assert len(frames) == 1
+    reply = msgpack.unpackb(frames[0])
+    if isinstance(value, ErrorCode):
+        assert reply == {"status": "error", "error": value.value}
+    else:
+        assert set(reply) == {"status", "response"}
+    if isinstance(value, TensorReply):
+        assert reply["response"] == {
+            "output": value.output.data,
+            "shape": list(value.output.shape),
+            "dtype": f"torch.{value.output.dtype}",
+        }
+
+
+def _valid_or_refused(decode: Callable[[list[Buffer]], object], frames: list[Buffer]) -> None:
+    refused: ProtocolError | None = None
+    try:
+        decode(_as_received(frames))
+    except ProtocolError as error:
+        refused = error
+    assert refused is None or isinstance(refused.code, ErrorCode)
+    assert len(str(refused)) < 8192
+
+
+@noisy
+@given(frames=st.lists(st.binary(max_size=200), max_size=6))
+def test_arbitrary_bytes_are_refused(frames: list[bytes]) -> None:
+    _valid_or_refused(_read, list(frames))
+    _valid_or_refused(decode_reply, list(frames))
+
+
+def _flipped(frames: list[Buffer], data: st.DataObject) -> list[Buffer]:
+    """Overwrite, cut or extend a few bytes, drop or repeat a frame."""
+    changed = [bytearray(frame) for frame in frames]
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame = changed[data.draw(st.integers(0, len(changed) - 1))]
+        place = data.draw(st.integers(0, max(0, len(frame) - 1)))
+        kind = data.draw(st.sampled_from(["write", "cut", "insert", "drop", "repeat"]))
+        if kind == "write" and frame:
+            frame[place] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del frame[place:]
+        elif kind == "insert":
+            frame[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+        elif kind == "drop" and len(changed) > 1:
+            changed.pop()
+        elif kind == "repeat":
+            changed.append(bytearray(frame))
+    return list(changed)
+
+
+@noisy
+@given(message=requests, data=st.data())
+def test_damaged_request_is_valid_or_refused(message: Request, data: st.DataObject) -> None:
+    _valid_or_refused(_read, _flipped(encode_request(message, 1, 1000), data))
+
+
+@noisy
+@given(result=results, data=st.data())
+def test_damaged_reply_is_valid_or_refused(
+    result: tuple[str, Response | ErrorCode], data: st.DataObject
+) -> None:
+    frames = encode_reply(Form.FRAMED, 1, *result)
+    _valid_or_refused(decode_reply, _flipped(frames, data))
+
+
+def _tampered(message: dict[Any, Any], data: st.DataObject) -> dict[Any, Any]:
+    """Replace, add or remove one entry, at any depth."""
+    target = message
+    while True:
+        inner = sorted(str(key) for key, value in target.items() if isinstance(value, dict))
+        step = data.draw(st.sampled_from([None, *inner]))
+        if step is None:
+            break
+        target = target[step]
+    key = data.draw(st.sampled_from([*sorted(map(str, target)), "extra", b"bytes"]))
+    if data.draw(st.booleans()):
+        target.pop(key, None)
+    else:
+        target[key] = data.draw(junk)
+    return message
+
+
+@noisy
+@given(message=requests, prefix=st.sampled_from(["", "torch."]), data=st.data())
+def test_tampered_request_is_valid_or_refused(
+    message: Request, prefix: str, data: st.DataObject
+) -> None:
+    header, *frames = encode_request(message, 1, 1000)
+    _valid_or_refused(_read, [msgpack.packb(_tampered(msgpack.unpackb(header), data)), *frames])
+    _valid_or_refused(_read, [msgpack.packb(_tampered(_inline(message, prefix), data))])
+
+
+@noisy
+@given(result=results, data=st.data())
+def test_tampered_reply_is_valid_or_refused(
+    result: tuple[str, Response | ErrorCode], data: st.DataObject
+) -> None:
+    header, *frames = encode_reply(Form.FRAMED, 1, *result)
+    tampered = msgpack.packb(_tampered(msgpack.unpackb(header), data))
+    _valid_or_refused(decode_reply, [tampered, *frames])
+
+
+BOMBS = {
+    "empty lists in a list": b"\xdd" + BOMB_BYTES.to_bytes(4, "big") + b"\x90" * BOMB_BYTES,
+    "empty lists in a map": b"\xdf"
+    + (BOMB_BYTES // 3).to_bytes(4, "big")
+    + b"\xa1a\x90" * (BOMB_BYTES // 3),
+    "short lists": b"\x81\xa1a" + (b"\xdc\0\x40" + b"\x90" * 64) * (BOMB_BYTES // 67),
+    "deep lists": b"\x91" * 100_000,
+    "deep maps": b"\x81\xa1a" * 100_000,
+    "deep wide lists": b"\xdc\0\x40" * 100_000,
+    "deep wide maps": b"\xde\x20\0\xa1a" * 100_000,
+    "declared list": b"\x81\xa1a\xdd\xff\xff\xff\xff",
+    "declared map": b"\xdf\xff\xff\xff\xff",
+    "declared string": b"\x81\xa1a\xdb\xff\xff\xff\xff",
+    "declared bytes": b"\x81\xa1a\xc6\xff\xff\xff\xff",
+    "declared extension": b"\x81\xa1a\xc9\xff\xff\xff\xff\x05",
+    "wide maps": b"\xde\0\x40"
+    + b"".join(
+        b"\xa2%02d" % n + b"\xde\x20\0" + b"".join(b"\xa4%04x\xcd\x10\0" % k for k in range(8192))
+        for n in range(64)
+    ),
+}
+
+
+def _peak_bytes(decode: Callable[[list[Buffer]], object], data: bytes) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode([data])
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", list(BOMBS))
+def test_bomb_is_refused_in_little_memory(name: str) -> None:
+    assert _peak_bytes(_read, BOMBS[name]) < MEMORY_BYTES
+    reply = BOMBS[name][:MAX_REPLY_HEADER_BYTES]
+    assert _peak_bytes(decode_reply, reply) < MEMORY_BYTES

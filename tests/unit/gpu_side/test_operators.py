@@ -1,0 +1,274 @@
+"""Tests of what the service computes, and of everything that it refuses to compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from gpu_side.operators import Operators
+from gpu_side.weights import load_weights
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    EmbeddingRequest,
+    InitReply,
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    ModuleName,
+    Request,
+    TensorReply,
+)
+from protocol.tensors import from_torch, short_name, to_torch
+from tests.support import SIZES, make_model
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+LIMIT = "gpu_side.operators.MAX_TENSOR_BYTES"
+SINGLE: tuple[ModuleName, ...] = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+VOCAB, HIDDEN = SIZES["vocab_size"], SIZES["hidden_size"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> transformers.PreTrainedModel:
+    return make_model(directory, attention_bias=True)
+
+
+@pytest.fixture(scope="module")
+def operators(directory: Path, model: transformers.PreTrainedModel) -> Operators:
+    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
+    return Operators(weights)
+
+
+def _apply(operators: Operators, request: Request) -> torch.Tensor:
+    reply = operators.apply(request)
+    assert isinstance(reply, TensorReply)
+    return to_torch(reply.output)
+
+
+def _refused(operators: Operators, request: Request) -> ProtocolError:
+    with pytest.raises(ProtocolError) as info:
+        operators.apply(request)
+    return info.value
+
+
+def _linear(hidden: torch.Tensor, *modules: ModuleName, layer: int = 1) -> LinearRequest:
+    return LinearRequest(layer_idx=layer, module_names=modules, hidden_states=from_torch(hidden))
+
+
+def _module(model: transformers.PreTrainedModel, layer: int, name: str) -> torch.nn.Module:
+    block = model.model.layers[layer]
+    return getattr(block.self_attn, name, None) or getattr(block.mlp, name)
+
+
+def _embedding(ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> EmbeddingRequest:
+    return EmbeddingRequest.model_validate(
+        {"input_ids": from_torch(ids), "dtype": short_name(dtype)}
+    )
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> MatmulRequest:
+    return MatmulRequest(a=from_torch(a), b=from_torch(b))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_module_equals_torch(
+    operators: Operators, model: transformers.PreTrainedModel, name: ModuleName, dtype: torch.dtype
+) -> None:
+    module = _module(model, 1, name)
+    hidden = torch.randn(2, 3, module.in_features).to(dtype)
+    output = _apply(operators, _linear(hidden, name))
+    assert output.dtype == dtype
+    torch.testing.assert_close(
+        output.float(), module(hidden.float()), rtol=_tolerance(dtype), atol=_tolerance(dtype)
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
+def test_fused_modules_stand_side_by_side(
+    operators: Operators,
+    model: transformers.PreTrainedModel,
+    names: tuple[ModuleName, ...],
+) -> None:
+    hidden = torch.randn(5, HIDDEN)
+    output = _apply(operators, _linear(hidden, *names, layer=2))
+    expected = torch.cat([_module(model, 2, name)(hidden) for name in names], dim=-1)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 3)])
+def test_embedding_equals_torch(
+    operators: Operators,
+    model: transformers.PreTrainedModel,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    ids = torch.randint(0, VOCAB, shape)
+    ids.view(-1)[0], ids.view(-1)[-1] = 0, VOCAB - 1
+    output = _apply(operators, _embedding(ids, dtype))
+    assert torch.equal(output, model.model.embed_tokens(ids).to(dtype))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lm_head_equals_torch(
+    operators: Operators, model: transformers.PreTrainedModel, dtype: torch.dtype
+) -> None:
+    hidden = torch.randn(2, 3, HIDDEN).to(dtype)
+    output = _apply(operators, LMHeadRequest(hidden_states=from_torch(hidden)))
+    assert output.dtype == dtype
+    torch.testing.assert_close(
+        output.float(),
+        model.lm_head(hidden.float()),
+        rtol=_tolerance(dtype),
+        atol=_tolerance(dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((2, 3), (3, 4)),
+        ((5, 2, 3), (5, 3, 4)),
+        ((1, 6, 2, 3), (1, 6, 3, 4)),
+        ((5, 2, 3), (3, 4)),
+        ((2, 3), (5, 3, 4)),
+        ((2, 1, 2, 3), (1, 6, 3, 4)),
+        ((7, 2, 3), (2, 1, 3, 4)),
+        ((1, 1), (1, 1)),
+    ],
+)
+def test_matmul_broadcasts_like_torch(
+    operators: Operators, a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    left, right = torch.randn(a).to(dtype), torch.randn(b).to(dtype)
+    output = _apply(operators, _matmul(left, right))
+    expected = torch.matmul(left.float(), right.float()).to(dtype)
+    assert (output.dtype, output.shape) == (dtype, expected.shape)
+    torch.testing.assert_close(output, expected, rtol=_tolerance(dtype), atol=_tolerance(dtype))
+
+
+def test_init_says_what_is_there(operators: Operators, model: transformers.PreTrainedModel) -> None:
+    reply = operators.apply(InitRequest())
+    assert isinstance(reply, InitReply)
+    assert reply.config.model_dump() == {
+        "num_layers": 3,
+        "hidden_size": 48,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+    }
+    rotary = model.model.rotary_emb
+    torch.testing.assert_close(to_torch(reply.rotary_emb_params.inv_freq), rotary.inv_freq)
+    assert reply.rotary_emb_params.attention_scaling == rotary.attention_scaling
+    assert len(reply.norm_weights) == 2 * 3 + 1
+    final = reply.norm_weights["final_norm"]
+    assert torch.equal(to_torch(final.weight), model.model.norm.weight)
+    assert final.eps == model.config.rms_norm_eps
+
+
+_HIDDEN = torch.zeros(2, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (_linear(_HIDDEN, "q_proj", layer=3), "Linear.layer_idx: got 3, expected 0 to 2"),
+        (_linear(_HIDDEN, "q_proj", layer=4095), "got 4095, expected 0 to 2"),
+        (_linear(torch.zeros(2, HIDDEN + 1), "q_proj"), "got shape [2, 49], expected 48 on the"),
+        (_linear(torch.zeros(HIDDEN, 2), "q_proj"), "got shape [48, 2]"),
+        (_linear(_HIDDEN, "down_proj"), "expected 96 on the last axis"),
+        (_linear(_HIDDEN.long(), "q_proj"), "hidden_states: got int64, expected a float dtype"),
+        (_linear(_HIDDEN, "q_proj", "k_proj"), "got q_proj k_proj, expected one module"),
+        (_linear(_HIDDEN, "v_proj", "k_proj", "q_proj"), "got v_proj k_proj q_proj"),
+        (_linear(_HIDDEN, "q_proj", "q_proj", "q_proj"), "got q_proj q_proj q_proj"),
+        (_linear(_HIDDEN, "up_proj", "gate_proj"), "got up_proj gate_proj"),
+        (_linear(_HIDDEN, "o_proj", "o_proj"), "got o_proj o_proj"),
+        (_linear(_HIDDEN, "q_proj", "gate_proj"), "got q_proj gate_proj"),
+        (_embedding(torch.tensor([0, VOCAB])), "expected 0 to 319"),
+        (_embedding(torch.tensor([-1])), "expected 0 to 319"),
+        (_embedding(torch.tensor([2**62])), "got an id outside the vocabulary"),
+        (_embedding(torch.zeros(3)), "input_ids: got float32, expected int64"),
+        (LMHeadRequest(hidden_states=from_torch(torch.zeros(47))), "got shape [47]"),
+        (LMHeadRequest(hidden_states=from_torch(_HIDDEN.long())), "got int64"),
+        (_matmul(torch.zeros(3), torch.zeros(3, 2)), "got [3] @ [3, 2], expected [..., M, K]"),
+        (_matmul(torch.zeros(2, 3), torch.zeros(3)), "got [2, 3] @ [3]"),
+        (_matmul(torch.zeros(2, 3), torch.zeros(2, 3)), "got [2, 3] @ [2, 3]"),
+        (_matmul(torch.zeros(2, 1, 1), torch.zeros(3, 1, 1)), "expected leading dimensions that"),
+        (_matmul(torch.zeros(2, 2), torch.zeros(2, 2).half()), "got float32 and float16"),
+        (_matmul(_HIDDEN.long(), _HIDDEN.T.long()), "got int64 and int64, expected one float"),
+    ],
+)
+def test_request_that_does_not_fit_is_refused(
+    operators: Operators, case: Request, text: str
+) -> None:
+    error = _refused(operators, case)
+    assert error.code is ErrorCode.INVALID_FIELD
+    assert text in str(error)
+    assert error.where.startswith(case.method)
+
+
+def test_refusal_does_not_quote_the_token_ids(operators: Operators) -> None:
+    assert "7654321" not in str(_refused(operators, _embedding(torch.tensor([7654321]))))
+
+
+# 2 GiB allows each of these inputs; a limit of 1000 bytes stands in for a machine that has more.
+@pytest.mark.parametrize(
+    "case",
+    [
+        _embedding(torch.zeros(6, dtype=torch.int64)),
+        _linear(torch.zeros(3, HIDDEN), "q_proj"),
+        _linear(torch.zeros(1, HIDDEN), "q_proj", "k_proj", "v_proj", layer=0),
+        _linear(torch.zeros(2, HIDDEN), "gate_proj", "up_proj"),
+        LMHeadRequest(hidden_states=from_torch(torch.zeros(1, HIDDEN))),
+        _matmul(torch.zeros(16, 1), torch.zeros(1, 16)),
+        _matmul(torch.zeros(16, 1, 1), torch.zeros(16, 1, 1, 1)),
+    ],
+)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_output_over_the_limit_is_refused(
+    operators: Operators, monkeypatch: pytest.MonkeyPatch, case: Request, allowed: bool
+) -> None:
+    size = _apply(operators, case).nbytes
+    monkeypatch.setattr(LIMIT, size if allowed else size - 1)
+    if allowed:
+        assert _apply(operators, case).nbytes == size
+        return
+    error = _refused(operators, case)
+    assert error.code is ErrorCode.LIMIT_EXCEEDED
+    assert str(error).endswith(f"expected at most {size - 1}")
+
+
+def test_matmul_whose_operands_grow_by_broadcasting_is_refused(
+    operators: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch.matmul writes broadcast operands out: here 64 times the inputs and the output.
+    monkeypatch.setattr(LIMIT, 64 * 64 * 4)
+    request = _matmul(torch.zeros(64, 1, 1, 64), torch.zeros(1, 64, 64, 1))
+    assert _refused(operators, request).code is ErrorCode.LIMIT_EXCEEDED
+
+
+def test_real_output_bomb_is_refused_before_it_is_allocated(operators: Operators) -> None:
+    error = _refused(operators, _matmul(torch.zeros(2**16, 1), torch.zeros(1, 2**16)))
+    assert error.code is ErrorCode.LIMIT_EXCEEDED
+    assert str(error) == (f"Matmul.shape: got an output of {2**34} bytes, expected at most {2**31}")

@@ -1,0 +1,160 @@
+"""Tests of the request loop with messages that the test hands it, without sockets or clocks."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from gpu_side.service import MAX_QUEUED_REQUESTS, _Service, _StopSignal, parse_device
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
+from protocol.errors import SettingsError
+from protocol.messages import MatmulRequest, Request, TensorReply
+from protocol.tensors import Buffer, WireTensor, from_torch
+from protocol.zmq_channel import Incoming
+
+REQUEST = MatmulRequest(a=from_torch(torch.ones(1, 1)), b=from_torch(torch.ones(1, 1)))
+RESULT = TensorReply(output=from_torch(torch.ones(1, 1)))
+
+
+class Listener:
+    """Stands in for the socket: hands out messages, keeps replies."""
+
+    def __init__(self, incoming: list[Incoming], *, gone: bool = False) -> None:
+        self.incoming, self.gone = deque(incoming), gone
+        self.sent: list[dict[str, Any]] = []
+
+    def wait(self, _wakeup: object) -> bool:
+        return bool(self.incoming)
+
+    def receive(self) -> Incoming | None:
+        return self.incoming.popleft() if self.incoming else None
+
+    def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+        self.sent.append(msgpack.unpackb(frames[0]))
+        return not self.gone
+
+
+class Operators:
+    """Stands in for the weights: answers by a function of the test's."""
+
+    def __init__(self, answer: Callable[[Request], TensorReply]) -> None:
+        self.apply = answer
+
+
+def _incoming(request_id: int, timeout_ms: int = 60_000, age_s: float = 0.0) -> Incoming:
+    frames = [memoryview(bytes(f)) for f in encode_request(REQUEST, request_id, timeout_ms)]
+    return Incoming((b"peer",), frames, time.perf_counter_ns() - int(age_s * 1e9))
+
+
+def _run(listener: Listener, answer: Callable[[Request], TensorReply]) -> None:
+    stop = _StopSignal()
+    try:
+        service: Any = _Service(Operators(answer), DEFAULT_MAX_MESSAGE_BYTES)  # type: ignore[arg-type]
+        service.run(listener, stop)
+    finally:
+        stop.reader.close()
+        stop.writer.close()
+
+
+def _errors(listener: Listener) -> list[tuple[int, str | None]]:
+    return [(reply["request_id"], reply.get("error")) for reply in listener.sent]
+
+
+def test_good_request_has_a_result_and_its_timing() -> None:
+    listener = Listener([_incoming(1, age_s=2.0)])
+    _run(listener, lambda request: RESULT)
+    (reply,) = listener.sent
+    assert (reply["status"], reply["request_id"], reply["method"]) == ("success", 1, "Matmul")
+    assert reply["timing"]["queue_us"] >= 2_000_000
+    assert reply["timing"]["compute_us"] >= 0
+
+
+def test_request_that_waited_past_its_deadline_is_not_computed() -> None:
+    computed = []
+    listener = Listener([_incoming(1, timeout_ms=1000, age_s=1.5), _incoming(2, timeout_ms=60_000)])
+    _run(listener, lambda request: computed.append(request) or RESULT)  # type: ignore[func-returns-value]
+    assert _errors(listener) == [(1, "DEADLINE_EXCEEDED"), (2, None)]
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("canary"), MemoryError(), KeyError("canary")])
+def test_failure_in_an_operator_fails_one_request_only(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = iter([error])
+
+    def answer(request: Request) -> TensorReply:
+        for failure in failures:
+            raise failure
+        return RESULT
+
+    listener = Listener([_incoming(1), _incoming(2)])
+    with caplog.at_level(logging.WARNING):
+        _run(listener, answer)
+    assert _errors(listener) == [(1, "INTERNAL"), (2, None)]
+    assert "canary" not in str(listener.sent)
+    assert [record.getMessage() for record in caplog.records] == ["failed"]
+
+
+def test_result_that_cannot_be_encoded_fails_one_request_only() -> None:
+    broken = TensorReply(output=WireTensor("float32", (1,), None))  # type: ignore[arg-type]
+    answers = iter([broken, RESULT])
+    listener = Listener(
+        [
+            Incoming((b"peer", b""), [memoryview(_inline_matmul())], time.perf_counter_ns()),
+            _incoming(2),
+        ]
+    )
+    _run(listener, lambda request: next(answers))
+    assert listener.sent[0] == {"status": "error", "error": "INTERNAL"}
+    assert listener.sent[1]["status"] == "success"
+
+
+def _inline_matmul() -> bytes:
+    one = {"a_buffer": bytes(4), "a_shape": [1, 1], "b_buffer": bytes(4), "b_shape": [1, 1]}
+    return bytes(msgpack.packb({"method": "Matmul", "request": one | {"dtype": "float32"}}))
+
+
+def test_stop_finishes_one_request_and_refuses_those_picked_up() -> None:
+    stop = _StopSignal()
+    count = MAX_QUEUED_REQUESTS + 5
+    garbage = Incoming((b"peer",), [memoryview(b"\xc1")], time.perf_counter_ns())
+    listener = Listener([_incoming(1), garbage, *(_incoming(n) for n in range(3, count + 1))])
+
+    def answer(request: Request) -> TensorReply:
+        stop.request(signal.SIGTERM, None)
+        return RESULT
+
+    service: Any = _Service(Operators(answer), DEFAULT_MAX_MESSAGE_BYTES)  # type: ignore[arg-type]
+    service.run(listener, stop)
+    stop.reader.close()
+    stop.writer.close()
+    refused = [(n, "SHUTTING_DOWN") for n in range(3, MAX_QUEUED_REQUESTS + 1)]
+    assert _errors(listener) == [(1, None), *refused]
+    assert len(listener.incoming) == 5
+
+
+def test_client_that_has_gone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        _run(Listener([_incoming(1)], gone=True), lambda request: RESULT)
+    assert [record.getMessage() for record in caplog.records] == ["client_gone"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "CPU", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cuda:999", "mps", "meta"]
+)
+def test_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="--device"):
+        parse_device(name)
+
+
+def test_cpu_is_a_device() -> None:
+    assert parse_device("cpu") == torch.device("cpu")

@@ -1,0 +1,189 @@
+"""Tests of the service's weights: what is in memory is what is in the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_side.weights import ServiceWeights, load_weights
+from protocol.errors import ModelError
+from protocol.messages import FUSED_MODULES
+from tests.support import SIZES, make_model
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def _load(directory: Path, dtype: torch.dtype = torch.float32) -> ServiceWeights:
+    return load_weights(directory, device=torch.device("cpu"), dtype=dtype)
+
+
+def _assert_equals_file(weights: ServiceWeights, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Compare every fused row with the file's own tensor; return the names compared."""
+    seen = set()
+    for layer, operators in enumerate(weights.linears):
+        assert set(operators) == set(FUSED_MODULES)
+        for operator, linear in operators.items():
+            assert tuple(linear.rows) == FUSED_MODULES[operator]
+            total = 0
+            for module, rows in linear.rows.items():
+                block = "self_attn" if module in ATTENTION else "mlp"
+                name = f"model.layers.{layer}.{block}.{module}"
+                expected = tensors[f"{name}.weight"].to(weights.dtype)
+                assert torch.equal(linear.weight[rows], expected), name
+                seen.add(f"{name}.weight")
+                total += expected.shape[0]
+                if f"{name}.bias" in tensors:
+                    assert linear.bias is not None
+                    assert torch.equal(linear.bias[rows], tensors[f"{name}.bias"])
+                    seen.add(f"{name}.bias")
+                elif linear.bias is not None:
+                    assert not linear.bias[rows].any()
+            assert linear.weight.shape[0] == total
+    return seen
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    make_model(directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_rows_equal_the_files_tensors(llama: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    weights = _load(llama, dtype)
+    seen = _assert_equals_file(weights, tensors)
+    assert len(seen) == 7 * SIZES["num_hidden_layers"]
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].to(dtype))
+    assert torch.equal(weights.lm_head, tensors["lm_head.weight"].to(dtype))
+    assert weights.lm_head is not weights.embedding
+    assert {weights.embedding.dtype, weights.linears[0]["o_proj"].weight.dtype} == {dtype}
+
+
+def test_norms_are_float32_under_the_names_of_the_wire(llama: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    weights = _load(llama, torch.bfloat16)
+    expected = {"final_norm": tensors["model.norm.weight"]}
+    for layer in range(SIZES["num_hidden_layers"]):
+        for short in ("input_layernorm", "post_attention_layernorm"):
+            expected[f"layer_{layer}_{short}"] = tensors[f"model.layers.{layer}.{short}.weight"]
+    assert set(weights.norms) == set(expected)
+    for name, norm in expected.items():
+        assert weights.norms[name].dtype == torch.float32
+        assert torch.equal(weights.norms[name], norm), name
+
+
+def test_qwen2_biases_are_loaded(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen2")
+    weights = _load(tmp_path)
+    seen = _assert_equals_file(weights, load_file(tmp_path / "model.safetensors"))
+    assert len([name for name in seen if name.endswith(".bias")]) == 9
+    assert weights.linears[0]["o_proj"].bias is None
+    assert weights.linears[0]["down_proj"].bias is None
+
+
+def test_partly_biased_group_has_zeros_elsewhere(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama", mlp_bias=True, attention_bias=True)
+    weights = _load(tmp_path)
+    seen = _assert_equals_file(weights, load_file(tmp_path / "model.safetensors"))
+    assert len([name for name in seen if name.endswith(".bias")]) == 21
+
+
+def test_sharded_weights_equal_those_of_one_file(tmp_path: Path, llama: Path) -> None:
+    model = make_model(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    shards = sorted((tmp_path / "sharded").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert not (tmp_path / "sharded" / "model.safetensors").exists()
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    weights = _load(tmp_path / "sharded")
+    assert len(_assert_equals_file(weights, tensors)) == 21
+    assert weights.digest == _load(llama).digest
+
+
+def test_tied_embedding_is_one_tensor(tmp_path: Path) -> None:
+    make_model(tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    weights = _load(tmp_path)
+    assert weights.lm_head is weights.embedding
+
+
+def test_weight_bytes_counts_every_matrix_once(tmp_path: Path, llama: Path) -> None:
+    make_model(tmp_path, tie_word_embeddings=True)
+    embedding_bytes = SIZES["vocab_size"] * SIZES["hidden_size"] * 4
+    tensors = load_file(llama / "model.safetensors")
+    matrices = sum(t.nbytes for name, t in tensors.items() if "norm" not in name)
+    assert _load(llama).weight_bytes == matrices
+    assert _load(llama, torch.float16).weight_bytes == matrices // 2
+    assert _load(tmp_path).weight_bytes == matrices - embedding_bytes
+
+
+def test_weights_do_not_alias_the_file(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    weights = _load(tmp_path)
+    before = weights.linears[0]["qkv_proj"].weight.clone(), weights.embedding.clone()
+    path = tmp_path / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+    assert torch.equal(weights.linears[0]["qkv_proj"].weight, before[0])
+    assert torch.equal(weights.embedding, before[1])
+
+
+def test_progress_is_told_after_every_layer(llama: Path) -> None:
+    told: list[tuple[int, int]] = []
+    load_weights(
+        llama,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "text"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, "got no such tensor, expected [96, 48]"),
+        ("lm_head.weight", None, "got no such tensor, expected [320, 48]"),
+        ("model.norm.weight", None, "got no such tensor, expected [48]"),
+        ("model.norm.weight", torch.ones(47), "got shape [47], expected [48]"),
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            torch.zeros(48, 96),
+            "got shape [48, 96], expected [96, 48]",
+        ),
+        ("model.norm.weight", torch.ones(48, dtype=torch.int64), "got dtype I64"),
+        ("model.layers.0.mlp.up_proj.bias", torch.ones(96), "config.json does not explain"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    tmp_path: Path, name: str, replacement: torch.Tensor | None, text: str
+) -> None:
+    make_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(name, None)
+    if replacement is not None:
+        tensors[name] = replacement
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, path)
+    with pytest.raises(ModelError) as info:
+        _load(tmp_path)
+    assert name in info.value.where
+    assert text in str(info.value)
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "..", 5])
+def test_index_that_points_elsewhere_is_refused(tmp_path: Path, file: object) -> None:
+    model = make_model(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    path = tmp_path / "sharded" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="expected the name of a file in the same directory"):
+        _load(tmp_path / "sharded")

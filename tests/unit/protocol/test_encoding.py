@@ -1,0 +1,331 @@
+"""Tests of the framed and the inline form: layout, and the error code of every deviation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from protocol.encoding import (
+    MAX_REPLY_HEADER_BYTES,
+    Form,
+    Reply,
+    decode_reply,
+    encode_reply,
+    encode_request,
+    open_request,
+    read_request,
+)
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    EmbeddingRequest,
+    InitConfig,
+    InitReply,
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    NormWeight,
+    Request,
+    RotaryParams,
+    TensorReply,
+    Timing,
+)
+from protocol.tensors import Buffer, WireTensor, from_torch
+
+F4 = b"\0" * 16  # four float32
+MALFORMED, INVALID = ErrorCode.MALFORMED_MESSAGE, ErrorCode.INVALID_FIELD
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> WireTensor:
+    return from_torch(torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype))
+
+
+def _init_reply() -> InitReply:
+    return InitReply(
+        config=InitConfig(num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2),
+        rotary_emb_params=RotaryParams(inv_freq=_tensor(1), attention_scaling=1.0),
+        norm_weights={"final_norm": NormWeight(weight=_tensor(4), eps=1e-5)},
+        model_digest="a" * 64,
+    )
+
+
+def _read(frames: list[Buffer]) -> Request:
+    return read_request(open_request(frames, 2**20))
+
+
+def _header(**changes: Any) -> dict[str, Any]:
+    header = {
+        "version": 1,
+        "request_id": 7,
+        "timeout_ms": 1000,
+        "method": "Linear",
+        "request": {
+            "layer_idx": 0,
+            "module_names": ["q_proj"],
+            "hidden_states": {"dtype": "float32", "shape": [4], "frame": 1},
+        },
+    } | changes
+    return {key: value for key, value in header.items() if value is not ...}
+
+
+def _linear(**changes: Any) -> dict[str, Any]:
+    fields = _header()["request"] | changes
+    return _header(request={key: value for key, value in fields.items() if value is not ...})
+
+
+def _description(**changes: Any) -> dict[str, Any]:
+    fields = {"dtype": "float32", "shape": [4], "frame": 1} | changes
+    return _linear(hidden_states={key: value for key, value in fields.items() if value is not ...})
+
+
+def test_framed_request_is_a_header_and_one_frame_a_tensor() -> None:
+    a, b = _tensor(2, 3), _tensor(3, 2)
+    frames = encode_request(MatmulRequest(a=a, b=b), 5, 1500)
+    assert len(frames) == 3
+    assert frames[1] is a.data
+    assert frames[2] is b.data
+    assert msgpack.unpackb(frames[0]) == {
+        "version": 1,
+        "request_id": 5,
+        "timeout_ms": 1500,
+        "method": "Matmul",
+        "request": {
+            "a": {"dtype": "float32", "shape": [2, 3], "frame": 1},
+            "b": {"dtype": "float32", "shape": [3, 2], "frame": 2},
+        },
+    }
+
+
+def test_framed_reply_names_its_request_and_operator() -> None:
+    frames = encode_reply(
+        Form.FRAMED,
+        9,
+        "Linear",
+        TensorReply(output=_tensor(2)),
+        Timing(queue_us=3, compute_us=4),
+    )
+    assert msgpack.unpackb(frames[0]) == {
+        "status": "success",
+        "response": {"output": {"dtype": "float32", "shape": [2], "frame": 1}},
+        "version": 1,
+        "request_id": 9,
+        "method": "Linear",
+        "timing": {"queue_us": 3, "compute_us": 4},
+    }
+    reply = decode_reply(frames)
+    assert reply == Reply(
+        9, "Linear", TensorReply(output=_tensor(2)), None, Timing(queue_us=3, compute_us=4)
+    )
+
+
+@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_error_reply_carries_the_code_and_nothing_else(form: Form, code: ErrorCode) -> None:
+    frames = encode_reply(form, 9, "Linear", code)
+    expected: dict[str, Any] = {"status": "error", "error": code.value}
+    if form is Form.FRAMED:
+        expected |= {"version": 1, "request_id": 9, "method": "Linear"}
+        assert decode_reply(frames) == Reply(9, "Linear", None, code, None)
+    assert len(frames) == 1
+    assert msgpack.unpackb(frames[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_id", "message"),
+    [
+        (1, InitRequest()),
+        (2**63 - 1, EmbeddingRequest(input_ids=_tensor(3, dtype=torch.int64), dtype="float16")),
+        (2, LMHeadRequest(hidden_states=_tensor(1, 2, 3))),
+    ],
+)
+def test_opened_request_has_id_and_deadline(request_id: int, message: Request) -> None:
+    opened = open_request(encode_request(message, request_id, 1234), 2**20)
+    assert opened.form is Form.FRAMED
+    assert (opened.request_id, opened.timeout_ms) == (request_id, 1234)
+    assert opened.method == message.method
+    assert read_request(opened) == message
+
+
+@pytest.mark.parametrize(
+    ("header", "frames", "code"),
+    [
+        (_header(version=2), [F4], ErrorCode.UNSUPPORTED_VERSION),
+        (_header(version=0), [F4], ErrorCode.UNSUPPORTED_VERSION),
+        (_header(version="1"), [F4], ErrorCode.UNSUPPORTED_VERSION),
+        (_header(version=None), [F4], ErrorCode.UNSUPPORTED_VERSION),
+        (_header(version=True), [F4], INVALID),
+        (_header(version=1.0), [F4], INVALID),
+        (_header(version=...), [F4], MALFORMED),
+        (_header(request_id=0), [F4], INVALID),
+        (_header(request_id=-1), [F4], INVALID),
+        (_header(request_id=2**63), [F4], INVALID),
+        (_header(request_id=1.0), [F4], INVALID),
+        (_header(request_id="1"), [F4], INVALID),
+        (_header(request_id=...), [F4], INVALID),
+        (_header(timeout_ms=0), [F4], INVALID),
+        (_header(timeout_ms=3_600_001), [F4], INVALID),
+        (_header(timeout_ms=...), [F4], INVALID),
+        (_header(method=1), [F4], INVALID),
+        (_header(method=...), [F4], INVALID),
+        (_header(method="linear"), [F4], ErrorCode.UNKNOWN_METHOD),
+        (_header(method="Init"), [F4], INVALID),
+        (_header(method=""), [F4], ErrorCode.UNKNOWN_METHOD),
+        (_header(request=...), [F4], INVALID),
+        (_header(request=[]), [F4], INVALID),
+        (_header(request=None), [F4], INVALID),
+        (_header(priority=1), [F4], INVALID),
+        (_header(), [], INVALID),
+        (_header(), [F4, F4], MALFORMED),
+        (_header(), [F4] * 4, MALFORMED),
+        (_header(), [b"\0" * 15], INVALID),
+        (_header(), [b""], INVALID),
+        (_linear(layer_idx=-1), [F4], INVALID),
+        (_linear(layer_idx=4096), [F4], INVALID),
+        (_linear(layer_idx="0"), [F4], INVALID),
+        (_linear(layer_idx=True), [F4], INVALID),
+        (_linear(layer_idx=...), [F4], INVALID),
+        (_linear(layer_idx={"dtype": "float32", "shape": [4], "frame": 1}), [F4], INVALID),
+        (_linear(module_names=[]), [F4], INVALID),
+        (_linear(module_names=["q_proj"] * 4), [F4], INVALID),
+        (_linear(module_names=["lm_head"]), [F4], INVALID),
+        (_linear(module_names="q_proj"), [F4], INVALID),
+        (_linear(module_names=[1]), [F4], INVALID),
+        (_linear(module_names={"a": 1}), [F4], INVALID),
+        (_linear(module_name="q_proj"), [F4], INVALID),
+        (_linear(hidden_states=F4), [], INVALID),
+        (_linear(hidden_states=[0.0] * 4), [], INVALID),
+        (_linear(hidden_states={}), [], INVALID),
+        (_linear(hidden_states=...), [], INVALID),
+        (_linear(extra={"dtype": "float32", "shape": [4], "frame": 2}), [F4, F4], INVALID),
+        (_linear(extra={"dtype": "float32", "shape": [4], "frame": 1}), [F4], INVALID),
+        (_description(frame=0), [F4], INVALID),
+        (_description(frame=-1), [F4], INVALID),
+        (_description(frame=2), [F4], INVALID),
+        (_description(frame=True), [F4], INVALID),
+        (_description(frame=1.0), [F4], INVALID),
+        (_description(frame=None), [F4], INVALID),
+        (_description(frame="1"), [F4], INVALID),
+        (_description(dtype="float64"), [F4], INVALID),
+        (_description(dtype=...), [F4], INVALID),
+        (_description(shape=...), [F4], INVALID),
+        (_description(shape=[5]), [F4], INVALID),
+        (_description(shape=[-1]), [F4], INVALID),
+        (_description(shape=[2**31 - 1] * 4), [F4], ErrorCode.LIMIT_EXCEEDED),
+        (_description(strides=[1]), [F4], INVALID),
+    ],
+)
+def test_framed_request_that_deviates_is_refused(
+    header: dict[str, Any], frames: list[Buffer], code: ErrorCode
+) -> None:
+    with pytest.raises(ProtocolError) as info:
+        _read([msgpack.packb(header), *frames])
+    assert info.value.code is code, str(info.value)
+
+
+def test_the_tables_own_header_is_good() -> None:
+    request = _read([msgpack.packb(_header()), F4])
+    assert request == LinearRequest(
+        layer_idx=0,
+        module_names=("q_proj",),
+        hidden_states=WireTensor("float32", (4,), F4),
+    )
+
+
+@pytest.mark.parametrize("count", [0, 5, 100])
+def test_request_of_too_few_or_too_many_frames_is_refused(count: int) -> None:
+    with pytest.raises(ProtocolError, match=f"got {count} frames, expected 1 to 4") as info:
+        open_request([b"\x80"] * count, 2**20)
+    assert info.value.code is MALFORMED
+
+
+@pytest.mark.parametrize(("frames", "limit"), [([b"\0" * 101], 100), ([b"\0" * 65537, F4], 65536)])
+def test_request_over_a_byte_limit_is_refused(frames: list[Buffer], limit: int) -> None:
+    with pytest.raises(ProtocolError, match=f"expected at most {limit}") as info:
+        open_request(frames, 100)
+    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("message", "frames"),
+    [
+        ({b"method": None, "request": {}}, []),
+        (_linear(hidden_states={"dtype": "float32", "shape": [4], "frame": 1, b"x": 1}), [F4]),
+    ],
+)
+def test_keys_of_two_types_are_a_protocol_error(
+    message: dict[str, Any], frames: list[Buffer]
+) -> None:
+    with pytest.raises(ProtocolError):
+        _read([msgpack.packb(message), *frames])
+
+
+def _reply(**changes: Any) -> dict[str, Any]:
+    reply = {
+        "version": 1,
+        "request_id": 7,
+        "method": "Linear",
+        "status": "success",
+        "response": {"output": {"dtype": "float32", "shape": [4], "frame": 1}},
+    } | changes
+    return {key: value for key, value in reply.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("reply", "frames", "code"),
+    [
+        (_reply(version=2), [F4], ErrorCode.UNSUPPORTED_VERSION),
+        (_reply(version=...), [F4], INVALID),
+        (_reply(request_id=-1), [F4], INVALID),
+        (_reply(request_id=...), [F4], INVALID),
+        (_reply(method=...), [F4], INVALID),
+        (_reply(method="Init"), [F4], INVALID),
+        (_reply(status="ok"), [F4], INVALID),
+        (_reply(status=...), [F4], INVALID),
+        (_reply(status="error"), [F4], MALFORMED),
+        (_reply(error="INTERNAL"), [F4], MALFORMED),
+        (_reply(response=...), [], MALFORMED),
+        (_reply(status="error", response=...), [], MALFORMED),
+        (_reply(status="error", response=..., error="traceback: ..."), [], INVALID),
+        (_reply(status="error", response=..., error=1), [], INVALID),
+        (_reply(response={}), [], INVALID),
+        (_reply(response={"output": F4}), [], INVALID),
+        (_reply(response={"output": [1, 2]}), [], INVALID),
+        (_reply(traceback="x"), [F4], INVALID),
+        (_reply(timing={"queue_us": -1, "compute_us": 0}), [F4], INVALID),
+        (_reply(timing={"queue_us": 0}), [F4], INVALID),
+        (_reply(timing=1), [F4], INVALID),
+        (_reply(), [], INVALID),
+        (_reply(), [F4, F4], MALFORMED),
+        (_reply(), [b"\0" * 8], INVALID),
+    ],
+)
+def test_framed_reply_that_deviates_is_refused(
+    reply: dict[str, Any], frames: list[Buffer], code: ErrorCode
+) -> None:
+    with pytest.raises(ProtocolError) as info:
+        decode_reply([msgpack.packb(reply), *frames])
+    assert info.value.code is code, str(info.value)
+
+
+def test_reply_of_no_frames_or_with_a_huge_header_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="got 0 frames"):
+        decode_reply([])
+    with pytest.raises(ProtocolError, match=f"at most {MAX_REPLY_HEADER_BYTES}") as info:
+        decode_reply([b"\0" * (MAX_REPLY_HEADER_BYTES + 1)])
+    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_digest": "A" * 64}, {"model_digest": "a" * 63}, {"norm_weights": {"final_norm": 1}}],
+)
+def test_init_reply_is_checked(changes: dict[str, Any]) -> None:
+    frames = encode_reply(Form.FRAMED, 1, "Init", _init_reply())
+    assert decode_reply(frames).response == _init_reply()
+    header = msgpack.unpackb(frames[0])
+    header["response"] |= changes
+    with pytest.raises(ProtocolError):
+        decode_reply([msgpack.packb(header), *frames[1:]])

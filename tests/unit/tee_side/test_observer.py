@@ -1,0 +1,77 @@
+"""The operator table adds up calls, round trips, bytes and times per operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from protocol.channel import Exchange
+from protocol.messages import TensorReply, Timing
+from protocol.tensors import WireTensor
+from tee_side.observer import OperatorTable, OperatorTotals
+from tee_side.policy import OPERATORS, load_policy
+from tests.support import POLICIES, SavedModel, assemble, token_ids
+
+Models = Callable[..., SavedModel]
+
+REPLY = TensorReply(output=WireTensor("float32", (1,), bytes(4)))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_forward_pass_is_counted_per_operator_and_place(saved_model: Models, name: str) -> None:
+    policy, table = load_policy(name), OperatorTable()
+    tee = assemble(saved_model("llama").directory, policy, observer=table)
+    tee.logits(token_ids(8), chunk=4)
+    rpcs_a_call = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
+    for operator in OPERATORS:
+        totals = table.totals[operator]
+        assert totals.place == policy.operators[operator]
+        assert totals.calls == (2 if operator in ("embedding", "lm_head") else 6)
+        trips = totals.calls * rpcs_a_call.get(operator, 1) if policy.on_gpu(operator) else 0
+        assert totals.round_trips == trips
+        assert (totals.bytes_sent > 0) == (totals.bytes_received > 0) == (trips > 0)
+        # The loopback channel claims 1 us of queue and 2 us of computing in 4 us of round trip.
+        assert (totals.queue_ns, totals.gpu_ns, totals.round_trip_ns) == (
+            1000 * trips,
+            2000 * trips,
+            4000 * trips,
+        )
+        assert totals.total_ns > 0
+
+
+def test_the_table_and_the_channel_agree_on_the_traffic(saved_model: Models) -> None:
+    table = OperatorTable()
+    tee = assemble(saved_model("llama").directory, "tsqp", observer=table)
+    tee.logits(token_ids(8))
+    assert tee.channel is not None
+    totals = table.totals.values()
+    traffic = tee.channel.traffic
+    assert sum(t.round_trips for t in totals) == traffic.round_trips == 29
+    assert sum(t.bytes_sent for t in totals) == traffic.bytes_sent
+    assert sum(t.bytes_received for t in totals) == traffic.bytes_received
+
+
+def test_an_observer_does_not_change_the_result(saved_model: Models) -> None:
+    directory, ids = saved_model("llama").directory, token_ids(8)
+    observed = assemble(directory, "tsqp", observer=OperatorTable()).logits(ids)
+    assert observed.tolist() == assemble(directory, "tsqp").logits(ids).tolist()
+
+
+def test_an_exchange_without_timing_counts_as_wire(saved_model: Models) -> None:
+    table = OperatorTable()
+    table.exchange("o_proj", Exchange(REPLY, 10, 20, 1, 5000, 2, None))
+    table.exchange("o_proj", Exchange(REPLY, 1, 2, 1, 3000, 2, Timing(queue_us=1, compute_us=1)))
+    totals = table.totals["o_proj"]
+    assert (totals.bytes_sent, totals.bytes_received) == (11, 22)
+    assert (totals.queue_ns, totals.gpu_ns, totals.wire_ns) == (1000, 1000, 6000)
+
+
+def test_a_claim_of_more_time_than_the_round_trip_took_gives_no_negative_time() -> None:
+    totals = OperatorTotals(round_trip_ns=1000, gpu_ns=9000, total_ns=500)
+    assert totals.wire_ns == 0
+    assert totals.tee_ns == 0
+
+
+def test_time_in_the_tee_is_what_is_left_of_the_total() -> None:
+    assert OperatorTotals(round_trip_ns=1000, total_ns=1500).tee_ns == 500

@@ -1,0 +1,99 @@
+"""Stop strings: what is shown does not depend on the slicing, and is never taken back."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+
+from tee_side.text_stream import StopStrings
+
+# Few letters, so that stop strings occur, overlap and almost occur.
+TEXT = st.text("abc", max_size=30)
+STOPS = st.lists(st.text("abc", max_size=4), max_size=4)
+
+
+def _before_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Read one character after the other; the stop string that is complete first ends the text."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+def _slices(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
+@example(text="abc", stops=["abc", "b"], cuts=[])
+def test_what_is_shown_does_not_depend_on_how_the_text_is_sliced(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    stream = StopStrings(stops)
+    shown = "".join(stream.feed(piece) for piece in _slices(text, cuts)) + stream.flush()
+    assert (shown, stream.found) == _before_stop(text, stops)
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
+def test_nothing_is_shown_that_would_have_to_be_taken_back(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    final, _ = _before_stop(text, stops)
+    stream, shown = StopStrings(stops), ""
+    for piece in _slices(text, cuts):
+        shown += stream.feed(piece)
+        assert final.startswith(shown)
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
+def test_only_what_could_begin_a_stop_string_is_held_back(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    stream, fed, shown = StopStrings(stops), "", ""
+    for piece in _slices(text, cuts):
+        fed += piece
+        shown += stream.feed(piece)
+        if stream.found:
+            break
+        held = fed[len(shown) :]
+        assert not held or any(s.startswith(held) and s != held for s in stops)
+
+
+def test_a_stop_string_over_several_pieces_is_found_and_not_shown() -> None:
+    stream = StopStrings(["</end>"])
+    pieces = ["Hello ", "<", "b> </", "en", "d> more"]
+    assert [stream.feed(piece) for piece in pieces] == ["Hello ", "", "<b> ", "", ""]
+    assert stream.found
+    assert stream.flush() == ""
+
+
+def test_an_almost_complete_stop_string_is_shown_at_the_end() -> None:
+    stream = StopStrings(["stop"])
+    assert stream.feed("nonsto") == "non"
+    assert stream.flush() == "sto"
+    assert not stream.found
+
+
+def test_nothing_is_shown_after_a_stop_string() -> None:
+    stream = StopStrings(["x"])
+    assert stream.feed("axb") == "a"
+    assert stream.feed("c") == ""
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("stops", [[], [""]])
+def test_without_stop_strings_everything_is_shown_at_once(stops: list[str]) -> None:
+    stream = StopStrings(stops)
+    assert stream.feed("abc") == "abc"
+    assert not stream.found
+
+
+def test_a_stop_string_that_repeats_its_own_beginning_is_found() -> None:
+    stream = StopStrings(["aab"])
+    assert "".join(stream.feed(letter) for letter in "aaab") == "a"
+    assert stream.found

@@ -1,0 +1,262 @@
+"""Text in and out: streaming equals decoding at once, chat templates equal transformers'."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from protocol.errors import ModelError, PromptError
+from tee_side.tokenizer import Tokenizer
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+CORPUS = ["the cat sat on the mat", "naïve café 日本語 🙂 the end"]
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "    {% if message['role'] not in ['user', 'assistant', 'system'] %}\n"
+    "        {{ raise_exception('unknown role') }}\n"
+    "    {% endif %}\n"
+    "<|user|>{{ message['content'] | trim }}{{ eos_token }}\n"
+    "{% if loop.last %}{% break %}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "  the café?  "},
+    {"role": "assistant", "content": "日本語 🙂"},
+    {"role": "user", "content": "on\nthe mat"},
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with BOS, as Llama 3 and Qwen have them."""
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(CORPUS, trainer)
+    raw.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", raw.token_to_id("<s>"))]
+    )
+    path = tmp_path_factory.mktemp("byte-level")
+    raw.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True},
+        "chat_template": TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with one token a byte for what it has no piece for, as Llama 2 and Mistral."""
+    pieces = ["▁", "▁the", "the", "a", "t", "c"]
+    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
+    vocabulary += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
+    vocabulary += [(piece, -2.0) for piece in pieces]
+    raw = tokenizers.Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    path = tmp_path_factory.mktemp("byte-fallback")
+    raw.save(str(path / "tokenizer.json"))
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer(directory)
+
+
+def _stream(tokenizer: Tokenizer, ids: list[int]) -> str:
+    streamer = tokenizer.streamer()
+    return "".join(streamer.feed(token_id) for token_id in ids)
+
+
+def test_encoding_adds_bos_where_the_tokenizer_does_and_not_where_it_is_told_not_to(
+    tokenizer: Tokenizer, directory: Path
+) -> None:
+    reference = PreTrainedTokenizerFast.from_pretrained(directory)
+    text = "the café 🙂"
+    assert tokenizer.encode(text) == reference.encode(text)
+    assert tokenizer.encode(text)[0] == 0
+    plain = reference.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == plain
+
+
+def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([0, *tokenizer.encode("the cat"), 1]) == "the cat"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=20))
+def test_streamed_text_equals_the_text_that_was_encoded(tokenizer: Tokenizer, text: str) -> None:
+    """Most characters here are split over several byte tokens."""
+    ids = tokenizer.encode(text)
+    assert _stream(tokenizer, ids) == tokenizer.decode(ids) == text
+
+
+@given(text=st.text(max_size=20))
+def test_streamed_text_of_byte_fallback_tokens_equals_decoding_at_once(
+    byte_fallback: Tokenizer, text: str
+) -> None:
+    ids = byte_fallback.encode(text)
+    whole = byte_fallback.decode(ids)
+    streamed = _stream(byte_fallback, ids)
+    assert streamed == whole or (whole.endswith("\ufffd") and whole.startswith(streamed))
+
+
+def test_a_character_split_over_tokens_is_shown_when_it_is_complete(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("😀", add_special_tokens=False)
+    assert len(ids) > 1
+    streamer = tokenizer.streamer()
+    pieces = [streamer.feed(token_id) for token_id in ids]
+    assert pieces == [*[""] * (len(ids) - 1), "😀"]
+
+
+@given(ids=st.lists(st.integers(0, 289), max_size=25))
+def test_any_tokens_a_model_may_produce_stream_as_they_decode_but_for_an_unfinished_end(
+    tokenizer: Tokenizer, ids: list[int]
+) -> None:
+    whole, streamed = tokenizer.decode(ids), _stream(tokenizer, ids)
+    assert whole == streamed or (whole.startswith(streamed) and whole.endswith("\ufffd"))
+
+
+@given(ids=st.lists(st.integers(0, 264), max_size=25))
+def test_invalid_byte_fallback_tokens_never_break_the_stream(
+    byte_fallback: Tokenizer, ids: list[int]
+) -> None:
+    """A model may sample any bytes; that they are no UTF-8 is no reason to stop generating."""
+    streamer = byte_fallback.streamer()
+    for token_id in ids:
+        streamer.feed(token_id)
+    tail = byte_fallback.encode("the cat", add_special_tokens=False)
+    assert "".join(streamer.feed(token_id) for token_id in tail).endswith("the cat")
+
+
+def test_two_streams_of_one_tokenizer_are_independent(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("日本", add_special_tokens=False)
+    first, second = tokenizer.streamer(), tokenizer.streamer()
+    texts = ["", ""]
+    for token_id in ids:
+        texts[0] += first.feed(token_id)
+        texts[1] += second.feed(token_id)
+    assert texts == ["日本", "日本"]
+
+
+def test_the_chat_template_gives_the_ids_of_transformers(
+    tokenizer: Tokenizer, directory: Path
+) -> None:
+    reference = PreTrainedTokenizerFast.from_pretrained(directory)
+    for messages in (MESSAGES, MESSAGES[1:2]):
+        expected = reference.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert tokenizer.apply_chat_template(messages) == expected
+
+
+def test_a_template_file_wins_over_the_one_in_the_configuration(
+    directory: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}<|assistant|>")
+    reference = PreTrainedTokenizerFast.from_pretrained(copy)
+    expected = reference.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    tokenizer = Tokenizer(copy)
+    assert tokenizer.apply_chat_template(MESSAGES) == expected
+    assert tokenizer.decode(expected) == "be brief"
+
+
+def test_messages_that_the_template_refuses_are_a_prompt_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(PromptError, match="unknown role"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% include 'config.json' %}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(
+    directory: Path, tmp_path: Path, template: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    (copy / "chat_template.jinja").write_text(template)
+    with pytest.raises(PromptError):
+        Tokenizer(copy).apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% if %}", "{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}"],
+)
+def test_a_template_that_fails_is_a_prompt_error_that_names_the_directory(
+    directory: Path, tmp_path: Path, template: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    (copy / "chat_template.jinja").write_text(template)
+    with pytest.raises(PromptError, match=str(copy)):
+        Tokenizer(copy).apply_chat_template(MESSAGES)
+
+
+def test_a_model_without_a_chat_template_says_so(directory: Path, tmp_path: Path) -> None:
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path).apply_chat_template(MESSAGES)
+    assert (caught.value.where, caught.value.got) == (str(tmp_path), "no chat template")
+    assert "chat_template.jinja" in caught.value.expected
+
+
+def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path)
+    assert (caught.value.where, caught.value.got) == (str(tmp_path), "no tokenizer.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "X"}}'])
+def test_a_damaged_tokenizer_is_refused_by_its_path(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path)
+    assert caught.value.where == str(tmp_path / "tokenizer.json")
+
+
+def test_a_damaged_tokenizer_configuration_is_refused_by_its_path(
+    directory: Path, tmp_path: Path
+) -> None:
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
+        Tokenizer(tmp_path).apply_chat_template(MESSAGES)
