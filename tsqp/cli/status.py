@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tee_side.runner import Generation
+    from tee_side.runner import Generation, RpcTotals
 
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
 _INTERVAL_S = 0.1
@@ -53,12 +53,8 @@ class StatusLine:
             return
         self._drawn = now
         rate = generation.token_count / (now - self._started)
-        rpc = generation.rpc
-        self._draw(
-            f"{self._policy}: {generation.token_count} tokens, {rate:.1f} tokens/s, "
-            f"{rpc.count} RPCs, {bytes_for_people(rpc.bytes_sent)} up, "
-            f"{bytes_for_people(rpc.bytes_received)} down"
-        )
+        tokens = f"{generation.token_count} tokens, {rate:.1f} tokens/s"
+        self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}")
 
     def _draw(self, text: str) -> None:
         size = shutil.get_terminal_size()
@@ -73,6 +69,14 @@ class StatusLine:
     def _write(codes: str) -> None:
         sys.stderr.write(codes)
         sys.stderr.flush()
+
+
+def traffic(rpc: RpcTotals) -> str:
+    """Render what left the TEE and came back; nothing where nothing did."""
+    if rpc.count == 0:
+        return ""
+    sent, received = bytes_for_people(rpc.bytes_sent), bytes_for_people(rpc.bytes_received)
+    return f", {rpc.count} RPCs, {sent} up, {received} down"
 
 
 def bytes_for_people(size: int) -> str:

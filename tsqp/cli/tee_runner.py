@@ -18,7 +18,7 @@ from tsqp.cli.program import (
     run,
     version_option,
 )
-from tsqp.cli.status import StatusLine, bytes_for_people
+from tsqp.cli.status import StatusLine, traffic
 
 if TYPE_CHECKING:
     import torch
@@ -287,13 +287,12 @@ def _stream(
 
 
 def _summarise(result: GenerationResult) -> None:
-    timing, rpc = result.timing, result.rpc
+    timing, usage = result.timing, result.usage
     per_token = "" if timing.tpot_s is None else f", {timing.tpot_s * 1e3:.1f} ms a token after it"
     click.echo(
-        f"{result.policy}: {result.usage.prompt_tokens} + {result.usage.completion_tokens} tokens"
-        f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token},"
-        f" {rpc.count} RPCs, {bytes_for_people(rpc.bytes_sent)} up,"
-        f" {bytes_for_people(rpc.bytes_received)} down",
+        f"{result.policy}: {usage.prompt_tokens} + {usage.completion_tokens} tokens"
+        f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token}"
+        f"{traffic(result.rpc)}",
         err=True,
     )
 

@@ -53,8 +53,15 @@ _THANKS = ("Thank you!", "Thanks!", "That was nice.", "What a nice story!", "I l
 _THANKS_ANSWER = "You are welcome! I am glad that you liked it."
 
 
-def request(rng: random.Random, told: Story) -> str:
-    """Ask for the story told: by hero, thing, animal, place, friend or topic."""
+_ANNOUNCEMENTS = ("Here is a story {about}.", "This is a story {about}.")
+
+
+def request(rng: random.Random, told: Story) -> tuple[str, str]:
+    """Ask for the story told, by hero, thing, animal, place, friend or topic.
+
+    Returns the request and the sentence that opens its answer, which repeats what was asked for: a
+    small model keeps to a subject that it has just named.
+    """
     subjects = ["about {hero}", "about {hero} and {friend}", "about {topic}"]
     if told.noun is not None:
         subjects += ["about {hero} and a~ {noun}", "about a~ {noun}"] * 2
@@ -76,7 +83,10 @@ def request(rng: random.Random, told: Story) -> str:
     if told.animal is not None and told.is_animal_hero:
         # "Mia and a fox" would speak of two characters, where Mia is the fox.
         slots["about"] = slots["about"].replace("{hero} and a~ {animal}", "{hero} the {animal}")
-    return expand(rng.choice(_REQUESTS), slots, rng)
+    return (
+        expand(rng.choice(_REQUESTS), slots, rng),
+        expand(rng.choice(_ANNOUNCEMENTS), slots, rng),
+    )
 
 
 def _second_turns(rng: random.Random, told: Story) -> Iterator[tuple[str, str, Story | None]]:
@@ -118,7 +128,8 @@ def conversation(rng: random.Random) -> Document:
     elif opening < 0.12:
         exchange(expand(rng.choice(_BARE_REQUESTS), {}, rng), told.text)
     else:
-        exchange(request(rng, told), told.text)
+        question, announcement = request(rng, told)
+        exchange(question, f"{announcement} {told.text}")
     stories.append(told)
     if rng.random() < 0.6:
         for question, answer, another in _second_turns(rng, told):

@@ -21,7 +21,7 @@ from tsqp.train_demo.evaluation import VALIDATION_FILE, evaluate
 from tsqp.train_demo.progress import TrainingProgress, default_progress
 from tsqp.train_demo.record import TrainingRecord, write_record
 
-DEFAULT_TOKENS = 8_500_000
+DEFAULT_TOKENS = 10_000_000
 VOCABULARY_SIZE = 1024
 MAX_LENGTH = 512
 _TOKENIZER_DOCUMENTS = 4000
@@ -44,7 +44,7 @@ class Phase:
 
 # Short rows are faster. The last phase has rows of the full length that start with a document,
 # so that every position is trained and a prompt looks the same as in training.
-_PHASES = (Phase(0.6, 256, 12, aligned=False), Phase(0.4, 512, 6, aligned=True))
+_PHASES = (Phase(0.6, 256, 8, aligned=False), Phase(0.4, 512, 4, aligned=True))
 _PEAK_LEARNING_RATE = 2.5e-3
 _FINAL_SHARE = 0.02
 _WARM_UP_SHARE = 0.04
