@@ -30,7 +30,6 @@ from protocol.model.rope import rope_frequencies
 from protocol.tensors import (
     FLOAT_DTYPES,
     ITEMSIZE,
-    MAX_TENSOR_BYTES,
     WireTensor,
     from_torch,
     to_torch,
@@ -42,22 +41,12 @@ def _refuse(where: str, got: str, expected: str) -> ProtocolError:
     return ProtocolError(where, got=got, expected=expected, code=ErrorCode.INVALID_FIELD)
 
 
-def _bound_output(where: str, elements: int, dtype: str) -> None:
-    """Refuse a request whose small inputs ask for an output that no reply may hold."""
-    if elements * ITEMSIZE[dtype] > MAX_TENSOR_BYTES:
-        raise ProtocolError(
-            where,
-            got=f"an output of {elements * ITEMSIZE[dtype]} bytes",
-            expected=f"at most {MAX_TENSOR_BYTES}",
-            code=ErrorCode.LIMIT_EXCEEDED,
-        )
-
-
 class Operators:
     """Applies requests to the weights. Stateless between requests. Raises ProtocolError."""
 
-    def __init__(self, weights: ServiceWeights) -> None:
+    def __init__(self, weights: ServiceWeights, max_message_bytes: int) -> None:
         self._weights = weights
+        self._max_message_bytes = max_message_bytes
 
     def apply(self, request: Request) -> Response:
         """Compute the reply to a checked request."""
@@ -93,13 +82,16 @@ class Operators:
                 for name, norm in weights.norms.items()
             },
             model_digest=weights.digest,
+            max_message_bytes=self._max_message_bytes,
         )
 
     def _embedding(self, request: EmbeddingRequest) -> TensorReply:
         config, tensor = self._weights.config, request.input_ids
         if tensor.dtype != "int64":
             raise _refuse("Embedding.input_ids", tensor.dtype, "int64")
-        _bound_output(
+        if len(tensor.shape) > 2:
+            raise _refuse("Embedding.input_shape", f"{list(tensor.shape)}", "[T] or [batch, T]")
+        self._bound_output(
             "Embedding.input_ids",
             tensor.payload_bytes // ITEMSIZE["int64"] * config.hidden_size,
             request.dtype,
@@ -128,7 +120,7 @@ class Operators:
         fused = layers[request.layer_idx][operator]
         hidden = self._hidden_states("Linear", request.hidden_states, fused.in_features)
         rows = [fused.rows[name] for name in names]
-        _bound_output(
+        self._bound_output(
             "Linear.hidden_states",
             hidden.numel() // fused.in_features * sum(row.stop - row.start for row in rows),
             request.hidden_states.dtype,
@@ -148,18 +140,29 @@ class Operators:
             raise _refuse(where, got, "leading dimensions that broadcast") from None
         M, K, N = *a.shape[-2:], b.shape[-1]
         # torch.matmul writes out operands that broadcast.
-        _bound_output(where, batch.numel() * max(M * N, M * K, K * N), a.dtype)
+        self._bound_output(where, batch.numel() * max(M * N, M * K, K * N), a.dtype)
         return self._reply(torch.matmul(self._on_device(a), self._on_device(b)), a.dtype)
 
     def _lm_head(self, request: LMHeadRequest) -> TensorReply:
         lm_head = self._weights.lm_head
         hidden = self._hidden_states("LMHead", request.hidden_states, lm_head.shape[1])
-        _bound_output(
+        self._bound_output(
             "LMHead.hidden_states",
             hidden.numel() // lm_head.shape[1] * lm_head.shape[0],
             request.hidden_states.dtype,
         )
         return self._reply(linear(hidden, lm_head), request.hidden_states.dtype)
+
+    def _bound_output(self, where: str, elements: int, dtype: str) -> None:
+        """Refuse a request whose small inputs ask for an output that no reply may hold."""
+        size = elements * ITEMSIZE[dtype]
+        if size > self._max_message_bytes:
+            raise ProtocolError(
+                where,
+                got=f"an output of {size} bytes",
+                expected=f"at most {self._max_message_bytes}",
+                code=ErrorCode.LIMIT_EXCEEDED,
+            )
 
     def _hidden_states(self, where: str, tensor: WireTensor, in_features: int) -> torch.Tensor:
         if tensor.dtype not in FLOAT_DTYPES:

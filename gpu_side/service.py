@@ -25,14 +25,15 @@ from gpu_side.operators import Operators
 from gpu_side.weights import load_weights
 from protocol.encoding import (
     DEFAULT_MAX_MESSAGE_BYTES,
-    Form,
+    EnvelopeError,
     OpenedRequest,
     encode_reply,
+    likely_form,
     open_request,
     read_request,
 )
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
-from protocol.messages import Response, Timing
+from protocol.messages import Timing
 from protocol.model.config import read_config
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_channel import Incoming, ZmqListener
@@ -177,7 +178,8 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
             }
         },
     )
-    return _Service(Operators(weights), settings.max_message_bytes)
+    limit = settings.max_message_bytes
+    return _Service(Operators(weights, limit), limit)
 
 
 class _Service:
@@ -201,11 +203,7 @@ class _Service:
 
     def _answer(self, listener: ZmqListener, incoming: Incoming) -> None:
         started_ns = time.perf_counter_ns()
-        form, request_id, method = Form.FRAMED, 0, ""
-        timing: Timing | None = None
-        result: Response | ErrorCode
-        if len(incoming.frames) == 1:
-            form = Form.INLINE  # until the envelope says otherwise
+        form, request_id, method = likely_form(incoming.frames), 0, ""
         try:
             opened = open_request(incoming.frames, self._max_message_bytes)
             form, request_id, method = opened.form, opened.request_id, opened.method
@@ -216,6 +214,8 @@ class _Service:
             timing = Timing(queue_us=max(0, queue_us), compute_us=compute_us)
             frames = encode_reply(form, request_id, method, result, timing)
         except ProtocolError as error:
+            if isinstance(error, EnvelopeError):
+                form, request_id = error.form, error.request_id
             frames = encode_reply(form, request_id, method, error.code)
             log.warning(
                 "refused",

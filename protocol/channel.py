@@ -44,6 +44,7 @@ class Channel(Protocol):
 
     endpoint: str
     traffic: Traffic
+    max_message_bytes: int
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Send a request and return its id. Raises EndpointError, ProtocolError (too large)."""

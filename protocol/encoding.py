@@ -88,6 +88,15 @@ _INLINE_TENSORS: dict[type[BaseModel], dict[str, Inline]] = {
 }
 
 
+class EnvelopeError(ProtocolError):
+    """A request whose envelope is wrong, but which says enough to be answered in its own form."""
+
+    def __init__(self, error: ProtocolError, form: Form, request_id: int) -> None:
+        super().__init__(error.where, got=error.got, expected=error.expected, code=error.code)
+        self.form = form
+        self.request_id = request_id
+
+
 class _RequestHeader(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     version: int
@@ -149,7 +158,10 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 
 
 def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
-    """Read a request's envelope. Raises ProtocolError."""
+    """Read a request's envelope.
+
+    Raises EnvelopeError, or another ProtocolError for what is no message at all.
+    """
     if not 1 <= len(frames) <= MAX_REQUEST_FRAMES:
         raise ProtocolError(
             "request",
@@ -161,8 +173,22 @@ def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
     envelope = unpack(
         frames[0], where="request", max_bytes=limit, max_containers=MAX_REQUEST_CONTAINERS
     )
-    if "version" not in envelope:
-        return _open_inline(envelope, frames)
+    framed = "version" in envelope
+    try:
+        return (_open_framed if framed else _open_inline)(envelope, frames)
+    except ProtocolError as error:
+        given = envelope.get("request_id")
+        request_id = given if type(given) is int and 0 < given < 2**63 else 0
+        raise EnvelopeError(error, likely_form(frames, envelope), request_id) from None
+
+
+def likely_form(frames: Sequence[Buffer], envelope: Mapping[str, Any] | None = None) -> Form:
+    """Say in which form to answer a request that is wrong: several frames are ours alone."""
+    framed = len(frames) > 1 or (envelope is not None and "version" in envelope)
+    return Form.FRAMED if framed else Form.INLINE
+
+
+def _open_framed(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRequest:
     if envelope["version"] != PROTOCOL_VERSION:
         raise ProtocolError(
             "request.version",
@@ -359,8 +385,8 @@ def _to_inline(value: Any) -> Any:
         if not keys.dtype.startswith("="):
             fields[keys.dtype] = f"torch.{item.dtype}"
     if isinstance(value, InitReply):
-        # Ours, not in the published schema: a strict client of it would refuse the key.
-        del fields["model_digest"]
+        # Ours, not in the published schema: a strict client of it would refuse the keys.
+        del fields["model_digest"], fields["max_message_bytes"]
     return fields
 
 

@@ -112,13 +112,15 @@ class InitReply(Message):
     A client of the published schema builds its norms and RoPE from this. Ours compares it with its
     own model directory, to catch a service that was started with another model, and uses none of
     it: the service is not trusted. `model_digest` covers configuration and embedding
-    (`protocol.model.identity`); only the framed form carries it.
+    (`protocol.model.identity`), `max_message_bytes` is the service's limit for one message, either
+    way; only the framed form carries these two.
     """
 
     config: InitConfig
     rotary_emb_params: RotaryParams
     norm_weights: dict[str, NormWeight]
     model_digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    max_message_bytes: Annotated[int, Field(ge=1, le=2**40)]
 
 
 class TensorReply(Message):

@@ -103,7 +103,7 @@ class ZmqChannel:
         self.endpoint = endpoint
         self.traffic = Traffic()
         self._timeout_s = timeout_s
-        self._max_message_bytes = max_message_bytes
+        self.max_message_bytes = max_message_bytes
         self._last_id = 0
         self._pending: dict[int, _Pending] = {}
         self._arrived: dict[int, tuple[Reply, int, int, int]] = {}
@@ -140,11 +140,11 @@ class ZmqChannel:
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         frames = encode_request(request, request_id, timeout_ms)
         size = _frame_bytes(frames)
-        if size > self._max_message_bytes:
+        if size > self.max_message_bytes:
             raise ProtocolError(
                 f"{request.method} to {self.endpoint}",
                 got=f"{size} bytes",
-                expected=f"at most {self._max_message_bytes} (smaller prefill chunks send less)",
+                expected=f"at most {self.max_message_bytes} (fewer tokens in a step send less)",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
         sent_ns = time.perf_counter_ns()
@@ -176,15 +176,15 @@ class ZmqChannel:
                 raise
         del self._pending[request_id]
         reply, received_ns, decode_ns, bytes_received = self._arrived.pop(request_id)
+        if reply.error is not None or reply.response is None:
+            raise ServiceError(
+                f"{pending.method} at {self.endpoint}", code=reply.error or ErrorCode.INTERNAL
+            )
         if reply.method != pending.method:
             raise ReplyError(
                 f"reply {request_id} from {self.endpoint}",
                 got=f"operator {reply.method!r}",
                 expected=pending.method,
-            )
-        if reply.error is not None or reply.response is None:
-            raise ServiceError(
-                f"{pending.method} at {self.endpoint}", code=reply.error or ErrorCode.INTERNAL
             )
         self.traffic.round_trips += 1
         self.traffic.bytes_sent += pending.bytes_sent

@@ -26,7 +26,7 @@ def check_service(
     *,
     timeout_s: float,
 ) -> None:
-    """Compare the service's Init reply with the TEE's own copy.
+    """Compare the service's Init reply with the TEE's own copy, and keep to its message limit.
 
     Raises ModelMismatchError naming the field, ReplyError for an Init reply that is none, and the
     channel's errors: DeadlineExceededError where nothing answers.
@@ -43,6 +43,8 @@ def check_service(
     norm = reply.norm_weights.get("final_norm")
     if norm is None or not _equal(to_torch(norm.weight), model.final_norm):
         raise _mismatch(channel, "final_norm", "other weights", "those of the TEE's directory")
+    # A larger message would not be answered at all: ZeroMQ drops the connection.
+    channel.max_message_bytes = min(channel.max_message_bytes, reply.max_message_bytes)
     digest = model_digest(config, checkpoint)
     if reply.model_digest != digest:
         raise _mismatch(channel, "model digest", reply.model_digest[:16], digest[:16])

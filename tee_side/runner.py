@@ -219,6 +219,7 @@ class Runner:
         checkpoint = Checkpoint(settings.model)
         here = [name for name in FUSED_MODULES if not settings.policy.on_gpu(name)]
         checkpoint.require(light_tensors(config) | linear_tensors(config, here))
+        checkpoint.refuse_extra(config)
         model = load_tee_model(config, checkpoint, dtype)
         self.config = config
         try:

@@ -182,7 +182,8 @@ class LoopbackChannel:
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
-        self._operators = ServiceOperators(weights)
+        self._operators = ServiceOperators(weights, DEFAULT_MAX_MESSAGE_BYTES)
+        self.max_message_bytes = DEFAULT_MAX_MESSAGE_BYTES
         self._replies: dict[int, Exchange] = {}
         self.traffic = Traffic()
         self.requests: list[Request] = []

@@ -209,11 +209,17 @@ def _feed_table(rows: list[Seen], feed: Feed, title: str | None) -> Table:
 
 
 def _cost_table(report: dict[str, Any]) -> Table:
-    table = Table(title="Cost per operator", box=rich.box.SIMPLE_HEAD, title_justify="left")
-    for name in ("operator", "where", "calls", "RPCs", "sent", "received"):
-        table.add_column(name, justify="left" if name in ("operator", "where") else "right")
-    for name in ("TEE ms", "wire ms", "GPU ms"):
-        table.add_column(name, justify="right")
+    table = Table(
+        title="Cost per operator",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for name in ("operator", "where"):
+        table.add_column(name, no_wrap=True)
+    for name in ("calls", "RPCs", "sent", "received", "TEE ms", "wire ms", "GPU ms"):
+        table.add_column(name, justify="right", no_wrap=True)
     placed = 0.0
     columns = ("tee_s", "wire_s", "gpu_s")
     sums = dict.fromkeys(columns, 0.0)

@@ -91,7 +91,7 @@ def _versions() -> list[Finding]:
         try:
             found = Finding("versions", package, "ok", importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            need = "only tsqp demo and train-demo need it: pip install 'tsqp[demo]'"
+            need = "only tsqp demo and train-demo need it: pip install '.[demo]'"
             state: State = "note" if package == "transformers" else "missing"
             found = Finding("versions", package, state, f"not installed; {need}")
             if package != "transformers":

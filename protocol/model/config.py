@@ -204,7 +204,9 @@ def _as_model_error(error: ValidationError, path: Path) -> ModelError:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     where = f"{path}: {field}" if field else str(path)
-    return ModelError(where, got=describe(first["input"]), expected=first["msg"])
+    return ModelError(
+        where, got=describe(first["input"]), expected=first["msg"].removeprefix("Value error, ")
+    )
 
 
 def _architecture(raw: dict[str, Any], path: Path) -> Architecture:

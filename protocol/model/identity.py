@@ -15,17 +15,17 @@ import torch
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.model.config import ModelConfig
 
-_SAMPLED_ROWS = 64
+_MIN_SAMPLED_ROWS = 64
 
 
 def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
-    """Return SHA-256, in hex, over the configuration and 64 evenly spaced embedding rows.
+    """Return SHA-256, in hex, over the configuration and some evenly spaced embedding rows.
 
     EOS ids and `dtype` are left out: they do not change what the service computes.
     """
     described = config.model_dump_json(exclude={"eos_token_ids", "bos_token_id", "dtype"})
     digest = hashlib.sha256(_canonical(described))
-    step = max(1, config.vocab_size // _SAMPLED_ROWS)
+    step = max(1, config.vocab_size // _MIN_SAMPLED_ROWS)
     rows = checkpoint.rows(EMBEDDING, 0, config.vocab_size, step).contiguous()
     digest.update(str(rows.dtype).encode())
     digest.update(rows.view(torch.uint8).numpy().tobytes())

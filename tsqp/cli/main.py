@@ -36,7 +36,9 @@ def demo(context: click.Context, policy: str, prompt: str, max_new_tokens: int) 
         from tsqp.demo import run_demo
     except ImportError as error:
         raise SettingsError(
-            "tsqp demo", got=f"no module {error.name}", expected="pip install 'tsqp[demo]'"
+            "tsqp demo",
+            got=f"no module {error.name}",
+            expected="the extra demo: pip install '.[demo]'",
         ) from None
     identical = run_demo(policy=policy, prompt=prompt, max_new_tokens=max_new_tokens)
     context.exit(0 if identical else EXIT_FAILURE)
@@ -55,7 +57,9 @@ def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None)
         from tsqp.train_demo.train import train_demo as train
     except ImportError as error:
         raise SettingsError(
-            "tsqp train-demo", got=f"no module {error.name}", expected="pip install 'tsqp[demo]'"
+            "tsqp train-demo",
+            got=f"no module {error.name}",
+            expected="the extra demo: pip install '.[demo]'",
         ) from None
     try:
         record = train(output, seed=seed, tokens=tokens or DEFAULT_TOKENS, threads=threads)

@@ -74,6 +74,12 @@ def shared_options(command: C) -> C:
         click.option(
             "--request-timeout-s", type=click.FloatRange(0, 3600, min_open=True), default=60.0
         ),
+        click.option(
+            "--max-message-mib",
+            type=click.IntRange(1, 4096),
+            default=512,
+            help="Larger messages are neither sent nor taken; the service has its own limit.",
+        ),
         click.option("--json", is_flag=True, help="One JSON object instead of text."),
     ]
     for option in reversed(options):
@@ -94,7 +100,11 @@ def command() -> None:
 @command.command(context_settings=CONTEXT)
 @click.argument("model", envvar="TEE_RUNNER_GENERATE_MODEL")
 @click.option("--prompt", metavar="TEXT")
-@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="- reads standard input.")
+@click.option(
+    "--prompt-file",
+    type=click.File(encoding="utf-8"),
+    help="- reads standard input. A final newline is dropped.",
+)
 @click.option("--prompt-token-ids", metavar="1,2,3")
 @click.option(
     "--report",
@@ -135,7 +145,7 @@ def generate(
         )
     ids = None if prompt_token_ids is None else _parse_ids(prompt_token_ids)
     if prompt_file is not None:
-        prompt = prompt_file.read()
+        prompt = prompt_file.read().removesuffix("\n")
     table = OperatorTable() if report else None
     with _open_runner(model, settings, table) as runner:
         if ids is None:
@@ -183,14 +193,21 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     turns: list[GenerationResult] = []
     with _open_runner(model, settings, None) as runner:
+        problem: PromptError | None = None
         while (line := _read_turn()) is not None:
             if not line.strip():
                 continue
-            messages.append({"role": "user", "content": line})
-            ids = runner.tokenizer.apply_chat_template(messages)
-            generation = runner.generate(
-                ids, max_new_tokens=max_new_tokens, sampling=_sampling(settings), stop=stop
-            )
+            user = {"role": "user", "content": line}
+            try:
+                ids = runner.tokenizer.apply_chat_template([*messages, user])
+                generation = runner.generate(
+                    ids, max_new_tokens=max_new_tokens, sampling=_sampling(settings), stop=stop
+                )
+            except PromptError as error:
+                # The conversation has outgrown the context: what was said so far is still shown.
+                problem = error
+                break
+            messages.append(user)
             result = _stream(runner, generation, show=not settings["json"], keep_logits=None)
             turns.append(result)
             messages.append({"role": "assistant", "content": result.text or ""})
@@ -198,6 +215,8 @@ def chat(
         click.echo(
             json.dumps({"messages": messages, "turns": [turn.model_dump() for turn in turns]})
         )
+    if problem is not None:
+        raise problem
 
 
 def _open_runner(model: str, settings: dict[str, Any], table: OperatorTable | None) -> Runner:
@@ -215,6 +234,7 @@ def _open_runner(model: str, settings: dict[str, Any], table: OperatorTable | No
             step_tokens=settings["step_tokens"],
             connect_timeout_s=settings["connect_timeout_s"],
             request_timeout_s=settings["request_timeout_s"],
+            max_message_bytes=settings["max_message_mib"] * 1024 * 1024,
         ),
         table,
     )

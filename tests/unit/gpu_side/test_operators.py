@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from gpu_side.operators import Operators
-from gpu_side.weights import load_weights
+from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     EmbeddingRequest,
@@ -26,11 +26,11 @@ from protocol.tensors import from_torch, short_name, to_torch
 from tests.support import SIZES, make_model
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-LIMIT = "gpu_side.operators.MAX_TENSOR_BYTES"
 SINGLE: tuple[ModuleName, ...] = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
+LIMIT = 2**26
 VOCAB, HIDDEN = SIZES["vocab_size"], SIZES["hidden_size"]
 
 
@@ -45,9 +45,13 @@ def model(directory: Path) -> transformers.PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def operators(directory: Path, model: transformers.PreTrainedModel) -> Operators:
-    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
-    return Operators(weights)
+def weights(directory: Path, model: transformers.PreTrainedModel) -> ServiceWeights:
+    return load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def operators(weights: ServiceWeights) -> Operators:
+    return Operators(weights, LIMIT)
 
 
 def _apply(operators: Operators, request: Request) -> torch.Tensor:
@@ -232,7 +236,6 @@ def test_refusal_does_not_quote_the_token_ids(operators: Operators) -> None:
     assert "7654321" not in str(_refused(operators, _embedding(torch.tensor([7654321]))))
 
 
-# 2 GiB allows each of these inputs; a limit of 1000 bytes stands in for a machine that has more.
 @pytest.mark.parametrize(
     "case",
     [
@@ -247,28 +250,24 @@ def test_refusal_does_not_quote_the_token_ids(operators: Operators) -> None:
 )
 @pytest.mark.parametrize("allowed", [False, True])
 def test_output_over_the_limit_is_refused(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch, case: Request, allowed: bool
+    operators: Operators, weights: ServiceWeights, case: Request, allowed: bool
 ) -> None:
     size = _apply(operators, case).nbytes
-    monkeypatch.setattr(LIMIT, size if allowed else size - 1)
     if allowed:
-        assert _apply(operators, case).nbytes == size
+        assert _apply(Operators(weights, size), case).nbytes == size
         return
-    error = _refused(operators, case)
+    error = _refused(Operators(weights, size - 1), case)
     assert error.code is ErrorCode.LIMIT_EXCEEDED
     assert str(error).endswith(f"expected at most {size - 1}")
 
 
-def test_matmul_whose_operands_grow_by_broadcasting_is_refused(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matmul_whose_operands_grow_by_broadcasting_is_refused(weights: ServiceWeights) -> None:
     # torch.matmul writes broadcast operands out: here 64 times the inputs and the output.
-    monkeypatch.setattr(LIMIT, 64 * 64 * 4)
     request = _matmul(torch.zeros(64, 1, 1, 64), torch.zeros(1, 64, 64, 1))
-    assert _refused(operators, request).code is ErrorCode.LIMIT_EXCEEDED
+    assert _refused(Operators(weights, 64 * 64 * 4), request).code is ErrorCode.LIMIT_EXCEEDED
 
 
 def test_real_output_bomb_is_refused_before_it_is_allocated(operators: Operators) -> None:
     error = _refused(operators, _matmul(torch.zeros(2**16, 1), torch.zeros(1, 2**16)))
     assert error.code is ErrorCode.LIMIT_EXCEEDED
-    assert str(error) == (f"Matmul.shape: got an output of {2**34} bytes, expected at most {2**31}")
+    assert str(error) == (f"Matmul.shape: got an output of {2**34} bytes, expected at most {LIMIT}")

@@ -85,7 +85,7 @@ def test_record_holds_the_loss_of_the_saved_weights(
     )
     assert str(output) not in (output / "README.md").read_text("utf-8")
     assert record.validation_documents == 4
-    assert record.steps == 2
+    assert record.steps == 3
 
 
 def test_same_seed_gives_identical_weights_and_leaves_global_state_alone(
