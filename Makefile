@@ -3,8 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PACKAGES := protocol tee_side gpu_side tsqp
-SOURCES := $(PACKAGES) benchmarks tests
+# Options for installing torch. Where pip would take a build with CUDA and none is wanted, name the
+# index of CPU builds: make demo TORCH_ARGS='--index-url URL'.
+TORCH_ARGS ?=
+SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format lint types imports clean
@@ -17,8 +19,8 @@ setup: $(STAMP)  ## create the virtual environment in .venv
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python: got %d.%d, expected 3.11 or later" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# torch first and alone: a later resolution could pick a build with gigabytes of CUDA.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -E '^torch==' constraints.txt)"
+	@# torch first, alone and exactly: a later resolution could pick another build of it.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) "$$(grep -E '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 

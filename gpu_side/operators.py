@@ -81,7 +81,8 @@ class Operators:
                 name: NormWeight(weight=from_torch(norm), eps=config.rms_norm_eps)
                 for name, norm in weights.norms.items()
             },
-            model_digest=weights.digest,
+            model_digest=weights.model_digest,
+            linear_digest=weights.linear_digest,
             max_message_bytes=self._max_message_bytes,
         )
 

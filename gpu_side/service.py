@@ -1,9 +1,9 @@
 """The service process: bind, load, answer until told to stop.
 
-One thread does everything. Whatever has arrived is picked up between two requests, so that waiting
-time can be told from computing time; ROUTER takes messages from its clients in turn. A malformed
-message gets an error reply with a code and a line in the log; nothing that a client sends ends the
-service.
+One thread does everything. Whatever has arrived is picked up between two requests; ROUTER takes
+messages from its clients in turn. What waits in ZeroMQ while a product runs is not seen before the
+product is done, so the queueing time in a reply is a lower bound. A malformed message gets an error
+reply with a code and a line in the log; nothing that a client sends ends the service.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ log = logging.getLogger("gpu_service")
 
 # Picked up but not yet started. Beyond it messages wait in ZeroMQ's own bounded queues.
 MAX_QUEUED_REQUESTS = 64
+_STOPPING_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
             "fields": {
                 "weight_bytes": weights.weight_bytes,
                 "load_s": round(time.monotonic() - began, 2),
-                "digest": weights.digest[:16],
+                "digest": weights.model_digest[:16],
             }
         },
     )
@@ -192,14 +193,21 @@ class _Service:
     def run(self, listener: ZmqListener, stop: _StopSignal) -> None:
         queue: deque[Incoming] = deque()
         while not stop.requested:
-            if not queue and not listener.wait(stop.reader):
+            if not queue and not listener.wait(wakeup=stop.reader):
                 break
             while len(queue) < MAX_QUEUED_REQUESTS and (incoming := listener.receive()):
                 queue.append(incoming)
             if queue:
                 self._answer(listener, queue.popleft())
-        for incoming in queue:
-            self._refuse_while_stopping(listener, incoming)
+        # Requests that arrive in the moment of stopping get an answer, not a passed deadline.
+        # Bounded, so that a client that goes on sending cannot keep the service from stopping.
+        until = time.monotonic() + _STOPPING_S
+        while queue or listener.wait(timeout_ms=max(0, int((until - time.monotonic()) * 1000))):
+            if time.monotonic() > until:
+                break
+            incoming = queue.popleft() if queue else listener.receive()
+            if incoming is not None:
+                self._refuse_while_stopping(listener, incoming)
 
     def _answer(self, listener: ZmqListener, incoming: Incoming) -> None:
         started_ns = time.perf_counter_ns()

@@ -22,7 +22,7 @@ from protocol.model.checkpoint import (
     norm_names,
 )
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.identity import model_digest
+from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import FusedLinear, load_linear, load_tensor
 
 Progress = Callable[[int, int], None]
@@ -42,7 +42,8 @@ class ServiceWeights:
     """
 
     config: ModelConfig
-    digest: str
+    model_digest: str
+    linear_digest: str
     device: torch.device
     dtype: torch.dtype
     embedding: torch.Tensor
@@ -78,8 +79,8 @@ def load_weights(
     checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
     checkpoint.refuse_extra(config)
 
-    # Before the weights: the pages that it maps would come on top of them.
-    digest = model_digest(config, checkpoint)
+    # Before the weights: the pages that these map would come on top of them.
+    digests = model_digest(config, checkpoint), linear_digest(config, checkpoint) or ""
 
     vocabulary = (config.vocab_size, config.hidden_size)
     embedding = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype, device=device)
@@ -101,7 +102,7 @@ def load_weights(
             progress(layer + 1, config.num_hidden_layers)
     return ServiceWeights(
         config,
-        digest,
+        *digests,
         device,
         dtype,
         embedding,

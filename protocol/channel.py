@@ -44,7 +44,6 @@ class Channel(Protocol):
 
     endpoint: str
     traffic: Traffic
-    max_message_bytes: int
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Send a request and return its id. Raises EndpointError, ProtocolError (too large)."""
@@ -60,6 +59,10 @@ class Channel(Protocol):
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """Submit and wait."""
+        ...
+
+    def limit_messages(self, max_message_bytes: int) -> None:
+        """Send no larger messages than this from now on; a higher limit than before is ignored."""
         ...
 
     def close(self) -> None:

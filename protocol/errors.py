@@ -114,10 +114,26 @@ class ModelMismatchError(TsqpError):
 
 
 def describe(value: object) -> str:
-    """Say what a value is without ever quoting bytes: they may be tensor contents."""
+    """Say what a value from a person's own file is: short ones are quoted."""
     if isinstance(value, bool | int | float | str) or value is None:
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if isinstance(value, list | tuple) and all(isinstance(item, int) for item in value):
         return f"{list(value[:8])}{'...' if len(value) > 8 else ''}"
+    return f"a value of type {type(value).__name__}"
+
+
+def describe_untrusted(value: object) -> str:
+    """Say what a value from the wire is, without quoting text or bytes: messages are logged.
+
+    Tensor contents, token ids or a prompt may stand anywhere in a message by mistake.
+    """
+    if isinstance(value, bool | float) or value is None:
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 2**16 else "a large integer"
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, list | tuple | dict):
+        return f"a {type(value).__name__} of {len(value)} items"
     return f"a value of type {type(value).__name__}"

@@ -32,6 +32,9 @@ FUSED_MODULES: dict[LinearOperator, tuple[ModuleName, ...]] = {
 Size: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
+Digest: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class Message(BaseModel):
     """Base of everything that crosses the wire."""
 
@@ -111,15 +114,16 @@ class InitReply(Message):
 
     A client of the published schema builds its norms and RoPE from this. Ours compares it with its
     own model directory, to catch a service that was started with another model, and uses none of
-    it: the service is not trusted. `model_digest` covers configuration and embedding
-    (`protocol.model.identity`), `max_message_bytes` is the service's limit for one message, either
-    way; only the framed form carries these two.
+    it: the service is not trusted. The digests are those of `protocol.model.identity`;
+    `max_message_bytes` is the service's limit for one message, either way. Only the framed form
+    carries these three.
     """
 
     config: InitConfig
     rotary_emb_params: RotaryParams
     norm_weights: dict[str, NormWeight]
-    model_digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    model_digest: Digest
+    linear_digest: Digest
     max_message_bytes: Annotated[int, Field(ge=1, le=2**40)]
 
 
@@ -133,7 +137,8 @@ class Timing(Message):
     """How long the service says it took: a claim by the untrusted side.
 
     Reports may print it; nothing may depend on it. `queue_us`: from picking the request up to
-    starting on it. `compute_us`: decode, device transfer and the operator itself.
+    starting on it, a lower bound of the time it waited. `compute_us`: decode, device transfer and
+    the operator itself.
     """
 
     queue_us: Annotated[int, Field(ge=0, le=2**53)]

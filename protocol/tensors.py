@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from protocol.errors import ErrorCode, ProtocolError, describe
+from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def dtype_name(name: object, where: str) -> str:
     if short not in ITEMSIZE:
         raise ProtocolError(
             f"{where}.dtype",
-            got=describe(name),
+            got=describe_untrusted(name),
             expected=f"one of {', '.join(ITEMSIZE)}",
             code=ErrorCode.INVALID_FIELD,
         )
@@ -72,7 +72,7 @@ class WireTensor:
         ):
             raise ProtocolError(
                 f"{where}.shape",
-                got=describe(shape),
+                got=describe_untrusted(shape),
                 expected=f"1 to {MAX_DIMENSIONS} positive integers",
                 code=ErrorCode.INVALID_FIELD,
             )

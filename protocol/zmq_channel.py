@@ -27,11 +27,13 @@ from protocol.errors import (
     ReplyError,
     ServiceError,
 )
-from protocol.messages import MAX_TIMEOUT_MS, Request
+from protocol.messages import MAX_TIMEOUT_MS, REQUEST_TYPES, Request
 from protocol.tensors import Buffer
 
 # Below this ZeroMQ copies the bytes, which is faster than tracking the buffer's lifetime.
 COPY_THRESHOLD_BYTES = 64 * 1024
+# Per client and direction, at the service; a message can be as large as the message limit.
+QUEUED_MESSAGES = 16
 
 _TCP = re.compile(
     r"tcp://(?P<host>[A-Za-z0-9._-]+|\*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])"
@@ -103,7 +105,7 @@ class ZmqChannel:
         self.endpoint = endpoint
         self.traffic = Traffic()
         self._timeout_s = timeout_s
-        self.max_message_bytes = max_message_bytes
+        self._max_message_bytes = max_message_bytes
         self._last_id = 0
         self._pending: dict[int, _Pending] = {}
         self._arrived: dict[int, tuple[Reply, int, int, int]] = {}
@@ -112,6 +114,10 @@ class ZmqChannel:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        self._losses = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._losses, zmq.POLLIN)
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -140,13 +146,16 @@ class ZmqChannel:
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         frames = encode_request(request, request_id, timeout_ms)
         size = _frame_bytes(frames)
-        if size > self.max_message_bytes:
+        if size > self._max_message_bytes:
             raise ProtocolError(
                 f"{request.method} to {self.endpoint}",
                 got=f"{size} bytes",
-                expected=f"at most {self.max_message_bytes} (fewer tokens in a step send less)",
+                expected=f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
+        while self._losses.poll(0):
+            # A connection lost before this request was sent is not its loss: ZeroMQ reconnects.
+            self._losses.recv_multipart()
         sent_ns = time.perf_counter_ns()
         try:
             _send_frames(self._socket, frames)
@@ -183,7 +192,7 @@ class ZmqChannel:
         if reply.method != pending.method:
             raise ReplyError(
                 f"reply {request_id} from {self.endpoint}",
-                got=f"operator {reply.method!r}",
+                got=reply.method if reply.method in REQUEST_TYPES else "an unknown operator",
                 expected=pending.method,
             )
         self.traffic.round_trips += 1
@@ -203,8 +212,14 @@ class ZmqChannel:
         """See `Channel.call`."""
         return self.wait(self.submit(request, timeout_s))
 
+    def limit_messages(self, max_message_bytes: int) -> None:
+        """See `Channel.limit_messages`."""
+        self._max_message_bytes = min(self._max_message_bytes, max_message_bytes)
+
     def close(self) -> None:
         """See `Channel.close`."""
+        self._socket.disable_monitor()
+        self._losses.close()
         self._socket.close()
         self._context.term()
 
@@ -217,8 +232,15 @@ class ZmqChannel:
 
     def _receive_one(self, pending: _Pending) -> None:
         remaining_ms = max(0, int((pending.deadline - time.monotonic()) * 1000))
-        if not self._socket.poll(remaining_ms, zmq.POLLIN):
+        ready = dict(self._poller.poll(remaining_ms))
+        if not ready:
             raise self._too_late(pending)
+        if self._socket not in ready:
+            raise EndpointError(
+                self.endpoint,
+                got=f"a lost connection while {pending.method} was waiting for its reply",
+                expected="a gpu-service that stays (it may have stopped: see its log)",
+            )
         frames = _receive_frames(self._socket)
         received_ns = time.perf_counter_ns()
         reply = decode_reply(frames)
@@ -268,6 +290,9 @@ class ZmqListener:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A client that sends and does not read must not make us hold its replies without end.
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             self._socket.bind(endpoint)
@@ -278,13 +303,15 @@ class ZmqListener:
             ) from None
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def wait(self, wakeup: socket.socket, timeout_ms: int | None = None) -> bool:
-        """Block until a message can be received (True) or `wakeup` is readable (False)."""
+    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
+        """Block until a message can be received; False on time-out or if `wakeup` is readable."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(wakeup, zmq.POLLIN)
+        if wakeup is not None:
+            poller.register(wakeup, zmq.POLLIN)
         events = dict(poller.poll(timeout_ms))
-        return wakeup.fileno() not in events and self._socket in events
+        stopping = wakeup is not None and wakeup.fileno() in events
+        return not stopping and self._socket in events
 
     def receive(self) -> Incoming | None:
         """Return the next message, or None when there is none or it is not a message at all."""

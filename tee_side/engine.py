@@ -60,15 +60,17 @@ class Sequence:
         """Tokens that the next steps have to run."""
         return self._ids[self.cache.length :]
 
-    def extend(self, logits_V: torch.Tensor) -> int:
-        """Sample the next token and finish on EOS or at the length limit."""
-        token_id = self._sampler.sample(logits_V, self._ids)
+    def sample(self, logits_V: torch.Tensor) -> int:
+        """Choose the next token; nothing but the random generator changes."""
+        return self._sampler.sample(logits_V, self._ids)
+
+    def append(self, token_id: int) -> None:
+        """Take a token, and finish on EOS or at the length limit."""
         self._ids.append(token_id)
         if token_id in self._eos_token_ids:
             self.finish_reason = "stop"
         elif len(self._ids) - self._prompt_tokens >= self._max_new_tokens:
             self.finish_reason = "length"
-        return token_id
 
     def stop(self) -> None:
         """Finish now, because a stop string was found."""
@@ -155,10 +157,15 @@ class Engine:
         batch = Batch.of([(s.cache, ids, left) for s, ids, left in parts])
         logits_NV = forward(batch, self._model, self._ops)
         complete = [sequence for sequence, _, left in parts if left == 0]
-        return [
-            Sampled(sequence, sequence.extend(logits_V), logits_V)
+        sampled = [
+            Sampled(sequence, sequence.sample(logits_V), logits_V)
             for sequence, logits_V in zip(complete, logits_NV, strict=True)
         ]
+        # From here on nothing can fail: the step counts for every sequence, or for none.
+        batch.commit()
+        for one in sampled:
+            one.sequence.append(one.token_id)
+        return sampled
 
 
 def check_prompt(prompt_ids: Ids[int], vocab_size: int, context: int) -> None:

@@ -6,6 +6,7 @@
     D  hidden size            F  intermediate size         V  vocabulary size
     H  query heads            K  key/value heads           G  query heads per key/value head
     C  head dim               S  context length of one sequence
+    R  G * T rows of one key/value head                    X  heads side by side: H * C or K * C
 
 A step is a flat batch, one row per token; only attention looks at sequences separately.
 """
@@ -25,8 +26,9 @@ from tee_side.operators import Operators
 def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
     """Run one step and return the logits [N, V] of the batch's output rows.
 
-    Equal to `transformers`' *ForCausalLM of the same architecture. The caches count the new
-    tokens only once every layer has succeeded; errors of `ops` pass through.
+    Equal to `transformers`' *ForCausalLM of the same architecture. The caches hold the new rows but
+    do not count them before the caller commits the batch. Errors of `ops` pass through; ReplyError
+    for logits that are not finite.
     """
     h_TD = ops.embedding(batch.token_ids_T)
     for layer in range(model.config.num_hidden_layers):
@@ -36,9 +38,8 @@ def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
     h_ND = model.normed(h_TD[list(batch.output_rows)], model.final_norm)
     logits_NV = ops.lm_head(h_ND) if batch.output_rows else h_ND.new_empty(0, 0)
     if not logits_NV.isfinite().all():
-        # Checked before the step counts: a service may send anything, and float16 may overflow.
+        # A service may send anything, and float16 may overflow.
         raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
-    batch.commit()
     return logits_NV
 
 
@@ -87,7 +88,7 @@ def attend(
     # Scaling q, not the scores, keeps float16 in range wherever the product is computed.
     G = H // K
     q_KGTC = (q_THC * C**-0.5).view(T, K, G, C).permute(1, 2, 0, 3)
-    scores_KRS = ops.attn_scores(layer, q_KGTC.reshape(K, G * T, C), k_KSC)  # R = G * T
+    scores_KRS = ops.attn_scores(layer, q_KGTC.reshape(K, G * T, C), k_KSC)
     mask_TS = causal_mask(T, chunk.context, model.config.sliding_windows[layer])
     probs_KGTS = softmax(scores_KRS.view(K, G, T, -1), mask_TS)
     out_KRC = ops.attn_values(layer, probs_KGTS.view(K, G * T, -1), v_KSC)

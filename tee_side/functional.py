@@ -5,6 +5,8 @@ Shape suffixes as in `tee_side.forward`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn.functional import silu
 
@@ -28,11 +30,13 @@ def apply_rope(x_TXC: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) 
     return x_TXC * cos_TC.unsqueeze(1) + rotated * sin_TC.unsqueeze(1)
 
 
+@lru_cache(maxsize=4)
 def causal_mask(tokens: int, context: int, window: int | None) -> torch.Tensor | None:
     """Say which keys the last `tokens` positions of a context may not look at: bool [T, S].
 
     A row looks at itself and what comes before it, at most `window` tokens in all. None if every
-    row may look at everything, as in decode.
+    row may look at everything, as in decode. All layers of a step ask for the same one, and get
+    it: do not write to it.
     """
     if tokens == 1 and (window is None or context <= window):
         return None

@@ -6,6 +6,8 @@ service computes: it can answer all of this correctly and lie afterwards.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from protocol.channel import Channel
@@ -13,7 +15,8 @@ from protocol.errors import ModelMismatchError, ReplyError
 from protocol.messages import InitReply, InitRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from protocol.model.identity import model_digest
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.rope import rope_frequencies
 from protocol.tensors import to_torch
 from tee_side.model import TeeModel
 
@@ -31,26 +34,25 @@ def check_service(
     Raises ModelMismatchError naming the field, ReplyError for an Init reply that is none, and the
     channel's errors: DeadlineExceededError where nothing answers.
     """
+    digest = model_digest(config, checkpoint)
     reply = channel.call(InitRequest(), timeout_s).response
     if not isinstance(reply, InitReply):
         raise ReplyError(
             f"Init reply from {channel.endpoint}", got=type(reply).__name__, expected="InitReply"
         )
-    theirs, ours = reply.config.model_dump(), _published_sizes(config)
-    for name, value in ours.items():
-        if theirs[name] != value:
-            raise _mismatch(channel, name, str(theirs[name]), str(value))
-    norm = reply.norm_weights.get("final_norm")
-    if norm is None or not _equal(to_torch(norm.weight), model.final_norm):
-        raise _mismatch(channel, "final_norm", "other weights", "those of the TEE's directory")
+    where = f"model at {channel.endpoint}"
+    _compare(where, reply.config.model_dump(), _published_sizes(config))
+    _compare(where, _rotary(reply), _own_rotary(config))
+    _compare(where, _norms(reply, model.dtype), _own_norms(config, model))
+    _compare(where, {"model_digest": reply.model_digest}, {"model_digest": digest})
+    linear = linear_digest(config, checkpoint)
+    if linear is not None:
+        _compare(where, {"linear_digest": reply.linear_digest}, {"linear_digest": linear})
     # A larger message would not be answered at all: ZeroMQ drops the connection.
-    channel.max_message_bytes = min(channel.max_message_bytes, reply.max_message_bytes)
-    digest = model_digest(config, checkpoint)
-    if reply.model_digest != digest:
-        raise _mismatch(channel, "model digest", reply.model_digest[:16], digest[:16])
+    channel.limit_messages(reply.max_message_bytes)
 
 
-def _published_sizes(config: ModelConfig) -> dict[str, int]:
+def _published_sizes(config: ModelConfig) -> dict[str, object]:
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -60,13 +62,60 @@ def _published_sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _equal(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
-    return theirs.shape == ours.shape and torch.equal(theirs.to(ours.dtype), ours)
+def _rotary(reply: InitReply) -> dict[str, object]:
+    params = reply.rotary_emb_params
+    return {"inv_freq": to_torch(params.inv_freq), "attention_scaling": params.attention_scaling}
 
 
-def _mismatch(channel: Channel, what: str, got: str, expected: str) -> ModelMismatchError:
-    return ModelMismatchError(
-        f"model at {channel.endpoint}: {what}",
-        got=got,
-        expected=f"{expected} (start service and runner with the same model)",
-    )
+def _own_rotary(config: ModelConfig) -> dict[str, object]:
+    inv_freq, attention_scaling = rope_frequencies(config)
+    return {"inv_freq": inv_freq, "attention_scaling": attention_scaling}
+
+
+def _norms(reply: InitReply, dtype: torch.dtype) -> dict[str, object]:
+    norms: dict[str, object] = {}
+    for name, norm in reply.norm_weights.items():
+        norms[name] = to_torch(norm.weight).to(dtype)
+        norms[f"{name}.eps"] = norm.eps
+    return norms
+
+
+def _own_norms(config: ModelConfig, model: TeeModel) -> dict[str, object]:
+    norms: dict[str, object] = {"final_norm": model.final_norm}
+    for layer, weights in enumerate(model.norms):
+        norms[f"layer_{layer}_input_layernorm"] = weights.input_layernorm
+        norms[f"layer_{layer}_post_attention_layernorm"] = weights.post_attention_layernorm
+    return norms | {f"{name}.eps": config.rms_norm_eps for name in norms}
+
+
+def _compare(where: str, theirs: dict[str, object], ours: dict[str, object]) -> None:
+    """Raise ModelMismatchError at the first of our fields that theirs lacks or has otherwise."""
+    for name, value in ours.items():
+        if name not in theirs or not _equal(theirs[name], value):
+            got = _brief(theirs[name]) if name in theirs else "nothing"
+            raise ModelMismatchError(
+                f"{where}: {name}",
+                got=got,
+                expected=f"{_brief(value)} (start service and runner with the same model)",
+            )
+    if len(theirs) > len(ours):
+        raise ModelMismatchError(
+            f"{where}: fields",
+            got=f"{len(theirs)} of them",
+            expected=f"the {len(ours)} of the TEE's own model",
+        )
+
+
+def _equal(theirs: object, ours: object) -> bool:
+    """Compare values; numbers may differ by rounding, since two processors computed them."""
+    if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+        return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-5, atol=0)
+    if isinstance(theirs, float) and isinstance(ours, float):
+        return math.isclose(theirs, ours, rel_tol=1e-5)
+    return type(theirs) is type(ours) and theirs == ours
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} with sum {value.sum().item():.6g}"
+    return str(value)[:16]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from protocol.errors import PromptError
 from protocol.model.config import ModelConfig
 
 
@@ -16,7 +17,7 @@ class KVCache:
 
     `length` tokens are valid in every layer. A step writes behind them, layer by layer, and only
     `commit` makes them count: a step that fails half-way leaves nothing to undo, and can be run
-    again.
+    again. Raises PromptError if the machine has not the memory.
     """
 
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
@@ -28,8 +29,15 @@ class KVCache:
         )
         self.length = 0
         self.capacity = capacity
-        self._keys = torch.empty(shape, dtype=dtype)
-        self._values = torch.empty(shape, dtype=dtype)
+        try:
+            self._keys = torch.empty(shape, dtype=dtype)
+            self._values = torch.empty(shape, dtype=dtype)
+        except RuntimeError:  # torch has no more specific error for exhausted CPU memory
+            raise PromptError(
+                "KV cache",
+                got=f"no memory for {capacity} tokens",
+                expected="fewer tokens (lower --max-new-tokens)",
+            ) from None
 
     def append(
         self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor
@@ -46,8 +54,3 @@ class KVCache:
     def commit(self, tokens: int) -> None:
         """Count the rows that every layer has written."""
         self.length += tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Reserved memory in bytes."""
-        return self._keys.nbytes + self._values.nbytes

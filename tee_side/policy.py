@@ -18,9 +18,9 @@ from __future__ import annotations
 import tomllib
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from protocol.errors import PolicyError, describe
 
@@ -37,7 +37,6 @@ Operator = Literal[
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 Place = Literal["tee", "gpu"]
 
-DEFAULT_POLICY = "attention-in-tee"
 _SUFFIX = ".toml"
 
 # What the GPU side sees of an operator that is sent to it in the clear.
@@ -58,8 +57,9 @@ class Policy(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    summary: str
+    # Printed in status lines and reports.
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    summary: Annotated[str, Field(max_length=200)]
     one_rpc_per_module: bool = False
     operators: dict[Operator, Place]
 
@@ -129,7 +129,7 @@ def load_policy(name_or_path: str) -> Policy:
 def _parse(text: str, where: str) -> Policy:
     try:
         return Policy.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise PolicyError(where, got=f"invalid TOML ({error})", expected="a policy") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

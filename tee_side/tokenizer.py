@@ -38,7 +38,16 @@ class Tokenizer:
             raise ModelError(str(path), got=f"{error}"[:120], expected="a tokenizer") from None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with BOS where the model's tokenizer adds one."""
+        """Return the token ids of a text, with BOS where the model's tokenizer adds one.
+
+        Raises PromptError for text that is not Unicode (a lone surrogate from undecodable bytes).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise PromptError(
+                "prompt", got="bytes that are not UTF-8", expected="UTF-8 text"
+            ) from None
         ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -85,8 +94,17 @@ class Tokenizer:
         config = read_json(config_path) if config_path.exists() else {}
         template_path = self._directory / TEMPLATE_FILE
         template = config.get("chat_template")
+        if isinstance(template, list):
+            # Several named templates, of which "default" is the one for chat.
+            named = [entry for entry in template if isinstance(entry, dict)]
+            template = {e.get("name"): e.get("template") for e in named}.get("default")
         if template_path.exists():
-            template = template_path.read_text(encoding="utf-8")
+            try:
+                template = template_path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                raise ModelError(
+                    str(template_path), got="bytes that are not UTF-8", expected="a template"
+                ) from None
         if not isinstance(template, str):
             raise ModelError(
                 str(self._directory),

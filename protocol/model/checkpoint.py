@@ -22,7 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 _BLOCK_BYTES = 32 * 1024 * 1024
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = ("F32", "F16", "BF16")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
@@ -90,6 +90,8 @@ class Checkpoint:
         self._file_of: dict[str, Path] = {}
         self._shape_of: dict[str, tuple[int, ...]] = {}
         self._dtype_of: dict[str, str] = {}
+        # Shards that the index names and the directory lacks: a TEE may hold only what it uses.
+        self._missing: dict[str, Path] = {}
         index = directory / INDEX_FILE
         if (directory / SINGLE_FILE).exists():
             self._add_file(directory / SINGLE_FILE)
@@ -98,17 +100,17 @@ class Checkpoint:
         else:
             self._refuse_missing()
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Size of all tensors in the files, in bytes."""
-        return sum(
-            torch.Size(shape).numel() * _DTYPES.get(self._dtype_of[name], 0)
-            for name, shape in self._shape_of.items()
-        )
+    def holds(self, tensors: Iterable[str]) -> bool:
+        """Say whether all of these tensors are there."""
+        return all(name in self._file_of for name in tensors)
 
     def require(self, tensors: dict[str, tuple[int, ...]]) -> None:
         """Check that these tensors are there with these shapes, as floats. Raises ModelError."""
         for name, shape in tensors.items():
+            if name in self._missing:
+                raise ModelError(
+                    str(self._missing[name]), got="no such file", expected=f"one that holds {name}"
+                )
             if name not in self._file_of:
                 raise ModelError(
                     f"{self.directory}: {name}", got="no such tensor", expected=f"{list(shape)}"
@@ -186,9 +188,12 @@ class Checkpoint:
                     expected="the name of a file in the same directory",
                 )
         for file in sorted(set(weight_map.values())):
-            self._add_file(self.directory / file)
+            if (self.directory / file).exists():
+                self._add_file(self.directory / file)
         for name, file in weight_map.items():
-            if self._file_of.get(name) != self.directory / file:
+            if not (self.directory / file).exists():
+                self._missing[name] = self.directory / file
+            elif self._file_of.get(name) != self.directory / file:
                 raise ModelError(
                     f"{self.directory / file}: {name}",
                     got="no such tensor",

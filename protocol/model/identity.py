@@ -1,8 +1,7 @@
-"""A digest by which both sides notice that they were started with different models.
+"""Digests by which both sides notice that they were started with different models.
 
-It catches a mistake, not a lie: it covers the configuration and the bytes of the embedding, which
-every TEE-side directory has, and the service could answer with the right digest and compute with
-other weights. Verification of results is a property of a placement, not of this digest.
+They catch a mistake, not a lie: they sample, and a service could answer with the right digests and
+compute with other weights. Verification of results is a property of a placement.
 """
 
 from __future__ import annotations
@@ -12,28 +11,49 @@ import json
 
 import torch
 
-from protocol.model.checkpoint import EMBEDDING, Checkpoint
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
 
-_MIN_SAMPLED_ROWS = 64
+_EMBEDDING_ROWS = 64
+_LINEAR_ROWS = 4
 
 
 def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
-    """Return SHA-256, in hex, over the configuration and some evenly spaced embedding rows.
+    """Return SHA-256, in hex, over the configuration, all norms and some rows of the embedding.
 
-    EOS ids and `dtype` are left out: they do not change what the service computes.
+    It covers what every TEE-side directory has. EOS ids and `dtype` are left out: they do not
+    change what the service computes.
     """
-    described = config.model_dump_json(exclude={"eos_token_ids", "bos_token_id", "dtype"})
-    digest = hashlib.sha256(_canonical(described))
-    step = max(1, config.vocab_size // _MIN_SAMPLED_ROWS)
-    rows = checkpoint.rows(EMBEDDING, 0, config.vocab_size, step).contiguous()
-    digest.update(str(rows.dtype).encode())
-    digest.update(rows.view(torch.uint8).numpy().tobytes())
+    described = config.model_dump(
+        mode="json", exclude={"eos_token_ids", "bos_token_id", "dtype", "biased_modules"}
+    )
+    described["biased_modules"] = sorted(config.biased_modules)
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    _add_rows(digest, checkpoint, light_tensors(config), _EMBEDDING_ROWS)
     return digest.hexdigest()
 
 
-def _canonical(described: str) -> bytes:
-    """Sort keys and sets, whose order pydantic does not promise."""
-    value = json.loads(described)
-    value["biased_modules"] = sorted(value["biased_modules"])
-    return json.dumps(value, sort_keys=True).encode()
+def linear_digest(config: ModelConfig, checkpoint: Checkpoint) -> str | None:
+    """Return SHA-256, in hex, over a few rows of every linear weight and bias.
+
+    None where the directory lacks them: a TEE that only offloads needs no linear weights.
+    """
+    tensors = linear_tensors(config, FUSED_MODULES)
+    if not checkpoint.holds(tensors):
+        return None
+    digest = hashlib.sha256()
+    _add_rows(digest, checkpoint, tensors, _LINEAR_ROWS)
+    return digest.hexdigest()
+
+
+def _add_rows(
+    digest: hashlib._Hash, checkpoint: Checkpoint, tensors: dict[str, tuple[int, ...]], rows: int
+) -> None:
+    """Hash evenly spaced rows of matrices, and vectors as a whole, in the order of their names."""
+    for name in sorted(tensors):
+        shape = tensors[name]
+        step = max(1, shape[0] // rows) if len(shape) > 1 else 1
+        sample = checkpoint.rows(name, 0, shape[0], step).contiguous()
+        digest.update(f"{name} {sample.dtype} {list(shape)}".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())

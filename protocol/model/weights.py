@@ -41,11 +41,12 @@ class FusedLinear:
     ) -> torch.Tensor:
         """Return [..., sum of out_features] for `hidden` [..., in_features].
 
-        `modules`: all of them (None), or one.
+        `modules`: all of them (None), or one. Raises ValueError for anything between.
         """
-        if modules is None or len(modules) == len(self.rows):
+        if modules is None or tuple(modules) == tuple(self.rows):
             return linear(hidden, self.weight, self.bias)
-        rows = self.rows[modules[0]]
+        (module,) = modules
+        rows = self.rows[module]
         return linear(hidden, self.weight[rows], None if self.bias is None else self.bias[rows])
 
 

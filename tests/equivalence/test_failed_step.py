@@ -73,3 +73,20 @@ def test_a_step_that_failed_at_any_rpc_can_be_repeated(
     for fail_at in range(rpcs):
         actual, _ = _run(directory, policy, fail_at, lost)
         assert torch.equal(actual, expected), f"after a failure at RPC {fail_at}"
+
+
+def test_a_step_that_failed_in_sampling_counts_for_no_sequence(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = assemble(saved_model("llama").directory, "tee-only").engine()
+    first, second = (engine.add(token_ids(4, seed=s), max_new_tokens=2) for s in (1, 2))
+
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "sample", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert [(len(s.token_ids), s.cache.length) for s in (first, second)] == [(0, 0)] * 2
+    assert [one.sequence for one in engine.step()] == [first, second]

@@ -108,6 +108,7 @@ init_replies = st.builds(
         st.text(max_size=10), st.builds(NormWeight, weight=float32_tensors, eps=finite), max_size=4
     ),
     model_digest=st.text("0123456789abcdef", min_size=64, max_size=64),
+    linear_digest=st.text("0123456789abcdef", min_size=64, max_size=64),
     max_message_bytes=st.integers(1, 2**40),
 )
 results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(

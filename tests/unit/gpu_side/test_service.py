@@ -31,7 +31,7 @@ class Listener:
         self.incoming, self.gone = deque(incoming), gone
         self.sent: list[dict[str, Any]] = []
 
-    def wait(self, _wakeup: object) -> bool:
+    def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
         return bool(self.incoming)
 
     def receive(self) -> Incoming | None:
@@ -123,7 +123,7 @@ def _inline_matmul() -> bytes:
     return bytes(msgpack.packb({"method": "Matmul", "request": one | {"dtype": "float32"}}))
 
 
-def test_stop_finishes_one_request_and_refuses_those_picked_up() -> None:
+def test_stop_finishes_one_request_and_refuses_the_others() -> None:
     stop = _StopSignal()
     count = MAX_QUEUED_REQUESTS + 5
     garbage = Incoming((b"peer",), [memoryview(b"\xc1")], time.perf_counter_ns())
@@ -137,9 +137,28 @@ def test_stop_finishes_one_request_and_refuses_those_picked_up() -> None:
     service.run(listener, stop)
     stop.reader.close()
     stop.writer.close()
-    refused = [(n, "SHUTTING_DOWN") for n in range(3, MAX_QUEUED_REQUESTS + 1)]
+    refused = [(n, "SHUTTING_DOWN") for n in range(3, count + 1)]
     assert _errors(listener) == [(1, None), *refused]
-    assert len(listener.incoming) == 5
+
+
+def test_a_client_that_goes_on_sending_cannot_keep_the_service_from_stopping() -> None:
+    stop = _StopSignal()
+
+    class Flood(Listener):
+        def receive(self) -> Incoming | None:
+            return _incoming(1)
+
+        def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
+            return True
+
+    def answer(request: Request) -> TensorReply:
+        stop.request(signal.SIGTERM, None)
+        return RESULT
+
+    service: Any = _Service(Operators(answer), DEFAULT_MAX_MESSAGE_BYTES)  # type: ignore[arg-type]
+    service.run(Flood([]), stop)
+    stop.reader.close()
+    stop.writer.close()
 
 
 def test_client_that_has_gone_is_logged(caplog: pytest.LogCaptureFixture) -> None:

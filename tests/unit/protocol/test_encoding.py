@@ -49,6 +49,7 @@ def _init_reply() -> InitReply:
         rotary_emb_params=RotaryParams(inv_freq=_tensor(1), attention_scaling=1.0),
         norm_weights={"final_norm": NormWeight(weight=_tensor(4), eps=1e-5)},
         model_digest="a" * 64,
+        linear_digest="b" * 64,
         max_message_bytes=1,
     )
 

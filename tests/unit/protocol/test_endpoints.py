@@ -105,7 +105,7 @@ def test_live_ipc_socket_is_not_taken_over(tmp_path: Path) -> None:
             ZmqListener(endpoint)
         with ZmqChannel(endpoint) as channel:
             channel.submit(InitRequest())
-            assert first.wait(wakeup, 10_000)
+            assert first.wait(wakeup=wakeup, timeout_ms=10_000)
 
 
 def test_stale_ipc_socket_file_is_replaced(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_wakeup_ends_waiting_and_no_message_is_none() -> None:
     reader, writer = socket.socketpair()
     with reader, writer, _listening("tcp://127.0.0.1:*") as listener:
         assert listener.receive() is None
-        assert not listener.wait(reader, 0)
+        assert not listener.wait(wakeup=reader, timeout_ms=0)
         writer.send(b"x")
-        assert not listener.wait(reader)
+        assert not listener.wait(wakeup=reader)
 
 
 @pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
@@ -141,7 +141,7 @@ def test_reply_finds_its_way_to_both_kinds_of_client(kind: int) -> None:
             client.setsockopt(zmq.LINGER, 0)
             client.connect(listener.endpoint)
             client.send_multipart([b"a", b"b"])
-            assert listener.wait(reader, 10_000)
+            assert listener.wait(wakeup=reader, timeout_ms=10_000)
             incoming = listener.receive()
             assert incoming is not None
             assert [bytes(frame) for frame in incoming.frames] == [b"a", b"b"]

@@ -213,6 +213,7 @@ def test_init_reply_has_the_published_layout() -> None:
             "final_norm": NormWeight(weight=weight, eps=1e-6),
         },
         model_digest="a" * 64,
+        linear_digest="b" * 64,
         max_message_bytes=1,
     )
     frames = encode_reply(Form.INLINE, 0, "Init", reply)

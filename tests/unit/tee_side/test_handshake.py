@@ -19,7 +19,7 @@ from protocol.model.config import read_config
 from protocol.tensors import from_torch, torch_dtype
 from tee_side.handshake import check_service
 from tee_side.model import load_tee_model
-from tests.support import LoopbackChannel, SavedModel, make_model
+from tests.support import LoopbackChannel, SavedModel
 
 Models = Callable[..., SavedModel]
 
@@ -115,7 +115,7 @@ def test_another_embedding_is_noticed_by_the_digest(saved_model: Models, tmp_pat
     ours = saved_model("llama").directory
     theirs = _with_changed_tensor(ours, tmp_path / "m", EMBEDDING, lambda table: table + 1)
     error = _mismatch(ours, LoopbackChannel(theirs))
-    assert error.where.endswith(": model digest")
+    assert error.where.endswith(": model_digest")
     assert len(error.got) == 16
     assert error.got != error.expected[:16]
 
@@ -123,36 +123,74 @@ def test_another_embedding_is_noticed_by_the_digest(saved_model: Models, tmp_pat
 def test_a_fine_tune_with_the_same_sizes_and_norms_is_noticed(
     saved_model: Models, tmp_path: Path
 ) -> None:
-    """The same settings from another seed: everything that Init publishes but the digest agrees."""
+    """One linear weight differs, as after merging an adapter: only its own digest can tell."""
     ours = saved_model("llama").directory
-    make_model(tmp_path / "other", seed=1)
-    tensors = load_file(tmp_path / "other" / "model.safetensors")
-    tensors[FINAL_NORM] = load_file(ours / "model.safetensors")[FINAL_NORM]
-    save_file(tensors, tmp_path / "other" / "model.safetensors")
-    error = _mismatch(ours, LoopbackChannel(tmp_path / "other"))
-    assert error.where.endswith(": model digest")
+    name = "model.layers.1.mlp.down_proj.weight"
+    theirs = _with_changed_tensor(ours, tmp_path / "m", name, torch.neg)
+    assert _mismatch(ours, LoopbackChannel(theirs)).where.endswith(": linear_digest")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("rms_norm_eps", 1e-3), ("max_position_embeddings", 512)]
-)
+def test_linear_weights_that_the_tee_lacks_are_not_compared(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    theirs, ours = saved_model("llama").directory, tmp_path / "light"
+    shutil.copytree(theirs, ours)
+    tensors = load_file(ours / "model.safetensors")
+    light = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
+    save_file(light, ours / "model.safetensors")
+    _check(ours, LoopbackChannel(theirs))
+
+
+def test_every_norm_and_the_rope_parameters_are_compared(saved_model: Models) -> None:
+    ours = saved_model("llama").directory
+    reply = LoopbackChannel(ours).call(InitRequest()).response
+    assert isinstance(reply, InitReply)
+    norms, rotary = reply.norm_weights, reply.rotary_emb_params
+    first = norms["layer_0_input_layernorm"]
+    not_a_number = first.model_copy(update={"weight": from_torch(torch.full((48,), torch.nan))})
+    lies = {
+        "layer_0_input_layernorm": {
+            "norm_weights": {**norms, "layer_0_input_layernorm": not_a_number}
+        },
+        "layer_2_post_attention_layernorm": {
+            "norm_weights": {n: w for n, w in norms.items() if not n.startswith("layer_2_post")}
+        },
+        "final_norm.eps": {
+            "norm_weights": {
+                **norms,
+                "final_norm": norms["final_norm"].model_copy(update={"eps": 123.0}),
+            }
+        },
+        "inv_freq": {
+            "rotary_emb_params": rotary.model_copy(update={"inv_freq": from_torch(torch.ones(1))})
+        },
+        "attention_scaling": {
+            "rotary_emb_params": rotary.model_copy(update={"attention_scaling": -5.0})
+        },
+    }
+    for field, changes in lies.items():
+        assert _mismatch(ours, LyingChannel(ours, **changes)).where.endswith(f": {field}"), field
+    extra = {"norm_weights": {**norms, "layer_9_input_layernorm": first}}
+    assert _mismatch(ours, LyingChannel(ours, **extra)).where.endswith(": fields")
+
+
 def test_another_setting_that_init_does_not_publish_is_noticed_by_the_digest(
-    saved_model: Models, tmp_path: Path, field: str, value: float
+    saved_model: Models, tmp_path: Path
 ) -> None:
     import json
 
     ours, theirs = saved_model("llama").directory, tmp_path / "other"
     shutil.copytree(ours, theirs)
     config = json.loads((theirs / "config.json").read_text())
-    config[field] = value
+    config["max_position_embeddings"] = 512
     (theirs / "config.json").write_text(json.dumps(config))
-    assert _mismatch(ours, LoopbackChannel(theirs)).where.endswith(": model digest")
+    assert _mismatch(ours, LoopbackChannel(theirs)).where.endswith(": model_digest")
 
 
 def test_a_digest_that_is_made_up_is_refused(saved_model: Models) -> None:
     ours = saved_model("llama").directory
     error = _mismatch(ours, LyingChannel(ours, model_digest="0" * 64))
-    assert error.where.endswith(": model digest")
+    assert error.where.endswith(": model_digest")
     assert error.got == "0" * 16
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from protocol.errors import PromptError
 from protocol.model.config import ModelConfig, read_config
 from tee_side.kv_cache import KVCache
 from tests.support import SavedModel
@@ -69,8 +70,6 @@ def test_a_full_cache_refuses_more_rows(config: ModelConfig, rows: int) -> None:
         cache.append(0, _rows(rows, 1), _rows(rows, 1))
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_nbytes_is_keys_and_values_of_all_layers_at_full_length(
-    config: ModelConfig, dtype: torch.dtype, size: int
-) -> None:
-    assert KVCache(config, 7, dtype).nbytes == 2 * 3 * 2 * 7 * 16 * size
+def test_more_than_the_machine_has_is_refused(config: ModelConfig) -> None:
+    with pytest.raises(PromptError, match="no memory for 1000000000000 tokens"):
+        KVCache(config, 10**12, torch.float32)

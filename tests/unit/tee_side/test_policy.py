@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from protocol.errors import PolicyError
 from tee_side.policy import (
-    DEFAULT_POLICY,
     OPERATORS,
     Operator,
     Policy,
@@ -70,7 +69,7 @@ def test_builtin_policies_place_what_their_names_say(
 
 
 def test_the_default_policy_sends_neither_token_ids_nor_logits() -> None:
-    policy = load_policy(DEFAULT_POLICY)
+    policy = load_policy("attention-in-tee")
     assert not policy.on_gpu("embedding")
     assert not policy.on_gpu("lm_head")
 

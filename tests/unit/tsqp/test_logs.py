@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tsqp.cli.logs import LogfmtFormatter
+from tsqp.cli.logs import OWN_LOGGERS, LogfmtFormatter, configure
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,25 @@ def test_fields_are_rendered_in_one_line(fields: dict[str, object], want: str) -
     line = LogfmtFormatter().format(record)
     assert line.endswith(want)
     assert "\n" not in line
+
+
+def test_the_level_is_that_of_our_own_loggers(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    names = (None, *OWN_LOGGERS)
+    handlers, levels = root.handlers[:], {n: logging.getLogger(n).level for n in names}
+    try:
+        configure("info")
+        logging.getLogger("some_library").info("from_a_library")
+        logging.getLogger("some_library").warning("warning_of_a_library")
+        logging.getLogger("gpu_service").info("ready")
+        configure("error")
+        logging.getLogger("gpu_service").warning("refused")
+    finally:
+        root.handlers[:] = handlers
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    err = capsys.readouterr().err
+    assert [line.split(" ", 1)[1] for line in err.splitlines()] == [
+        "warning warning_of_a_library",
+        "info ready",
+    ]

@@ -1,0 +1,47 @@
+"""The status line gives the terminal's last row back, also when a signal ends the program."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ENVIRONMENT
+
+SCRIPT = """
+import time, click
+from tsqp.cli.program import run
+from tsqp.cli.status import StatusLine
+
+@click.command()
+def command():
+    with StatusLine("tsqp"):
+        time.sleep(30)
+
+run(command, "tee-runner", "X")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_restores_the_scroll_region(number: signal.Signals) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while b"prefill" not in seen:
+            seen += os.read(ours, 4096)
+        assert b"\x1b[r" not in seen
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+        assert b"\x1b[r" in os.read(ours, 4096)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
