@@ -199,11 +199,16 @@ class Runner:
     DeadlineExceededError (nothing answers) and ModelMismatchError.
     """
 
-    def __init__(self, settings: RunnerSettings, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        settings: RunnerSettings,
+        observer: Observer | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         require_little_endian()
         self.policy = settings.policy
         self._channel: Channel | None = None
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer = tokenizer
         self._generations: dict[EngineSequence, Generation] = {}
         self._model_directory = settings.model
         if settings.policy.needs_service and settings.gpu is None:
@@ -260,7 +265,7 @@ class Runner:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, read when first needed. Raises ModelError if there is none."""
+        """The model's tokenizer, read when first needed if not given. Raises ModelError."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self._model_directory)
         return self._tokenizer

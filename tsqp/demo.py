@@ -6,18 +6,20 @@ is what is on the wire. The verdict compares token ids and logits with transform
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import rich.box
 from rich.console import Console
@@ -29,10 +31,12 @@ from rich.text import Text
 from protocol.errors import EndpointError, TsqpError
 from tee_side.policy import Policy, load_policy
 from tsqp.cli.program import model_directory
+from tsqp.cli.status import bytes_for_people
 from tsqp.tap import Seen, Tap
 
 DTYPE = "float32"
 START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0
 FEED_LINES = 14
 
 
@@ -48,7 +52,8 @@ def run_demo(*, policy: str, prompt: str, max_new_tokens: int) -> bool:
         "[bold]TSQP demo[/]: light operators in one process (the TEE's part), heavy ones in"
         " another (the GPU's part; here it computes on the CPU)"
     )
-    console.print(chosen.disclosure() or f"policy {chosen.name}: nothing leaves the TEE")
+    disclosure = chosen.disclosure() or f"policy {chosen.name}: nothing leaves the TEE"
+    console.print(disclosure, markup=False)
     with tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder:
         report_path, logits_path = Path(folder) / "report.json", Path(folder) / "logits"
         command = [
@@ -92,28 +97,87 @@ def _service(console: Console, policy: Policy) -> Iterator[str | None]:
         yield None
         return
     command = [_program("gpu-service"), "demo", "--bind", "tcp://127.0.0.1:*", "--dtype", DTYPE]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        endpoint = _wait_until_ready(process)
+    with _child(command, stdout=subprocess.DEVNULL) as (process, log):
+        line = log.ready_line(START_TIMEOUT_S)
+        if line is None:
+            raise DemoError(
+                "gpu-service",
+                got=log.last,
+                expected=f"a line that says ready within {START_TIMEOUT_S:g} s",
+            )
+        endpoint = line.split("endpoint=", 1)[1].split()[0]
         console.print(f"gpu-service: process {process.pid}, ready at {endpoint}")
         yield endpoint
+
+
+@contextmanager
+def _child(
+    command: list[str], *, stdout: int
+) -> Iterator[tuple[subprocess.Popen[bytes], StderrReader]]:
+    """Start one of our programs, and end it when the block ends in whatever way."""
+    process = subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.PIPE, env=_child_environment()
+    )
+    reader = StderrReader(process.stderr)
+    try:
+        yield process, reader
     finally:
         process.terminate()
-        process.communicate(timeout=10)
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
-def _wait_until_ready(process: subprocess.Popen[str]) -> str:
-    lines: list[str] = []
-    deadline = time.monotonic() + START_TIMEOUT_S
-    for line in process.stderr or ():
-        lines.append(line.strip())
-        if " ready " in line:
-            return line.split("endpoint=", 1)[1].split()[0]
-        if time.monotonic() > deadline:
-            break
-    raise DemoError(
-        "gpu-service", got=lines[-1] if lines else "no output", expected="a line that says ready"
-    )
+def _child_environment() -> dict[str, str]:
+    """Return our environment without settings of the two programs: the demo has its own.
+
+    With a temperature, for example, the tokens would rightly differ from transformers'.
+    """
+    return {
+        **{
+            k: v for k, v in os.environ.items() if not k.startswith(("TEE_RUNNER_", "GPU_SERVICE_"))
+        },
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class StderrReader:
+    """Reads a child's stderr to its end in a thread of its own: a full pipe would block it.
+
+    `last`: the last line that was not empty.
+    """
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        self.last = "no output"
+        self._stream = stream
+        self._ready: queue.Queue[str | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
+        self._thread.start()
+
+    def ready_line(self, timeout_s: float) -> str | None:
+        """Return the line that says ready; None if the stream ends or time runs out before it."""
+        try:
+            return self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def join(self) -> None:
+        """Wait for the end of the stream, which comes when the child ends."""
+        self._thread.join(END_TIMEOUT_S)
+
+    def _read(self) -> None:
+        with self._stream or open(os.devnull, "rb") as stream:
+            for line in stream:
+                text = line.decode(errors="replace").strip()
+                self.last = text or self.last
+                if " ready " in text:
+                    self._ready.put(text)
+        self._ready.put(None)
 
 
 @contextmanager
@@ -129,45 +193,31 @@ def _stream_story(
     console: Console, arguments: list[str], prompt: str, feed: Feed, policy: Policy
 ) -> None:
     """Run tee-runner and show its text as it comes, beside what the GPU side receives."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [_program("tee-runner"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    story = Text(prompt, style="bold")
-    try:
+    command = [_program("tee-runner"), *arguments]
+    with _child(command, stdout=subprocess.PIPE) as (process, errors):
+        story = Text(prompt, style="bold")
         if console.is_terminal:
-            first = _side_by_side(story, feed)
+            first = _side_by_side(story, feed, console.width)
             with Live(first, console=console, refresh_per_second=12) as live:
                 for piece in _pieces(process):
                     story.append(piece, style="not bold")
-                    live.update(_side_by_side(story, feed))
+                    live.update(_side_by_side(story, feed, console.width))
         else:
-            console.print(f"\n{prompt}", end="", soft_wrap=True)
+            console.print(f"\n{prompt}", end="", soft_wrap=True, markup=False)
             for piece in _pieces(process):
                 console.file.write(piece)
                 console.file.flush()
             console.print(_feed_table(feed.first, feed, "What the GPU side received first"))
-        _, stderr = process.communicate(timeout=30)
-    except BaseException:
-        process.terminate()
-        process.communicate(timeout=10)
-        raise
-    if process.returncode != 0:
-        error = stderr.decode(errors="replace").strip().splitlines()
-        raise DemoError(
-            "tee-runner", got=error[-1] if error else "no output", expected="exit status 0"
-        )
+        status = process.wait(START_TIMEOUT_S)
+        errors.join()
+    if status != 0:
+        raise DemoError("tee-runner", got=errors.last, expected="exit status 0")
     if policy.needs_service and feed.count == 0:
         raise EndpointError("tap", got="no requests", expected="the runner's requests")
 
 
 def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
     """Yield decoded output as it comes, keeping a character together that is split over reads."""
-    import codecs
-
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     if process.stdout is None:
         return
@@ -175,35 +225,47 @@ def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
         yield decoder.decode(chunk)
 
 
-def _side_by_side(story: Text, feed: Feed) -> Table:
+def _side_by_side(story: Text, feed: Feed, width: int) -> Table:
     grid = Table.grid(expand=True)
+    grid.add_column(ratio=1)
     grid.add_column(ratio=2)
-    grid.add_column(ratio=3)
-    received = _feed_table(list(feed.last), feed, None)
+    # On 80 columns the names of the operators leave room for two numbers.
+    received = _feed_table(list(feed.last), feed, None, numbers=4 if width >= 110 else 2)
     grid.add_row(
         Panel(story, title="tee-runner: the story", height=FEED_LINES + 6),
         Panel(
             received,
             title=f"gpu-service: receives ({feed.count} requests)",
             height=FEED_LINES + 6,
+            padding=0,
         ),
     )
     return grid
 
 
-def _feed_table(rows: list[Seen], feed: Feed, title: str | None) -> Table:
+def _feed_table(rows: list[Seen], feed: Feed, title: str | None, numbers: int = 4) -> Table:
     caption = f"{len(rows)} of {feed.count} requests" if title else None
-    table = Table(title=title, caption=caption, box=rich.box.SIMPLE, title_justify="left")
+    table = Table(
+        title=title,
+        caption=caption,
+        box=rich.box.SIMPLE_HEAD,
+        title_justify="left",
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("layer", justify="right")
-    table.add_column("operator")
+    table.add_column("operator", no_wrap=True)
     table.add_column("shape", no_wrap=True)
-    table.add_column("first numbers", no_wrap=True)
+    table.add_column("first numbers")
     for seen in rows:
         table.add_row(
             "" if seen.layer is None else str(seen.layer),
             seen.what,
             "x".join(map(str, seen.shape)),
-            " ".join(f"{n:.0f}" if seen.dtype == "int64" else f"{n:+.3f}" for n in seen.numbers),
+            " ".join(
+                f"{n:.0f}" if seen.dtype == "int64" else f"{n:+.3f}" for n in seen.numbers[:numbers]
+            ),
         )
     return table
 
@@ -215,6 +277,7 @@ def _cost_table(report: dict[str, Any]) -> Table:
         box=rich.box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
+        show_edge=False,
     )
     for name in ("operator", "where"):
         table.add_column(name, no_wrap=True)
@@ -233,13 +296,13 @@ def _cost_table(report: dict[str, Any]) -> Table:
             row["place"],
             str(row["calls"]),
             str(row["round_trips"]),
-            _kilobytes(row["bytes_sent"]),
-            _kilobytes(row["bytes_received"]),
-            *(f"{times[c] * 1e3:.1f}" if times[c] else "" for c in columns),
+            _size(row["bytes_sent"]),
+            _size(row["bytes_received"]),
+            *(_milliseconds(times[c]) for c in columns),
         )
     rest = max(0.0, report["timing"]["total_s"] - placed)
     sums["tee_s"] += rest
-    table.add_row("everything else", "tee", "", "", "", "", f"{rest * 1e3:.1f}", "", "")
+    table.add_row("everything else", "tee", "", "", "", "", _milliseconds(rest), "", "")
     table.add_section()
     rpc = report["rpc"]
     table.add_row(
@@ -247,15 +310,22 @@ def _cost_table(report: dict[str, Any]) -> Table:
         "",
         "",
         str(rpc["count"]),
-        _kilobytes(rpc["bytes_sent"]),
-        _kilobytes(rpc["bytes_received"]),
-        *(f"{sums[c] * 1e3:.1f}" for c in columns),
+        _size(rpc["bytes_sent"]),
+        _size(rpc["bytes_received"]),
+        *(_milliseconds(sums[c]) for c in columns),
     )
     return table
 
 
-def _kilobytes(size: int) -> str:
-    return f"{size / 1e3:,.0f} kB" if size else ""
+def _size(size: int) -> str:
+    return bytes_for_people(size) if size else ""
+
+
+def _milliseconds(seconds: float) -> str:
+    """Render a time in 6 characters at most, so that the table fits a terminal of 80 columns."""
+    if seconds == 0:
+        return ""
+    return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
 def _verdict(console: Console, report: dict[str, Any], logits_path: Path) -> bool:

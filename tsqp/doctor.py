@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from tsqp.cli.program import DEFAULT_PORT
+
 State = Literal["ok", "missing", "note"]
 
 _PACKAGES = (
@@ -37,7 +39,6 @@ _TEE_DEVICES = {
     "/dev/tdx_guest": "Intel TDX guest",
     "/sys/kernel/config/tsm/report": "attestation reports through configfs",
 }
-DEFAULT_PORT = 5555
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 from pathlib import Path
@@ -44,6 +45,30 @@ RUNNER_CASES = {
     ),
     "unknown option": (["demo", "--prompt", "x", "--warmth", "1"], ["--warmth"]),
     "value out of range": (["demo", "--prompt", "x", "--top-p", "2"], ["--top-p"]),
+    "value that is no number": (["demo", "--prompt", "x", "--top-p", "nan"], ["--top-p", "nan"]),
+    "value that is infinite": (
+        ["demo", "--prompt", "x", "--temperature", "inf"],
+        ["--temperature"],
+    ),
+    "penalty too small": (
+        ["demo", "--prompt", "x", "--repetition-penalty", "0.001"],
+        ["--repetition-penalty", "0.01"],
+    ),
+    "more threads than torch stands": (
+        ["demo", "--prompt", "x", "--threads", "100000"],
+        ["--threads", "1024"],
+    ),
+    "empty stop string": (["demo", "--prompt", "x", "--stop", ""], ["--stop", "empty"]),
+    "seed beyond 64 bits": (["demo", "--prompt", "x", "--seed", "9" * 30], ["--seed"]),
+    "prompt that is not UTF-8": (
+        ["demo", "--prompt", "a\udcff"],
+        ["--prompt: got bytes that are not UTF-8"],
+    ),
+    "missing prompt file": (
+        ["demo", "--prompt-file", "/nowhere.txt"],
+        ["--prompt-file /nowhere.txt: got No such file"],
+    ),
+    "prompt file that is a directory": (["demo", "--prompt-file", "/tmp"], ["/tmp", "directory"]),
     "unreachable endpoint": (
         ["demo", "--prompt", "x", "--gpu", "tcp://127.0.0.1:9", "--connect-timeout-s", "0.2"],
         ["tcp://127.0.0.1:9", "no reply to Init within 0.2 s"],
@@ -73,6 +98,31 @@ def test_no_tokenizer_is_named_and_token_ids_work_without(tmp_path: Path) -> Non
     arguments = ("generate", str(model), "--policy", "tee-only", "--max-new-tokens", "3")
     refused(call("tee-runner", *arguments, "--prompt", "x"), str(model), "tokenizer.json")
     assert call("tee-runner", *arguments, "--prompt-token-ids", "1,2").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_missing_tokenizer_is_noticed_before_connecting(command: str, tmp_path: Path) -> None:
+    model = copy_of_demo(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    nobody = ("--gpu", "tcp://127.0.0.1:9", "--connect-timeout-s", "0.2")
+    prompt = ("--prompt", "x") if command == "generate" else ()
+    refused(call("tee-runner", command, str(model), *nobody, *prompt), "no tokenizer.json")
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"Once \xff")
+    refused(
+        call("tee-runner", "generate", "demo", "--prompt-file", str(file)),
+        str(file),
+        "not UTF-8 at offset 5",
+    )
+    for arguments in (["generate", "demo", "--prompt-file", "-"], ["chat", "demo"]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xe9t\xe9\n")))
+        result = call("tee-runner", *arguments, "--policy", "tee-only")
+        refused(result, "standard input", "not UTF-8 at offset 0")
+    refused(call("tee-runner", "chat", "demo", "--system", "\udcff"), "--system", "not UTF-8")
+    refused(call("tsqp", "demo", "--prompt", "\udcff"), "--prompt", "not UTF-8")
 
 
 def test_truncated_weights_name_the_file(tmp_path: Path) -> None:
@@ -150,3 +200,14 @@ def test_unwritable_report_is_named(tmp_path: Path) -> None:
         *("--report", str(tmp_path / "none" / "report.json")),
     )
     refused(result, "report.json")
+
+
+@pytest.mark.parametrize("option", ["--report", "--save-logits"])
+def test_a_report_on_a_full_disk_is_noticed(option: str) -> None:
+    result = call(
+        "tee-runner",
+        *("generate", "demo", "--policy", "tee-only", "--prompt", "x", "--max-new-tokens", "1"),
+        *(option, "/dev/full"),
+    )
+    assert result.returncode == 1
+    assert "error: /dev/full: got the error 'No space left on device'" in result.stderr

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import click
 import pytest
 
 from tests.e2e.in_process import call
 from tests.e2e.test_bad_input import refused
 from tests.support import ENVIRONMENT, run
+from tsqp.cli.tee_runner import generate
 
 PROGRAMS = ("gpu-service", "tee-runner", "tsqp")
 TEE_ONLY = ("--policy", "tee-only", "--prompt-token-ids", "1,2,3", "--json")
@@ -44,6 +48,26 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
         ("gpu-service", "dtype = \n", ["invalid TOML"]),
         ("gpu-service", 'model = "demo"\ndtype = "float12"\n', ["dtype", "float12"]),
         ("gpu-service", 'model = "demo"\nthreads = "many"\n', ["threads", "many"]),
+        ("gpu-service", 'threads = "2"\n', ["threads: got '2', expected an integer"]),
+        ("gpu-service", "threads = true\n", ["threads: got True, expected an integer"]),
+        ("gpu-service", "threads = 2.0\n", ["threads: got 2.0, expected an integer"]),
+        ("gpu-service", 'model = "demo"\nthreads = 100000\n', ["threads", "100000"]),
+        ("gpu-service", f"threads = 0x{'f' * 6000}\n", ["threads", "64 bits"]),
+        ("gpu-service", f"threads = {'9' * 6000}\n", ["settings.toml", "digits"]),
+        ("gpu-service", "model = 3\n", ["model: got 3, expected a string"]),
+        ("gpu-service", "model = 2026-01-31\n", ["model", "expected a string"]),
+        ("gpu-service", 'model = ["demo"]\n', ["model", "expected a string"]),
+        ("gpu-service", "dtype = 32\n", ["dtype: got 32, expected a string"]),
+        ("gpu-service", "max-message-mib = 1\nmax_message_mib = 2\n", ["max_message_mib", "twice"]),
+        ("gpu-service", "a = " + "[" * 5000 + "]" * 5000 + "\n", ["settings.toml", "nested"]),
+        ("tee-runner", "[generate]\njson = 1\n", ["json: got 1, expected true or false"]),
+        ("tee-runner", '[generate]\ntop-p = "0.5"\n', ["top-p: got '0.5', expected a number"]),
+        ("tee-runner", "[generate]\ntop-p = false\n", ["top-p: got False, expected a number"]),
+        ("tee-runner", "[generate]\ntop-p = nan\n", ["--top-p", "nan"]),
+        ("tee-runner", '[generate]\nstop = "a b"\n', ["stop", "expected a list of strings"]),
+        ("tee-runner", "[generate]\nstop = [1]\n", ["stop", "expected strings only"]),
+        ("tee-runner", '[generate]\nstop = [""]\n', ["--stop", "empty"]),
+        ("tee-runner", "generate = 3\n", ["generate", "unknown key"]),
     ],
 )
 def test_bad_settings_files_are_refused(
@@ -53,6 +77,38 @@ def test_bad_settings_files_are_refused(
     config.write_text(content)
     command = [] if program == "gpu-service" else ["generate", "demo", "--prompt", "x"]
     refused(call(program, "--config", str(config), *command), *fragments)
+
+
+def test_an_integer_in_the_file_is_a_number_for_a_float_option(tmp_path: Path) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text("[generate]\ntop-p = 1\ntemperature = 0\nmax-new-tokens = 2\n")
+    assert new_tokens("--config", str(config), "generate", "demo", *TEE_ONLY) == 2
+
+
+def test_stop_strings_in_the_environment_are_lines() -> None:
+    seen: list[tuple[str, ...]] = []
+    options = {option.name: option for option in generate.params}
+    probe = click.Command(
+        "probe", params=[options["stop"]], callback=lambda **given: seen.append(given["stop"])
+    )
+    for value in ("the end", "the end\n a b \n"):
+        with mock.patch.dict(os.environ, {"PROBE_STOP": value}):
+            probe.main([], "probe", auto_envvar_prefix="PROBE", standalone_mode=False)
+    assert seen == [("the end",), ("the end", " a b ")]
+
+
+def test_a_prompt_on_the_command_line_comes_before_the_others(tmp_path: Path) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text('[generate]\nprompt = "from the file"\n')
+    environment = {"TEE_RUNNER_GENERATE_PROMPT_FILE": str(tmp_path / "none.txt")}
+    command = ("--config", str(config), "generate", "demo", *TEE_ONLY, "--max-new-tokens", "2")
+    assert new_tokens(*command, **environment) == 2
+    without = command[: command.index("--prompt-token-ids")]
+    refused(
+        call("tee-runner", *without, **environment), "--prompt and --prompt-file", "exactly one"
+    )
+    refused(call("tee-runner", *without, "--prompt", "x", "--prompt-token-ids", "1"), "exactly one")
+    assert new_tokens(*without, "--max-new-tokens", "2", "--json") == 2
 
 
 def test_missing_settings_file_is_refused(tmp_path: Path) -> None:

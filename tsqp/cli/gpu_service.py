@@ -6,15 +6,8 @@ from typing import NoReturn
 
 import click
 
-from tsqp.cli.program import (
-    DEFAULT_ENDPOINT,
-    DTYPES,
-    config_option,
-    model_directory,
-    run,
-    setup_logging,
-    version_option,
-)
+from tsqp.cli.program import DEFAULT_ENDPOINT, model_directory, run, setup_logging
+from tsqp.cli.settings import DTYPES, THREADS, config_option, version_option
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -27,7 +20,7 @@ from tsqp.cli.program import (
 )
 @click.option("--device", default="cpu", help="cpu, cuda or cuda:N.")
 @click.option("--dtype", type=DTYPES, help="What to compute in; default: the model's own dtype.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads for torch.")
+@click.option("--threads", type=THREADS, help="CPU threads for torch.")
 @click.option(
     "--max-message-mib",
     type=click.IntRange(1, 4096),

@@ -35,10 +35,19 @@ class LogfmtFormatter(logging.Formatter):
         return line
 
 
+# What the programs log under; torch and others have loggers of their own.
+OWN_LOGGERS = ("gpu_service", "tee_side", "protocol")
+
+
 def configure(level: str) -> None:
-    """Install the formatter on the root logger, writing to stderr."""
+    """Install the formatter on the root logger, writing to stderr.
+
+    The level is that of our own events: what a library tells at info is not about this service.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogfmtFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(logging.WARNING)
+    for name in OWN_LOGGERS:
+        logging.getLogger(name).setLevel(level.upper())

@@ -8,7 +8,9 @@ from typing import NoReturn
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.program import EXIT_FAILURE, config_option, run, version_option
+from tsqp.cli.program import DEFAULT_POLICY, EXIT_FAILURE, run
+from tsqp.cli.prompts import require_utf8
+from tsqp.cli.settings import THREADS, config_option, version_option
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
@@ -21,7 +23,7 @@ def command() -> None:
 
 
 @command.command(context_settings=CONTEXT)
-@click.option("--policy", default="attention-in-tee", metavar="NAME|FILE")
+@click.option("--policy", default=DEFAULT_POLICY, metavar="NAME|FILE")
 @click.option("--prompt", default="Once upon a time", metavar="TEXT")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=240)
 @config_option
@@ -32,6 +34,7 @@ def demo(context: click.Context, policy: str, prompt: str, max_new_tokens: int) 
     Starts a gpu-service and a tee-runner on loopback, shows the story and what the GPU side
     receives, then the cost per operator. Exit status 1 if the tokens differ from transformers'.
     """
+    require_utf8(prompt, "--prompt")
     try:
         from tsqp.demo import run_demo
     except ImportError as error:
@@ -46,9 +49,9 @@ def demo(context: click.Context, policy: str, prompt: str, max_new_tokens: int) 
 
 @command.command("train-demo", context_settings=CONTEXT)
 @click.argument("output", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--seed", type=click.IntRange(min=0), default=7)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=7)
 @click.option("--tokens", type=click.IntRange(min=1), help="How many to train on.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads for torch.")
+@click.option("--threads", type=THREADS, help="CPU threads for torch.")
 @config_option
 def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None) -> None:
     """Train the demo model that ships with us, into the new directory OUTPUT."""

@@ -1,109 +1,119 @@
-"""What the three programs share: settings from three places, errors in one line, exit statuses.
-
-A setting comes from the command line, else from an environment variable (`GPU_SERVICE_BIND`,
-`TEE_RUNNER_GENERATE_POLICY`, ...), else from the TOML file that `--config` names, else from its
-default. click does all of this; what is added here is that unknown keys in the file are refused.
-"""
+"""What the three programs share: errors in one line, signals, exit statuses and defaults."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import tomllib
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import FrameType
+from typing import NoReturn
 
 import click
 
-from protocol.errors import SettingsError, TsqpError
+from protocol.errors import TsqpError
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-C = TypeVar("C", bound=Callable[..., Any])
+DEFAULT_PORT = 5555
+DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_POLICY = "attention-in-tee"
+
+
+class _EndedBySignal(SystemExit):
+    """Raised by the signal handlers, so that every `finally` runs; exit status 128 + number."""
 
 
 def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
-    """Run a program and exit: 0, 1 for a negative verdict, 2 with one line for bad input."""
+    """Run a program and exit: 0, 1 for a negative verdict, 2 with one line for bad input.
+
+    SIGTERM and SIGHUP end it as quietly as without a handler, but after its cleaning up, with
+    128 + number. `TSQP_DEBUG=1` shows the traceback of an error that is a mistake of ours.
+    """
     # Two torch processes on one machine fight through libgomp's spinning threads; it reads this
     # once, when torch is imported. docs/architecture.md has the measurement.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     try:
-        status = command.main(
-            prog_name=name, auto_envvar_prefix=environment_prefix, standalone_mode=False
-        )
+        with _signals_raise():
+            status = command.main(
+                prog_name=name, auto_envvar_prefix=environment_prefix, standalone_mode=False
+            )
+            # Here and not at shutdown, where a full disk could no longer be reported.
+            sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         status = EXIT_BAD_INPUT
     except (click.ClickException, TsqpError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        click.echo(f"{name}: error: {' '.join(message.split())}", err=True)
+        _complain(f"{name}: error: {message}")
         status = EXIT_BAD_INPUT
     except (click.Abort, KeyboardInterrupt):
-        click.echo(f"{name}: interrupted", err=True)
+        _complain(f"{name}: interrupted")
         status = EXIT_INTERRUPTED
+    except _EndedBySignal as ended:
+        if ended.code == EXIT_INTERRUPTED:
+            _complain(f"{name}: interrupted")
+        raise
     except BrokenPipeError:
-        # The reader has gone (`| head`): nothing is left to say, not even at shutdown.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has gone (`| head`): nothing is left to say.
+        _discard_stdout()
+        status = EXIT_FAILURE
+    except OSError as error:
+        where, reason = error.filename or "input or output", error.strerror or type(error).__name__
+        _complain(f"{name}: error: {where}: got the error {reason!r}, expected none")
+        _discard_stdout()
+        status = EXIT_FAILURE
+    except Exception as error:
+        if os.environ.get("TSQP_DEBUG") == "1":
+            raise
+        _complain(
+            f"{name}: internal error: {type(error).__name__}: {error}"
+            " (set TSQP_DEBUG=1 for the traceback)"
+        )
         status = EXIT_FAILURE
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def config_option(command: C) -> C:
-    """Add `--config FILE`, which is read before the other settings are."""
-    return click.option(
-        "--config",
-        type=click.Path(dir_okay=False, path_type=Path),
-        is_eager=True,
-        expose_value=False,
-        callback=_read_config,
-        help="TOML file with settings; a table per command, keys as the long options.",
-    )(command)
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Make signals that would end the process raise `_EndedBySignal` in the main thread.
 
-
-def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
-    if path is None:
-        return
+    SIGINT too: click prints an empty line when it sees a KeyboardInterrupt. A signal that is
+    ignored stays so (`nohup`, and background jobs of a script).
+    """
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    taken = [n for n in _ENDING_SIGNALS if signal.getsignal(n) in usual]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []  # Python sets handlers in the main thread alone
+    previous = {number: signal.signal(number, _raise_ended) for number in taken}
     try:
-        with path.open("rb") as file:
-            content = tomllib.load(file)
-    except OSError as error:
-        raise SettingsError(
-            str(path), got=error.strerror or "an unreadable file", expected="a TOML file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(str(path), got=f"invalid TOML ({error})", expected="TOML") from None
-    context.default_map = {
-        **(context.default_map or {}),
-        **_known_settings(context.command, content, str(path)),
-    }
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _known_settings(command: click.Command, table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Turn a TOML table into click's `default_map`. Raises SettingsError for an unknown key."""
-    known = {
-        parameter.name
-        for parameter in command.params
-        if parameter.name is not None and parameter.name not in ("config", "help", "version")
-    }
-    commands = command.commands if isinstance(command, click.Group) else {}
-    settings: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if key in commands and isinstance(value, dict):
-            settings[key] = _known_settings(commands[key], value, f"{where}: [{key}]")
-        elif name in known and not isinstance(value, dict):
-            settings[name] = value
-        else:
-            expected = sorted(name.replace("_", "-") for name in known | set(commands))
-            raise SettingsError(
-                f"{where}: {key}",
-                got="an unknown table" if isinstance(value, dict) else "an unknown key",
-                expected=f"one of {', '.join(expected)}",
-            )
-    return settings
+def _raise_ended(number: int, _frame: FrameType | None) -> NoReturn:
+    raise _EndedBySignal(128 + number)
+
+
+def _complain(message: str) -> None:
+    """Write one line to stderr, if there is anybody left to read it."""
+    with suppress(OSError):
+        click.echo(" ".join(message.split()), err=True)
+
+
+def _discard_stdout() -> None:
+    """Send what is still buffered nowhere, so that Python has nothing to report at shutdown."""
+    # A stdout that is no file (in tests) has no descriptor, and no shutdown either.
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def model_directory(name: str) -> Path:
@@ -118,12 +128,3 @@ def setup_logging(level: str) -> None:
     from tsqp.cli.logs import configure
 
     configure(level)
-
-
-DTYPES = click.Choice(["float32", "bfloat16", "float16"])
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
-
-
-def version_option(command: C) -> C:
-    """Add `--version`."""
-    return click.version_option(package_name="tsqp", message="%(prog)s %(version)s")(command)

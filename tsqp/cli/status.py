@@ -33,8 +33,13 @@ class StatusLine:
     def __enter__(self) -> StatusLine:
         if self._enabled:
             # A new line first, so that the row that is taken away was empty.
-            self._write(f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
-            self._draw(f"{self._policy}: prefill")
+            try:
+                self._write(f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
+                self._draw(f"{self._policy}: prefill")
+            except BaseException:
+                # A signal at this moment: `__exit__` would not be called.
+                self._give_back()
+                raise
         return self
 
     def __exit__(
@@ -44,7 +49,7 @@ class StatusLine:
         trace: TracebackType | None,
     ) -> None:
         if self._enabled:
-            self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
+            self._give_back()
 
     def update(self, generation: Generation) -> None:
         """Redraw after a token, ten times a second at most."""
@@ -55,6 +60,9 @@ class StatusLine:
         rate = generation.token_count / (now - self._started)
         tokens = f"{generation.token_count} tokens, {rate:.1f} tokens/s"
         self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}")
+
+    def _give_back(self) -> None:
+        self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
 
     def _draw(self, text: str) -> None:
         size = shutil.get_terminal_size()

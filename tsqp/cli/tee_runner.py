@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 import click
 
 from protocol.errors import PromptError, SettingsError
-from tsqp.cli.program import (
-    DEFAULT_ENDPOINT,
+from tsqp.cli.program import DEFAULT_ENDPOINT, DEFAULT_POLICY, model_directory, run
+from tsqp.cli.prompts import chosen_prompt, read_turn, require_utf8
+from tsqp.cli.settings import (
     DTYPES,
+    THREADS,
+    FiniteFloatRange,
+    StopText,
     config_option,
-    model_directory,
-    run,
     version_option,
 )
 from tsqp.cli.status import StatusLine, traffic
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     import torch
 
     from tee_side.observer import OperatorTable
+    from tee_side.policy import Policy
     from tee_side.runner import Generation, GenerationResult, Runner
     from tee_side.sampling import SamplingSettings
+    from tee_side.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=Callable[..., Any])
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -45,23 +48,29 @@ def shared_options(command: C) -> C:
         click.option("--gpu", default=DEFAULT_ENDPOINT, metavar="ENDPOINT", help="gpu-service."),
         click.option(
             "--policy",
-            default="attention-in-tee",
+            default=DEFAULT_POLICY,
             metavar="NAME|FILE",
             shell_complete=_complete_policy,
             help="What leaves the TEE: tee-only, attention-in-tee, tsqp, or a TOML file.",
         ),
         click.option("--max-new-tokens", type=click.IntRange(min=1), default=256),
         click.option(
-            "--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy."
+            "--temperature", type=FiniteFloatRange(0, 100), default=0.0, help="0 is greedy."
         ),
         click.option("--top-k", type=click.IntRange(min=0), default=0, help="0 is off."),
-        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0),
-        click.option("--min-p", type=click.FloatRange(0, 1), default=0.0),
-        click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), default=1.0),
-        click.option("--seed", type=click.IntRange(min=0), help="Default: a fresh one."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="Stop string; repeatable."),
+        click.option("--top-p", type=FiniteFloatRange(0, 1, min_open=True), default=1.0),
+        click.option("--min-p", type=FiniteFloatRange(0, 1), default=0.0),
+        click.option("--repetition-penalty", type=FiniteFloatRange(0.01, 100), default=1.0),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Default: a fresh one."),
+        click.option(
+            "--stop",
+            type=StopText(),
+            multiple=True,
+            metavar="TEXT",
+            help="Stop string; repeatable, and one a line in the environment.",
+        ),
         click.option("--dtype", type=DTYPES, help="In the TEE; default: the model's own dtype."),
-        click.option("--threads", type=click.IntRange(min=1), help="CPU threads for torch."),
+        click.option("--threads", type=THREADS, help="CPU threads for torch."),
         click.option(
             "--step-tokens",
             type=click.IntRange(min=1),
@@ -69,10 +78,10 @@ def shared_options(command: C) -> C:
             help="Tokens in one step: longer prompts are prefilled in chunks.",
         ),
         click.option(
-            "--connect-timeout-s", type=click.FloatRange(0, 3600, min_open=True), default=10.0
+            "--connect-timeout-s", type=FiniteFloatRange(0, 3600, min_open=True), default=10.0
         ),
         click.option(
-            "--request-timeout-s", type=click.FloatRange(0, 3600, min_open=True), default=60.0
+            "--request-timeout-s", type=FiniteFloatRange(0, 3600, min_open=True), default=60.0
         ),
         click.option(
             "--max-message-mib",
@@ -102,8 +111,8 @@ def command() -> None:
 @click.option("--prompt", metavar="TEXT")
 @click.option(
     "--prompt-file",
-    type=click.File(encoding="utf-8"),
-    help="- reads standard input. A final newline is dropped.",
+    metavar="FILE",
+    help="UTF-8; - reads standard input. A final newline is dropped.",
 )
 @click.option("--prompt-token-ids", metavar="1,2,3")
 @click.option(
@@ -118,11 +127,14 @@ def command() -> None:
 )
 @shared_options
 @config_option
+@click.pass_context
 def generate(
+    context: click.Context,
+    /,
     *,
     model: str,
     prompt: str | None,
-    prompt_file: TextIO | None,
+    prompt_file: str | None,
     prompt_token_ids: str | None,
     report: BinaryIO | None,
     save_logits: BinaryIO | None,
@@ -136,27 +148,26 @@ def generate(
     the GPU side can see of them is the policy's, and the first line on stderr says it.
     """
     from tee_side.observer import OperatorTable
+    from tee_side.policy import load_policy
 
-    if sum(given is not None for given in (prompt, prompt_file, prompt_token_ids)) != 1:
-        raise SettingsError(
-            "prompt",
-            got="none, or more than one",
-            expected="exactly one of --prompt, --prompt-file and --prompt-token-ids",
-        )
-    ids = None if prompt_token_ids is None else _parse_ids(prompt_token_ids)
-    if prompt_file is not None:
-        prompt = prompt_file.read().removesuffix("\n")
+    given = chosen_prompt(
+        context, prompt=prompt, prompt_file=prompt_file, prompt_token_ids=prompt_token_ids
+    )
+    policy = load_policy(settings["policy"])
+    # Token ids are enough for a model without a tokenizer; what comes out are token ids, too.
+    needed = given.token_ids is None or _has_tokenizer(model)
+    tokenizer = _load_tokenizer(model) if needed else None
+    ids = given.token_ids
+    if tokenizer is not None and ids is None:
+        ids = tokenizer.encode(given.text or "")
     table = OperatorTable() if report else None
-    with _open_runner(model, settings, table) as runner:
-        if ids is None:
-            ids = runner.tokenizer.encode(prompt or "")
-        with_text = prompt_token_ids is None or _has_tokenizer(model)
+    with _open_runner(model, policy, settings, table, tokenizer) as runner:
         generation = runner.generate(
-            ids,
+            ids or [],
             max_new_tokens=max_new_tokens,
             sampling=_sampling(settings),
             stop=stop,
-            with_text=with_text,
+            with_text=tokenizer is not None,
         )
         logits: list[torch.Tensor] = []
         result = _stream(
@@ -190,21 +201,27 @@ def chat(
 
     MODEL is a Hugging Face directory, or "demo".
     """
-    messages = [{"role": "system", "content": system}] if system else []
+    from tee_side.policy import load_policy
+
+    messages = [{"role": "system", "content": require_utf8(system, "--system")}] if system else []
     turns: list[GenerationResult] = []
-    with _open_runner(model, settings, None) as runner:
+    policy = load_policy(settings["policy"])
+    tokenizer = _load_tokenizer(model)
+    with _open_runner(model, policy, settings, None, tokenizer) as runner:
         problem: PromptError | None = None
-        while (line := _read_turn()) is not None:
-            if not line.strip():
-                continue
-            user = {"role": "user", "content": line}
+        while True:
             try:
-                ids = runner.tokenizer.apply_chat_template([*messages, user])
+                if (line := read_turn()) is None:
+                    break
+                if not line.strip():
+                    continue
+                user = {"role": "user", "content": line}
+                ids = tokenizer.apply_chat_template([*messages, user])
                 generation = runner.generate(
                     ids, max_new_tokens=max_new_tokens, sampling=_sampling(settings), stop=stop
                 )
             except PromptError as error:
-                # The conversation has outgrown the context: what was said so far is still shown.
+                # Outgrown the context, or not UTF-8: what was said so far is still shown.
                 problem = error
                 break
             messages.append(user)
@@ -219,11 +236,26 @@ def chat(
         raise problem
 
 
-def _open_runner(model: str, settings: dict[str, Any], table: OperatorTable | None) -> Runner:
-    from tee_side.policy import load_policy
+def _load_tokenizer(model: str) -> Tokenizer:
+    """Return the tokenizer; called before connecting, which is pointless without one."""
+    from protocol.model.config import read_config
+    from tee_side.tokenizer import Tokenizer
+
+    directory = model_directory(model)
+    # First, because a missing directory is to be called that, and not a missing tokenizer.
+    read_config(directory)
+    return Tokenizer(directory)
+
+
+def _open_runner(
+    model: str,
+    policy: Policy,
+    settings: dict[str, Any],
+    table: OperatorTable | None,
+    tokenizer: Tokenizer | None,
+) -> Runner:
     from tee_side.runner import Runner, RunnerSettings
 
-    policy = load_policy(settings["policy"])
     runner = Runner(
         RunnerSettings(
             model=model_directory(model),
@@ -237,6 +269,7 @@ def _open_runner(model: str, settings: dict[str, Any], table: OperatorTable | No
             max_message_bytes=settings["max_message_mib"] * 1024 * 1024,
         ),
         table,
+        tokenizer,
     )
     if disclosure := policy.disclosure():
         click.echo(disclosure, err=True)
@@ -261,26 +294,6 @@ def _has_tokenizer(model: str) -> bool:
     from tee_side.tokenizer import TOKENIZER_FILE
 
     return (model_directory(model) / TOKENIZER_FILE).exists()
-
-
-def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise PromptError(
-            "--prompt-token-ids", got="something that is no integer", expected="integers like 1,2,3"
-        ) from None
-
-
-def _read_turn() -> str | None:
-    """Return the next line of the user, or None at the end of the input."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        click.echo("> ", nl=False, err=True)
-    line = sys.stdin.readline()
-    if interactive and not line:
-        click.echo(err=True)
-    return line.rstrip("\n") if line else None
 
 
 def _stream(
@@ -332,14 +345,23 @@ def _write_report(file: BinaryIO, result: GenerationResult, table: OperatorTable
         }
         for name, totals in table.totals.items()
     }
-    file.write(json.dumps(result.model_dump() | {"operators": operators}, indent=1).encode())
+    _write(file, json.dumps(result.model_dump() | {"operators": operators}, indent=1).encode())
 
 
 def _write_logits(file: BinaryIO, logits: list[torch.Tensor]) -> None:
     import torch
     from safetensors.torch import save
 
-    file.write(save({"logits": torch.stack(logits).to(torch.float32)}))
+    _write(file, save({"logits": torch.stack(logits).to(torch.float32)}))
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    """Write and flush, because click drops errors of closing. Raises OSError with the name."""
+    try:
+        file.write(content)
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from None
 
 
 def main() -> NoReturn:

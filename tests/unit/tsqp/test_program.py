@@ -130,7 +130,9 @@ def test_an_operating_system_error_names_the_file(capsys: pytest.CaptureFixture[
 
     status, err = end_of(body, capsys)
     assert status == 1
-    assert err.startswith("tsqp: error: /mnt/report.json: got 'No space left on device', expected")
+    assert err.startswith(
+        "tsqp: error: /mnt/report.json: got the error 'No space left on device', expected"
+    )
     assert err.count("\n") == 1
 
 

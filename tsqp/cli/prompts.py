@@ -1,0 +1,113 @@
+"""Where a prompt comes from, and that its text is UTF-8: files and lines are read as bytes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from protocol.errors import PromptError, SettingsError
+
+_SOURCES = ("prompt", "prompt_file", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text or token ids; the other is None."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def chosen_prompt(
+    context: click.Context,
+    *,
+    prompt: str | None,
+    prompt_file: str | None,
+    prompt_token_ids: str | None,
+) -> Prompt:
+    """Return the one prompt that was given.
+
+    One on the command line comes before others in the environment or the settings file. Raises
+    SettingsError if there is none or more than one, PromptError if it cannot be read.
+    """
+    values = dict(zip(_SOURCES, (prompt, prompt_file, prompt_token_ids), strict=True))
+    given = {name: value for name, value in values.items() if value is not None}
+    typed = {
+        name: value
+        for name, value in given.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    given = typed or given
+    if len(given) != 1:
+        raise SettingsError(
+            "prompt",
+            got=" and ".join(f"--{name.replace('_', '-')}" for name in given) or "none",
+            expected="exactly one of --prompt, --prompt-file and --prompt-token-ids",
+        )
+    [(name, value)] = given.items()
+    if name == "prompt_token_ids":
+        return Prompt(None, _parse_ids(value))
+    if name == "prompt_file":
+        return Prompt(_read_file(value), None)
+    return Prompt(require_utf8(value, "--prompt"), None)
+
+
+def require_utf8(text: str, where: str) -> str:
+    """Return a text from the command line. Raises PromptError if its bytes were not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        # Python stands surrogates for such bytes, which no tokenizer takes.
+        raise PromptError(where, got="bytes that are not UTF-8", expected="UTF-8") from None
+    return text
+
+
+def read_turn() -> str | None:
+    """Return the user's next line, or None at the end of the input. Raises PromptError."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        click.echo("> ", nl=False, err=True)
+    line = sys.stdin.buffer.readline()
+    if interactive and not line:
+        click.echo(err=True)
+    return _decode(line, "standard input").rstrip("\r\n") if line else None
+
+
+def _read_file(name: str) -> str:
+    """Return the text of a file, or of standard input, without its last newline."""
+    if name == "-":
+        return _without_newline(_decode(sys.stdin.buffer.read(), "standard input"))
+    try:
+        content = Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PromptError(
+            f"--prompt-file {name}", got=reason or "an unreadable file", expected="a text file"
+        ) from None
+    return _without_newline(_decode(content, name))
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _decode(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            where, got=f"a byte that is not UTF-8 at offset {error.start}", expected="UTF-8"
+        ) from None
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise PromptError(
+            "--prompt-token-ids", got="something that is no integer", expected="integers like 1,2,3"
+        ) from None
