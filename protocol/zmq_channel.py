@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import zmq
 
@@ -129,12 +128,7 @@ class ZmqChannel:
     def __enter__(self) -> ZmqChannel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:

@@ -362,7 +362,8 @@ def _verdict(console: Console, report: dict[str, Any], logits_path: Path) -> boo
     word = "[bold green]identical[/]" if identical else f"[bold red]NOT identical{where}[/]"
     console.print(
         f"transformers {transformers.__version__}, same prompt, {DTYPE}: {len(ours)} token ids"
-        f" {word}, largest logit difference {difference:.1e}"
+        f" {word}, largest logit difference {difference:.1e}",
+        soft_wrap=True,
     )
     return identical
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -24,12 +23,7 @@ class TrainingProgress(Protocol):
     def __enter__(self) -> Self:
         """Begin to show progress."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop showing progress."""
 
     def update(self, step: int, steps: int, tokens: int, loss: float) -> None:
@@ -56,12 +50,7 @@ class LineProgress(_Shown):
         super().__init__()
         self._every = every
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Do nothing: lines need no clearing up."""
 
     def update(self, step: int, steps: int, tokens: int, loss: float) -> None:
@@ -100,12 +89,7 @@ class BarProgress(_Shown):
         self._bar.start()
         return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the bar as it stands."""
         self._bar.stop()
 
