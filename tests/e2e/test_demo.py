@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from io import StringIO
 from pathlib import Path
 
@@ -97,13 +96,11 @@ def test_a_service_that_says_nothing_is_given_up(
 ) -> None:
     stand_in(monkeypatch, tmp_path / "service", "exec sleep 60")
     monkeypatch.setattr(demo, "START_TIMEOUT_S", 0.2)
-    started = time.monotonic()
     with (
         pytest.raises(DemoError, match="gpu-service: got no output, expected a line that says"),
         _service(Console(file=StringIO()), load_policy("tsqp")),
     ):
         pass
-    assert time.monotonic() - started < 10
 
 
 def test_a_service_that_ends_early_is_quoted(
@@ -121,18 +118,17 @@ def test_a_talkative_service_is_not_blocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = tmp_path / "done"
+    os.mkfifo(done)
     stand_in(
         monkeypatch,
         tmp_path / "service",
         "echo 'info ready endpoint=tcp://127.0.0.1:1 start_s=0' >&2\n"
-        f"head -c 1000000 /dev/zero | tr '\\0' '\\n' >&2; touch {done}; exec sleep 60",
+        f"head -c 1000000 /dev/zero | tr '\\0' '\\n' >&2; echo all > {done}; exec sleep 60",
     )
     with _service(Console(file=StringIO()), load_policy("tsqp")) as endpoint:
         assert endpoint == "tcp://127.0.0.1:1"
-        deadline = time.monotonic() + 20
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert done.exists()
+        # Opening a fifo waits for its other end, which the script opens once it has said it all.
+        assert done.read_text() == "all\n"
 
 
 def test_tables_fit_80_columns() -> None:
