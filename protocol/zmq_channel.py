@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from protocol.channel import Exchange, Traffic
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, Reply, decode_reply, encode_request
@@ -33,6 +34,7 @@ from protocol.tensors import Buffer
 COPY_THRESHOLD_BYTES = 64 * 1024
 # Per client and direction, at the service; a message can be as large as the message limit.
 QUEUED_MESSAGES = 16
+RECONNECT_S = 2.0
 
 _TCP = re.compile(
     r"tcp://(?P<host>[A-Za-z0-9._-]+|\*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])"
@@ -113,10 +115,14 @@ class ZmqChannel:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        self._losses = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # Set from the loss of an established connection until ZeroMQ has made a new one.
+        self._lost = False
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._losses, zmq.POLLIN)
+        self._poller.register(self._events, zmq.POLLIN)
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -147,9 +153,7 @@ class ZmqChannel:
                 expected=f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
-        while self._losses.poll(0):
-            # A connection lost before this request was sent is not its loss: ZeroMQ reconnects.
-            self._losses.recv_multipart()
+        self._wait_for_reconnection(request.method)
         sent_ns = time.perf_counter_ns()
         try:
             _send_frames(self._socket, frames)
@@ -213,9 +217,34 @@ class ZmqChannel:
     def close(self) -> None:
         """See `Channel.close`."""
         self._socket.disable_monitor()
-        self._losses.close()
+        self._events.close()
         self._socket.close()
         self._context.term()
+
+    def _note_events(self) -> None:
+        """Read what ZeroMQ says of the connection."""
+        while self._events.poll(0):
+            event = parse_monitor_message(self._events.recv_multipart())["event"]
+            self._lost = event == zmq.EVENT_DISCONNECTED
+
+    def _wait_for_reconnection(self, method: str) -> None:
+        """Give ZeroMQ a moment to replace a lost connection; raise EndpointError if it cannot.
+
+        A request sent into the void would be known to be lost only at its deadline.
+        """
+        self._note_events()
+        until = time.monotonic() + RECONNECT_S
+        while self._lost:
+            if not self._events.poll(max(0, int((until - time.monotonic()) * 1000))):
+                raise self._connection_lost(f"before {method} could be sent")
+            self._note_events()
+
+    def _connection_lost(self, when: str) -> EndpointError:
+        return EndpointError(
+            self.endpoint,
+            got=f"a lost connection {when}",
+            expected="a gpu-service that stays (it may have stopped: see its log)",
+        )
 
     def _too_late(self, pending: _Pending) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -230,11 +259,10 @@ class ZmqChannel:
         if not ready:
             raise self._too_late(pending)
         if self._socket not in ready:
-            raise EndpointError(
-                self.endpoint,
-                got=f"a lost connection while {pending.method} was waiting for its reply",
-                expected="a gpu-service that stays (it may have stopped: see its log)",
-            )
+            self._note_events()
+            if self._lost:
+                raise self._connection_lost(f"while {pending.method} was waiting for its reply")
+            return
         frames = _receive_frames(self._socket)
         received_ns = time.perf_counter_ns()
         reply = decode_reply(frames)

@@ -171,15 +171,17 @@ class Generation:
         self._runner.forget(self._sequence)
 
     def result(self) -> GenerationResult:
-        """Return everything about the finished generation."""
+        """Return everything about the finished generation; RuntimeError if it has not ended."""
         sequence = self._sequence
+        if sequence.finish_reason is None:
+            raise RuntimeError("the result of a generation that has not ended")
         prompt, new = len(sequence.prompt_ids), self.token_count
         first = self._last if self._first is None else self._first
         return GenerationResult(
             prompt_token_ids=list(sequence.prompt_ids),
             token_ids=sequence.token_ids[:new],
             text="".join(self._shown) if self._tokenizer else None,
-            finish_reason=sequence.finish_reason or "length",
+            finish_reason=sequence.finish_reason,
             usage=Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new),
             timing=GenerationTiming(
                 ttft_s=first - self._started,

@@ -260,6 +260,40 @@ def test_a_peer_that_dies_is_noticed_long_before_the_deadline(peer: Peer) -> Non
     assert info.value.retryable
 
 
+def test_a_peer_that_died_between_requests_is_noticed_at_the_next_one(
+    peer: Peer, channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _one_round_trip(peer, channel)
+    monkeypatch.setattr("protocol.zmq_channel.RECONNECT_S", 0.2)
+    peer.socket.close()
+    _wait_for_an_event(channel)
+    with pytest.raises(EndpointError, match="a lost connection before LMHead could be sent"):
+        channel.submit(_request(), timeout_s=3600)
+
+
+def test_a_peer_that_came_back_between_requests_is_used(peer: Peer, channel: ZmqChannel) -> None:
+    _one_round_trip(peer, channel)
+    context, endpoint = peer.socket.context, peer.endpoint
+    peer.socket.close()
+    _wait_for_an_event(channel)
+    successor = Peer(context, endpoint)
+    _one_round_trip(successor, channel)
+    successor.socket.close()
+
+
+def _one_round_trip(peer: Peer, channel: ZmqChannel) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.reply(request_id, torch.ones(1))
+    channel.wait(request_id)
+
+
+def _wait_for_an_event(channel: ZmqChannel) -> None:
+    # The channel has read the connection's beginning; what comes next is its end.
+    channel._note_events()
+    assert channel._lost or channel._events.poll(10_000)
+
+
 def test_full_send_queue_is_an_endpoint_error(tmp_path: Path) -> None:
     def fill(channel: ZmqChannel) -> None:
         for _ in range(5000):
