@@ -3,7 +3,9 @@
     python -m benchmarks.fresh_clone [--json FILE]
 
 Clones this checkout's last commit into a temporary folder. Downloads are part of the time, so the
-figure depends on the package registry and on pip's cache; both are left as they are.
+figure depends on the package registry, on pip's cache and on where torch comes from; all are left as
+they are, and the result says which settings of pip were in force (by name) and whether pip had a
+local folder of wheels.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ def main() -> None:
         first, story = timed(["make", "demo"], clone)
         second, _ = timed(["make", "demo"], clone)
         testing, report = timed(["make", "test"], clone)
+    settings = sorted(name for name in os.environ if name.startswith("PIP_"))
     rows = {
+        "pip_settings": " ".join(settings) or "none",
+        "local_folder_of_wheels": "PIP_FIND_LINKS" in settings,
         "clone_s": round(cloning, 1),
         "make_demo_first_s": round(first, 1),
         "make_demo_again_s": round(second, 1),

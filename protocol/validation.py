@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
+from protocol.errors import ErrorCode, ProtocolError, describe_untrusted, expectation
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -19,10 +19,10 @@ def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         kind, value = first["type"], first["input"]
-        got, expected = describe_untrusted(value), first["msg"][:100]
+        got, expected = describe_untrusted(value), expectation(kind, first["msg"])[:100]
         location = first["loc"]
         if kind == "missing":
-            got, expected = "nothing", "a value"
+            got = "nothing"
         elif kind == "extra_forbidden":
             # The name of an unknown field is as little ours to repeat as its value.
             got, expected, location = "an unknown field", "only those of the schema", location[:-1]

@@ -22,7 +22,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from protocol.errors import PolicyError, describe
+from protocol.errors import PolicyError, describe, expectation
 
 Operator = Literal[
     "embedding",
@@ -137,5 +137,5 @@ def _parse(text: str, where: str) -> Policy:
         raise PolicyError(
             f"{where}: {field}" if field else where,
             got=describe(first["input"]) if first["type"] != "missing" else "nothing",
-            expected=first["msg"].removeprefix("Value error, "),
+            expected=expectation(first["type"], first["msg"]),
         ) from None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from protocol.errors import ModelError, describe
+from protocol.errors import ModelError, describe, expectation
 from protocol.messages import FloatDtype, ModuleName
 
 MAX_JSON_BYTES = 16 * 1024 * 1024
@@ -35,7 +35,7 @@ Positive: TypeAlias = Annotated[float, Field(gt=0, lt=1e12)]
 class RopeParameters(BaseModel):
     """RoPE frequencies; the names are those of `rope_parameters` (or `rope_scaling`)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     rope_type: RopeType = "default"
     rope_theta: Positive = 10000.0
@@ -49,8 +49,8 @@ class RopeParameters(BaseModel):
     truncate: bool = True
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
-    short_factor: tuple[Positive, ...] | None = None
-    long_factor: tuple[Positive, ...] | None = None
+    short_factor: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
+    long_factor: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
     # Rotating only a part of each head is not implemented.
     partial_rotary_factor: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
 
@@ -91,7 +91,6 @@ class ModelConfig(BaseModel):
     qk_norm: bool
     # Per layer: how many tokens back a token may look, itself included; None for all.
     sliding_windows: tuple[Size | None, ...]
-    bos_token_id: int | None
     eos_token_ids: frozenset[int]
 
     @model_validator(mode="after")
@@ -191,7 +190,6 @@ def read_config(directory: Path) -> ModelConfig:
         "biased_modules": _biased_modules(raw, architecture, path),
         "qk_norm": architecture == "Qwen3ForCausalLM",
         "sliding_windows": _sliding_windows(raw, architecture, path),
-        "bos_token_id": raw.get("bos_token_id"),
         "eos_token_ids": _eos_token_ids(raw, directory, path),
     }
     try:
@@ -204,9 +202,8 @@ def _as_model_error(error: ValidationError, path: Path) -> ModelError:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     where = f"{path}: {field}" if field else str(path)
-    return ModelError(
-        where, got=describe(first["input"]), expected=first["msg"].removeprefix("Value error, ")
-    )
+    got = "nothing" if first["type"] == "missing" else describe(first["input"])
+    return ModelError(where, got=got, expected=expectation(first["type"], first["msg"]))
 
 
 def _architecture(raw: dict[str, Any], path: Path) -> Architecture:
@@ -243,9 +240,10 @@ def _default_head_dim(raw: dict[str, Any], architecture: Architecture) -> int | 
 
 def _rope(raw: dict[str, Any], path: Path) -> RopeParameters:
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(key) or {}
     if not isinstance(given, dict):
-        raise ModelError(f"{path}: rope_parameters", got=describe(given), expected="an object")
+        raise ModelError(f"{path}: {key}", got=describe(given), expected="an object")
     fields = {"rope_theta": raw["rope_theta"]} if raw.get("rope_theta") is not None else {}
     fields |= given
     # `type` is the key of the earliest configurations, and may stand beside `rope_type`.
@@ -259,7 +257,7 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeParameters:
     try:
         return RopeParameters.model_validate(fields)
     except ValidationError as error:
-        raise _as_model_error(error, Path(f"{path}: rope_parameters")) from None
+        raise _as_model_error(error, Path(f"{path}: {key}")) from None
 
 
 def _flag(raw: dict[str, Any], name: str, path: Path) -> bool:

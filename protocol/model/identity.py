@@ -25,9 +25,7 @@ def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
     It covers what every TEE-side directory has. EOS ids and `dtype` are left out: they do not
     change what the service computes.
     """
-    described = config.model_dump(
-        mode="json", exclude={"eos_token_ids", "bos_token_id", "dtype", "biased_modules"}
-    )
+    described = config.model_dump(mode="json", exclude={"eos_token_ids", "dtype", "biased_modules"})
     described["biased_modules"] = sorted(config.biased_modules)
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     _add_rows(digest, checkpoint, light_tensors(config), _EMBEDDING_ROWS)

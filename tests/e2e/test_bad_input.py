@@ -211,3 +211,16 @@ def test_a_report_on_a_full_disk_is_noticed(option: str) -> None:
     )
     assert result.returncode == 1
     assert "error: /dev/full: got the error 'No space left on device'" in result.stderr
+
+
+def test_a_message_over_the_services_limit_names_both_sizes(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", max_position_embeddings=8192)
+    limit = ("--max-message-mib", "1")
+    with running_service(tmp_path / "model", "tcp://127.0.0.1:*", *limit) as service:
+        # 6,000 rows of 48 activations are more than 1 MiB; the runner's own limit is 512.
+        result = call(
+            "tee-runner",
+            *("generate", str(tmp_path / "model"), "--gpu", service.endpoint),
+            *("--prompt-token-ids", ",".join(["7"] * 6000), "--step-tokens", "6000"),
+        )
+    refused(result, "Linear", "got 1152", "bytes, expected at most 1048576")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from protocol.errors import EndpointError
 from protocol.model.config import read_config
+from tests.e2e.in_process import call
 from tests.support import ENVIRONMENT, Service, run
 from tsqp.cli.program import model_directory
 
@@ -75,23 +76,52 @@ def test_greedy_tokens_and_logits_equal_transformers(
 def test_two_runners_at_once_each_get_their_own_text(
     demo_service: Service, reference: Any, reference_tokenizer: Any
 ) -> None:
-    prompts = ("Once upon a time", "One day, a")
-    with ThreadPoolExecutor(2) as pool:
-        results = list(
-            pool.map(
-                lambda p: generate(demo_service, "--prompt", p, "--max-new-tokens", "48", "--json"),
-                prompts,
-            )
-        )
+    requests = ("Tell me a story about a fox.", "Tell me a story about Mia and a kite.")
+    command = [
+        str(Path(sys.executable).parent / "tee-runner"),
+        *("chat", "demo", "--gpu", demo_service.endpoint, "--dtype", "float32"),
+        *("--json", "--max-new-tokens", "120"),
+    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    runners = [subprocess.Popen(command, **pipes, text=True, env=ENVIRONMENT) for _ in requests]
+    for runner in runners:
+        # Printed once connected: only when both are does either of them get its request.
+        assert runner.stderr is not None
+        assert runner.stderr.readline().startswith("policy attention-in-tee")
+    for runner, request in zip(runners, requests, strict=True):
+        assert runner.stdin is not None
+        runner.stdin.write(f"{request}\n")
+        runner.stdin.flush()
     texts = []
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.returncode == 0, result.stderr
-        answer = json.loads(result.stdout)
-        ids = reference_tokenizer(prompt)["input_ids"]
-        want = expected(reference, ids, 48).sequences[0, len(ids) :].tolist()
-        assert answer["token_ids"] == want
-        texts.append(answer["text"])
-    assert texts[0] != texts[1]
+    for runner in runners:
+        stdout, stderr = runner.communicate(timeout=60)
+        assert runner.returncode == 0, stderr
+        (turn,) = json.loads(stdout)["turns"]
+        want = expected(reference, turn["prompt_token_ids"], 120)
+        assert turn["token_ids"] == want.sequences[0, len(turn["prompt_token_ids"]) :].tolist()
+        texts.append(turn["text"])
+    assert "fox" in texts[0]
+    assert "Mia" in texts[1]
+
+
+def test_chat_shows_the_finished_turns_when_the_service_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = iter(["Tell me a story about a fox."])
+
+    def read_turn() -> str:
+        if (line := next(lines, None)) is None:
+            raise EndpointError("tcp://x", got="a lost connection", expected="a gpu-service")
+        return line
+
+    monkeypatch.setattr("tsqp.cli.tee_runner.read_turn", read_turn)
+    arguments = ("--policy", "tee-only", "--max-new-tokens", "4", "--json")
+    result = call("tee-runner", "chat", "demo", *arguments)
+    assert result.returncode == 2
+    assert "a lost connection" in result.stderr
+    answer = json.loads(result.stdout)
+    assert len(answer["turns"]) == 1
+    assert [message["role"] for message in answer["messages"]] == ["user", "assistant"]
 
 
 def test_text_goes_to_stdout_and_everything_else_to_stderr(

@@ -92,7 +92,7 @@ def _read_file(name: str) -> str:
 
 
 def _without_newline(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r")
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def _decode(content: bytes, where: str) -> str:
@@ -105,9 +105,9 @@ def _decode(content: bytes, where: str) -> str:
 
 
 def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
         raise PromptError(
             "--prompt-token-ids", got="something that is no integer", expected="integers like 1,2,3"
-        ) from None
+        )
+    return [int(part) for part in parts]

@@ -52,7 +52,7 @@ class StatusLine:
             return
         self._drawn = now
         rate = generation.token_count / (now - self._started)
-        tokens = f"{generation.token_count} tokens, {rate:.1f} tokens/s"
+        tokens = f"tokens {generation.token_count}, {rate:.1f} a second"
         self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}")
 
     def _give_back(self) -> None:

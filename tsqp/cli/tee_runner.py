@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 import click
 
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import SettingsError
 from tsqp.cli.program import DEFAULT_ENDPOINT, DEFAULT_POLICY, model_directory, run
 from tsqp.cli.prompts import chosen_prompt, read_turn, require_utf8
 from tsqp.cli.settings import (
@@ -45,7 +45,9 @@ def _complete_policy(
 def shared_options(command: C) -> C:
     """Add the settings that generate and chat have in common."""
     options = [
-        click.option("--gpu", default=DEFAULT_ENDPOINT, metavar="ENDPOINT", help="gpu-service."),
+        click.option(
+            "--gpu", default=DEFAULT_ENDPOINT, metavar="ENDPOINT", help="Where gpu-service is."
+        ),
         click.option(
             "--policy",
             default=DEFAULT_POLICY,
@@ -207,12 +209,9 @@ def chat(
     turns: list[GenerationResult] = []
     policy = load_policy(settings["policy"])
     tokenizer = _load_tokenizer(model)
-    with _open_runner(model, policy, settings, None, tokenizer) as runner:
-        problem: PromptError | None = None
-        while True:
-            try:
-                if (line := read_turn()) is None:
-                    break
+    try:
+        with _open_runner(model, policy, settings, None, tokenizer) as runner:
+            while (line := read_turn()) is not None:
                 if not line.strip():
                     continue
                 user = {"role": "user", "content": line}
@@ -220,20 +219,16 @@ def chat(
                 generation = runner.generate(
                     ids, max_new_tokens=max_new_tokens, sampling=_sampling(settings), stop=stop
                 )
-            except PromptError as error:
-                # Outgrown the context, or not UTF-8: what was said so far is still shown.
-                problem = error
-                break
-            messages.append(user)
-            result = _stream(runner, generation, show=not settings["json"], keep_logits=None)
-            turns.append(result)
-            messages.append({"role": "assistant", "content": result.text or ""})
-    if settings["json"]:
-        click.echo(
-            json.dumps({"messages": messages, "turns": [turn.model_dump() for turn in turns]})
-        )
-    if problem is not None:
-        raise problem
+                result = _stream(runner, generation, show=not settings["json"], keep_logits=None)
+                turns.append(result)
+                messages += [user, {"role": "assistant", "content": result.text or ""}]
+    finally:
+        # Whatever ends the conversation (an outgrown context, a lost service, Ctrl-C): what was
+        # said so far is still shown.
+        if settings["json"] and turns:
+            click.echo(
+                json.dumps({"messages": messages, "turns": [turn.model_dump() for turn in turns]})
+            )
 
 
 def _load_tokenizer(model: str) -> Tokenizer:

@@ -197,7 +197,7 @@ def test_rope_parameters_that_we_cannot_compute_are_refused_by_field(
 
 @pytest.mark.parametrize("value", ["linear", [1.0], 3])
 def test_rope_parameters_that_are_no_object_are_refused(tmp_path: Path, value: Any) -> None:
-    assert _refusal(tmp_path, rope_scaling=value).where.endswith(": rope_parameters")
+    assert _refusal(tmp_path, rope_scaling=value).where.endswith(": rope_scaling")
 
 
 def test_longrope_factors_must_have_one_entry_per_pair_of_dimensions(tmp_path: Path) -> None:

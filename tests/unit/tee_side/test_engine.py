@@ -187,3 +187,19 @@ def test_decode_goes_before_prefill_when_a_step_is_too_small_for_both(tee: Tee) 
         engine.step()
         assert len(decoding.token_ids) == expected
         assert waiting.cache.length == 2 * (expected - 1)
+
+
+def test_a_long_prefill_never_keeps_a_decoding_sequence_waiting(tee: Tee) -> None:
+    engine = tee.engine(step_tokens=4)
+    decoding = engine.add(PROMPT[:2], max_new_tokens=20)
+    engine.step()
+    long = engine.add(token_ids(40), max_new_tokens=2)
+    # Also when the one that decodes was admitted later than the one that is prefilled.
+    late = engine.add(PROMPT[:1], max_new_tokens=20)
+    for _ in range(6):
+        before = len(decoding.token_ids), len(late.token_ids)
+        engine.step()
+        after = len(decoding.token_ids), len(late.token_ids)
+        assert after == (before[0] + 1, before[1] + 1)
+    assert not long.token_ids
+    assert long.cache.length > 0

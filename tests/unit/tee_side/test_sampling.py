@@ -218,3 +218,9 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
 def test_settings_out_of_range_or_unknown_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         SamplingSettings.model_validate(wrong)
+
+
+def test_the_smallest_top_p_leaves_the_most_likely_token() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    settings = SamplingSettings(temperature=1.0, top_p=1e-9)
+    assert warp(logits, settings).isfinite().tolist() == [False, True, False]
