@@ -3,8 +3,8 @@
     python -m benchmarks.fresh_clone [--json FILE]
 
 Clones this checkout's last commit into a temporary folder. Downloads are part of the time, so the
-figure depends on the package registry, on pip's cache and on where torch comes from; all are left as
-they are, and the result says which settings of pip were in force (by name) and whether pip had a
+figure depends on the package registry, on pip's cache and on where torch comes from; all are left
+as they are. The result says which settings of pip were in force (by name) and whether pip had a
 local folder of wheels.
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
         "tests": report.strip().splitlines()[-1],
     }
     for name, value in rows.items():
-        print(f"{name:<20}{value}")
+        print(f"{name:<24}{value}")
     if options.json:
         document = {"machine": describe_machine(), **rows}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
