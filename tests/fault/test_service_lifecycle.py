@@ -170,3 +170,20 @@ def test_oversized_message_ends_its_connection_only(model: Path) -> None:
         assert is_healthy(service.endpoint)
         assert service.stop() == 0
         assert not client.poll(0)
+
+
+def test_a_client_that_does_not_read_loses_replies_and_others_go_on(model: Path) -> None:
+    request = inline("Embedding", embedding_body([7] * 4000))
+    with (
+        running_service(model, "tcp://127.0.0.1:*", "--threads", "1") as service,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as deaf,
+    ):
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.connect(service.endpoint)
+        for _ in range(200):  # 150 MB of replies, of which the service keeps 16
+            deaf.send(request)
+        assert service.process.stderr is not None
+        assert any(" client_gone " in line for line in service.process.stderr)
+        assert is_healthy(service.endpoint)

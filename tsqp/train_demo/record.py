@@ -61,7 +61,8 @@ weights bit for bit; otherwise they may differ slightly.
 The directory loads with `AutoModelForCausalLM` and `AutoTokenizer`. Ask in the form of the
 training text, such as "Tell me a story about Mia and a kite." and then "What did Mia learn?".
 The context is 512 tokens. The chat template leaves system messages out, as training had none.
-The names, words and kinds of story are those of the grammar; other requests give poor answers.
+The names, words and kinds of story are those of the grammar; other requests give poor answers. The
+hero that was asked for appears in the story; a thing or a place that was asked for often does not.
 The model is small and its training short: it sometimes mixes names up, and a story need not hold
 the thing, animal or place that was asked for.
 
