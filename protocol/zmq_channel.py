@@ -153,7 +153,7 @@ class ZmqChannel:
                 expected=f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
-        self._wait_for_reconnection(request.method)
+        self._wait_for_reconnection(request.method, min(RECONNECT_S, timeout_s))
         sent_ns = time.perf_counter_ns()
         try:
             _send_frames(self._socket, frames)
@@ -227,13 +227,13 @@ class ZmqChannel:
             event = parse_monitor_message(self._events.recv_multipart())["event"]
             self._lost = event == zmq.EVENT_DISCONNECTED
 
-    def _wait_for_reconnection(self, method: str) -> None:
+    def _wait_for_reconnection(self, method: str, patience_s: float) -> None:
         """Give ZeroMQ a moment to replace a lost connection; raise EndpointError if it cannot.
 
         A request sent into the void would be known to be lost only at its deadline.
         """
         self._note_events()
-        until = time.monotonic() + RECONNECT_S
+        until = time.monotonic() + patience_s
         while self._lost:
             if not self._events.poll(max(0, int((until - time.monotonic()) * 1000))):
                 raise self._connection_lost(f"before {method} could be sent")
