@@ -1,10 +1,15 @@
 """What the service computes: one method per request, from message to message.
 
-Inputs are converted to the service's dtype and device, outputs back to the dtype of the request,
-so a client that sends float32 gets float32 whatever the service computes in.
+Floats are converted to the service's dtype and device, outputs back to the dtype of the request,
+so a client that sends float32 gets float32 whatever the service computes in. Elements of the ring
+are never rounded.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -17,16 +22,21 @@ from protocol.messages import (
     InitConfig,
     InitReply,
     InitRequest,
+    LinearOperator,
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
+    ModuleName,
     NormWeight,
     Request,
     Response,
+    RingLinearRequest,
     RotaryParams,
     TensorReply,
 )
+from protocol.model.quantized import QuantizedLinear
 from protocol.model.rope import rope_frequencies
+from protocol.model.weights import FusedLinear
 from protocol.tensors import (
     FLOAT_DTYPES,
     ITEMSIZE,
@@ -35,6 +45,8 @@ from protocol.tensors import (
     to_torch,
     torch_dtype,
 )
+
+L = TypeVar("L", FusedLinear, QuantizedLinear)
 
 
 def _refuse(where: str, got: str, expected: str) -> ProtocolError:
@@ -58,6 +70,8 @@ class Operators:
                     return self._embedding(request)
                 case LinearRequest():
                     return self._linear(request)
+                case RingLinearRequest():
+                    return self._ring_linear(request)
                 case MatmulRequest():
                     return self._matmul(request)
                 case LMHeadRequest():
@@ -84,9 +98,14 @@ class Operators:
             model_digest=weights.model_digest,
             linear_digest=weights.linear_digest,
             max_message_bytes=self._max_message_bytes,
+            arithmetic=weights.arithmetic,
+            provision_id=None if weights.provision is None else weights.provision.provision_id,
         )
 
     def _embedding(self, request: EmbeddingRequest) -> TensorReply:
+        table = self._weights.embedding
+        if table is None:
+            raise self._unavailable("Embedding", "an embedding")
         config, tensor = self._weights.config, request.input_ids
         if tensor.dtype != "int64":
             raise _refuse("Embedding.input_ids", tensor.dtype, "int64")
@@ -106,27 +125,67 @@ class Operators:
                 "an id outside the vocabulary",
                 f"0 to {config.vocab_size - 1}",
             )
-        output = embedding(input_ids.to(self._weights.device), self._weights.embedding)
+        output = embedding(input_ids.to(self._weights.device), table)
         return self._reply(output, request.dtype)
 
     def _linear(self, request: LinearRequest) -> TensorReply:
         layers = self._weights.linears
+        if layers is None:
+            raise self._unavailable("Linear", "float weights")
+        fused = self._fused(request, layers)
+        hidden = self._hidden_states("Linear", request.hidden_states, fused.in_features)
+        names, dtype = request.module_names, request.hidden_states.dtype
+        self._bound_linear("Linear.hidden_states", request.hidden_states, fused, names)
+        applied = fused if request.bias else replace(fused, bias=None)
+        return self._reply(applied(hidden, names), dtype)
+
+    def _ring_linear(self, request: RingLinearRequest) -> TensorReply:
+        layers = self._weights.integers
+        if layers is None:
+            raise self._unavailable("RingLinear", "int8 weights")
+        fused = self._fused(request, layers)
+        tensor, where = request.elements, "RingLinear.elements"
+        if tensor.dtype != "int32":
+            raise _refuse(where, tensor.dtype, "int32")
+        self._check_width(where, tensor, fused.in_features)
+        self._bound_linear(where, tensor, fused, request.module_names)
+        elements = to_torch(tensor).to(self._weights.device)
+        return self._reply(fused.product(elements, request.module_names), "int32")
+
+    def _fused(
+        self, request: LinearRequest | RingLinearRequest, layers: list[dict[LinearOperator, L]]
+    ) -> L:
+        """Return the fused linear that the request's modules are all or one of."""
+        method, names = request.method, request.module_names
         if request.layer_idx >= len(layers):
-            raise _refuse("Linear.layer_idx", str(request.layer_idx), f"0 to {len(layers) - 1}")
-        names = request.module_names
+            raise _refuse(f"{method}.layer_idx", str(request.layer_idx), f"0 to {len(layers) - 1}")
         operator = OPERATOR_OF[names[0]]
         if len(names) > 1 and names != FUSED_MODULES[operator]:
             together = " or ".join(" ".join(m) for m in FUSED_MODULES.values() if len(m) > 1)
-            raise _refuse("Linear.module_names", " ".join(names), f"one module, or {together}")
-        fused = layers[request.layer_idx][operator]
-        hidden = self._hidden_states("Linear", request.hidden_states, fused.in_features)
-        rows = [fused.rows[name] for name in names]
-        self._bound_output(
-            "Linear.hidden_states",
-            hidden.numel() // fused.in_features * sum(row.stop - row.start for row in rows),
-            request.hidden_states.dtype,
+            raise _refuse(f"{method}.module_names", " ".join(names), f"one module, or {together}")
+        return layers[request.layer_idx][operator]
+
+    def _bound_linear(
+        self,
+        where: str,
+        tensor: WireTensor,
+        fused: FusedLinear | QuantizedLinear,
+        names: tuple[ModuleName, ...],
+    ) -> None:
+        out_features = sum(fused.rows[name].stop - fused.rows[name].start for name in names)
+        rows = math.prod(tensor.shape) // fused.in_features
+        self._bound_output(where, rows * out_features, tensor.dtype)
+
+    def _unavailable(self, method: str, needed: str) -> ProtocolError:
+        held = " and ".join(self._weights.arithmetic)
+        provision = self._weights.provision
+        mask = "" if provision is None else f", for the mask {provision.mask} alone"
+        return ProtocolError(
+            method,
+            got=f"a request that needs {needed}",
+            expected=f"one that {held} linear weights can answer{mask}",
+            code=ErrorCode.UNAVAILABLE,
         )
-        return self._reply(fused(hidden, names), request.hidden_states.dtype)
 
     def _matmul(self, request: MatmulRequest) -> TensorReply:
         a, b = request.a, request.b
@@ -146,6 +205,8 @@ class Operators:
 
     def _lm_head(self, request: LMHeadRequest) -> TensorReply:
         lm_head = self._weights.lm_head
+        if lm_head is None:
+            raise self._unavailable("LMHead", "an LM head")
         hidden = self._hidden_states("LMHead", request.hidden_states, lm_head.shape[1])
         self._bound_output(
             "LMHead.hidden_states",
@@ -168,13 +229,12 @@ class Operators:
     def _hidden_states(self, where: str, tensor: WireTensor, in_features: int) -> torch.Tensor:
         if tensor.dtype not in FLOAT_DTYPES:
             raise _refuse(f"{where}.hidden_states", tensor.dtype, "a float dtype")
-        if tensor.shape[-1] != in_features:
-            raise _refuse(
-                f"{where}.hidden_states",
-                f"shape {list(tensor.shape)}",
-                f"{in_features} on the last axis",
-            )
+        self._check_width(f"{where}.hidden_states", tensor, in_features)
         return self._on_device(tensor)
+
+    def _check_width(self, where: str, tensor: WireTensor, in_features: int) -> None:
+        if tensor.shape[-1] != in_features:
+            raise _refuse(where, f"shape {list(tensor.shape)}", f"{in_features} on the last axis")
 
     def _on_device(self, tensor: WireTensor) -> torch.Tensor:
         return to_torch(tensor).to(device=self._weights.device, dtype=self._weights.dtype)

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import torch
 
 from gpu_side.operators import Operators
-from gpu_side.weights import load_weights
+from gpu_side.weights import BOTH, check_integers, load_weights
 from protocol.encoding import (
     DEFAULT_MAX_MESSAGE_BYTES,
     EnvelopeError,
@@ -32,9 +33,9 @@ from protocol.encoding import (
     open_request,
     read_request,
 )
-from protocol.errors import ErrorCode, ProtocolError, SettingsError
-from protocol.messages import Timing
-from protocol.model.config import read_config
+from protocol.errors import ErrorCode, KernelError, ProtocolError, SettingsError
+from protocol.messages import Arithmetic, Timing
+from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_channel import Incoming, ZmqListener
 
@@ -47,7 +48,11 @@ _STOPPING_S = 0.1
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """What `gpu-service` is told. `dtype`: a short name, or None for the model's own."""
+    """What `gpu-service` is told. `dtype`: a short name, or None for the model's own.
+
+    `arithmetic`: which linear weights to hold; "both" does without int8 ones where the device's
+    int8 products are not exact, or the weights are transformed for a feature mask.
+    """
 
     model: Path
     bind: str
@@ -55,6 +60,7 @@ class ServiceSettings:
     dtype: str | None = None
     threads: int | None = None
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    arithmetic: Literal["float", "int8", "both"] = "both"
 
 
 def parse_device(name: str) -> torch.device:
@@ -75,7 +81,8 @@ def parse_device(name: str) -> torch.device:
 def serve(settings: ServiceSettings) -> None:
     """Run the service until SIGTERM or SIGINT.
 
-    Raises SettingsError, EndpointError or ModelError while starting, and nothing afterwards.
+    Raises SettingsError, EndpointError, ModelError or KernelError while starting, and nothing
+    afterwards.
     """
     started = time.monotonic()
     require_little_endian()
@@ -152,6 +159,7 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
             }
         },
     )
+    arithmetic = _arithmetic(settings, config, device)
     logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -165,7 +173,11 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
     began = time.monotonic()
     try:
         weights = load_weights(
-            settings.model, device=device, dtype=torch_dtype(dtype), progress=progress
+            settings.model,
+            device=device,
+            dtype=torch_dtype(dtype),
+            arithmetic=arithmetic,
+            progress=progress,
         )
     except _StoppedWhileLoadingError:
         return None
@@ -176,11 +188,29 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
                 "weight_bytes": weights.weight_bytes,
                 "load_s": round(time.monotonic() - began, 2),
                 "digest": weights.model_digest[:16],
+                "arithmetic": "+".join(weights.arithmetic),
+                **({} if weights.provision is None else {"mask": weights.provision.mask}),
             }
         },
     )
     limit = settings.max_message_bytes
     return _Service(Operators(weights, limit), limit)
+
+
+def _arithmetic(
+    settings: ServiceSettings, config: ModelConfig, device: torch.device
+) -> tuple[Arithmetic, ...]:
+    """Decide which linear weights to hold. Raises KernelError where int8 was insisted on."""
+    if settings.arithmetic == "float":
+        return ("float",)
+    try:
+        check_integers(config, device)
+    except KernelError as error:
+        if settings.arithmetic == "int8":
+            raise
+        log.warning("no_int8", extra={"fields": {"serving": "float", "detail": str(error)}})
+        return ("float",)
+    return BOTH if settings.arithmetic == "both" else ("int8",)
 
 
 class _Service:

@@ -61,6 +61,10 @@ class Channel(Protocol):
         """Submit and wait."""
         ...
 
+    def abandon(self, request_id: int) -> None:
+        """Stop waiting for a submitted request; its reply is dropped. Unknown ids do nothing."""
+        ...
+
     def limit_messages(self, max_message_bytes: int) -> None:
         """Send no larger messages than this from now on; a higher limit than before is ignored."""
         ...

@@ -66,20 +66,23 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
 
     def on_array(items: list[Any]) -> list[Any]:
         count()
-        if any(isinstance(item, (list, dict)) for item in items):
-            raise _RefusedError("an array of containers")
+        for item in items:
+            if isinstance(item, (list, dict)):
+                raise _RefusedError("an array of containers")
         return items
 
     def on_map(pairs: list[tuple[Any, Any]]) -> _Map:
         count()
-        if any(type(key) is not str for key, _ in pairs):
-            raise _RefusedError("a key that is not a string")
         result = _Map(pairs)
         if len(result) != len(pairs):
             raise _RefusedError("a duplicate key")
-        result.depth = 1 + max(
-            (value.depth for value in result.values() if isinstance(value, _Map)), default=0
-        )
+        deepest = 0
+        for key, value in result.items():
+            if type(key) is not str:
+                raise _RefusedError("a key that is not a string")
+            if type(value) is _Map and value.depth > deepest:
+                deepest = value.depth
+        result.depth = 1 + deepest
         if result.depth > MAX_DEPTH:
             raise _RefusedError(f"maps nested more than {MAX_DEPTH} deep")
         return result

@@ -5,13 +5,20 @@
     │   ├── SettingsError   command line, environment variable, TOML file
     │   ├── ModelError      model directory: configuration, weights, tokenizer
     │   ├── PolicyError     placement policy
-    │   └── PromptError     prompt text or token ids
+    │   ├── PromptError     prompt text or token ids
+    │   ├── PadBankError    bank, key or state file of pads
+    │   ├── CalibrationError    file of activation scales
+    │   └── FeatureKeyError     key of a feature mask
     ├── EndpointError           nothing can be bound or reached there      (retry helps)
     ├── DeadlineExceededError   no reply in time                           (retry helps)
     ├── ProtocolError           bytes that do not follow the wire schema; has an ErrorCode
     ├── ServiceError            an error reply; has an ErrorCode           (retry: by code)
     ├── ReplyError              a well-formed reply that is not what was asked for
-    └── ModelMismatchError      the service holds another model than the TEE's own directory
+    ├── ModelMismatchError      the service holds another model than the TEE's own directory
+    ├── KernelError             this processor's int8 products are not exact
+    ├── MaskError               a mask that cannot be applied or undone
+    ├── ActivationRangeError    an activation beyond what the ring can hold
+    └── PadsExhaustedError      no pad is left                             (retry helps)
 
 The message always reads *where: got X, expected Y*. Only codes cross the wire, never a message.
 """
@@ -31,6 +38,8 @@ class ErrorCode(StrEnum):
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     SHUTTING_DOWN = "SHUTTING_DOWN"
+    # The service does not hold what this needs.
+    UNAVAILABLE = "UNAVAILABLE"
     INTERNAL = "INTERNAL"
 
     @property
@@ -74,6 +83,18 @@ class PromptError(InputError):
     """A prompt that is empty, too long or holds token ids that the model has not."""
 
 
+class PadBankError(InputError):
+    """A pad bank, its key or its state: missing, damaged, tampered, in use, of another model."""
+
+
+class CalibrationError(InputError):
+    """A file of activation scales that is missing, malformed or of another model."""
+
+
+class FeatureKeyError(InputError):
+    """The key of a feature mask that is missing, malformed or of another model."""
+
+
 class EndpointError(TsqpError):
     """An endpoint that is malformed, in use or does not answer."""
 
@@ -111,6 +132,24 @@ class ReplyError(TsqpError):
 
 class ModelMismatchError(TsqpError):
     """The service was started with another model than the TEE's own directory."""
+
+
+class KernelError(TsqpError):
+    """The int8 products of this processor are not exact."""
+
+
+class MaskError(TsqpError):
+    """A mask that cannot be applied to a tensor, or undone on what came back."""
+
+
+class ActivationRangeError(TsqpError):
+    """An activation beyond what the ring can hold: the product could wrap."""
+
+
+class PadsExhaustedError(TsqpError):
+    """No pad is left; more can be made."""
+
+    retryable = True
 
 
 def describe(value: object) -> str:

@@ -16,6 +16,7 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     NormWeight,
+    RingLinearRequest,
     RotaryParams,
     TensorReply,
 )
@@ -35,6 +36,7 @@ class Inline:
 _INLINE_TENSORS: dict[type[BaseModel], dict[str, Inline]] = {
     EmbeddingRequest: {"input_ids": Inline("input_ids", "input_shape", "=int64")},
     LinearRequest: {"hidden_states": Inline("hidden_states", "shape", "dtype")},
+    RingLinearRequest: {"elements": Inline("elements", "shape", "=int32")},
     MatmulRequest: {
         "a": Inline("a_buffer", "a_shape", "dtype"),
         "b": Inline("b_buffer", "b_shape", "dtype"),
@@ -44,6 +46,19 @@ _INLINE_TENSORS: dict[type[BaseModel], dict[str, Inline]] = {
     NormWeight: {"weight": Inline("weight", "shape", "=float32")},
     TensorReply: {"output": Inline("output", "shape", "dtype")},
 }
+
+
+# Fields of InitReply that the inline form leaves out.
+_FRAMED_ONLY = (
+    "model_digest",
+    "linear_digest",
+    "max_message_bytes",
+    "arithmetic",
+    "provision_id",
+)
+
+# Requests that may name one module under `module_name`, as the published Linear does.
+_NAMES_MODULES = (LinearRequest, RingLinearRequest)
 
 
 def to_inline(value: Any) -> Any:
@@ -66,7 +81,8 @@ def to_inline(value: Any) -> Any:
             fields[keys.dtype] = f"torch.{item.dtype}"
     if isinstance(value, InitReply):
         # Ours, not in the published schema: a strict client of it would refuse the keys.
-        del fields["model_digest"], fields["linear_digest"], fields["max_message_bytes"]
+        for name in _FRAMED_ONLY:
+            del fields[name]
     return fields
 
 
@@ -99,7 +115,7 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
         )
     for key in consumed - set(cls.model_fields):
         fields.pop(key, None)
-    if cls is LinearRequest and "module_name" in fields and "module_names" not in fields:
+    if cls in _NAMES_MODULES and "module_name" in fields and "module_names" not in fields:
         fields["module_names"] = [fields.pop("module_name")]
     if cls is EmbeddingRequest:
         fields["dtype"] = _embedding_reply_dtype(fields.get("dtype"))

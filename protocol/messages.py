@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
 from protocol.tensors import WireTensor
 
@@ -18,6 +18,7 @@ MAX_TIMEOUT_MS = 3_600_000
 
 ModuleName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FloatDtype = Literal["float32", "float16", "bfloat16"]
+Arithmetic = Literal["float", "int8"]
 
 LinearOperator = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
@@ -30,8 +31,10 @@ FUSED_MODULES: dict[LinearOperator, tuple[ModuleName, ...]] = {
 }
 
 Size: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
-
-
+LayerIndex: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+ModuleNames: TypeAlias = Annotated[
+    tuple[ModuleName, ...], Field(min_length=1, max_length=3, strict=False)
+]
 Digest: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -61,13 +64,28 @@ class LinearRequest(Message):
     """Apply one module of a layer, or several that share their input.
 
     `hidden_states`: float [..., in_features]. The reply holds the modules' outputs side by side on
-    the last axis, in the order of `module_names`.
+    the last axis, in the order of `module_names`. `bias`: whether to add the modules' biases where
+    the model has them; a masked input asks for none, because a bias is not linear.
     """
 
     method: ClassVar[str] = "Linear"
-    layer_idx: Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
-    module_names: Annotated[tuple[ModuleName, ...], Field(min_length=1, max_length=3, strict=False)]
+    layer_idx: LayerIndex
+    module_names: ModuleNames
     hidden_states: WireTensor
+    bias: bool = True
+
+
+class RingLinearRequest(Message):
+    """Apply modules as a Linear does, with their int8 weights, in the ring Z_2^32.
+
+    `elements`: int32 [..., in_features]. The reply is int32 [..., sum of out_features]: the product
+    modulo 2^32, without scales and without biases (`protocol.model.quantized`).
+    """
+
+    method: ClassVar[str] = "RingLinear"
+    layer_idx: LayerIndex
+    module_names: ModuleNames
+    elements: WireTensor
 
 
 class MatmulRequest(Message):
@@ -115,8 +133,11 @@ class InitReply(Message):
     A client of the published schema builds its norms and RoPE from this. Ours compares it with its
     own model directory, to catch a service that was started with another model, and uses none of
     it: the service is not trusted. The digests are those of `protocol.model.identity`;
-    `max_message_bytes` is the service's limit for one message, either way. Only the framed form
-    carries these three.
+    `max_message_bytes` is the service's limit for one message, either way; `arithmetic` says which
+    linear weights it holds: those for Linear (float), those for RingLinear (int8), or both.
+    `provision_id`: None for a model directory; for weights transformed by a feature mask the id of
+    the key that they belong to (`protocol.model.provision`), and then `model_digest` repeats it
+    and `norm_weights` is empty. Only the framed form carries these five.
     """
 
     config: InitConfig
@@ -125,6 +146,15 @@ class InitReply(Message):
     model_digest: Digest
     linear_digest: Digest
     max_message_bytes: Annotated[int, Field(ge=1, le=2**40)]
+    arithmetic: Annotated[tuple[Arithmetic, ...], Field(min_length=1, max_length=2, strict=False)]
+    provision_id: Digest | None
+
+    @field_validator("arithmetic")
+    @classmethod
+    def _each_once(cls, kinds: tuple[Arithmetic, ...]) -> tuple[Arithmetic, ...]:
+        if len(set(kinds)) != len(kinds):
+            raise ValueError("each arithmetic once")
+        return kinds
 
 
 class TensorReply(Message):
@@ -145,13 +175,21 @@ class Timing(Message):
     compute_us: Annotated[int, Field(ge=0, le=2**53)]
 
 
-Request: TypeAlias = InitRequest | EmbeddingRequest | LinearRequest | MatmulRequest | LMHeadRequest
+Request: TypeAlias = (
+    InitRequest
+    | EmbeddingRequest
+    | LinearRequest
+    | RingLinearRequest
+    | MatmulRequest
+    | LMHeadRequest
+)
 Response: TypeAlias = InitReply | TensorReply
 
 REQUEST_TYPES: dict[str, type[Request]] = {
     "Init": InitRequest,
     "Embedding": EmbeddingRequest,
     "Linear": LinearRequest,
+    "RingLinear": RingLinearRequest,
     "Matmul": MatmulRequest,
     "LMHead": LMHeadRequest,
 }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 MAX_DIMENSIONS = 4
@@ -110,6 +110,7 @@ def torch_dtype(name: str) -> torch.dtype:
         "float32": torch.float32,
         "float16": torch.float16,
         "bfloat16": torch.bfloat16,
+        "int32": torch.int32,
         "int64": torch.int64,
     }
     return dtypes[name]

@@ -5,6 +5,7 @@ Nothing of ours is imported here but the helpers that save a model and start the
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import transformers
 import zmq
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from tests.support import make_model, running_service
 
@@ -59,6 +61,13 @@ class WireClient:
     def linear(self, layer: int, hidden: Array, **modules: Any) -> Array:
         states = {"hidden_states": hidden.tobytes(), "shape": list(hidden.shape)}
         return self.tensor("Linear", {"layer_idx": layer, **modules, **states})
+
+    def ring_linear(self, layer: int, elements: NDArray[np.int32], **modules: Any) -> Any:
+        body = {"elements": elements.tobytes(), "shape": list(elements.shape)}
+        response = self.call("RingLinear", {"layer_idx": layer, **modules, **body})
+        assert set(response) == {"output", "shape", "dtype"}
+        assert response["dtype"] == "torch.int32"
+        return np.frombuffer(response["output"], dtype="<i4").reshape(response["shape"])
 
     def matmul(self, a: Array, b: Array) -> Array:
         buffers = {"a_buffer": a.tobytes(), "b_buffer": b.tobytes()}
@@ -212,6 +221,95 @@ def test_fused_modules_give_the_numbers_of_single_ones(client: WireClient) -> No
         )
         for together, alone in pairs:
             np.testing.assert_allclose(together, alone, rtol=1e-6, atol=1e-6)
+
+
+def _int8(weight: torch.Tensor) -> NDArray[np.int64]:
+    """The int8 weights, from wire.md's definition."""
+    exact = weight.detach().numpy()
+    scale = np.abs(exact).max(axis=1, keepdims=True) / np.float32(127)
+    return np.rint(exact / scale).astype(np.int64)
+
+
+@pytest.mark.parametrize("names", [("down_proj",), ("gate_proj", "up_proj")])
+def test_ring_linear_is_exact_modulo_the_ring(
+    served: tuple[transformers.PreTrainedModel, str], client: WireClient, names: tuple[str, ...]
+) -> None:
+    mlp = served[0].model.layers[1].mlp
+    weight = np.concatenate([_int8(getattr(mlp, name).weight) for name in names])
+    shape = (2, 5, weight.shape[1])
+    elements = np.random.default_rng(0).integers(-(2**31), 2**31, shape, dtype="<i4")
+    modules = {"module_name": names[0]} if len(names) == 1 else {"module_names": list(names)}
+    output = client.ring_linear(1, elements, **modules)
+    exact = elements.astype(np.int64) @ weight.T
+    assert np.array_equal(output, exact.astype("<i4"))  # a narrowing cast keeps the low 32 bits
+    assert not np.array_equal(output, exact)
+
+
+def test_linear_without_bias(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2")
+    context = zmq.Context()
+    with running_service(tmp_path / "model", f"ipc://{tmp_path}/s", "--threads", "1") as service:
+        client = WireClient(context, service.endpoint)
+        hidden = np.random.default_rng(0).standard_normal((1, 4, 48)).astype("<f4")
+        plain = client.linear(0, hidden, module_name="q_proj", bias=False)
+        biased = client.linear(0, hidden, module_name="q_proj", bias=True)
+        default = client.linear(0, hidden, module_name="q_proj")
+        client.socket.close()
+    context.term()
+    module = model.model.layers[0].self_attn.q_proj
+    expected = hidden @ module.weight.detach().numpy().T
+    np.testing.assert_allclose(plain, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    shift = module.bias.detach().numpy()
+    np.testing.assert_allclose(biased, expected + shift, rtol=TOLERANCE, atol=TOLERANCE)
+    assert np.array_equal(default, biased)
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "int8"])
+def test_what_the_service_does_not_hold_is_unavailable(tmp_path: Path, arithmetic: str) -> None:
+    make_model(tmp_path / "model")
+    context = zmq.Context()
+    with running_service(
+        tmp_path / "model", f"ipc://{tmp_path}/s", "--threads", "1", "--arithmetic", arithmetic
+    ) as service:
+        client = WireClient(context, service.endpoint)
+        body = {"layer_idx": 0, "module_name": "q_proj", "shape": [48]}
+        bodies = {
+            "Linear": body | {"hidden_states": bytes(192), "dtype": "float32"},
+            "RingLinear": body | {"elements": bytes(192)},
+        }
+        held, lacking = (
+            ("Linear", "RingLinear") if arithmetic == "float" else ("RingLinear", "Linear")
+        )
+        assert client.call(held, bodies[held])["shape"] == [96]
+        client.socket.send(msgpack.packb({"method": lacking, "request": bodies[lacking]}))
+        reply = msgpack.unpackb(client.socket.recv())
+        client.socket.close()
+    context.term()
+    assert reply == {"status": "error", "error": "UNAVAILABLE"}
+    assert any(f"arithmetic={arithmetic}" in line for line in service.log)
+    refused = next(line for line in service.log if " refused " in line)
+    assert f"expected one that {arithmetic} linear weights can answer" in refused
+
+
+def test_a_provisioned_directory_is_served(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    model = make_model(directory)
+    tensors = load_file(directory / "model.safetensors")
+    linears = {name: tensor for name, tensor in tensors.items() if "_proj." in name}
+    save_file(linears, directory / "model.safetensors")
+    marker = {"version": 1, "mask": "feature-rotation", "provision_id": "5a" * 32}
+    (directory / "provision.json").write_text(json.dumps(marker))
+    context = zmq.Context()
+    with running_service(directory, f"ipc://{tmp_path}/s", "--threads", "1") as service:
+        client = WireClient(context, service.endpoint)
+        init = client.call("Init", {})
+        hidden = np.ones((1, 48), dtype="<f4")
+        output = client.linear(2, hidden, module_name="up_proj")
+        client.socket.close()
+    context.term()
+    assert init["norm_weights"] == {}
+    expected = model.model.layers[2].mlp.up_proj.weight.sum(dim=1).detach().numpy()
+    np.testing.assert_allclose(output[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_init_has_the_sizes_and_norms_of_the_model(

@@ -36,6 +36,7 @@ from protocol.messages import (
     NormWeight,
     Request,
     Response,
+    RingLinearRequest,
     RotaryParams,
     TensorReply,
     Timing,
@@ -88,6 +89,15 @@ requests: st.SearchStrategy[Request] = st.one_of(
             tuple
         ),
         hidden_states=tensors(),
+        bias=st.booleans(),
+    ),
+    st.builds(
+        RingLinearRequest,
+        layer_idx=st.integers(0, 4095),
+        module_names=st.lists(st.sampled_from(get_args(ModuleName)), min_size=1, max_size=3).map(
+            tuple
+        ),
+        elements=tensors(st.just("int32")),
     ),
     st.builds(MatmulRequest, a=tensors(), b=tensors()),
     st.builds(LMHeadRequest, hidden_states=tensors()),
@@ -110,12 +120,14 @@ init_replies = st.builds(
     model_digest=st.text("0123456789abcdef", min_size=64, max_size=64),
     linear_digest=st.text("0123456789abcdef", min_size=64, max_size=64),
     max_message_bytes=st.integers(1, 2**40),
+    arithmetic=st.sampled_from([("float",), ("int8",), ("float", "int8"), ("int8", "float")]),
+    provision_id=st.none() | st.text("0123456789abcdef", min_size=64, max_size=64),
 )
 results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(
     st.tuples(st.just("Init"), init_replies),
     st.tuples(
-        st.sampled_from(["Embedding", "Linear", "Matmul", "LMHead"]),
-        st.builds(TensorReply, output=tensors()),
+        st.sampled_from(["Embedding", "Linear", "RingLinear", "Matmul", "LMHead"]),
+        st.builds(TensorReply, output=tensors(floats | st.just("int32"))),
     ),
     st.tuples(st.text(max_size=10), st.sampled_from(ErrorCode)),
 )
@@ -154,6 +166,10 @@ def test_framed_reply_round_trip(
     assert reply == Reply(request_id, method, *expected, timing)
 
 
+def _inline_modules(names: tuple[ModuleName, ...]) -> dict[str, Any]:
+    return {"module_name": names[0]} if len(names) == 1 else {"module_names": list(names)}
+
+
 def _inline(message: Request, prefix: str) -> dict[str, Any]:
     """Lay a request out by hand, as wire.md has it."""
     match message:
@@ -163,14 +179,21 @@ def _inline(message: Request, prefix: str) -> dict[str, Any]:
                 "input_shape": list(ids_.shape),
                 "dtype": prefix + dtype,
             }
-        case LinearRequest(layer_idx=layer, module_names=names, hidden_states=hidden):
-            one: dict[str, Any] = {"module_name": names[0]}
+        case LinearRequest(layer_idx=layer, module_names=names, hidden_states=hidden, bias=bias):
             body = {
                 "layer_idx": layer,
                 "hidden_states": hidden.data,
                 "shape": list(hidden.shape),
                 "dtype": prefix + hidden.dtype,
-            } | (one if len(names) == 1 else {"module_names": list(names)})
+            } | _inline_modules(names)
+            if not bias:  # true where it is left out
+                body["bias"] = False
+        case RingLinearRequest(layer_idx=layer, module_names=names, elements=elements):
+            body = {
+                "layer_idx": layer,
+                "elements": elements.data,
+                "shape": list(elements.shape),
+            } | _inline_modules(names)
         case MatmulRequest(a=a, b=b):
             body = {"dtype": prefix + a.dtype}
             for name, tensor in (("a", a), ("b", b)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import click
 
@@ -20,6 +20,13 @@ from tsqp.cli.settings import DTYPES, THREADS, config_option, version_option
 )
 @click.option("--device", default="cpu", help="cpu, cuda or cuda:N.")
 @click.option("--dtype", type=DTYPES, help="What to compute in; default: the model's own dtype.")
+@click.option(
+    "--arithmetic",
+    type=click.Choice(["float", "int8", "both"]),
+    default="both",
+    help="Which linear weights to hold. Both take 1.5 times the memory of a bfloat16 model; float"
+    " alone is enough for policies that compute in float.",
+)
 @click.option("--threads", type=THREADS, help="CPU threads for torch.")
 @click.option(
     "--max-message-mib",
@@ -38,6 +45,7 @@ def command(
     bind: str,
     device: str,
     dtype: str | None,
+    arithmetic: Literal["float", "int8", "both"],
     threads: int | None,
     max_message_mib: int,
     log_level: str,
@@ -56,6 +64,7 @@ def command(
             bind=bind,
             device=device,
             dtype=dtype,
+            arithmetic=arithmetic,
             threads=threads,
             max_message_bytes=max_message_mib * 1024 * 1024,
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from gpu_side.operators import Operators
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
+    Arithmetic,
     EmbeddingRequest,
     InitReply,
     InitRequest,
@@ -20,8 +23,11 @@ from protocol.messages import (
     MatmulRequest,
     ModuleName,
     Request,
+    RingLinearRequest,
     TensorReply,
 )
+from protocol.model.provision import Provision, write_provision
+from protocol.model.quantized import quantize_rows
 from protocol.tensors import from_torch, short_name, to_torch
 from tests.support import SIZES, make_model
 
@@ -70,6 +76,15 @@ def _linear(hidden: torch.Tensor, *modules: ModuleName, layer: int = 1) -> Linea
     return LinearRequest(layer_idx=layer, module_names=modules, hidden_states=from_torch(hidden))
 
 
+def _ring(elements: torch.Tensor, *modules: ModuleName, layer: int = 1) -> RingLinearRequest:
+    return RingLinearRequest(layer_idx=layer, module_names=modules, elements=from_torch(elements))
+
+
+def _uniform(*shape: int) -> torch.Tensor:
+    """Elements as a pad leaves them."""
+    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+
+
 def _module(model: transformers.PreTrainedModel, layer: int, name: str) -> torch.nn.Module:
     block = model.model.layers[layer]
     return getattr(block.self_attn, name, None) or getattr(block.mlp, name)
@@ -115,6 +130,56 @@ def test_fused_modules_stand_side_by_side(
     output = _apply(operators, _linear(hidden, *names, layer=2))
     expected = torch.cat([_module(model, 2, name)(hidden) for name in names], dim=-1)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", [("q_proj",), ("o_proj",), ("q_proj", "k_proj", "v_proj")])
+def test_linear_without_bias(
+    operators: Operators,
+    model: transformers.PreTrainedModel,
+    names: tuple[ModuleName, ...],
+) -> None:
+    modules = [_module(model, 1, name) for name in names]
+    hidden = torch.randn(3, modules[0].in_features)
+    request = _linear(hidden, *names).model_copy(update={"bias": False})
+    expected = torch.cat([torch.nn.functional.linear(hidden, m.weight) for m in modules], dim=-1)
+    torch.testing.assert_close(_apply(operators, request), expected, rtol=1e-5, atol=1e-5)
+    with_bias = _apply(operators, _linear(hidden, *names))
+    biases = torch.cat([m.bias for m in modules])
+    torch.testing.assert_close(with_bias, expected + biases, rtol=1e-5, atol=1e-5)
+
+
+RING_MODULES: list[tuple[ModuleName, ...]] = [
+    *[(name,) for name in SINGLE],
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", RING_MODULES)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 1, 3)])
+def test_ring_linear_is_the_product_modulo_the_ring(
+    operators: Operators,
+    model: transformers.PreTrainedModel,
+    names: tuple[ModuleName, ...],
+    shape: tuple[int, ...],
+) -> None:
+    weight = torch.cat([quantize_rows(_module(model, 2, name).weight)[0] for name in names])
+    elements = _uniform(*shape, weight.shape[1])
+    product = _apply(operators, _ring(elements, *names, layer=2))
+    exact = elements.long() @ weight.long().t()
+    assert product.dtype == torch.int32
+    assert torch.equal(product, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
+
+
+def test_ring_linear_is_linear_in_the_ring(operators: Operators) -> None:
+    """What every mask of the ring relies on: the pad comes off, whatever wrapped on the way."""
+    value, pad = _uniform(4, HIDDEN) // 2**14, _uniform(4, HIDDEN)
+    names: tuple[ModuleName, ...] = ("gate_proj", "up_proj")
+    masked = _apply(operators, _ring(value - pad, *names))
+    unmasked = masked + _apply(operators, _ring(pad, *names))
+    assert torch.equal(unmasked, _apply(operators, _ring(value, *names)))
 
 
 @torch.no_grad()
@@ -189,9 +254,86 @@ def test_init_says_what_is_there(operators: Operators, model: transformers.PreTr
     final = reply.norm_weights["final_norm"]
     assert torch.equal(to_torch(final.weight), model.model.norm.weight)
     assert final.eps == model.config.rms_norm_eps
+    assert reply.arithmetic == ("float", "int8")
+    assert reply.provision_id is None
+
+
+@pytest.mark.parametrize("arithmetic", [("float",), ("int8",), ("float", "int8")])
+def test_what_is_not_held_is_unavailable(
+    directory: Path, model: transformers.PreTrainedModel, arithmetic: tuple[Arithmetic, ...]
+) -> None:
+    held = load_weights(
+        directory, device=torch.device("cpu"), dtype=torch.float32, arithmetic=arithmetic
+    )
+    operators = Operators(held, LIMIT)
+    reply = operators.apply(InitRequest())
+    assert isinstance(reply, InitReply)
+    assert reply.arithmetic == arithmetic
+    cases: list[tuple[Arithmetic, Request, str]] = [
+        ("float", _linear(torch.zeros(1, HIDDEN), "q_proj"), "float weights"),
+        ("int8", _ring(_uniform(1, HIDDEN), "q_proj"), "int8 weights"),
+    ]
+    for kind, request, needed in cases:
+        if kind in arithmetic:
+            _apply(operators, request)
+            continue
+        error = _refused(operators, request)
+        assert error.code is ErrorCode.UNAVAILABLE
+        assert str(error) == (
+            f"{request.method}: got a request that needs {needed}, expected one that"
+            f" {arithmetic[0]} linear weights can answer"
+        )
+    # These two are float whatever the linears are.
+    _apply(operators, _embedding(torch.tensor([1])))
+    _apply(operators, LMHeadRequest(hidden_states=from_torch(torch.zeros(1, HIDDEN))))
+
+
+@pytest.fixture(scope="module")
+def provisioned(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Operators:
+    copy = tmp_path_factory.mktemp("provisioned")
+    shutil.copy(directory / "config.json", copy)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "_proj." in n}, copy / "model.safetensors")
+    write_provision(copy, Provision(mask="feature-rotation", provision_id="5a" * 32))
+    held = load_weights(copy, device=torch.device("cpu"), dtype=torch.float32)
+    return Operators(held, LIMIT)
+
+
+def test_init_of_a_provisioned_directory(
+    model: transformers.PreTrainedModel, operators: Operators, provisioned: Operators
+) -> None:
+    reply, own = provisioned.apply(InitRequest()), operators.apply(InitRequest())
+    assert isinstance(reply, InitReply)
+    assert isinstance(own, InitReply)
+    assert (reply.model_digest, reply.provision_id) == ("5a" * 32, "5a" * 32)
+    assert reply.norm_weights == {}
+    assert reply.arithmetic == ("float",)
+    assert reply.config == own.config
+    # The same tensors here; a transform would change them.
+    assert reply.linear_digest == own.linear_digest
+
+
+def test_a_provisioned_directory_answers_linears_alone(
+    model: transformers.PreTrainedModel, operators: Operators, provisioned: Operators
+) -> None:
+    hidden = torch.randn(2, HIDDEN)
+    request = _linear(hidden, "q_proj", "k_proj", "v_proj")
+    assert torch.equal(_apply(provisioned, request), _apply(operators, request))
+    _apply(provisioned, _matmul(hidden, hidden.t()))
+    cases: list[tuple[Request, str]] = [
+        (_embedding(torch.tensor([1])), "an embedding"),
+        (LMHeadRequest(hidden_states=from_torch(hidden)), "an LM head"),
+        (_ring(_uniform(2, HIDDEN), "q_proj"), "int8 weights"),
+    ]
+    for case, needed in cases:
+        error = _refused(provisioned, case)
+        assert error.code is ErrorCode.UNAVAILABLE
+        assert error.got == f"a request that needs {needed}"
+        assert "the mask feature-rotation alone" in error.expected
 
 
 _HIDDEN = torch.zeros(2, HIDDEN)
+_RING = torch.zeros(2, HIDDEN, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +351,14 @@ _HIDDEN = torch.zeros(2, HIDDEN)
         (_linear(_HIDDEN, "up_proj", "gate_proj"), "got up_proj gate_proj"),
         (_linear(_HIDDEN, "o_proj", "o_proj"), "got o_proj o_proj"),
         (_linear(_HIDDEN, "q_proj", "gate_proj"), "got q_proj gate_proj"),
+        (_linear(_HIDDEN.int(), "q_proj"), "hidden_states: got int32, expected a float dtype"),
+        (_ring(_RING, "q_proj", layer=3), "RingLinear.layer_idx: got 3, expected 0 to 2"),
+        (_ring(_HIDDEN, "q_proj"), "RingLinear.elements: got float32, expected int32"),
+        (_ring(_HIDDEN.long(), "q_proj"), "RingLinear.elements: got int64, expected int32"),
+        (_ring(_RING[:, 1:], "q_proj"), "elements: got shape [2, 47], expected 48 on the last"),
+        (_ring(_RING, "down_proj"), "expected 96 on the last axis"),
+        (_ring(_RING, "q_proj", "k_proj"), "RingLinear.module_names: got q_proj k_proj, expected"),
+        (_ring(_RING, "up_proj", "gate_proj"), "got up_proj gate_proj"),
         (_embedding(torch.tensor([0, VOCAB])), "expected 0 to 319"),
         (_embedding(torch.tensor([-1])), "expected 0 to 319"),
         (_embedding(torch.tensor([2**62])), "got an id outside the vocabulary"),
@@ -243,6 +393,8 @@ def test_refusal_does_not_quote_the_token_ids(operators: Operators) -> None:
         _linear(torch.zeros(3, HIDDEN), "q_proj"),
         _linear(torch.zeros(1, HIDDEN), "q_proj", "k_proj", "v_proj", layer=0),
         _linear(torch.zeros(2, HIDDEN), "gate_proj", "up_proj"),
+        _ring(_RING, "q_proj"),
+        _ring(_RING, "gate_proj", "up_proj"),
         LMHeadRequest(hidden_states=from_torch(torch.zeros(1, HIDDEN))),
         _matmul(torch.zeros(16, 1), torch.zeros(1, 16)),
         _matmul(torch.zeros(16, 1, 1), torch.zeros(16, 1, 1, 1)),

@@ -7,18 +7,29 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgpack
 import pytest
 import torch
 
-from gpu_side.service import MAX_QUEUED_REQUESTS, _Service, _StopSignal, parse_device
+from gpu_side.service import (
+    MAX_QUEUED_REQUESTS,
+    ServiceSettings,
+    _arithmetic,
+    _Service,
+    _StopSignal,
+    parse_device,
+    serve,
+)
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
-from protocol.errors import SettingsError
+from protocol.errors import KernelError, SettingsError
 from protocol.messages import MatmulRequest, Request, TensorReply
+from protocol.model.config import read_config
 from protocol.tensors import Buffer, WireTensor, from_torch
 from protocol.zmq_channel import Incoming
+from tests.support import SavedModel
 
 REQUEST = MatmulRequest(a=from_torch(torch.ones(1, 1)), b=from_torch(torch.ones(1, 1)))
 RESULT = TensorReply(output=from_torch(torch.ones(1, 1)))
@@ -165,6 +176,54 @@ def test_client_that_has_gone_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         _run(Listener([_incoming(1)], gone=True), lambda request: RESULT)
     assert [record.getMessage() for record in caplog.records] == ["client_gone"]
+
+
+def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+    return (rows.float() @ weight.float()).clamp(-30000, 30000).to(torch.int32)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("asked", ["float", "int8", "both"])
+def test_what_is_held_where_int8_products_are_exact_and_where_not(
+    saved_model: Callable[..., SavedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: Literal["float", "int8", "both"],
+    exact: bool,
+) -> None:
+    directory = saved_model().directory
+    if not exact:
+        monkeypatch.setattr(torch, "_int_mm", _inexact)
+    settings = ServiceSettings(directory, "", arithmetic=asked)
+    config, device = read_config(directory), torch.device("cpu")
+    if asked == "int8" and not exact:
+        with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
+            _arithmetic(settings, config, device)
+        return
+    expected = {"float": ("float",), "int8": ("int8",), "both": ("float", "int8")}[asked]
+    with caplog.at_level(logging.WARNING):
+        held = _arithmetic(settings, config, device)
+    if asked == "both" and not exact:
+        assert held == ("float",)
+        (record,) = caplog.records
+        assert record.getMessage() == "no_int8"
+        assert record.levelno == logging.WARNING
+        assert "wrong numbers" in record.fields["detail"]  # type: ignore[attr-defined]
+    else:
+        assert held == expected
+        assert not caplog.records
+
+
+def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
+    saved_model: Callable[..., SavedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "_int_mm", _inexact)
+    endpoint = f"ipc://{tmp_path}/s"
+    with pytest.raises(KernelError):
+        serve(ServiceSettings(saved_model().directory, endpoint, arithmetic="int8"))
+    # The address is free again.
+    with pytest.raises(KernelError):
+        serve(ServiceSettings(saved_model().directory, endpoint, arithmetic="int8"))
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,38 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_side.weights import ServiceWeights, load_weights
-from protocol.errors import ModelError
-from protocol.messages import FUSED_MODULES
+from gpu_side.weights import ServiceWeights, check_integers, load_weights
+from protocol.errors import KernelError, ModelError
+from protocol.integer import MAX_IN_FEATURES
+from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest
+from protocol.model.provision import PROVISION_FILE, Provision, write_provision
+from protocol.model.quantized import quantize_rows
+from protocol.model.weights import FusedLinear
 from tests.support import SIZES, make_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def _load(directory: Path, dtype: torch.dtype = torch.float32) -> ServiceWeights:
-    return load_weights(directory, device=torch.device("cpu"), dtype=dtype)
+def _load(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    arithmetic: tuple[Arithmetic, ...] = ("float",),
+) -> ServiceWeights:
+    return load_weights(directory, device=torch.device("cpu"), dtype=dtype, arithmetic=arithmetic)
+
+
+def _float(weights: ServiceWeights) -> list[dict[LinearOperator, FusedLinear]]:
+    assert weights.linears is not None
+    return weights.linears
 
 
 def _assert_equals_file(weights: ServiceWeights, tensors: dict[str, torch.Tensor]) -> set[str]:
     """Compare every fused row with the file's own tensor; return the names compared."""
     seen = set()
-    for layer, operators in enumerate(weights.linears):
+    for layer, operators in enumerate(_float(weights)):
         assert set(operators) == set(FUSED_MODULES)
         for operator, linear in operators.items():
             assert tuple(linear.rows) == FUSED_MODULES[operator]
@@ -59,10 +75,12 @@ def test_fused_rows_equal_the_files_tensors(llama: Path, dtype: torch.dtype) -> 
     weights = _load(llama, dtype)
     seen = _assert_equals_file(weights, tensors)
     assert len(seen) == 7 * SIZES["num_hidden_layers"]
+    assert weights.embedding is not None
+    assert weights.lm_head is not None
     assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].to(dtype))
     assert torch.equal(weights.lm_head, tensors["lm_head.weight"].to(dtype))
     assert weights.lm_head is not weights.embedding
-    assert {weights.embedding.dtype, weights.linears[0]["o_proj"].weight.dtype} == {dtype}
+    assert {weights.embedding.dtype, _float(weights)[0]["o_proj"].weight.dtype} == {dtype}
 
 
 def test_norms_are_float32_under_the_names_of_the_wire(llama: Path) -> None:
@@ -83,8 +101,8 @@ def test_qwen2_biases_are_loaded(tmp_path: Path) -> None:
     weights = _load(tmp_path)
     seen = _assert_equals_file(weights, load_file(tmp_path / "model.safetensors"))
     assert len([name for name in seen if name.endswith(".bias")]) == 9
-    assert weights.linears[0]["o_proj"].bias is None
-    assert weights.linears[0]["down_proj"].bias is None
+    assert _float(weights)[0]["o_proj"].bias is None
+    assert _float(weights)[0]["down_proj"].bias is None
 
 
 def test_partly_biased_group_has_zeros_elsewhere(tmp_path: Path) -> None:
@@ -124,14 +142,123 @@ def test_weight_bytes_counts_every_matrix_once(tmp_path: Path, llama: Path) -> N
     assert _load(tmp_path).weight_bytes == matrices - embedding_bytes
 
 
+def test_weight_bytes_counts_integers_and_their_scales(llama: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    linears = [t for name, t in tensors.items() if "_proj." in name]
+    assert len(linears) == 21
+    floats = sum(t.nbytes for t in linears)
+    integers = sum(t.numel() + 4 * t.shape[0] for t in linears)
+    alone = _load(llama).weight_bytes
+    assert _load(llama, arithmetic=("int8",)).weight_bytes == alone - floats + integers
+    assert _load(llama, arithmetic=("float", "int8")).weight_bytes == alone + integers
+
+
+@pytest.mark.parametrize("arithmetic", [("float",), ("int8",), ("float", "int8")])
+def test_what_is_asked_for_is_held_and_nothing_else(
+    llama: Path, arithmetic: tuple[Arithmetic, ...]
+) -> None:
+    weights = _load(llama, arithmetic=arithmetic)
+    assert weights.arithmetic == arithmetic
+    assert (weights.linears is not None) is ("float" in arithmetic)
+    assert (weights.integers is not None) is ("int8" in arithmetic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_integers_come_from_the_file_and_not_from_rounded_floats(
+    llama: Path, dtype: torch.dtype
+) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    weights = _load(llama, dtype, ("float", "int8"))
+    assert weights.integers is not None
+    assert len(weights.integers) == SIZES["num_hidden_layers"]
+    for layer, operators in enumerate(weights.integers):
+        assert set(operators) == set(FUSED_MODULES)
+        for linear in operators.values():
+            for module, rows in linear.rows.items():
+                block = "self_attn" if module in ATTENTION else "mlp"
+                stored = tensors[f"model.layers.{layer}.{block}.{module}.weight"]
+                integers, scale = quantize_rows(stored)
+                assert torch.equal(linear.weight[rows], integers)
+                assert torch.equal(linear.scale[rows], scale)
+
+
+def _provision(directory: Path, kind: str = "llama") -> Provision:
+    """Make a directory as the TEE side provisions it: only config.json, linears and the marker."""
+    make_model(directory, kind)
+    tensors = load_file(directory / "model.safetensors")
+    linears = {name: t.clone() for name, t in tensors.items() if "_proj." in name}
+    save_file(linears, directory / "model.safetensors")
+    provision = Provision(mask="feature-rotation", provision_id="5a" * 32)
+    write_provision(directory, provision)
+    return provision
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("asked", [("float",), ("float", "int8")])
+def test_a_provisioned_directory_has_float_linears_and_nothing_else(
+    tmp_path: Path, kind: str, asked: tuple[Arithmetic, ...]
+) -> None:
+    provision = _provision(tmp_path, kind)
+    weights = _load(tmp_path, arithmetic=asked)
+    _assert_equals_file(weights, load_file(tmp_path / "model.safetensors"))
+    assert weights.provision == provision
+    assert weights.arithmetic == ("float",)
+    assert (weights.embedding, weights.lm_head, weights.integers) == (None, None, None)
+    assert weights.norms == {}
+    assert weights.model_digest == provision.provision_id
+    assert weights.linear_digest == linear_digest(read_config(tmp_path), Checkpoint(tmp_path))
+    assert weights.weight_bytes == sum(
+        t.nbytes for t in load_file(tmp_path / "model.safetensors").values()
+    )
+
+
+def test_integers_of_a_provisioned_directory_are_refused(tmp_path: Path) -> None:
+    _provision(tmp_path)
+    with pytest.raises(ModelError, match="mask feature-rotation: got arithmetic int8, expected fl"):
+        _load(tmp_path, arithmetic=("int8",))
+
+
+@pytest.mark.parametrize("change", ["missing", "bias", "marker"])
+def test_a_damaged_provisioned_directory_is_refused(tmp_path: Path, change: str) -> None:
+    _provision(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if change == "missing":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    elif change == "bias":
+        tensors["model.layers.1.mlp.up_proj.bias"] = torch.ones(96)
+    else:
+        (tmp_path / PROVISION_FILE).write_text("{}")
+    save_file(tensors, path)
+    expected = PROVISION_FILE if change == "marker" else "up_proj"
+    with pytest.raises(ModelError, match=expected):
+        _load(tmp_path)
+
+
+def test_a_directory_without_embedding_and_without_marker_is_refused(tmp_path: Path) -> None:
+    _provision(tmp_path)
+    (tmp_path / PROVISION_FILE).unlink()
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight: got no such tensor"):
+        _load(tmp_path)
+
+
+def test_a_model_too_wide_for_int8_products_is_refused(llama: Path) -> None:
+    config = read_config(llama)
+    check_integers(config, torch.device("cpu"))
+    wide = config.model_copy(update={"intermediate_size": MAX_IN_FEATURES + 1})
+    with pytest.raises(KernelError, match=f"got {MAX_IN_FEATURES + 1} in_features"):
+        check_integers(wide, torch.device("cpu"))
+
+
 def test_weights_do_not_alias_the_file(tmp_path: Path) -> None:
     make_model(tmp_path)
     weights = _load(tmp_path)
-    before = weights.linears[0]["qkv_proj"].weight.clone(), weights.embedding.clone()
+    assert weights.embedding is not None
+    before = _float(weights)[0]["qkv_proj"].weight.clone(), weights.embedding.clone()
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
-    assert torch.equal(weights.linears[0]["qkv_proj"].weight, before[0])
+    assert torch.equal(_float(weights)[0]["qkv_proj"].weight, before[0])
     assert torch.equal(weights.embedding, before[1])
 
 

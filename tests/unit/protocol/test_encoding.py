@@ -20,6 +20,7 @@ from protocol.encoding import (
 )
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
+    Arithmetic,
     EmbeddingRequest,
     InitConfig,
     InitReply,
@@ -29,6 +30,7 @@ from protocol.messages import (
     MatmulRequest,
     NormWeight,
     Request,
+    RingLinearRequest,
     RotaryParams,
     TensorReply,
     Timing,
@@ -51,6 +53,8 @@ def _init_reply() -> InitReply:
         model_digest="a" * 64,
         linear_digest="b" * 64,
         max_message_bytes=1,
+        arithmetic=("float", "int8"),
+        provision_id=None,
     )
 
 
@@ -322,12 +326,109 @@ def test_reply_of_no_frames_or_with_a_huge_header_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model_digest": "A" * 64}, {"model_digest": "a" * 63}, {"norm_weights": {"final_norm": 1}}],
+    [
+        {"model_digest": "A" * 64},
+        {"model_digest": "a" * 63},
+        {"norm_weights": {"final_norm": 1}},
+        {"arithmetic": ...},
+        {"arithmetic": []},
+        {"arithmetic": "int8"},
+        {"arithmetic": ["int8", "int8"]},
+        {"arithmetic": ["int4"]},
+        {"arithmetic": ["float", "int8", "float"]},
+        {"arithmetic": None},
+        {"provision_id": ...},
+        {"provision_id": ""},
+        {"provision_id": "a" * 63},
+        {"provision_id": 1},
+    ],
 )
 def test_init_reply_is_checked(changes: dict[str, Any]) -> None:
     frames = encode_reply(Form.FRAMED, 1, "Init", _init_reply())
     assert decode_reply(frames).response == _init_reply()
     header = msgpack.unpackb(frames[0])
     header["response"] |= changes
+    header["response"] = {k: v for k, v in header["response"].items() if v is not ...}
     with pytest.raises(ProtocolError):
         decode_reply([msgpack.packb(header), *frames[1:]])
+
+
+@pytest.mark.parametrize("arithmetic", [("float",), ("int8",), ("float", "int8")])
+@pytest.mark.parametrize("provision_id", [None, "c" * 64])
+def test_init_reply_says_what_is_held(
+    arithmetic: tuple[Arithmetic, ...], provision_id: str | None
+) -> None:
+    reply = _init_reply().model_copy(
+        update={"arithmetic": arithmetic, "provision_id": provision_id}
+    )
+    frames = encode_reply(Form.FRAMED, 1, "Init", reply)
+    header = msgpack.unpackb(frames[0])["response"]
+    assert header["arithmetic"] == list(arithmetic)
+    assert header["provision_id"] == provision_id
+    assert decode_reply(frames).response == reply
+
+
+@pytest.mark.parametrize("given", [..., True, False])
+def test_linear_adds_biases_unless_told_not_to(given: object) -> None:
+    request = _read([msgpack.packb(_linear(bias=given)), F4])
+    assert isinstance(request, LinearRequest)
+    assert request.bias is (given is not False)
+    assert msgpack.unpackb(encode_request(request, 1, 1)[0])["request"]["bias"] is request.bias
+
+
+@pytest.mark.parametrize("given", [None, 0, 1, "false", [], {}])
+def test_a_bias_that_is_not_a_boolean_is_refused(given: object) -> None:
+    with pytest.raises(ProtocolError, match=r"Linear\.bias") as info:
+        _read([msgpack.packb(_linear(bias=given)), F4])
+    assert info.value.code is INVALID
+
+
+def _ring(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "layer_idx": 0,
+        "module_names": ["q_proj"],
+        "elements": {"dtype": "int32", "shape": [4], "frame": 1},
+    } | changes
+    request = {key: value for key, value in fields.items() if value is not ...}
+    return _header(method="RingLinear", request=request)
+
+
+def test_framed_ring_linear_is_read() -> None:
+    request = _read([msgpack.packb(_ring()), F4])
+    assert request == RingLinearRequest(
+        layer_idx=0, module_names=("q_proj",), elements=WireTensor("int32", (4,), F4)
+    )
+    header, frame = encode_request(request, 7, 1000)
+    assert msgpack.unpackb(header) == _ring()
+    assert frame is F4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_idx": -1},
+        {"layer_idx": 4096},
+        {"layer_idx": ...},
+        {"module_names": []},
+        {"module_names": ["q_proj"] * 4},
+        {"module_names": ["lm_head"]},
+        {"module_names": ...},
+        {"elements": {"dtype": "uint32", "shape": [4], "frame": 1}},
+        {"elements": {"dtype": "int32", "shape": [5], "frame": 1}},
+        {"hidden_states": {"dtype": "float32", "shape": [4], "frame": 1}},
+        {"bias": True},
+        {"bias": False},
+        {"scale": 1.0},
+    ],
+)
+def test_framed_ring_linear_that_deviates_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError) as info:
+        _read([msgpack.packb(_ring(**changes)), F4])
+    assert info.value.code is INVALID, str(info.value)
+
+
+@pytest.mark.parametrize("elements", [..., F4, None, [0] * 4])
+def test_framed_ring_linear_without_a_tensor_is_refused(elements: object) -> None:
+    with pytest.raises(ProtocolError) as info:
+        _read([msgpack.packb(_ring(elements=elements))])
+    assert info.value.code is INVALID, str(info.value)

@@ -32,6 +32,9 @@ def test_service_error_is_retryable_by_its_code(code: ErrorCode) -> None:
         (errors.ModelError, errors.InputError, False),
         (errors.PolicyError, errors.InputError, False),
         (errors.PromptError, errors.InputError, False),
+        (errors.PadBankError, errors.InputError, False),
+        (errors.CalibrationError, errors.InputError, False),
+        (errors.FeatureKeyError, errors.InputError, False),
         (errors.InputError, TsqpError, False),
         (errors.EndpointError, TsqpError, True),
         (errors.DeadlineExceededError, TsqpError, True),
@@ -39,6 +42,10 @@ def test_service_error_is_retryable_by_its_code(code: ErrorCode) -> None:
         (errors.ServiceError, TsqpError, False),
         (errors.ReplyError, TsqpError, False),
         (errors.ModelMismatchError, TsqpError, False),
+        (errors.KernelError, TsqpError, False),
+        (errors.MaskError, TsqpError, False),
+        (errors.ActivationRangeError, TsqpError, False),
+        (errors.PadsExhaustedError, TsqpError, True),
     ],
 )
 def test_error_tree(error: type[TsqpError], parent: type[TsqpError], retryable: bool) -> None:

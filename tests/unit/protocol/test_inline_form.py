@@ -18,8 +18,10 @@ from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
+    ModuleName,
     NormWeight,
     Request,
+    RingLinearRequest,
     RotaryParams,
     TensorReply,
     Timing,
@@ -37,6 +39,7 @@ LINEAR = {
     "shape": [1, 1, 4],
     "dtype": "torch.float32",
 }
+RING = {"layer_idx": 3, "module_name": "down_proj", "elements": F4, "shape": [1, 1, 4]}
 EMBEDDING = {"input_ids": IDS, "input_shape": [1, 2], "dtype": "torch.float32"}
 MATMUL = {
     "a_buffer": F4,
@@ -91,6 +94,16 @@ def _without(body: dict[str, Any], key: str) -> dict[str, Any]:
                 hidden_states=WireTensor("float32", (1, 1, 4), F4),
             ),
         ),
+        (
+            "Linear",
+            LINEAR | {"bias": False},
+            LinearRequest(
+                layer_idx=3,
+                module_names=("q_proj",),
+                hidden_states=WireTensor("float32", (1, 1, 4), F4),
+                bias=False,
+            ),
+        ),
         ("Matmul", MATMUL, MatmulRequest(a=F4_TENSOR, b=F4_TENSOR)),
         (
             "LMHead",
@@ -103,6 +116,22 @@ def test_published_schema_is_accepted(method: str, body: dict[str, Any], expecte
     opened = open_request([msgpack.packb({"method": method, "request": body})], 2**20)
     assert (opened.form, opened.request_id, opened.timeout_ms) == (Form.INLINE, 0, None)
     assert read_request(opened) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "modules"),
+    [
+        (RING, ("down_proj",)),
+        (
+            _without(RING, "module_name") | {"module_names": ["gate_proj", "up_proj"]},
+            ("gate_proj", "up_proj"),
+        ),
+    ],
+)
+def test_ring_linear_is_always_int32(body: dict[str, Any], modules: tuple[ModuleName, ...]) -> None:
+    assert _read({"method": "RingLinear", "request": body}) == RingLinearRequest(
+        layer_idx=3, module_names=modules, elements=WireTensor("int32", (1, 1, 4), F4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,9 +160,20 @@ def test_published_schema_is_accepted(method: str, body: dict[str, Any], expecte
         ("Linear", LINEAR | {"module_name": {"frame": 1}}, INVALID),
         ("Linear", LINEAR | {"module_name": "lm_head"}, INVALID),
         ("Linear", LINEAR | {"layer_idx": -1}, INVALID),
-        ("Linear", LINEAR | {"dtype": "int32"}, INVALID),
+        ("Linear", LINEAR | {"dtype": "uint32"}, INVALID),
         ("Linear", LINEAR | {"shape": [2**31 - 1] * 3}, ErrorCode.LIMIT_EXCEEDED),
         ("Linear", LINEAR | {"hidden_states": {"dtype": "float32"}}, INVALID),
+        ("Linear", LINEAR | {"bias": 0}, INVALID),
+        ("Linear", LINEAR | {"bias": None}, INVALID),
+        ("RingLinear", RING | {"dtype": "torch.int32"}, INVALID),
+        ("RingLinear", RING | {"bias": False}, INVALID),
+        ("RingLinear", RING | {"module_names": ["q_proj"]}, INVALID),
+        ("RingLinear", RING | {"shape": [1, 1, 5]}, INVALID),
+        ("RingLinear", RING | {"elements": [0, 0, 0, 0]}, INVALID),
+        ("RingLinear", _without(RING, "module_name"), INVALID),
+        ("RingLinear", _without(RING, "elements"), INVALID),
+        ("RingLinear", _without(RING, "shape"), INVALID),
+        ("RingLinear", LINEAR, INVALID),
         ("Matmul", _without(MATMUL, "b_buffer"), INVALID),
         ("Matmul", _without(MATMUL, "dtype"), INVALID),
         ("Matmul", MATMUL | {"a_shape": [2, 3]}, INVALID),
@@ -215,6 +255,8 @@ def test_init_reply_has_the_published_layout() -> None:
         model_digest="a" * 64,
         linear_digest="b" * 64,
         max_message_bytes=1,
+        arithmetic=("int8",),
+        provision_id="c" * 64,
     )
     frames = encode_reply(Form.INLINE, 0, "Init", reply)
     assert msgpack.unpackb(frames[0])["response"] == {

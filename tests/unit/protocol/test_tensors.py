@@ -23,7 +23,7 @@ from protocol.tensors import (
     torch_dtype,
 )
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64]
 
 
 def _address(buffer: memoryview | bytes | bytearray) -> int:
@@ -31,7 +31,7 @@ def _address(buffer: memoryview | bytes | bytearray) -> int:
     return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int64"])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int32", "int64"])
 def test_both_forms_of_a_dtype_name_are_read(name: str) -> None:
     assert dtype_name(name, "x") == name
     assert dtype_name(f"torch.{name}", "x") == name
@@ -41,7 +41,7 @@ def test_both_forms_of_a_dtype_name_are_read(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("float64", "int8", "", "torch.", "torch.torch.float32", "Float32", " float32"),
+        *("float64", "int8", "uint32", "", "torch.", "torch.torch.float32", "Float32", " float32"),
         *(b"float32", None, 4, ["float32"], {}),
     ],
 )

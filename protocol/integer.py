@@ -1,0 +1,236 @@
+"""Products in the ring Z_2^32, from the int8 products that CPUs and GPUs have.
+
+An element of the ring is held as int32; additions and shifts wrap, which is what the ring wants.
+An element splits into four balanced base-256 digits,
+
+    x = d_0 + 256 d_1 + 256^2 d_2 + 256^3 d_3  (mod 2^32),  -128 <= d_i <= 127,
+
+so that a product with int8 weights is one int8 matrix product over the stacked digits (`_int_mm`,
+which accumulates in int32) and three shifted additions. Everything here is exact or refused:
+`check_kernels` tries a device's products before they are relied on, because int8 instructions of
+some processors saturate half way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from protocol.errors import KernelError
+
+DIGITS = 4
+# A product of one digit must fit int32: MAX_IN_FEATURES * 128 * 128 < 2^31.
+MAX_IN_FEATURES = 2**31 // (128 * 128) - 1
+
+# Added to an element, makes every digit unsigned; xor-ed afterwards, makes it signed again.
+_BALANCE = 0x80808080 - 2**32
+
+# A block of rows is as large as keeps its digits and their products in a processor's cache.
+_BLOCK_ELEMENTS = 2**23
+_MIN_BLOCK_ROWS = 32
+
+# What cuBLAS asks of int8 products: more than 16 rows, and the other sizes multiples of 8.
+_CUDA_MIN_ROWS = 17
+_CUDA_MULTIPLE = 8
+
+# What `check_kernels` tries: sizes that real models and small ones have, odd ones, one row and
+# many; values whose digits are all -128 or all 127.
+_CHECKED_SHAPES = ((64, 48), (2048, 264), (8192, 24), (37, 19))
+_CHECKED_ROWS = (1, 4, 9, 33)
+_ALL_DIGITS_LOWEST = 0x7F7F7F80  # -128 (1 + 256 + 256^2 + 256^3) mod 2^32
+_ALL_DIGITS_HIGHEST = 0x7F7F7F7F
+
+
+def empty_weight(out_features: int, in_features: int, device: torch.device) -> torch.Tensor:
+    """Return an unset int8 [out_features, in_features] in the layout that products are fastest in.
+
+    On a CPU that is a view of a matrix with in_features rows: two to five times as fast for few
+    rows as the other way round, and as fast for many. On CUDA it is the plain one: cuBLAS needs it.
+    """
+    if device.type == "cpu":
+        return torch.empty(in_features, out_features, dtype=torch.int8).t()
+    return torch.empty(out_features, in_features, dtype=torch.int8, device=device)
+
+
+def to_digits(elements: torch.Tensor, count: int = DIGITS) -> torch.Tensor:
+    """Split into balanced base-256 digits, the lowest first.
+
+    `elements`: int32 [T, K]. Returns int8 [count, T, K]. With fewer than four digits the value is
+    kept modulo 256^count only: use `digits_needed` for a count that keeps all of it.
+    """
+    shifted = torch.add(elements, _BALANCE).bitwise_xor_(_BALANCE)
+    digits = torch.empty((count, *elements.shape), dtype=torch.int8, device=elements.device)
+    digits[0].copy_(shifted)  # a narrowing copy keeps the low byte
+    for index in range(1, count):
+        digits[index].copy_(shifted.bitwise_right_shift_(8))
+    return digits
+
+
+def digits_needed(values: torch.Tensor) -> int:
+    """Return how many digits (1 to 4) hold every value of an int32 tensor exactly."""
+    if not values.numel():
+        return 1
+    low, high = (int(bound) for bound in torch.aminmax(values))
+    for count in range(1, DIGITS):
+        # 127 + 127 * 256 + ... at most, -128 - 128 * 256 - ... at least.
+        places = (256**count - 1) // 255
+        if -128 * places <= low and high <= 127 * places:
+            return count
+    return DIGITS
+
+
+def combine_digits(products: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Add up the products of the digits: sum of 256^i products[i] mod 2^32.
+
+    `products`: int32 [D, T, N], overwritten. Returns int32 [T, N], in `out` where it is given.
+    """
+    for index in range(len(products) - 2, 0, -1):
+        products[index].add_(products[index + 1], alpha=256)
+    if len(products) == 1:
+        return products[0].clone() if out is None else out.copy_(products[0])
+    result: torch.Tensor = torch.add(products[0], products[1], alpha=256, out=out)
+    return result
+
+
+def ring_product(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return elements @ weight^T mod 2^32.
+
+    `elements`: int32 [T, K], any values; `weight`: int8 [N, K], best from `empty_weight`. Returns
+    int32 [T, N]. Raises KernelError where K is above MAX_IN_FEATURES.
+    """
+    return _product(elements, weight, DIGITS)
+
+
+def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `ring_product`, with as few digits as the values need.
+
+    Half the work or less for activations, which are small: the product itself where it fits int32,
+    and modulo 2^32 otherwise.
+    """
+    return _product(values, weight, digits_needed(values))
+
+
+def digits_product(digits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the product of already split elements with `weight`, mod 2^32.
+
+    `digits`: int8 [D, T, K] of `to_digits`; `weight`: int8 [N, K]. Returns int32 [T, N]. Raises
+    KernelError where K is above MAX_IN_FEATURES.
+    """
+    count, rows, _ = digits.shape
+    out = torch.empty(rows, weight.shape[0], dtype=torch.int32, device=digits.device)
+    scratch = None
+    for block in _blocks(rows, count, weight):
+        scratch = _stacked_product(digits[:, block], weight, out[block], scratch)
+    return out
+
+
+def int8_product(
+    rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return rows @ weight^T as this device multiplies int8.
+
+    `rows`: int8 [M, K]; `weight`: int8 [N, K]. Returns int32 [M, N], in `out` where it is given.
+    """
+    if rows.device.type == "cuda":
+        product = padded_int8_product(rows, weight)
+        return product if out is None else out.copy_(product)
+    if out is None:
+        return torch._int_mm(rows, weight.t())
+    return torch._int_mm(rows, weight.t(), out=out)
+
+
+def padded_int8_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows @ weight^T through a product of the sizes that cuBLAS accepts.
+
+    It takes more than 16 rows, and multiples of 8 for the rest. Zeros are added where a size is
+    none, and what they give is cut off. Shapes and dtypes are those of `int8_product`.
+    """
+    (M, K), N = rows.shape, weight.shape[0]
+    more_rows = _to_multiple(max(M, _CUDA_MIN_ROWS)) - M
+    more_in, more_out = _to_multiple(K) - K, _to_multiple(N) - N
+    if more_rows or more_in:
+        rows = pad(rows, (0, more_in, 0, more_rows))
+    if more_in or more_out:
+        weight = pad(weight, (0, more_in, 0, more_out))
+    return torch._int_mm(rows.contiguous(), weight.t())[:M, :N]
+
+
+def check_kernels(device: torch.device) -> None:
+    """Compare the device's products with exact ones, for the shapes and values that break first.
+
+    Takes a fraction of a second. Raises KernelError at the first product that differs: int8
+    instructions of some processors saturate, and a ring that saturates is no ring.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        bounds = torch.iinfo(dtype)
+        return torch.randint(bounds.min, bounds.max + 1, shape, generator=generator).to(dtype)
+
+    for in_features, out_features in _CHECKED_SHAPES:
+        for value in (None, -128, 127):
+            shape = (out_features, in_features)
+            weight = empty_weight(*shape, device)
+            weight.copy_(random(torch.int8, *shape) if value is None else torch.full(shape, value))
+            for count in _CHECKED_ROWS:
+                for elements in (
+                    random(torch.int32, count, in_features),
+                    torch.full((count, in_features), _ALL_DIGITS_LOWEST, dtype=torch.int32),
+                    torch.full((count, in_features), _ALL_DIGITS_HIGHEST, dtype=torch.int32),
+                ):
+                    _check_product(elements.to(device), weight)
+
+
+def _check_product(elements: torch.Tensor, weight: torch.Tensor) -> None:
+    # Sums below 2^53 are exact in float64, whose products do not share the instructions on trial.
+    exact = (elements.cpu().double() @ weight.cpu().double().t()).long().to(torch.int32)
+    if not torch.equal(ring_product(elements, weight).cpu(), exact):
+        raise KernelError(
+            f"int8 products on {elements.device}",
+            got=f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
+            expected="those of exact arithmetic",
+        )
+
+
+def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
+    rows = elements.shape[0]
+    out = torch.empty(rows, weight.shape[0], dtype=torch.int32, device=elements.device)
+    # One scratch for all blocks: fresh memory for each costs as much as a fifth of the product.
+    scratch = None
+    for block in _blocks(rows, count, weight):
+        digits = to_digits(elements[block], count)
+        scratch = _stacked_product(digits, weight, out[block], scratch)
+    return out
+
+
+def _stacked_product(
+    digits: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None
+) -> torch.Tensor:
+    """Write the product of one block to `out`; return the scratch, for a block no larger."""
+    count, rows, in_features = digits.shape
+    stacked = digits.reshape(count * rows, in_features)
+    if scratch is None:
+        scratch = int8_product(stacked, weight)
+        products = scratch
+    else:
+        products = int8_product(stacked, weight, scratch[: count * rows])
+    combine_digits(products.view(count, rows, weight.shape[0]), out)
+    return scratch
+
+
+def _blocks(rows: int, count: int, weight: torch.Tensor) -> list[slice]:
+    """Cut the rows into equal blocks. Raises KernelError for a K whose sums could overflow."""
+    # With one in_feature the two layouts of a weight cannot be told apart, and `_int_mm` errs.
+    if not 2 <= weight.shape[1] <= MAX_IN_FEATURES:
+        raise KernelError(
+            "int8 product",
+            got=f"{weight.shape[1]} in_features",
+            expected=f"2 to {MAX_IN_FEATURES}",
+        )
+    most = max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // (count * max(weight.shape)))
+    size = -(-rows // -(-rows // most)) if rows else 1
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _to_multiple(size: int) -> int:
+    return -(-size // _CUDA_MULTIPLE) * _CUDA_MULTIPLE

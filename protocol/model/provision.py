@@ -1,0 +1,63 @@
+"""The marker of a directory whose linear weights a feature mask has transformed.
+
+Such a directory is made on the TEE side for a server that may hold nothing else: `config.json`, the
+transformed linear weights (with zero biases where the architecture has biases) and this marker. It
+has no embedding, no LM head and no norms. `provision_id` names the key that undoes the transform;
+it is no secret and says nothing about the key.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.errors import ModelError, describe, expectation
+from protocol.messages import Digest
+from protocol.model.config import read_json
+
+PROVISION_FILE = "provision.json"
+
+
+class Provision(BaseModel):
+    """What `provision.json` says. `mask`: the name of the feature mask."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Annotated[int, Field(ge=1, le=1)] = 1
+    mask: Annotated[str, Field(pattern="^[a-z0-9-]{1,64}$")]
+    provision_id: Digest
+
+
+def read_provision(directory: Path) -> Provision | None:
+    """Read the marker; None where there is none, and the directory is a model's own.
+
+    Raises ModelError that names file and field: damaged, of another version, a field too many.
+    """
+    path = directory / PROVISION_FILE
+    if not path.exists() and not path.is_symlink():
+        return None
+    raw = read_json(path)
+    if "version" not in raw:  # a default is for writers, not for readers
+        raise ModelError(f"{path}: version", got="nothing", expected="1")
+    try:
+        return Provision.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = f"{path}: {'.'.join(str(part) for part in first['loc'])}"
+        got = "nothing" if first["type"] == "missing" else describe(first["input"])
+        raise ModelError(
+            where, got=got, expected=expectation(first["type"], first["msg"])
+        ) from None
+
+
+def write_provision(directory: Path, provision: Provision) -> None:
+    """Write the marker; the last file of a directory, so that a partial one is none.
+
+    Raises FileExistsError where there is one already.
+    """
+    with (directory / PROVISION_FILE).open("x", encoding="utf-8") as file:
+        json.dump(provision.model_dump(), file, indent=2)
+        file.write("\n")

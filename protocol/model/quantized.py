@@ -1,0 +1,166 @@
+"""Linear weights as int8 with one float scale per output, for products in the ring.
+
+    weight[j, k] ~ scale[j] * int8[j, k],  scale[j] = max_k |weight[j, k]| / 127
+
+Both sides derive them from the same checkpoint with the same float32 operations, so that they hold
+the same integers bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from protocol.errors import ModelError
+from protocol.integer import empty_weight, exact_product
+from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
+from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
+from protocol.model.config import ModelConfig
+from protocol.model.weights import CPU
+
+INT8_MAX = 127
+
+_BLOCK_ELEMENTS = 2**21
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """One or several linear modules over the same input, in integers.
+
+    `weight`: int8 [sum of out_features, in_features], -127 to 127, in the layout of
+    `empty_weight`; `scale`: float32 [sum of out_features], on the same device. `rows` says which
+    rows belong to which module. Biases are not here: they are float.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    rows: dict[ModuleName, slice]
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last axis of the input."""
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of weight and scales in bytes."""
+        return self.weight.nbytes + self.scale.nbytes
+
+    def product(
+        self, elements: torch.Tensor, modules: Sequence[ModuleName] | None = None
+    ) -> torch.Tensor:
+        """Return elements @ weight^T mod 2^32, without scales.
+
+        `elements`: int32 [..., in_features]; `modules`: all of them (None), or one. Returns int32
+        [..., sum of out_features]. Raises ValueError for modules between one and all, KernelError
+        for more in_features than a product can have.
+        """
+        weight = self.weight
+        if modules is not None and tuple(modules) != tuple(self.rows):
+            (module,) = modules
+            weight = weight[self.rows[module]]
+        flat = exact_product(elements.reshape(-1, self.in_features), weight)
+        return flat.view(*elements.shape[:-1], weight.shape[0])
+
+    def max_row_norm(self) -> float:
+        """Return the largest Euclidean norm of a row of integers, rounded to nearest.
+
+        The sum of squares is exact; the one rounding is that of the float64 square root.
+        """
+        largest = 0
+        for block in _row_blocks(*self.weight.shape):
+            # Sums of squares of int8 stay far below 2^53, where float64 stops being exact.
+            squares = self.weight[block].to(torch.float64).square_().sum(dim=1)
+            largest = max(largest, int(squares.max()))
+        return math.sqrt(largest)
+
+
+def quantize_rows(weight: torch.Tensor, where: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row to int8 with a scale of its own, symmetric about zero.
+
+    `weight`: float [n, K]. Returns int8 [n, K], -127 to 127, and float32 scales [n]; a row whose
+    scale would be zero or subnormal is all zeros with scale 1. Computed in float32 from the stored
+    dtype, halves to even. Raises ModelError, with `where`, for NaN and infinity.
+    """
+    exact = weight.to(torch.float32)
+    largest = exact.abs().amax(dim=1)
+    if not bool(torch.isfinite(largest).all()):  # amax passes NaN on
+        raise ModelError(where, got="NaN or infinity", expected="finite weights")
+    scale = largest / INT8_MAX
+    scale = torch.where(scale < _SMALLEST_SCALE, torch.ones_like(scale), scale)
+    rounded = (exact / scale[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+    return rounded.to(torch.int8), scale
+
+
+def load_quantized(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layer: int,
+    operator: LinearOperator,
+    device: torch.device = CPU,
+) -> QuantizedLinear:
+    """Read a fused operator's modules and quantise them, a block of rows at a time.
+
+    Raises ModelError that names the tensor.
+    """
+    modules = FUSED_MODULES[operator]
+    shapes = [config.module_shape(module) for module in modules]
+    linear = _empty(sum(shape[0] for shape in shapes), shapes[0][1], device)
+    start = 0
+    for module, (out_features, _) in zip(modules, shapes, strict=True):
+        rows = slice(start, start + out_features)
+        linear.rows[module] = rows
+        name = f"{module_name(layer, module)}.weight"
+        _fill(checkpoint, name, linear.weight[rows], linear.scale[rows])
+        start += out_features
+    return linear
+
+
+def load_quantized_lm_head(
+    checkpoint: Checkpoint, config: ModelConfig, device: torch.device = CPU
+) -> QuantizedLinear:
+    """Read the LM head and quantise it; `rows` is empty. Raises ModelError naming the tensor.
+
+    Its weight is contiguous as [V, D]: in decode it meets one row of one digit, and that is twice
+    as fast over rows that lie in one piece.
+    """
+    scale = torch.empty(config.vocab_size, dtype=torch.float32, device=device)
+    weight = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.int8, device=device)
+    head = QuantizedLinear(weight, scale, {})
+    _fill(checkpoint, lm_head_name(config), head.weight, head.scale)
+    return head
+
+
+def _empty(out_features: int, in_features: int, device: torch.device) -> QuantizedLinear:
+    scale = torch.empty(out_features, dtype=torch.float32, device=device)
+    return QuantizedLinear(empty_weight(out_features, in_features, device), scale, {})
+
+
+def _fill(checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """Quantise a tensor of the checkpoint into place.
+
+    On the CPU, wherever the result goes: a division that another device rounds otherwise would
+    give other integers than the other side has.
+    """
+    where = f"{checkpoint.directory}: {name}"
+    for block in _row_blocks(*weight.shape):
+        found = checkpoint.rows(name, block.start, block.stop)
+        if found.shape != weight[block].shape:  # copy_ would broadcast
+            raise ModelError(
+                where,
+                got=f"{list(found.shape)} since the file was checked",
+                expected=f"{list(weight[block].shape)}",
+            )
+        integers, scales = quantize_rows(found, where)
+        weight[block].copy_(integers)
+        scale[block].copy_(scales)
+
+
+def _row_blocks(rows: int, in_features: int) -> Iterator[slice]:
+    size = max(1, _BLOCK_ELEMENTS // in_features)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
