@@ -2,7 +2,8 @@
 
 A sequence's *pending* tokens are those that its cache does not hold yet: the prompt at first, then
 the token sampled last. A step takes some pending tokens of every sequence, so prefill in chunks,
-decode, and several sequences at once are one code path.
+decode, and several sequences at once are one code path. Where a policy places prefill and decode
+differently, a step holds sequences of one phase only, and the phases take turns.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from tee_side.batch import Batch
 from tee_side.forward import forward
 from tee_side.kv_cache import KVCache
 from tee_side.model import TeeModel
-from tee_side.operators import Operators
+from tee_side.operators import PlacedOperators
 from tee_side.sampling import Sampler, SamplingSettings
+from tee_side.vocabulary import PHASES, Phase
 
 DEFAULT_STEP_TOKENS = 512
 
@@ -60,6 +62,11 @@ class Sequence:
         """Tokens that the next steps have to run."""
         return self._ids[self.cache.length :]
 
+    @property
+    def phase(self) -> Phase:
+        """Prefill while tokens of the prompt are pending, decode afterwards."""
+        return "prefill" if self.cache.length < self._prompt_tokens else "decode"
+
     def sample(self, logits_V: torch.Tensor) -> int:
         """Choose the next token; nothing but the random generator changes."""
         return self._sampler.sample(logits_V, self._ids)
@@ -90,12 +97,13 @@ class Engine:
     """Holds the running sequences. One thread; errors of the channel pass through `step`."""
 
     def __init__(
-        self, model: TeeModel, ops: Operators, *, step_tokens: int = DEFAULT_STEP_TOKENS
+        self, model: TeeModel, ops: PlacedOperators, *, step_tokens: int = DEFAULT_STEP_TOKENS
     ) -> None:
         self._model = model
         self._ops = ops
         self._step_tokens = step_tokens
         self._running: list[Sequence] = []
+        self._last_phase: Phase = "decode"
 
     def add(
         self,
@@ -145,8 +153,9 @@ class Engine:
         """
         parts: list[tuple[Sequence, list[int], int]] = []
         budget = self._step_tokens
+        phase, candidates = self._next()
         # Decode tokens first: one row each, and somebody is waiting for every one of them.
-        for sequence in sorted(self.running, key=lambda s: len(s.pending_ids)):
+        for sequence in sorted(candidates, key=lambda s: len(s.pending_ids)):
             pending = sequence.pending_ids
             taken = pending[:budget]
             if taken:
@@ -155,7 +164,7 @@ class Engine:
         if not parts:
             return []
         batch = Batch.of([(s.cache, ids, left) for s, ids, left in parts])
-        logits_NV = forward(batch, self._model, self._ops)
+        logits_NV = forward(batch, self._model, self._ops[phase])
         complete = [sequence for sequence, _, left in parts if left == 0]
         sampled = [
             Sampled(sequence, sequence.sample(logits_V), logits_V)
@@ -163,9 +172,20 @@ class Engine:
         ]
         # From here on nothing can fail: the step counts for every sequence, or for none.
         batch.commit()
+        self._last_phase = phase
         for one in sampled:
             one.sequence.append(one.token_id)
         return sampled
+
+    def _next(self) -> tuple[Phase, tuple[Sequence, ...]]:
+        """Return the next step's phase and the sequences that may join it."""
+        running = self.running
+        if self._ops.one_table:
+            return "decode", running
+        turn: Phase = "decode" if self._last_phase == "prefill" else "prefill"
+        found = {phase: tuple(s for s in running if s.phase == phase) for phase in PHASES}
+        phase = turn if found[turn] else self._last_phase
+        return phase, found[phase]
 
 
 def check_prompt(prompt_ids: Ids[int], vocab_size: int, context: int) -> None:

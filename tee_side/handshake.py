@@ -12,12 +12,13 @@ import torch
 
 from protocol.channel import Channel
 from protocol.errors import ModelMismatchError, ReplyError
-from protocol.messages import InitReply, InitRequest
+from protocol.messages import Arithmetic, InitReply, InitRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from protocol.model.identity import linear_digest, model_digest
+from protocol.model.identity import model_digest
 from protocol.model.rope import rope_frequencies
 from protocol.tensors import to_torch
+from tee_side.feature_key import FeatureKey
 from tee_side.model import TeeModel
 
 
@@ -27,14 +28,19 @@ def check_service(
     checkpoint: Checkpoint,
     model: TeeModel,
     *,
+    arithmetic: Arithmetic = "float",
+    key: FeatureKey | None = None,
+    linear: str | None = None,
     timeout_s: float,
 ) -> None:
     """Compare the service's Init reply with the TEE's own copy, and keep to its message limit.
 
-    Raises ModelMismatchError naming the field, ReplyError for an Init reply that is none, and the
-    channel's errors: DeadlineExceededError where nothing answers.
+    `arithmetic`: what the service must be able to do; `key`: of the weights that a provisioned
+    service must hold, None where it must hold the model's own; `linear`: the linear digest that
+    these must have, None where the directory does not say. Raises ModelMismatchError naming
+    the field, ReplyError for an Init reply that is none, and the channel's errors:
+    DeadlineExceededError where nothing answers.
     """
-    digest = model_digest(config, checkpoint)
     reply = channel.call(InitRequest(), timeout_s).response
     if not isinstance(reply, InitReply):
         raise ReplyError(
@@ -43,13 +49,43 @@ def check_service(
     where = f"model at {channel.endpoint}"
     _compare(where, reply.config.model_dump(), _published_sizes(config))
     _compare(where, _rotary(reply), _own_rotary(config))
-    _compare(where, _norms(reply, model.dtype), _own_norms(config, model))
-    _compare(where, {"model_digest": reply.model_digest}, {"model_digest": digest})
-    linear = linear_digest(config, checkpoint)
-    if linear is not None:
-        _compare(where, {"linear_digest": reply.linear_digest}, {"linear_digest": linear})
+    if arithmetic not in reply.arithmetic:
+        raise ModelMismatchError(
+            f"{where}: arithmetic",
+            got=" and ".join(reply.arithmetic) or "none",
+            expected=f"{arithmetic} (start gpu-service with --arithmetic {arithmetic} or both)",
+        )
+    if key is not None:
+        expected = {"provision_id": key.provision_id, "linear_digest": key.server_linear_digest}
+        theirs = {"provision_id": reply.provision_id, "linear_digest": reply.linear_digest}
+        _compare(where, dict(theirs), dict(expected))
+    elif reply.provision_id is not None:
+        raise ModelMismatchError(
+            where,
+            got="weights that were provisioned for a feature mask",
+            expected="the model's own, which this policy needs",
+        )
+    else:
+        _compare_weights(where, reply, config, checkpoint, model, linear)
     # A larger message would not be answered at all: ZeroMQ drops the connection.
     channel.limit_messages(reply.max_message_bytes)
+
+
+def _compare_weights(
+    where: str,
+    reply: InitReply,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    model: TeeModel,
+    linear: str | None,
+) -> None:
+    _compare(where, _norms(reply, model.dtype), _own_norms(config, model))
+    digests = {"model_digest": model_digest(config, checkpoint)}
+    theirs = {"model_digest": reply.model_digest}
+    if linear is not None:
+        digests["linear_digest"] = linear
+        theirs["linear_digest"] = reply.linear_digest
+    _compare(where, dict(theirs), dict(digests))
 
 
 def _published_sizes(config: ModelConfig) -> dict[str, object]:

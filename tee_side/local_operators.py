@@ -2,88 +2,181 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
+
 import torch
 from torch.nn.functional import embedding, linear
 
-from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.integer import exact_product, int8_product
+from protocol.messages import LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
 from protocol.model.config import ModelConfig
-from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
+from protocol.model.quantized import (
+    INT8_MAX,
+    QuantizedLinear,
+    load_quantized,
+    load_quantized_lm_head,
+)
+from protocol.model.weights import CPU, load_linear, load_tensor
+from tee_side.fused import FusedOperators
 from tee_side.policy import Policy
+from tee_side.sites import IntegerSites
+from tee_side.vocabulary import PHASES, Site, is_linear
+
+Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+T = TypeVar("T")
+
+# Elements of keys or values of one layer: 1,024 tokens of 8 heads of 64.
+_LARGEST_CONVERTED = 2**19
 
 
-class LocalOperators:
-    """Computes in the TEE. Holds only the weights of operators that the policy keeps here."""
+class LocalOperators(FusedOperators):
+    """Computes in the TEE. Holds only the weights of operators that are asked for here.
+
+    `products`: the linear operators that stay, by site; `embedding` and `lm_head` likewise.
+    """
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, policy: Policy, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        products: dict[Site, Product],
+        token_embedding: torch.Tensor | None = None,
+        lm_head: Product | None = None,
     ) -> None:
-        self._embedding: torch.Tensor | None = None
-        self._lm_head: torch.Tensor | None = None
-        vocabulary = (config.vocab_size, config.hidden_size)
-        if not policy.on_gpu("embedding"):
-            self._embedding = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype)
-        if not policy.on_gpu("lm_head"):
-            self._lm_head = self._embedding
-            if self._lm_head is None or not config.tie_word_embeddings:
-                name = lm_head_name(config)
-                self._lm_head = load_tensor(checkpoint, name, vocabulary, dtype=dtype)
-        here = [name for name in FUSED_MODULES if not policy.on_gpu(name)]
-        self._linears: list[dict[LinearOperator, FusedLinear]] = [
-            {
-                name: load_linear(checkpoint, config, layer, name, dtype=dtype, device=CPU)
-                for name in here
-            }
-            for layer in range(config.num_hidden_layers)
-        ]
+        super().__init__(config)
+        self._products = products
+        self._embedding = token_embedding
+        self._lm_head = lm_head
 
     def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Look up [T, D]."""
         return embedding(token_ids_T, _held(self._embedding))
 
-    def qkv_proj(
-        self, layer: int, h_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v as views of one product."""
-        q, k, v = self._fused(layer, "qkv_proj", h_TD)
-        return q, k, v
+    def linear(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+        """Compute a linear operator, biases included."""
+        return _held(self._products.get((layer, operator)))(x_TI)
 
     def attn_scores(self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor) -> torch.Tensor:
         """Q K^T."""
-        return torch.matmul(q_KRC, k_KSC.transpose(1, 2))
+        return _attention_product(q_KRC, k_KSC.transpose(1, 2))
 
     def attn_values(self, layer: int, p_KRS: torch.Tensor, v_KSC: torch.Tensor) -> torch.Tensor:
         """P V."""
-        return torch.matmul(p_KRS, v_KSC)
-
-    def o_proj(self, layer: int, out_TX: torch.Tensor) -> torch.Tensor:
-        """Project the heads' outputs back to [T, D]."""
-        return self._linears[layer]["o_proj"](out_TX)
-
-    def gate_up_proj(self, layer: int, h_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gate and up as views of one product."""
-        gate, up = self._fused(layer, "gate_up_proj", h_TD)
-        return gate, up
-
-    def down_proj(self, layer: int, a_TF: torch.Tensor) -> torch.Tensor:
-        """Project back to [T, D]."""
-        return self._linears[layer]["down_proj"](a_TF)
+        return _attention_product(p_KRS, v_KSC)
 
     def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V]."""
-        return linear(h_ND, _held(self._lm_head))
-
-    def _fused(
-        self, layer: int, operator: LinearOperator, h_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        fused = self._linears[layer][operator]
-        sizes = [rows.stop - rows.start for rows in fused.rows.values()]
-        parts: tuple[torch.Tensor, ...] = fused(h_TD).split(sizes, dim=-1)
-        return parts
+        return _held(self._lm_head)(h_ND)
 
 
-def _held(weight: torch.Tensor | None) -> torch.Tensor:
-    """Narrow a weight that `place` never asks for unless the policy keeps its operator here."""
-    if weight is None:
+def sites_here(policy: Policy, config: ModelConfig) -> list[Site]:
+    """Return the linear operators that the policy keeps, in some phase."""
+    return [
+        (layer, operator)
+        for operator in policy.operators
+        if is_linear(operator)
+        for layer in range(config.num_hidden_layers)
+        if any(policy.at(operator, layer, phase).place == "tee" for phase in PHASES)
+    ]
+
+
+def load_local_operators(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    policy: Policy,
+    dtype: torch.dtype,
+    *,
+    sites: Iterable[Site],
+    integers: IntegerSites | None,
+) -> LocalOperators:
+    """Read the weights of the linear operators at `sites`, and what else the policy keeps.
+
+    `integers` is given for policies with int8 arithmetic, and only for them. Raises ModelError.
+    """
+    vocabulary = (config.vocab_size, config.hidden_size)
+    token_embedding: torch.Tensor | None = None
+    lm_head: Product | None = None
+    if not all(p.place == "gpu" for p in policy.operators["embedding"]):
+        token_embedding = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype)
+    if not all(p.place == "gpu" for p in policy.operators["lm_head"]):
+        if integers is not None:
+            lm_head = _IntegerLMHead(load_quantized_lm_head(checkpoint, config))
+        else:
+            weight = token_embedding
+            if weight is None or not config.tie_word_embeddings:
+                name = lm_head_name(config)
+                weight = load_tensor(checkpoint, name, vocabulary, dtype=dtype)
+            lm_head = _FloatLMHead(weight)
+    products: dict[Site, Product] = {}
+    for layer, operator in sites:
+        if integers is None:
+            products[layer, operator] = load_linear(
+                checkpoint, config, layer, operator, dtype=dtype, device=CPU
+            )
+        else:
+            weights = load_quantized(checkpoint, config, layer, operator)
+            integers.check_weights((layer, operator), weights)
+            products[layer, operator] = _IntegerProduct(weights, integers, layer, operator)
+    return LocalOperators(config, products, token_embedding, lm_head)
+
+
+class _FloatLMHead:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, h_ND: torch.Tensor) -> torch.Tensor:
+        return linear(h_ND, self._weight)
+
+
+class _IntegerLMHead:
+    """The LM head in int8, weights and input: one pass over a quarter of the bytes of float32.
+
+    It never leaves the TEE, so that each row may have a scale of its own. Eight bits of input cost
+    0.2 % of the demo model's top-1 agreement (benchmarks/accuracy.py), sixteen twice the time.
+    """
+
+    def __init__(self, weights: QuantizedLinear) -> None:
+        self._weights = weights
+
+    def __call__(self, h_ND: torch.Tensor) -> torch.Tensor:
+        h32_ND = h_ND.float()
+        # The smallest normal number: a row of zeros stays one.
+        smallest = torch.finfo(torch.float32).tiny
+        scale_N1 = (h32_ND.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
+        x_ND = h32_ND.div(scale_N1).round_().to(torch.int8)
+        y_NV = int8_product(x_ND, self._weights.weight).float()
+        return y_NV.mul_(scale_N1).mul_(self._weights.scale).to(h_ND.dtype)
+
+
+class _IntegerProduct:
+    """The integers that a service would compute, without a mask; no sum can wrap."""
+
+    def __init__(
+        self, weights: QuantizedLinear, sites: IntegerSites, layer: int, operator: LinearOperator
+    ) -> None:
+        self._weights = weights
+        self._sites = sites
+        self._site: Site = (layer, operator)
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        y_TO = exact_product(self._sites.encode(*self._site, x_TI), self._weights.weight)
+        return self._sites.decode(*self._site, y_TO)
+
+
+def _attention_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply in batches; half precision in float32 where that is cheaper, rounded once.
+
+    Half-precision kernels are compiled for every shape, and in decode the context's is new in each
+    step: 0.5 ms of CPU time, in which float32 multiplies a context of a thousand tokens.
+    """
+    if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
+        return torch.matmul(a, b)
+    return torch.matmul(a.float(), b.float()).to(a.dtype)
+
+
+def _held(value: T | None) -> T:
+    """Narrow a weight that is never asked for unless the policy keeps its operator here."""
+    if value is None:
         raise LookupError("an operator was called in the TEE that the policy placed on the GPU")
-    return weight
+    return value

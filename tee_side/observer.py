@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from protocol.channel import Exchange
-from tee_side.policy import OPERATORS, Operator, Place
+from tee_side.vocabulary import OPERATORS, Operator, Place
 
 
 @dataclass(slots=True)
 class OperatorTotals:
     """What one operator cost so far.
 
-    `gpu_ns` and `queue_ns` are the service's own claim; what is left of a round trip is the wire.
+    `place`: both where layers or phases differ. `gpu_ns` and `queue_ns` are the service's own
+    claim; what is left of a round trip is the wire.
     """
 
-    place: Place = "tee"
+    place: Place | Literal["both"] = "tee"
     calls: int = 0
     round_trips: int = 0
     bytes_sent: int = 0
@@ -47,17 +50,19 @@ class OperatorTable:
     def operator(self, operator: Operator, place: Place, elapsed_ns: int) -> None:
         """Count one call."""
         totals = self.totals[operator]
-        totals.place = place
+        totals.place = place if totals.calls == 0 or totals.place == place else "both"
         totals.calls += 1
         totals.total_ns += elapsed_ns
 
-    def exchange(self, operator: Operator, exchange: Exchange) -> None:
-        """Count one round trip."""
+    def exchanges(self, operator: Operator, exchanges: Sequence[Exchange]) -> None:
+        """Count round trips; of several at once, the slowest is the time that they took."""
         totals = self.totals[operator]
-        totals.round_trips += 1
-        totals.bytes_sent += exchange.bytes_sent
-        totals.bytes_received += exchange.bytes_received
-        totals.round_trip_ns += exchange.elapsed_ns
-        if exchange.timing is not None:
-            totals.queue_ns += exchange.timing.queue_us * 1000
-            totals.gpu_ns += exchange.timing.compute_us * 1000
+        for exchange in exchanges:
+            totals.round_trips += 1
+            totals.bytes_sent += exchange.bytes_sent
+            totals.bytes_received += exchange.bytes_received
+        slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
+        totals.round_trip_ns += slowest.elapsed_ns
+        if slowest.timing is not None:
+            totals.queue_ns += slowest.timing.queue_us * 1000
+            totals.gpu_ns += slowest.timing.compute_us * 1000

@@ -1,22 +1,24 @@
 """The operators that a policy places, and where each of them runs.
 
 `Operators` is the table that the forward pass calls. `LocalOperators` computes in the TEE,
-`RemoteOperators` asks the service; `place` picks per operator, once, so that a call costs nothing
-more than the call. Shape suffixes as in `tee_side.forward`; R stands for G * T.
+`RemoteOperators` asks the service; `place` picks per operator, layer and phase, once, so that a
+call costs nothing more than the call. Shape suffixes as in `tee_side.forward`; R stands for G * T.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
 from protocol.channel import Exchange
-from protocol.errors import PolicyError
-from tee_side.policy import OPERATORS, Operator, Place, Policy
+from tee_side.masks.mask import Mask
+from tee_side.policy import Placement, Policy
+from tee_side.vocabulary import LAYERLESS, OPERATORS, Operator, Phase, Place
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -28,8 +30,8 @@ class Observer(Protocol):
         """One call of an operator, wherever it ran."""
         ...
 
-    def exchange(self, operator: Operator, exchange: Exchange) -> None:
-        """One round trip that an operator made."""
+    def exchanges(self, operator: Operator, exchanges: Sequence[Exchange]) -> None:
+        """Round trips that an operator made side by side: one, or one a service."""
         ...
 
 
@@ -69,39 +71,81 @@ class Operators(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedOperators:
+    """The tables of both phases; `one_table` if they are the same, so that a step may hold both."""
+
+    prefill: Operators
+    decode: Operators
+    one_table: bool
+
+    def __getitem__(self, phase: Phase) -> Operators:
+        return self.prefill if phase == "prefill" else self.decode
+
+
 def place(
     policy: Policy,
+    layers: int,
     local: Operators,
-    remote: Operators | None,
+    remote: Mapping[Mask | None, Operators],
     observer: Observer | None = None,
-) -> Operators:
-    """Build the table for a policy; `remote` may be None only if nothing leaves the TEE."""
-    chosen: dict[str, Callable[..., Any]] = {}
-    for operator in OPERATORS:
-        implementation = local
-        if policy.on_gpu(operator):
-            if remote is None:
-                raise PolicyError(
-                    f"policy {policy.name}: {operator}",
-                    got="no GPU service",
-                    expected="an endpoint, since this operator is placed on the GPU",
-                )
-            implementation = remote
-        method = getattr(implementation, operator)
-        where = policy.operators[operator]
-        chosen[operator] = (
-            method if observer is None else _observed(method, operator, where, observer)
-        )
-    return cast(Operators, SimpleNamespace(**chosen))
+) -> PlacedOperators:
+    """Build the tables for a policy that has been checked against the model.
+
+    `remote` has the operators of the GPU side under each mask of the policy, None for none.
+    """
+
+    def table(phase: Phase) -> Operators:
+        chosen: dict[str, Callable[..., Any]] = {}
+        for operator in OPERATORS:
+            count = 1 if operator in LAYERLESS else layers
+            methods = [
+                _method(policy.at(operator, layer, phase), operator, local, remote, observer)
+                for layer in range(count)
+            ]
+            alike = all(method == methods[0] for method in methods)
+            chosen[operator] = methods[0] if alike else _by_layer(methods)
+        return cast(Operators, SimpleNamespace(**chosen))
+
+    if not policy.splits_phases:
+        both = table("decode")
+        return PlacedOperators(both, both, one_table=True)
+    return PlacedOperators(table("prefill"), table("decode"), one_table=False)
 
 
-def _observed(
-    method: Callable[..., Any], operator: Operator, where: Place, observer: Observer
+def _method(
+    placement: Placement,
+    operator: Operator,
+    local: Operators,
+    remote: Mapping[Mask | None, Operators],
+    observer: Observer | None,
 ) -> Callable[..., Any]:
-    def timed(*arguments: Any) -> Any:
-        started_ns = time.perf_counter_ns()
-        result = method(*arguments)
-        observer.operator(operator, where, time.perf_counter_ns() - started_ns)
-        return result
+    implementation = local if placement.place == "tee" else remote[placement.mask]
+    method: Callable[..., Any] = getattr(implementation, operator)
+    if observer is None:
+        return method
+    return _Observed(method, operator, placement.place, observer)
 
-    return timed
+
+def _by_layer(methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def dispatch(layer: int, *arguments: Any) -> Any:
+        return methods[layer](layer, *arguments)
+
+    return dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """A method that is timed; two of the same method are equal, so that layers can share one."""
+
+    method: Callable[..., Any]
+    operator: Operator
+    where: Place
+    observer: Observer
+
+    def __call__(self, *arguments: Any) -> Any:
+        started_ns = time.perf_counter_ns()
+        result = self.method(*arguments)
+        elapsed_ns = time.perf_counter_ns() - started_ns
+        self.observer.operator(self.operator, self.where, elapsed_ns)
+        return result

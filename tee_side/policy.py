@@ -1,46 +1,69 @@
-"""Placement policies: which operator runs where, as data.
+"""Placement policies: which operator runs where, in which layers and phases, and masked how.
 
-A policy is a small TOML file (the built-in ones are in `tee_side/policies`):
+A policy is data: a small TOML file (the built-in ones are in `tee_side/policies`), or a Python file
+with a `Policy` named `POLICY`:
 
-    name = "attention-in-tee"
+    name = "my-policy"
     summary = "..."
-    one_rpc_per_module = false
+    arithmetic = "int8"
+
     [operators]
     embedding = "tee"
-    qkv_proj = "gpu"
+    o_proj = { place = "gpu", mask = "pad" }
+    qkv_proj = [
+        { phase = "prefill", place = "tee" },
+        { phase = "decode", layers = "0-3", place = "tee" },
+        { phase = "decode", layers = "4-", place = "gpu", mask = "pad" },
+    ]
     ...
 
-Every operator must be placed: nothing is sent away, or kept, because a line was forgotten.
+Every operator must be placed, for every layer and phase exactly once: nothing is sent away, or
+kept, because a line was forgotten.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from protocol.errors import PolicyError, describe, expectation
-
-Operator = Literal[
-    "embedding",
-    "qkv_proj",
-    "attn_scores",
-    "attn_values",
-    "o_proj",
-    "gate_up_proj",
-    "down_proj",
-    "lm_head",
-]
-OPERATORS: tuple[Operator, ...] = get_args(Operator)
-Place = Literal["tee", "gpu"]
+from protocol.errors import MaskError, PolicyError, describe, expectation
+from protocol.messages import Arithmetic
+from tee_side.masks.mask import FeatureMask, Mask
+from tee_side.masks.registry import find_mask
+from tee_side.plugins import load_object
+from tee_side.vocabulary import (
+    LAYERLESS,
+    OPERATORS,
+    PHASES,
+    Operator,
+    Phase,
+    Place,
+    is_linear,
+)
 
 _SUFFIX = ".toml"
+_ENTRY_POINTS = "tsqp.policies"
+_FOLDER = "folder"
 
 # What the GPU side sees of an operator that is sent to it in the clear.
-_SEEN: dict[Operator, str] = {
+SEEN: dict[Operator, str] = {
     "embedding": "the token ids",
     "qkv_proj": "hidden states",
     "attn_scores": "queries and keys",
@@ -52,8 +75,101 @@ _SEEN: dict[Operator, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers `first` to `last`, both included; to the end of the model if `last` is None."""
+
+    first: int
+    last: int | None
+
+    def __contains__(self, layer: int) -> bool:
+        return self.first <= layer and (self.last is None or layer <= self.last)
+
+    def __str__(self) -> str:
+        if self.last == self.first:
+            return str(self.first)
+        return f"{self.first}-{'' if self.last is None else self.last}"
+
+
+def _layer_range(value: object) -> object:
+    """Read `3`, "3", "0-3" or "4-"."""
+    if isinstance(value, LayerRange):
+        return value
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    match = re.fullmatch(r"(\d{1,4})(-(\d{0,4}))?", text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError('layers such as "3", "0-3" or "4-"')
+    first = int(match[1])
+    last = first if match[2] is None else int(match[3]) if match[3] else None
+    if last is not None and last < first:
+        raise ValueError("a range that does not run backwards")
+    return LayerRange(first, last)
+
+
+def _mask(value: object, info: ValidationInfo) -> object:
+    """Read a mask: an instance, a name or path, or a table with `name` and its options."""
+    if value is None or isinstance(value, Mask):
+        return value
+    options = dict(value) if isinstance(value, dict) else {"name": value}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError("the name of a mask, or a table with name and options")
+    folder = (info.context or {}).get(_FOLDER)
+    try:
+        return find_mask(name, folder)(**options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ValueError(
+            f"options of mask {name}: {field} {expectation(first['type'], first['msg'])}"
+        ) from None
+    except MaskError as error:
+        raise ValueError(f"{error.expected} (got {error.got})") from None
+
+
+class Placement(BaseModel):
+    """Where an operator runs: in which layers (None: all) and in which phase (None: both).
+
+    `verify` says how results are checked; `none` is the only way there is.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    place: Place
+    mask: Annotated[SerializeAsAny[Mask] | None, BeforeValidator(_mask)] = None
+    verify: Literal["none"] = "none"
+    layers: Annotated[LayerRange | None, BeforeValidator(_layer_range)] = None
+    phase: Phase | None = None
+
+    def covers(self, layer: int, phase: Phase) -> bool:
+        """Say whether this is about a layer in a phase."""
+        return (self.layers is None or layer in self.layers) and self.phase in (None, phase)
+
+    def __str__(self) -> str:
+        where = [f"layers {self.layers}"] if self.layers else []
+        where += [self.phase] if self.phase else []
+        return " ".join([*where, self.place, *([f"under {self.mask.name}"] if self.mask else [])])
+
+
+def _placements(value: object) -> object:
+    """Read "tee", one table, or a list of tables."""
+    if isinstance(value, str):
+        return ({"place": value},)
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+Placements: TypeAlias = Annotated[
+    tuple[Placement, ...], Field(min_length=1), BeforeValidator(_placements)
+]
+
+
 class Policy(BaseModel):
-    """Where each operator runs. `one_rpc_per_module`: q, k, v, gate and up each travel alone."""
+    """Where each operator runs.
+
+    `one_rpc_per_module`: q, k, v, gate and up each travel alone. `arithmetic`: whether the linear
+    operators and the LM head are computed in floats, or in int8 weights and a ring of integers,
+    wherever they run.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,40 +177,161 @@ class Policy(BaseModel):
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     summary: Annotated[str, Field(max_length=200)]
     one_rpc_per_module: bool = False
-    operators: dict[Operator, Place]
+    arithmetic: Arithmetic = "float"
+    operators: dict[Operator, Placements]
 
-    @field_validator("operators")
-    @classmethod
-    def _all_placed(cls, operators: dict[Operator, Place]) -> dict[Operator, Place]:
-        if missing := [name for name in OPERATORS if name not in operators]:
-            raise ValueError(f"every operator placed; missing: {', '.join(missing)}")
-        return operators
+    @model_validator(mode="after")
+    def _consistent(self) -> Policy:
+        if missing := [name for name in OPERATORS if name not in self.operators]:
+            raise ValueError(f"every operator placed (got none for {', '.join(missing)})")
+        for operator, placements in self.operators.items():
+            for placement in placements:
+                self._check_placement(operator, placement)
+        return self
+
+    def _check_placement(self, operator: Operator, placement: Placement) -> None:
+        if placement.layers is not None and operator in LAYERLESS:
+            raise ValueError(f"{operator} without layers: it belongs to none (got {placement})")
+        if self.arithmetic == "int8" and (operator, placement.place) == ("lm_head", "gpu"):
+            raise ValueError(
+                f"lm_head in the TEE, or float arithmetic: services have floats (got {placement})"
+            )
+        mask = placement.mask
+        if mask is None:
+            return
+        if placement.place == "tee":
+            raise ValueError(f"{operator} in the TEE without a mask (got {mask.name})")
+        if not mask.supports(operator):
+            able = ", ".join(name for name in OPERATORS if mask.supports(name))
+            raise ValueError(f"mask {mask.name} on one of {able} (got {operator})")
+        if mask.arithmetic != self.arithmetic and is_linear(operator):
+            raise ValueError(
+                f'arithmetic = "{mask.arithmetic}" for mask {mask.name} on {operator}'
+                f' (got "{self.arithmetic}")'
+            )
+
+    def check(self, num_hidden_layers: int) -> None:
+        """Check the policy against a model's size.
+
+        Raises PolicyError that names policy, operator and layer: a layer that the model has not,
+        one that is placed twice or not at all, or feature masks that cannot go together.
+        """
+        for operator in OPERATORS:
+            for placement in self.operators[operator]:
+                self._check_layers(operator, placement, num_hidden_layers)
+            for layer in range(1 if operator in LAYERLESS else num_hidden_layers):
+                for phase in PHASES:
+                    self._check_once(operator, layer, phase)
+        self._check_feature_masks()
+
+    def _check_layers(self, operator: Operator, placement: Placement, layers: int) -> None:
+        if placement.layers is None:
+            return
+        if (placement.layers.last or placement.layers.first) >= layers:
+            raise PolicyError(
+                f"policy {self.name}: {operator}",
+                got=f"layers {placement.layers}",
+                expected=f"layers within 0-{layers - 1}, which is what the model has",
+            )
+
+    def _check_once(self, operator: Operator, layer: int, phase: Phase) -> None:
+        found = [p for p in self.operators[operator] if p.covers(layer, phase)]
+        if len(found) != 1:
+            where = "" if operator in LAYERLESS else f": layer {layer}"
+            raise PolicyError(
+                f"policy {self.name}: {operator}{where}",
+                got=f"{len(found)} placements in {phase}"
+                + (f" ({'; '.join(map(str, found))})" if found else ""),
+                expected="exactly one",
+            )
+
+    def _check_feature_masks(self) -> None:
+        """Refuse a clear product beside a feature mask: the server has no clear weights then."""
+        feature = self.feature_mask
+        if feature is None:
+            return
+        for operator, placement in self.leaving():
+            if placement.mask != feature and (is_linear(operator) or operator in LAYERLESS):
+                raise PolicyError(
+                    f"policy {self.name}: {operator}",
+                    got=f"{placement} beside {feature.name}",
+                    expected="in the TEE, or under the same mask with the same options: a"
+                    " provisioned server holds transformed linear weights and nothing else",
+                )
+
+    def at(self, operator: Operator, layer: int, phase: Phase) -> Placement:
+        """Return the placement of an operator in a layer (0 where it has none) and a phase."""
+        return next(p for p in self.operators[operator] if p.covers(layer, phase))
+
+    def leaving(self) -> Iterator[tuple[Operator, Placement]]:
+        """Yield what leaves the TEE."""
+        for operator in OPERATORS:
+            for placement in self.operators[operator]:
+                if placement.place == "gpu":
+                    yield operator, placement
 
     def on_gpu(self, operator: Operator) -> bool:
-        """Say whether the operator leaves the TEE."""
-        return self.operators[operator] == "gpu"
+        """Say whether the operator leaves the TEE, in some layer and phase."""
+        return any(placement.place == "gpu" for placement in self.operators[operator])
 
     @property
     def needs_service(self) -> bool:
         """Whether anything leaves the TEE at all."""
-        return any(self.on_gpu(operator) for operator in OPERATORS)
+        return any(True for _ in self.leaving())
+
+    @property
+    def services(self) -> int:
+        """How many services the policy needs: none, one, or two that do not collude."""
+        return max((p.mask.services if p.mask else 1 for _, p in self.leaving()), default=0)
+
+    @property
+    def splits_phases(self) -> bool:
+        """Whether prefill and decode are placed differently, and so cannot share a step."""
+        return any(p.phase for placements in self.operators.values() for p in placements)
+
+    @property
+    def masks(self) -> list[Mask]:
+        """Every mask in use, once."""
+        found: list[Mask] = []
+        for _, placement in self.leaving():
+            if placement.mask is not None and placement.mask not in found:
+                found.append(placement.mask)
+        return found
+
+    @property
+    def feature_mask(self) -> FeatureMask | None:
+        """The feature mask in use; `check` refuses a second one."""
+        return next((mask for mask in self.masks if isinstance(mask, FeatureMask)), None)
 
     def disclosure(self) -> str | None:
         """Say in one line what the GPU side learns; None if nothing leaves.
 
-        Nothing is masked yet, so hidden states alone already give the prompt away to whoever
-        holds the public weights (vocabulary matching, arXiv 2505.18332).
+        Hidden states in the clear give the prompt away to whoever holds the public weights
+        (vocabulary matching, arXiv 2505.18332).
         """
         if not self.needs_service:
             return None
-        seen = list(dict.fromkeys(_SEEN[name] for name in OPERATORS if self.on_gpu(name)))
-        direct = [what for what in ("the token ids", "the logits") if what in seen]
-        verdict = (
-            f"{' and '.join(direct)}: the prompt and the answer themselves"
-            if direct
-            else "from which the prompt and the answer can be recovered"
+        clear = list(dict.fromkeys(SEEN[name] for name, p in self.leaving() if p.mask is None))
+        broken = list(dict.fromkeys(mask.name for mask in self.masks if mask.broken))
+        if clear:
+            direct = [what for what in ("the token ids", "the logits") if what in clear]
+            verdict = (
+                f"{' and '.join(direct)}: the prompt and the answer themselves"
+                if direct
+                else "from which the prompt and the answer can be recovered"
+            )
+            return f"policy {self.name}: the GPU sees {', '.join(clear)} in the clear - {verdict}"
+        if broken:
+            return (
+                f"policy {self.name}: the GPU sees activations under {', '.join(broken)}, which"
+                " is broken where the weights are public (tsqp masks says how)"
+            )
+        each = "each GPU service" if self.services > 1 else "the GPU"
+        alone = ", as long as the two do not collude" if self.services > 1 else ""
+        return (
+            f"policy {self.name}: {each} sees uniform random numbers, lengths and timing{alone};"
+            " results are not verified"
         )
-        return f"policy {self.name}: the GPU sees {', '.join(seen)} in the clear - {verdict}"
 
 
 def builtin_policies() -> list[str]:
@@ -104,38 +341,58 @@ def builtin_policies() -> list[str]:
     return sorted(name.removesuffix(_SUFFIX) for name in names)
 
 
-def load_policy(name_or_path: str) -> Policy:
-    """Load a built-in policy by name, or a file by its path (it has a `/` or ends in `.toml`).
+def policy_names() -> list[str]:
+    """Return the names of built-in policies and of those that installed packages bring."""
+    return sorted({*builtin_policies(), *(e.name for e in entry_points(group=_ENTRY_POINTS))})
 
-    Raises PolicyError that names the policy or the file and field.
+
+def load_policy(name_or_path: str) -> Policy:
+    """Load a policy by name, or a file by its path (it has a `/`, or ends in `.toml` or `.py`).
+
+    A Python file, or an entry point of the group `tsqp.policies`, is run in the TEE: load only
+    what you trust. Raises PolicyError that names the policy or the file and field.
     """
-    if "/" in name_or_path or name_or_path.endswith(_SUFFIX):
+    if "/" in name_or_path or name_or_path.endswith((_SUFFIX, ".py")):
         path = Path(name_or_path)
+        if path.suffix == ".py":
+            return _checked(load_object(str(path), "POLICY"), str(path))
         try:
-            return _parse(path.read_text(encoding="utf-8"), str(path))
+            return _parse(path.read_text(encoding="utf-8"), str(path), path.parent)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "text that is not UTF-8"
             raise PolicyError(str(path), got=reason, expected="a policy file") from None
-    if name_or_path not in builtin_policies():
-        raise PolicyError(
-            "policy",
-            got=repr(name_or_path),
-            expected=f"one of {', '.join(builtin_policies())}, or a path to a .toml file",
-        )
-    resource = files("tee_side") / "policies" / f"{name_or_path}{_SUFFIX}"
-    return _parse(resource.read_text(encoding="utf-8"), name_or_path)
+    if name_or_path in builtin_policies():
+        resource = files("tee_side") / "policies" / f"{name_or_path}{_SUFFIX}"
+        return _parse(resource.read_text(encoding="utf-8"), name_or_path, None)
+    for entry in entry_points(group=_ENTRY_POINTS, name=name_or_path):
+        return _checked(entry.load(), f"entry point {entry.value}")
+    raise PolicyError(
+        "policy",
+        got=repr(name_or_path),
+        expected=f"one of {', '.join(policy_names())}, or a path to a .toml or .py file",
+    )
 
 
-def _parse(text: str, where: str) -> Policy:
+def _checked(found: object, where: str) -> Policy:
+    if isinstance(found, Policy):
+        return found
+    raise PolicyError(where, got=describe(found), expected="a tee_side.policy.Policy")
+
+
+def _parse(text: str, where: str, folder: Path | None) -> Policy:
     try:
-        return Policy.model_validate(tomllib.loads(text))
+        content: dict[str, Any] = tomllib.loads(text)
+        return Policy.model_validate(content, context={_FOLDER: folder})
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise PolicyError(where, got=f"invalid TOML ({error})", expected="a policy") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
+        got = "nothing" if first["type"] == "missing" else describe(first["input"])
+        expected = expectation(first["type"], first["msg"])
+        # A validator of ours knows better what it got than pydantic, which gave it all of it.
+        if own := re.fullmatch(r"(.*) \(got (.*)\)", expected, re.DOTALL):
+            expected, got = own[1], own[2]
         raise PolicyError(
-            f"{where}: {field}" if field else where,
-            got=describe(first["input"]) if first["type"] != "missing" else "nothing",
-            expected=expectation(first["type"], first["msg"]),
+            f"{where}: {field}" if field else where, got=got, expected=expected
         ) from None

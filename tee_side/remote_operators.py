@@ -1,4 +1,4 @@
-"""Operators that leave the TEE: one request each, and a check of what comes back.
+"""Operators that leave the TEE: hidden by a mask, asked for, checked for shape, and unmasked.
 
 Every reply's dtype and shape must be what the TEE's own configuration implies. Whether the numbers
 are right is not checked here (docs/limitations.md).
@@ -23,111 +23,184 @@ from protocol.messages import (
     MatmulRequest,
     ModuleName,
     Request,
+    RingLinearRequest,
     TensorReply,
 )
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch, short_name, to_torch
-from tee_side.policy import Operator
+from tee_side.fused import FusedOperators
+from tee_side.masking import HideLinear
+from tee_side.masks.mask import Masked, RowMask
+from tee_side.randomness import Randomness
+from tee_side.sites import Sites
+from tee_side.vocabulary import Operator
 
-OnExchange = Callable[[Operator, Exchange], None]
+OnExchanges = Callable[[Operator, Sequence[Exchange]], None]
 
 
-class RemoteOperators:
-    """Asks the service. Raises the channel's errors, and ReplyError for a wrong dtype or shape.
+class RemoteOperators(FusedOperators):
+    """Asks one service, or several that get a share each, under one mask.
 
+    `sites`: None where the service shall do all of it, bias included, in the clear. `rows`: the
+    mask, if it is one that also hides token ids, attention and the LM head. `without_factors`:
+    computes a linear operator in the TEE when there is nothing to mask it with.
     `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published schema, instead of
     together with what shares their input.
+
+    Raises the channels' errors, and ReplyError for a wrong dtype or shape.
     """
 
     def __init__(
         self,
-        channel: Channel,
+        channels: Sequence[Channel],
         config: ModelConfig,
         dtype: torch.dtype,
         *,
+        hide: HideLinear,
+        sites: Sites | None = None,
+        rows: RowMask | None = None,
+        randomness: Randomness | None = None,
+        without_factors: FusedOperators | None = None,
         one_rpc_per_module: bool = False,
-        on_exchange: OnExchange | None = None,
+        on_exchanges: OnExchanges | None = None,
     ) -> None:
-        self._channel = channel
+        super().__init__(config)
+        self._channels = channels
         self._config = config
         self._dtype = dtype
+        self._hide = hide
+        self._sites = sites
+        self._rows = rows
+        self._randomness = randomness or Randomness()
+        self._without_factors = without_factors
         self._one_rpc_per_module = one_rpc_per_module
-        self._on_exchange = on_exchange
+        self._on_exchanges = on_exchanges
 
     def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Look up [T, D]. GPU sees: the token ids."""
+        """Look up [T, D]. GPU sees: the token ids, as the mask leaves them."""
+        config = self._config
+        masked = Masked((token_ids_T,), _as_it_is)
+        if self._rows is not None:
+            masked = self._rows.mask_ids(token_ids_T, config.vocab_size, self._randomness)
+        (ids,) = masked.sent
         request = EmbeddingRequest(
-            input_ids=from_torch(token_ids_T), dtype=cast(FloatDtype, short_name(self._dtype))
+            input_ids=from_torch(ids), dtype=cast(FloatDtype, short_name(self._dtype))
         )
-        shape = (*token_ids_T.shape, self._config.hidden_size)
-        return self._call("embedding", request, shape)
+        shape = (*ids.shape, config.hidden_size)
+        return masked.unmask(*self._ask("embedding", [request], shape, self._dtype))
 
-    def qkv_proj(
-        self, layer: int, h_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v. GPU sees: the normalised hidden states."""
-        q, k, v = self._linear(layer, "qkv_proj", h_TD)
-        return q, k, v
+    def linear(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+        """Compute a linear operator. GPU sees: its input, as the mask leaves it."""
+        encoded_TI = x_TI if self._sites is None else self._sites.encode(layer, operator, x_TI)
+        masked = self._hide(layer, operator, encoded_TI)
+        if masked is None:
+            if self._without_factors is None:
+                raise LookupError("no unmasking factors, and nothing to compute with instead")
+            return self._without_factors.linear(layer, operator, x_TI)
+        y_TO = masked.unmask(*self._products(layer, operator, masked.sent))
+        return y_TO if self._sites is None else self._sites.decode(layer, operator, y_TO)
 
     def attn_scores(self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor) -> torch.Tensor:
-        """Q K^T. GPU sees: scaled queries and the whole key cache of the sequence."""
+        """Q K^T. GPU sees: scaled queries and the sequence's whole key cache, masked."""
         return self._matmul("attn_scores", q_KRC, k_KSC.transpose(1, 2))
 
     def attn_values(self, layer: int, p_KRS: torch.Tensor, v_KSC: torch.Tensor) -> torch.Tensor:
-        """P V. GPU sees: attention probabilities and the whole value cache of the sequence."""
+        """P V. GPU sees: attention probabilities and the whole value cache, masked."""
         return self._matmul("attn_values", p_KRS, v_KSC)
 
-    def o_proj(self, layer: int, out_TX: torch.Tensor) -> torch.Tensor:
-        """Project to [T, D]. GPU sees: the heads' outputs."""
-        return self._linear(layer, "o_proj", out_TX)[0]
-
-    def gate_up_proj(self, layer: int, h_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gate and up. GPU sees: the normalised hidden states."""
-        gate, up = self._linear(layer, "gate_up_proj", h_TD)
-        return gate, up
-
-    def down_proj(self, layer: int, a_TF: torch.Tensor) -> torch.Tensor:
-        """Project to [T, D]. GPU sees: the MLP's inner activations."""
-        return self._linear(layer, "down_proj", a_TF)[0]
-
     def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V]. GPU sees: the final hidden states, and so the logits."""
-        request = LMHeadRequest(hidden_states=from_torch(h_ND))
-        return self._call("lm_head", request, (*h_ND.shape[:-1], self._config.vocab_size))
+        """Return logits [N, V]. GPU sees: the final hidden states, as the mask leaves them."""
+        masked = Masked((h_ND,), _as_it_is)
+        if self._rows is not None:
+            masked = self._rows.mask(h_ND, self._randomness)
+        (sent_ND,) = masked.sent
+        request = LMHeadRequest(hidden_states=from_torch(sent_ND))
+        shape = (*sent_ND.shape[:-1], self._config.vocab_size)
+        return masked.unmask(*self._ask("lm_head", [request], shape, sent_ND.dtype))
 
-    def _linear(
-        self, layer: int, operator: LinearOperator, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        modules = FUSED_MODULES[operator]
-        sizes = [self._config.module_shape(module)[0] for module in modules]
-        wire = from_torch(hidden)
+    def _products(
+        self, layer: int, operator: LinearOperator, sent: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return each service's product with the fused weight, for what it was sent."""
+        modules, sizes = FUSED_MODULES[operator], self._sizes[operator]
+        wire = [from_torch(x_TI) for x_TI in sent]
+        rows, dtype = sent[0].shape[:-1], sent[0].dtype
 
-        def ask(names: Sequence[ModuleName], size: int) -> torch.Tensor:
-            request = LinearRequest(layer_idx=layer, module_names=tuple(names), hidden_states=wire)
-            return self._call(operator, request, (*hidden.shape[:-1], size))
+        def ask(names: tuple[ModuleName, ...], size: int) -> list[torch.Tensor]:
+            requests: list[Request] = [
+                RingLinearRequest(layer_idx=layer, module_names=names, elements=tensor)
+                if dtype is torch.int32
+                else LinearRequest(
+                    layer_idx=layer,
+                    module_names=names,
+                    hidden_states=tensor,
+                    bias=self._sites is None,
+                )
+                for tensor in wire
+            ]
+            return self._ask(operator, requests, (*rows, size), dtype)
 
-        if self._one_rpc_per_module:
-            return tuple(ask([m], size) for m, size in zip(modules, sizes, strict=True))
-        parts: tuple[torch.Tensor, ...] = ask(modules, sum(sizes)).split(sizes, dim=-1)
-        return parts
+        if not self._one_rpc_per_module or len(modules) == 1:
+            return ask(modules, sum(sizes))
+        parts = [ask((module,), size) for module, size in zip(modules, sizes, strict=True)]
+        return [torch.cat(replies, dim=-1) for replies in zip(*parts, strict=True)]
 
     def _matmul(self, operator: Operator, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        unmask: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+        if self._rows is not None:
+            masked = self._rows.mask_product(a, b, self._randomness)
+            a, b, unmask = masked.a, masked.b, masked.unmask
         request = MatmulRequest(a=from_torch(a), b=from_torch(b))
-        return self._call(operator, request, (*a.shape[:-1], b.shape[-1]))
+        (product,) = self._ask(operator, [request], (*a.shape[:-1], b.shape[-1]), a.dtype)
+        return unmask(product)
 
-    def _call(self, operator: Operator, request: Request, shape: tuple[int, ...]) -> torch.Tensor:
-        exchange = self._channel.call(request)
-        if self._on_exchange is not None:
-            self._on_exchange(operator, exchange)
-        reply = exchange.response
-        where = f"{operator} reply from {self._channel.endpoint}"
-        if not isinstance(reply, TensorReply):
-            raise ReplyError(where, got=type(reply).__name__, expected="a tensor")
-        expected = (short_name(self._dtype), shape)
-        if (reply.output.dtype, reply.output.shape) != expected:
-            raise ReplyError(
-                where,
-                got=f"{reply.output.dtype} {list(reply.output.shape)}",
-                expected=f"{expected[0]} {list(shape)}",
-            )
-        return to_torch(reply.output)
+    def _ask(
+        self,
+        operator: Operator,
+        requests: Sequence[Request],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        """Send one request a service, all before waiting for any, and check every reply."""
+        waiting: list[tuple[Channel, int]] = []
+        exchanges = []
+        try:
+            for channel, request in zip(self._channels, requests, strict=True):
+                waiting.append((channel, channel.submit(request)))
+            while waiting:
+                channel, request_id = waiting.pop(0)
+                exchanges.append(channel.wait(request_id))
+        finally:
+            for channel, request_id in waiting:
+                channel.abandon(request_id)
+        if self._on_exchanges is not None:
+            self._on_exchanges(operator, exchanges)
+        return [
+            _checked(operator, channel, exchange, shape, dtype)
+            for channel, exchange in zip(self._channels, exchanges, strict=True)
+        ]
+
+
+def _checked(
+    operator: Operator,
+    channel: Channel,
+    exchange: Exchange,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    reply = exchange.response
+    where = f"{operator} reply from {channel.endpoint}"
+    if not isinstance(reply, TensorReply):
+        raise ReplyError(where, got=type(reply).__name__, expected="a tensor")
+    expected = (short_name(dtype), shape)
+    if (reply.output.dtype, reply.output.shape) != expected:
+        raise ReplyError(
+            where,
+            got=f"{reply.output.dtype} {list(reply.output.shape)}",
+            expected=f"{expected[0]} {list(shape)}",
+        )
+    return to_torch(reply.output)
+
+
+def _as_it_is(y: torch.Tensor) -> torch.Tensor:
+    return y

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,19 +15,17 @@ from pydantic import BaseModel, ConfigDict
 from protocol.channel import Channel, Traffic
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import PromptError, SettingsError
-from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_channel import ZmqChannel
+from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine import DEFAULT_STEP_TOKENS, Engine, FinishReason, Sampled
 from tee_side.engine import Sequence as EngineSequence
 from tee_side.handshake import check_service
-from tee_side.local_operators import LocalOperators
 from tee_side.model import load_tee_model
-from tee_side.operators import Observer, Operators, place
+from tee_side.operators import Observer
 from tee_side.policy import Policy
-from tee_side.remote_operators import RemoteOperators
 from tee_side.sampling import SamplingSettings
 from tee_side.text_stream import StopStrings
 from tee_side.tokenizer import Tokenizer
@@ -34,11 +33,15 @@ from tee_side.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """What `tee-runner` is told. `dtype`: a short name, or None for the model's own."""
+    """What `tee-runner` is told. `dtype`: a short name, or None for the model's own.
+
+    `gpu`: endpoints of services; those that the policy has no use for are not connected to.
+    """
 
     model: Path
     policy: Policy
-    gpu: str | None = None
+    gpu: tuple[str, ...] = ()
+    masks: MaskSettings = field(default_factory=MaskSettings)
     dtype: str | None = None
     threads: int | None = None
     step_tokens: int = DEFAULT_STEP_TOKENS
@@ -74,6 +77,18 @@ class RpcTotals(BaseModel):
     bytes_received: int
 
 
+class PadTotals(BaseModel):
+    """How the pads stand: `available` is the number of tokens that they are ready for.
+
+    Steps that found too few `waited` until more were made, or were computed `in_tee`.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    available: int
+    waited: int
+    in_tee: int
+
+
 class GenerationResult(BaseModel):
     """What `tee-runner generate --json` prints. `text` is None without a tokenizer."""
 
@@ -86,6 +101,7 @@ class GenerationResult(BaseModel):
     timing: GenerationTiming
     policy: str
     rpc: RpcTotals
+    pads: PadTotals | None
 
 
 class Generation:
@@ -190,6 +206,7 @@ class Generation:
             ),
             policy=self._runner.policy.name,
             rpc=self.rpc,
+            pads=self._runner.pads,
         )
 
 
@@ -207,47 +224,53 @@ class Runner:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         require_little_endian()
-        self.policy = settings.policy
-        self._channel: Channel | None = None
+        self.policy = policy = settings.policy
+        # Told how many pads are missing, when a step has to wait for them.
+        self.on_wait: Callable[[int], None] | None = None
+        self._closing = ExitStack()
+        self._channels: list[Channel] = []
         self._tokenizer = tokenizer
         self._generations: dict[EngineSequence, Generation] = {}
         self._model_directory = settings.model
-        if settings.policy.needs_service and settings.gpu is None:
-            raise SettingsError(
-                "--gpu",
-                got="no endpoint",
-                expected=f"one, because policy {settings.policy.name} uses a gpu-service",
-            )
+        _check_endpoints(policy, settings.gpu)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         config = read_config(settings.model)
         dtype = torch_dtype(settings.dtype or config.dtype)
         checkpoint = Checkpoint(settings.model)
-        here = [name for name in FUSED_MODULES if not settings.policy.on_gpu(name)]
-        checkpoint.require(light_tensors(config) | linear_tensors(config, here))
-        checkpoint.refuse_extra(config)
+        checkpoint.require(light_tensors(config))
         model = load_tee_model(config, checkpoint, dtype)
         self.config = config
         try:
-            remote = None
-            if settings.policy.needs_service and settings.gpu is not None:
-                self._channel = ZmqChannel(
-                    settings.gpu,
+            self._assembly = assembly = Assembly(
+                policy,
+                config,
+                checkpoint,
+                model,
+                settings.masks,
+                step_tokens=settings.step_tokens,
+                on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
+            )
+            self._closing.callback(assembly.close)
+            for endpoint in settings.gpu[: policy.services]:
+                channel = ZmqChannel(
+                    endpoint,
                     timeout_s=settings.request_timeout_s,
                     max_message_bytes=settings.max_message_bytes,
                 )
+                self._closing.callback(channel.close)
+                self._channels.append(channel)
                 check_service(
-                    self._channel, config, checkpoint, model, timeout_s=settings.connect_timeout_s
-                )
-                remote = RemoteOperators(
-                    self._channel,
+                    channel,
                     config,
-                    dtype,
-                    one_rpc_per_module=settings.policy.one_rpc_per_module,
-                    on_exchange=observer.exchange if observer else None,
+                    checkpoint,
+                    model,
+                    arithmetic=policy.arithmetic,
+                    key=assembly.key,
+                    linear=assembly.linear_digest,
+                    timeout_s=settings.connect_timeout_s,
                 )
-            local = LocalOperators(config, checkpoint, settings.policy, dtype)
-            ops: Operators = place(settings.policy, local, remote, observer)
+            ops = assembly.operators(self._channels, observer)
         except BaseException:
             self.close()
             raise
@@ -268,8 +291,31 @@ class Runner:
 
     @property
     def traffic(self) -> Traffic:
-        """A copy of the channel's totals; zero where nothing leaves the TEE."""
-        return replace(self._channel.traffic) if self._channel else Traffic()
+        """Totals of all channels; zero where nothing leaves the TEE."""
+        return Traffic(
+            sum(channel.traffic.round_trips for channel in self._channels),
+            sum(channel.traffic.bytes_sent for channel in self._channels),
+            sum(channel.traffic.bytes_received for channel in self._channels),
+        )
+
+    @property
+    def pads(self) -> PadTotals | None:
+        """How the pads stand; None for a policy that needs none."""
+        found = list(self._assembly.pads.values())
+        if not found:
+            return None
+        return PadTotals(
+            available=min(pads.available for pads in found),
+            waited=sum(pads.waited for pads in found),
+            in_tee=sum(pads.in_tee for pads in found),
+        )
+
+    def idle(self) -> AbstractContextManager[object]:
+        """Return a context for the time in which nothing is generated: pads are made in it."""
+        idle = ExitStack()
+        for pads in self._assembly.pads.values():
+            idle.enter_context(pads.filling())
+        return idle
 
     def step(self) -> None:
         """Run one step of every running sequence, and hand the tokens to their generations."""
@@ -303,6 +349,22 @@ class Runner:
         return generation
 
     def close(self) -> None:
-        """Disconnect from the service."""
-        if self._channel is not None:
-            self._channel.close()
+        """Disconnect from the services, and let go of the pad bank."""
+        self._closing.close()
+
+
+def _check_endpoints(policy: Policy, endpoints: Sequence[str]) -> None:
+    """Refuse too few services, or one service twice where two must not know of each other."""
+    needed = policy.services
+    if len(endpoints) < needed:
+        raise SettingsError(
+            "--gpu",
+            got=f"{len(endpoints)} endpoints" if endpoints else "no endpoint",
+            expected=f"{needed}, because policy {policy.name} uses"
+            + (" a gpu-service" if needed == 1 else f" {needed} that do not collude"),
+        )
+    used = endpoints[:needed]
+    if len(set(used)) < len(used):
+        raise SettingsError(
+            "--gpu", got=f"{used[0]} twice", expected="services that do not collude: two endpoints"
+        )

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,24 @@ from protocol.encoding import (
     read_request,
 )
 from protocol.errors import ErrorCode, ProtocolError, ServiceError
-from protocol.messages import FUSED_MODULES, Request, Response, Timing
-from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.messages import Request, Response, Timing
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
+from tee_side.assembly import Assembly, MaskSettings
 from tee_side.batch import Batch, Chunk
+from tee_side.calibration import CALIBRATION_FILE
 from tee_side.engine import DEFAULT_STEP_TOKENS, Engine
 from tee_side.forward import forward
 from tee_side.kv_cache import KVCache
-from tee_side.local_operators import LocalOperators
+from tee_side.masks.mask import FeatureMask
 from tee_side.model import TeeModel, load_tee_model
-from tee_side.operators import Observer, Operators, place
+from tee_side.operators import Observer, PlacedOperators
 from tee_side.policy import Policy, load_policy
-from tee_side.remote_operators import RemoteOperators
+from tee_side.provisioning import provision
+from tee_side.randomness import Randomness
+from tee_side.vocabulary import Phase
+from tsqp.calibrate import calibrate_on
 
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
@@ -168,6 +174,7 @@ def run(
 
 # --------------------------------------------------------- both sides in one process, all encoded
 
+# Policies that need nothing but a model and a service, and compute in floats without masks.
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 
 
@@ -232,6 +239,15 @@ class LoopbackChannel:
         """See `Channel.call`."""
         return self.wait(self.submit(request, timeout_s))
 
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._replies.pop(request_id, None)
+
+    @property
+    def pending(self) -> int:
+        """Replies that nobody has waited for or abandoned."""
+        return len(self._replies)
+
     def limit_messages(self, max_message_bytes: int) -> None:
         """See `Channel.limit_messages`; nothing here is too large."""
 
@@ -249,8 +265,14 @@ class Tee:
     """The trusted side, put together as `Runner` does, over a `LoopbackChannel`."""
 
     model: TeeModel
-    ops: Operators
-    channel: LoopbackChannel | None
+    ops: PlacedOperators
+    channels: list[LoopbackChannel]
+    assembly: Assembly
+
+    @property
+    def channel(self) -> LoopbackChannel | None:
+        """The first service's channel, if there is one."""
+        return self.channels[0] if self.channels else None
 
     def engine(self, step_tokens: int = DEFAULT_STEP_TOKENS) -> Engine:
         """Return an engine of its own."""
@@ -260,19 +282,23 @@ class Tee:
         """Return an empty KV cache."""
         return KVCache(self.model.config, capacity, self.model.dtype)
 
-    def logits(self, token_ids: list[int], chunk: int | None = None) -> torch.Tensor:
+    def logits(
+        self, token_ids: list[int], chunk: int | None = None, phase: Phase = "prefill"
+    ) -> torch.Tensor:
         """Return the logits [T, V] of every position, `chunk` tokens a step (None: all)."""
         cache = self.cache(len(token_ids))
         size = chunk or len(token_ids)
         steps = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
-        return torch.cat([self.step_logits(cache, ids) for ids in steps])
+        return torch.cat([self.step_logits(cache, ids, phase) for ids in steps])
 
-    def step_logits(self, cache: KVCache, token_ids: list[int]) -> torch.Tensor:
+    def step_logits(
+        self, cache: KVCache, token_ids: list[int], phase: Phase = "prefill"
+    ) -> torch.Tensor:
         """Run one step of one sequence and return the logits of all its rows."""
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
-        logits = forward(batch, self.model, self.ops)
+        logits = forward(batch, self.model, self.ops[phase])
         batch.commit()
         return logits
 
@@ -291,25 +317,24 @@ def assemble(
     dtype: str = "float32",
     *,
     channel: LoopbackChannel | None = None,
+    channels: list[LoopbackChannel] | None = None,
     observer: Observer | None = None,
+    masks: MaskSettings | None = None,
+    step_tokens: int = DEFAULT_STEP_TOKENS,
+    randomness: Randomness | None = None,
 ) -> Tee:
     """Put the trusted side together; a policy that needs a service gets a loopback one."""
     chosen = load_policy(policy) if isinstance(policy, str) else policy
     config, checkpoint, element = read_config(directory), Checkpoint(directory), torch_dtype(dtype)
-    checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
-    remote = None
-    if chosen.needs_service:
-        channel = channel or LoopbackChannel(directory, dtype)
-        remote = RemoteOperators(
-            channel,
-            config,
-            element,
-            one_rpc_per_module=chosen.one_rpc_per_module,
-            on_exchange=observer.exchange if observer else None,
-        )
-    local = LocalOperators(config, checkpoint, chosen, element)
     model = load_tee_model(config, checkpoint, element)
-    return Tee(model, place(chosen, local, remote, observer), channel)
+    assembly = Assembly(
+        chosen, config, checkpoint, model, masks or MaskSettings(), step_tokens=step_tokens
+    )
+    given = list(channels or ([channel] if channel else []))
+    while len(given) < chosen.services:
+        given.append(LoopbackChannel(directory, dtype))
+    given = given[: chosen.services]
+    return Tee(model, assembly.operators(given, observer, randomness), given, assembly)
 
 
 @dataclass(frozen=True)
@@ -318,6 +343,67 @@ class SavedModel:
 
     directory: Path
     reference: transformers.PreTrainedModel
+
+    @cached_property
+    def calibration(self) -> Path:
+        """A calibration of this model, made once on random token ids; outside its directory."""
+        folder = self.directory.with_name(f"{self.directory.name}-calibrated")
+        folder.mkdir()
+        config, checkpoint = read_config(self.directory), Checkpoint(self.directory)
+        chunks = [token_ids(96, seed, config.vocab_size) for seed in range(4)]
+        calibrate_on(config, checkpoint, chunks).save(folder / CALIBRATION_FILE)
+        return folder / CALIBRATION_FILE
+
+    def provisioned(self, mask: FeatureMask) -> tuple[Path, Path]:
+        """Return a server's directory for a feature mask, and the key; made once a mask."""
+        folder = self.directory.with_name(f"{self.directory.name}-{mask.name}-{hash(mask)}")
+        if not folder.exists():
+            folder.mkdir()
+            provision(self.directory, mask, folder / "server", folder / "key")
+        return folder / "server", folder / "key"
+
+    def masks(self, policy: Policy, **settings: Any) -> MaskSettings:
+        """Return what a policy's masks need: calibration, key."""
+        masks = MaskSettings(**settings)
+        if policy.arithmetic == "int8":
+            masks = replace(masks, calibration=self.calibration)
+        if policy.feature_mask is not None:
+            masks = replace(masks, key=self.provisioned(policy.feature_mask)[1])
+        return masks
+
+    def services(self, policy: Policy, dtype: str = "float32") -> list[LoopbackChannel]:
+        """Return the loopback services that a policy needs, with the weights that it needs."""
+        directory = self.directory
+        if policy.feature_mask is not None:
+            directory = self.provisioned(policy.feature_mask)[0]
+        return [LoopbackChannel(directory, dtype) for _ in range(policy.services)]
+
+    def tee(
+        self,
+        policy: Policy | str,
+        dtype: str = "float32",
+        *,
+        channels: list[LoopbackChannel] | None = None,
+        observer: Observer | None = None,
+        step_tokens: int = DEFAULT_STEP_TOKENS,
+        randomness: Randomness | None = None,
+        **settings: Any,
+    ) -> Tee:
+        """Assemble any policy, with the files and the services that it needs.
+
+        `settings`: fields of `MaskSettings`, beside calibration and key.
+        """
+        chosen = load_policy(policy) if isinstance(policy, str) else policy
+        return assemble(
+            self.directory,
+            chosen,
+            dtype,
+            channels=self.services(chosen, dtype) if channels is None else channels,
+            observer=observer,
+            masks=self.masks(chosen, **settings),
+            step_tokens=step_tokens,
+            randomness=randomness,
+        )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Return the reference's logits [T, V] of every position."""

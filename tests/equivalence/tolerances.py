@@ -35,6 +35,49 @@ FLOAT32_STEPS = Tolerance(
     "The same numbers in other batch shapes: the matrix library blocks its sums by shape.",
 )
 
+# Of each float policy, against transformers in float32: what its masks add to `FLOAT32_LOGITS`.
+POLICY_LOGITS: dict[str, Tolerance] = {
+    "tee-only": FLOAT32_LOGITS,
+    "tsqp": FLOAT32_LOGITS,
+    "attention-in-tee": FLOAT32_LOGITS,
+    "tsqp-permuted": Tolerance(
+        1e-4,
+        "A shuffle of rows changes no number; one of the inner axis of an attention product changes"
+        " the order of its sums. Measured at most 2e-5.",
+    ),
+    "stip": Tolerance(
+        1e-4,
+        "The same products, added up in the order of shuffled features. Measured at most 2e-5.",
+    ),
+    "cloak": Tolerance(
+        2e-4,
+        "A float32 rotation on each side of every product, and weights rounded to float32 after"
+        " theirs. Measured at most 3e-5.",
+    ),
+    "row-mix": Tolerance(
+        3e-4,
+        "Rows cross up to four times as large, mixed, in float32; the mixture is undone in float64."
+        " Measured at most 4e-5.",
+    ),
+    "row-rotation": Tolerance(
+        3e-4, "Two float32 products with an orthogonal matrix. Measured at most 4e-5."
+    ),
+    "float-noise": Tolerance(
+        3e-4,
+        "The reply carries the rounding of noise as large as the input. Measured at most 3e-5.",
+    ),
+}
+
+INTEGER_LOGITS = Tolerance(
+    0.0, "The same integers wherever they are multiplied, and the same floats around them."
+)
+
+
+def masked_logits(policy: str) -> Tolerance:
+    """Return the tolerance of a built-in policy, against the same arithmetic without masks."""
+    return POLICY_LOGITS.get(policy, INTEGER_LOGITS)
+
+
 ROPE_FREQUENCIES = Tolerance(
     0.0, "The same float32 expressions as transformers': equal to the last bit."
 )

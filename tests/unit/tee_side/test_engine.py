@@ -1,4 +1,4 @@
-"""When generation ends, and which prompts are refused."""
+"""When generation ends, which prompts are refused, and what a step may hold."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from protocol.errors import PromptError
-from tee_side.engine import Sequence
-from tests.support import SavedModel, Tee, assemble, token_ids
+from protocol.errors import DeadlineExceededError, PromptError
+from protocol.messages import Request
+from tee_side.batch import Batch
+from tee_side.engine import Engine, Sequence
+from tee_side.forward import forward
+from tee_side.model import TeeModel
+from tee_side.operators import Operators
+from tee_side.policy import Policy
+from tee_side.vocabulary import OPERATORS
+from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 
@@ -203,3 +211,144 @@ def test_a_long_prefill_never_keeps_a_decoding_sequence_waiting(tee: Tee) -> Non
         assert after == (before[0] + 1, before[1] + 1)
     assert not long.token_ids
     assert long.cache.length > 0
+
+
+# -------------------------------------------------------------------------------- phases
+
+# Prefill and decode are placed differently, so no step may hold both.
+SPLIT = Policy.model_validate(
+    {
+        "name": "split",
+        "summary": "a test",
+        "operators": dict.fromkeys(OPERATORS, "tee")
+        | {"o_proj": [{"place": "tee", "phase": "prefill"}, {"place": "gpu", "phase": "decode"}]},
+    }
+)
+
+
+class _Steps:
+    """Notes, for every step of an engine, its phase and the rows of each sequence in it."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = engine
+        self.phases: list[str] = []
+        self.rows: list[dict[int, int]] = []
+        self._by_cache: dict[int, int] = {}
+        tables = engine._ops
+
+        def noted(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
+            self.phases.append("prefill" if ops is tables.prefill else "decode")
+            self.rows.append({self._by_cache[id(c.cache)]: c.tokens for c in batch.chunks})
+            return forward(batch, model, ops)
+
+        monkeypatch.setattr("tee_side.engine.forward", noted)
+
+    def add(self, number: int, prompt: list[int], new_tokens: int) -> Sequence:
+        sequence = self.engine.add(prompt, max_new_tokens=new_tokens, eos_token_ids=frozenset())
+        self._by_cache[id(sequence.cache)] = number
+        return sequence
+
+
+def test_a_step_holds_one_phase_where_the_policy_splits_them(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=4), monkeypatch)
+    sequences = [steps.add(number, token_ids(3 + 4 * number, number), 5) for number in range(3)]
+    lengths = {number: len(s.prompt_ids) for number, s in enumerate(sequences)}
+    late = False
+    while steps.engine.running:
+        before = {number: s.cache.length for number, s in enumerate(sequences)}
+        steps.engine.step()
+        for number, rows in steps.rows[-1].items():
+            prefill = before[number] < lengths[number]
+            assert steps.phases[-1] == ("prefill" if prefill else "decode")
+            if not prefill:
+                assert rows == 1
+        assert sum(steps.rows[-1].values()) <= 4
+        if len(steps.phases) == 6 and not late:
+            late = True
+            sequences.append(steps.add(3, token_ids(9, 3), 5))
+            lengths[3] = 9
+    assert late
+    assert set(steps.phases) == {"prefill", "decode"}
+    for number, sequence in enumerate(sequences):
+        assert sequence.token_ids == model.greedy(token_ids(lengths[number], number), 5)
+
+
+def test_without_phases_a_step_holds_both(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the test above: the same requests do share steps where they may."""
+    steps = _Steps(assemble(model.directory, "attention-in-tee").engine(4), monkeypatch)
+    first = steps.add(0, token_ids(3), 5)
+    steps.engine.step()
+    steps.add(1, token_ids(9), 5)
+    steps.engine.step()
+    assert len(first.token_ids) == 2
+    assert steps.rows[-1] == {0: 1, 1: 3}
+
+
+def test_phases_take_turns_while_both_have_work(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=2), monkeypatch)
+    decoding = steps.add(0, token_ids(2), 9)
+    steps.engine.step()
+    steps.add(1, token_ids(12), 1)
+    for _ in range(12):
+        steps.engine.step()
+    assert steps.phases == ["prefill", *(["decode", "prefill"] * 6)]
+    assert len(decoding.token_ids) == 7
+
+
+def test_neither_phase_starves_the_other_while_requests_keep_coming(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new prompt before every step: those that decode go on at every second one."""
+    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=8), monkeypatch)
+    sequences = [steps.add(0, token_ids(4), 12)]
+    for number in range(1, 24):
+        sequences.append(steps.add(number, token_ids(4, number), 12))
+        steps.engine.step()
+    assert steps.phases == ["prefill", "decode"] * 11 + ["prefill"]
+    assert len(sequences[0].token_ids) == 12
+    # Prefill goes on as well, two prompts a step.
+    assert sum(1 for sequence in sequences if sequence.cache.length >= 4) == 24
+
+
+def test_a_phase_that_is_alone_does_not_wait_for_its_turn(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=3), monkeypatch)
+    steps.add(0, token_ids(9), 4)
+    while steps.engine.running:
+        assert steps.engine.step() or steps.phases[-1] == "prefill"
+    assert steps.phases == ["prefill"] * 3 + ["decode"] * 3
+
+
+def test_a_step_that_fails_keeps_its_turn(model: SavedModel) -> None:
+    """It counted for nothing, so the same phase is tried again."""
+
+    class Down(LoopbackChannel):
+        def submit(self, request: Request, timeout_s: float | None = None) -> int:
+            raise DeadlineExceededError("it", got="nothing", expected="a connection")
+
+    down = Down(model.directory)
+    engine = assemble(model.directory, SPLIT, channel=down).engine(step_tokens=2)
+    decoding = engine.add(token_ids(2), max_new_tokens=3, eos_token_ids=frozenset())
+    engine.step()
+    waiting = engine.add(token_ids(6), max_new_tokens=1)
+    for _ in range(3):
+        with pytest.raises(DeadlineExceededError):
+            engine.step()
+    assert (len(decoding.token_ids), waiting.cache.length) == (1, 0)
+
+
+def test_the_phase_of_a_sequence_is_decode_once_its_prompt_has_run(tee: Tee) -> None:
+    engine = tee.engine(step_tokens=4)
+    sequence = engine.add(PROMPT, max_new_tokens=3)
+    seen = []
+    while engine.running:
+        seen.append(sequence.phase)
+        engine.step()
+    assert seen == ["prefill", "prefill", "decode", "decode"]

@@ -61,6 +61,7 @@ def test_a_result_tells_what_was_asked_and_what_it_cost(runner: Runner) -> None:
     assert (result.finish_reason, result.policy) == ("length", "tee-only")
     assert (result.rpc.count, result.rpc.bytes_sent, result.rpc.bytes_received) == (0, 0, 0)
     assert 0 < result.timing.ttft_s <= result.timing.total_s
+    assert result.pads is None
 
 
 def test_a_stop_string_ends_generation_and_is_not_part_of_the_text(runner: Runner) -> None:

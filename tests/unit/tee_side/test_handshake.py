@@ -16,9 +16,13 @@ from protocol.errors import ModelMismatchError, ReplyError
 from protocol.messages import InitReply, InitRequest, Request, Response, TensorReply
 from protocol.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from protocol.model.config import read_config
+from protocol.model.identity import linear_digest
 from protocol.tensors import from_torch, torch_dtype
+from tee_side.feature_key import FeatureKey
 from tee_side.handshake import check_service
+from tee_side.masks.feature_permutation import FeaturePermutation
 from tee_side.model import load_tee_model
+from tee_side.policy import builtin_policies, load_policy
 from tests.support import LoopbackChannel, SavedModel
 
 Models = Callable[..., SavedModel]
@@ -27,7 +31,8 @@ Models = Callable[..., SavedModel]
 def _check(ours: Path, channel: LoopbackChannel, dtype: str = "float32") -> None:
     config, checkpoint = read_config(ours), Checkpoint(ours)
     model = load_tee_model(config, checkpoint, torch_dtype(dtype))
-    check_service(channel, config, checkpoint, model, timeout_s=1.0)
+    linear = linear_digest(config, checkpoint)
+    check_service(channel, config, checkpoint, model, linear=linear, timeout_s=1.0)
 
 
 def _mismatch(ours: Path, channel: LoopbackChannel) -> ModelMismatchError:
@@ -207,3 +212,115 @@ def test_a_reply_that_is_no_init_reply_is_refused(saved_model: Models) -> None:
     directory = saved_model("llama").directory
     with pytest.raises(ReplyError, match="Init reply from loopback: got TensorReply"):
         _check(directory, ConfusedChannel(directory))
+
+
+# ----------------------------------------------------------------- arithmetic and provisioning
+
+
+def _mask_check(
+    ours: SavedModel, channel: LoopbackChannel, policy: str, linear: str | None = None
+) -> None:
+    chosen = load_policy(policy)
+    config, checkpoint = read_config(ours.directory), Checkpoint(ours.directory)
+    masks = ours.masks(chosen)
+    check_service(
+        channel,
+        config,
+        checkpoint,
+        load_tee_model(config, checkpoint, torch.float32),
+        arithmetic=chosen.arithmetic,
+        key=FeatureKey.load(masks.key) if masks.key else None,
+        linear=linear or linear_digest(config, checkpoint),
+        timeout_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_the_service_that_a_policy_needs_is_accepted(saved_model: Models, name: str) -> None:
+    model = saved_model("llama")
+    for channel in model.services(load_policy(name)):
+        _mask_check(model, channel, name)
+        assert len(channel.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "held", "field"),
+    [("shielded", "float", "int8"), ("tsqp", "int8", "float"), ("stip", "int8", "float")],
+)
+def test_a_service_without_the_arithmetic_is_refused_with_both(
+    saved_model: Models, policy: str, held: str, field: str
+) -> None:
+    model = saved_model("llama")
+    channel = LyingChannel(model.directory, arithmetic=(held,))
+    with pytest.raises(ModelMismatchError) as caught:
+        _mask_check(model, channel, policy)
+    assert caught.value.where == "model at loopback: arithmetic"
+    assert caught.value.got == held
+    assert caught.value.expected.startswith(field)
+
+
+@pytest.mark.parametrize("policy", ["tsqp", "row-mix", "shielded", "two-server"])
+def test_a_provisioned_service_is_refused_by_policies_that_need_the_models_own_weights(
+    saved_model: Models, policy: str
+) -> None:
+    model = saved_model("llama")
+    provisioned = LoopbackChannel(model.provisioned(FeaturePermutation())[0])
+    with pytest.raises(ModelMismatchError) as caught:
+        _mask_check(model, provisioned, policy)
+    # One with integers lies about them; it is refused all the same.
+    assert "int8" in str(caught.value) or "provisioned for a feature mask" in str(caught.value)
+    reply = provisioned.call(InitRequest()).response
+    assert isinstance(reply, InitReply)
+    lying = LyingChannel(model.directory, provision_id=reply.provision_id)
+    with pytest.raises(ModelMismatchError, match="provisioned for a feature mask"):
+        _mask_check(model, lying, policy)
+
+
+@pytest.mark.parametrize("policy", ["stip", "cloak"])
+def test_a_service_with_the_models_own_weights_is_refused_by_a_feature_mask(
+    saved_model: Models, policy: str
+) -> None:
+    model = saved_model("llama")
+    with pytest.raises(ModelMismatchError, match=r"provision_id: got None"):
+        _mask_check(model, LoopbackChannel(model.directory), policy)
+
+
+def test_weights_of_another_key_are_refused(saved_model: Models) -> None:
+    model = saved_model("llama")
+    other, _ = model.provisioned(FeaturePermutation(block=8))
+    with pytest.raises(ModelMismatchError, match="provision_id"):
+        _mask_check(model, LoopbackChannel(other), "stip")
+
+
+def test_weights_that_are_not_those_that_were_provisioned_are_refused(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    model = saved_model("llama")
+    server, _ = model.provisioned(FeaturePermutation())
+    channel = LyingChannel(server, linear_digest="0" * 64)
+    with pytest.raises(ModelMismatchError, match="linear_digest"):
+        _mask_check(model, channel, "stip")
+
+
+def test_linear_weights_are_compared_with_those_that_the_scales_belong_to(
+    saved_model: Models,
+) -> None:
+    """A TEE without linear weights knows their digest from its calibration."""
+    model = saved_model("llama")
+    with pytest.raises(ModelMismatchError, match="linear_digest"):
+        _mask_check(model, LoopbackChannel(model.directory), "shielded", linear="1" * 64)
+
+
+def test_the_message_limit_of_the_service_is_kept_to(saved_model: Models) -> None:
+    model, limits = saved_model("llama"), []
+
+    class Limited(LyingChannel):
+        def limit_messages(self, max_message_bytes: int) -> None:
+            limits.append(max_message_bytes)
+
+    _mask_check(model, Limited(model.directory, max_message_bytes=4096), "shielded")
+    assert limits == [4096]
+    # Not before everything else was right.
+    with pytest.raises(ModelMismatchError):
+        _mask_check(model, Limited(model.directory, linear_digest="0" * 64), "shielded")
+    assert limits == [4096]

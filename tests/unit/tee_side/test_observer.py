@@ -10,7 +10,8 @@ from protocol.channel import Exchange
 from protocol.messages import TensorReply, Timing
 from protocol.tensors import WireTensor
 from tee_side.observer import OperatorTable, OperatorTotals
-from tee_side.policy import OPERATORS, load_policy
+from tee_side.policy import load_policy
+from tee_side.vocabulary import LAYERLESS, OPERATORS, is_linear
 from tests.support import POLICIES, SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -26,7 +27,7 @@ def test_a_forward_pass_is_counted_per_operator_and_place(saved_model: Models, n
     rpcs_a_call = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
     for operator in OPERATORS:
         totals = table.totals[operator]
-        assert totals.place == policy.operators[operator]
+        assert totals.place == policy.at(operator, 0, "decode").place
         assert totals.calls == (2 if operator in ("embedding", "lm_head") else 6)
         trips = totals.calls * rpcs_a_call.get(operator, 1) if policy.on_gpu(operator) else 0
         assert totals.round_trips == trips
@@ -60,8 +61,9 @@ def test_an_observer_does_not_change_the_result(saved_model: Models) -> None:
 
 def test_an_exchange_without_timing_counts_as_wire(saved_model: Models) -> None:
     table = OperatorTable()
-    table.exchange("o_proj", Exchange(REPLY, 10, 20, 1, 5000, 2, None))
-    table.exchange("o_proj", Exchange(REPLY, 1, 2, 1, 3000, 2, Timing(queue_us=1, compute_us=1)))
+    table.exchanges("o_proj", [Exchange(REPLY, 10, 20, 1, 5000, 2, None)])
+    timing = Timing(queue_us=1, compute_us=1)
+    table.exchanges("o_proj", [Exchange(REPLY, 1, 2, 1, 3000, 2, timing)])
     totals = table.totals["o_proj"]
     assert (totals.bytes_sent, totals.bytes_received) == (11, 22)
     assert (totals.queue_ns, totals.gpu_ns, totals.wire_ns) == (1000, 1000, 6000)
@@ -75,3 +77,32 @@ def test_a_claim_of_more_time_than_the_round_trip_took_gives_no_negative_time() 
 
 def test_time_in_the_tee_is_what_is_left_of_the_total() -> None:
     assert OperatorTotals(round_trip_ns=1000, total_ns=1500).tee_ns == 500
+
+
+def test_round_trips_are_those_of_the_phase_that_leaves(saved_model: Models) -> None:
+    table = OperatorTable()
+    tee = saved_model("llama").tee("shielded", observer=table)
+    tee.greedy(token_ids(7), 4)
+    for operator in OPERATORS:
+        totals, layers = table.totals[operator], 1 if operator in LAYERLESS else 3
+        assert totals.calls == 4 * layers
+        # One prefill step in the TEE, three decode steps out of it.
+        assert totals.round_trips == (3 * layers if is_linear(operator) else 0)
+
+
+def test_round_trips_side_by_side_take_as_long_as_the_slowest() -> None:
+    table = OperatorTable()
+    fast = Exchange(REPLY, 10, 20, 1, 3000, 2, Timing(queue_us=0, compute_us=2))
+    slow = Exchange(REPLY, 1, 2, 1, 5000, 2, Timing(queue_us=1, compute_us=1))
+    table.exchanges("o_proj", [fast, slow])
+    totals = table.totals["o_proj"]
+    assert (totals.round_trips, totals.bytes_sent, totals.bytes_received) == (2, 11, 22)
+    assert (totals.round_trip_ns, totals.queue_ns, totals.gpu_ns) == (5000, 1000, 1000)
+
+
+def test_an_operator_in_both_places_says_so() -> None:
+    table = OperatorTable()
+    table.operator("o_proj", "tee", 1)
+    assert table.totals["o_proj"].place == "tee"
+    table.operator("o_proj", "gpu", 1)
+    assert table.totals["o_proj"].place == "both"

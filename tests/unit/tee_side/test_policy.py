@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from protocol.errors import PolicyError
+from protocol.errors import InputError, PolicyError
+from tee_side.masks.pad import Pad
+from tee_side.masks.registry import builtin_masks
+from tee_side.masks.row_permutation import RowPermutation
+from tee_side.masks.shares import Shares
 from tee_side.policy import (
-    OPERATORS,
-    Operator,
+    LayerRange,
+    Placement,
     Policy,
     builtin_policies,
     load_policy,
+    policy_names,
 )
+from tee_side.vocabulary import OPERATORS, PHASES, Operator
 
 LINEAR: set[Operator] = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
@@ -57,6 +64,16 @@ def test_every_builtin_policy_loads_under_its_own_name(name: str) -> None:
         ("tee-only", set(), False),
         ("attention-in-tee", LINEAR, False),
         ("tsqp", set(OPERATORS), True),
+        ("tsqp-permuted", set(OPERATORS), True),
+        ("row-mix", set(OPERATORS) - {"embedding"}, False),
+        ("row-rotation", LINEAR, False),
+        ("stip", LINEAR, False),
+        ("cloak", LINEAR, False),
+        ("float-noise", LINEAR, False),
+        ("quantized-clear", LINEAR, False),
+        ("shielded", LINEAR, False),
+        ("shielded-prefill", LINEAR, False),
+        ("two-server", LINEAR, False),
     ],
 )
 def test_builtin_policies_place_what_their_names_say(
@@ -68,10 +85,54 @@ def test_builtin_policies_place_what_their_names_say(
     assert policy.one_rpc_per_module == one_rpc_per_module
 
 
-def test_the_default_policy_sends_neither_token_ids_nor_logits() -> None:
-    policy = load_policy("attention-in-tee")
+@pytest.mark.parametrize("name", ["attention-in-tee", "shielded", "shielded-prefill", "two-server"])
+def test_policies_that_keep_token_ids_and_logits(name: str) -> None:
+    policy = load_policy(name)
     assert not policy.on_gpu("embedding")
     assert not policy.on_gpu("lm_head")
+
+
+def test_the_default_policy_keeps_prefill_and_pads_everything_else() -> None:
+    policy = load_policy("shielded")
+    assert policy.splits_phases
+    for operator in LINEAR:
+        assert policy.at(operator, 5, "prefill").place == "tee"
+        assert policy.at(operator, 5, "decode").mask == Pad()
+    assert policy.masks == [Pad()]
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("tsqp-permuted", "row-permutation"),
+        ("row-mix", "row-mix"),
+        ("row-rotation", "row-rotation"),
+        ("stip", "feature-permutation"),
+        ("cloak", "feature-rotation"),
+        ("float-noise", "float-noise"),
+        ("shielded-prefill", "pad"),
+        ("two-server", "shares"),
+    ],
+)
+def test_everything_that_leaves_under_a_masked_policy_is_under_its_mask(
+    name: str, mask: str
+) -> None:
+    policy = load_policy(name)
+    assert policy.masks == [builtin_masks()[mask]()]
+    assert all(placement.mask is not None for _, placement in policy.leaving())
+    assert policy.services == (2 if mask == "shares" else 1)
+    assert not policy.splits_phases
+
+
+@pytest.mark.parametrize("name", ["quantized-clear", "shielded", "shielded-prefill", "two-server"])
+def test_policies_in_integers(name: str) -> None:
+    assert load_policy(name).arithmetic == "int8"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 80])
+@pytest.mark.parametrize("name", builtin_policies())
+def test_every_builtin_policy_fits_models_of_any_depth(name: str, layers: int) -> None:
+    load_policy(name).check(layers)
 
 
 def test_a_policy_file_is_found_by_its_path(tmp_path: Path) -> None:
@@ -124,8 +185,8 @@ def test_a_directory_and_a_binary_file_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_operator_that_is_not_placed_is_named(tmp_path: Path, operator: Operator) -> None:
     error = _refusal(tmp_path / "p.toml", _toml(**{operator: None}))
-    assert error.where.endswith(": operators")
-    assert error.expected == f"every operator placed; missing: {operator}"
+    assert "every operator placed" in error.expected
+    assert operator in f"{error.expected} {error.got}"
 
 
 def test_an_unknown_key_is_refused_by_name(tmp_path: Path) -> None:
@@ -138,11 +199,17 @@ def test_an_unknown_operator_is_refused_by_name(tmp_path: Path) -> None:
     assert "rms_norm" in error.where
 
 
-@pytest.mark.parametrize("place", ['"cpu"', '"GPU"', "true", '""'])
+@pytest.mark.parametrize("place", ['"cpu"', '"GPU"', '""', '{ place = "cpu" }'])
 def test_an_unknown_place_is_refused(tmp_path: Path, place: str) -> None:
     error = _refusal(tmp_path / "p.toml", _toml(lm_head=place))
-    assert error.where.endswith(": operators.lm_head")
+    assert ": operators.lm_head" in error.where
     assert "'tee' or 'gpu'" in error.expected
+
+
+@pytest.mark.parametrize("placement", ["true", "3", "[]", '["tee", 3]', "[true]", '[["tee"]]'])
+def test_something_that_is_no_placement_is_refused(tmp_path: Path, placement: str) -> None:
+    error = _refusal(tmp_path / "p.toml", _toml(lm_head=placement))
+    assert ": operators.lm_head" in error.where
 
 
 @pytest.mark.parametrize("field", ["name", "summary"])
@@ -197,3 +264,443 @@ def test_every_operator_that_leaves_is_disclosed(operator: Operator) -> None:
     line = policy.disclosure()
     assert line is not None
     assert line.startswith("policy n: the GPU sees ")
+
+
+# ---------------------------------------------------------------- masks, layers and phases
+
+PAD = '{ place = "gpu", mask = "pad" }'
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_only_policies_of_unbroken_masks_claim_uniform_numbers(name: str) -> None:
+    line, policy = load_policy(name).disclosure(), load_policy(name)
+    safe = policy.masks and not any(mask.broken for mask in policy.masks)
+    assert ("uniform random numbers" in (line or "")) == bool(safe)
+    if policy.masks and not safe:
+        assert line is not None
+        assert "broken" in line
+        assert all(mask.name in line for mask in policy.masks)
+
+
+def test_a_clear_operator_beside_pads_is_disclosed() -> None:
+    operators = {**dict.fromkeys(OPERATORS, "tee"), "o_proj": {"place": "gpu", "mask": "pad"}}
+    operators["attn_values"] = "gpu"
+    line = _policy(operators, arithmetic="int8").disclosure()
+    assert line is not None
+    assert "attention probabilities and values in the clear" in line
+    assert "uniform" not in line
+
+
+def test_a_broken_mask_beside_pads_is_disclosed() -> None:
+    operators = {**dict.fromkeys(OPERATORS, "tee"), "o_proj": {"place": "gpu", "mask": "pad"}}
+    operators["attn_values"] = {"place": "gpu", "mask": "row-permutation"}
+    line = _policy(operators, arithmetic="int8").disclosure()
+    assert line is not None
+    assert "row-permutation" in line
+    assert "uniform" not in line
+
+
+def test_two_services_are_said_not_to_collude() -> None:
+    line = load_policy("two-server").disclosure()
+    assert line is not None
+    assert "each GPU service" in line
+    assert "do not collude" in line
+
+
+def _policy(operators: dict[Any, Any] | None = None, **settings: Any) -> Policy:
+    placed = {**dict.fromkeys(OPERATORS, "tee"), **(operators or {})}
+    return Policy.model_validate(
+        {"name": "n", "summary": "s", "operators": placed, **settings},
+    )
+
+
+# What is refused when the file is read, and the words that the error must have.
+REFUSED_IN_FILE: list[tuple[str, dict[str, str | None], list[str]]] = [
+    ("an unknown mask", {"o_proj": '{ place = "gpu", mask = "nope" }'}, ["nope", "pad"]),
+    ("mask in the TEE", {"o_proj": '{ place = "tee", mask = "row-mix" }'}, ["o_proj", "row-mix"]),
+    (
+        "feature mask on attention",
+        {"attn_scores": '{ place = "gpu", mask = "feature-permutation" }'},
+        ["attn_scores", "feature-permutation", "qkv_proj"],
+    ),
+    (
+        "pad on attention",
+        {"attn_values": PAD, "arithmetic": '"int8"'},
+        ["attn_values", "pad", "o_proj"],
+    ),
+    ("pad on the LM head", {"lm_head": PAD, "arithmetic": '"int8"'}, ["lm_head", "pad"]),
+    ("pad on the embedding", {"embedding": PAD, "arithmetic": '"int8"'}, ["embedding", "pad"]),
+    (
+        "row-mix on the embedding",
+        {"embedding": '{ place = "gpu", mask = "row-mix" }'},
+        ["embedding", "row-mix"],
+    ),
+    (
+        "row-rotation on attention",
+        {"attn_scores": '{ place = "gpu", mask = "row-rotation" }'},
+        ["attn_scores", "row-rotation"],
+    ),
+    ("pad without integers", {"o_proj": PAD}, ["o_proj", "pad", "int8", "float"]),
+    (
+        "shares without integers",
+        {"o_proj": '{ place = "gpu", mask = "shares" }'},
+        ["o_proj", "shares", "int8", "float"],
+    ),
+    (
+        "float mask on a linear operator in integers",
+        {"o_proj": '{ place = "gpu", mask = "row-mix" }', "arithmetic": '"int8"'},
+        ["o_proj", "row-mix", "int8", "float"],
+    ),
+    (
+        "feature mask in integers",
+        {"o_proj": '{ place = "gpu", mask = "feature-rotation" }', "arithmetic": '"int8"'},
+        ["o_proj", "feature-rotation", "int8", "float"],
+    ),
+    (
+        "an option that the mask has not",
+        {"o_proj": '{ place = "gpu", mask = { name = "row-permutation", dummies = 3 } }'},
+        ["o_proj", "row-permutation", "dummies"],
+    ),
+    (
+        "an option out of range",
+        {"o_proj": '{ place = "gpu", mask = { name = "row-permutation", dummy_rows = 0 } }'},
+        ["o_proj", "row-permutation", "dummy_rows", "greater than or equal to 1"],
+    ),
+    (
+        "an option of another type",
+        {"o_proj": '{ place = "gpu", mask = { name = "float-noise", sigma = "much" } }'},
+        ["o_proj", "float-noise", "sigma"],
+    ),
+    (
+        "a mask without a name",
+        {"o_proj": '{ place = "gpu", mask = { dummy_rows = 3 } }'},
+        ["o_proj", "name"],
+    ),
+    ("a mask that is a number", {"o_proj": '{ place = "gpu", mask = 3 }'}, ["o_proj", "name"]),
+    ("layers of the embedding", {"embedding": '{ place = "tee", layers = 0 }'}, ["embedding"]),
+    ("layers of the LM head", {"lm_head": '[{ place = "tee", layers = "0-" }]'}, ["lm_head"]),
+    ("layers backwards", {"o_proj": '{ place = "tee", layers = "3-1" }'}, ["o_proj", "backwards"]),
+    ("layers of no form", {"o_proj": '{ place = "tee", layers = "a" }'}, ["o_proj", '"0-3"']),
+    ("negative layers", {"o_proj": '{ place = "tee", layers = -1 }'}, ["o_proj", '"0-3"']),
+    ("layers true", {"o_proj": '{ place = "tee", layers = true }'}, ["o_proj", '"0-3"']),
+    ("an unknown phase", {"o_proj": '{ place = "tee", phase = "warmup" }'}, ["o_proj", "decode"]),
+    ("an unknown key", {"o_proj": '{ place = "tee", masks = "pad" }'}, ["o_proj", "masks"]),
+    ("no place", {"o_proj": '{ mask = "row-mix" }'}, ["o_proj", "place"]),
+    ("a check that is none", {"o_proj": '{ place = "gpu", verify = "freivalds" }'}, ["verify"]),
+    ("another arithmetic", {"arithmetic": '"int4"'}, ["arithmetic", "int4", "int8"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [pytest.param(*case[1:], id=case[0]) for case in REFUSED_IN_FILE]
+)
+def test_a_policy_that_cannot_work_is_refused_with_what_is_wrong(
+    tmp_path: Path, changes: dict[str, str | None], words: list[str]
+) -> None:
+    operators = {key: value for key, value in changes.items() if key != "arithmetic"}
+    text = _toml(**operators)
+    if "arithmetic" in changes:
+        text = f"arithmetic = {changes['arithmetic']}\n{text}"
+    error = _refusal(tmp_path / "p.toml", text)
+    for word in words:
+        assert word in str(error), f"{word!r} is not in: {error}"
+    assert "\n" not in str(error)
+
+
+# What is refused beside a model of three layers: policy, operator and layer are named.
+GPU, TEE = {"place": "gpu"}, {"place": "tee"}
+REFUSED_BESIDE_MODEL: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a layer that the model has not": (
+        {"o_proj": [{**TEE, "layers": "0-2"}, {**TEE, "layers": 3}]},
+        ["o_proj", "layers 3", "0-2"],
+    ),
+    "a range that ends behind the model": (
+        {"o_proj": {**TEE, "layers": "0-3"}},
+        ["o_proj", "layers 0-3", "0-2"],
+    ),
+    "an open range that starts behind the model": (
+        {"o_proj": [{**TEE, "layers": "0-2"}, {**TEE, "layers": "3-"}]},
+        ["o_proj", "layers 3-", "0-2"],
+    ),
+    "a gap": (
+        {"qkv_proj": [{**TEE, "layers": 0}, {**GPU, "layers": 2}]},
+        ["qkv_proj", "layer 1", "0 placements in prefill"],
+    ),
+    "a gap in one phase": (
+        {"down_proj": [TEE | {"phase": "prefill"}, {**GPU, "phase": "decode", "layers": "1-"}]},
+        ["down_proj", "layer 0", "0 placements in decode"],
+    ),
+    "an overlap": (
+        {"qkv_proj": [{**TEE, "layers": "0-1"}, {**GPU, "layers": "1-"}]},
+        ["qkv_proj", "layer 1", "2 placements in prefill", "layers 0-1 tee", "layers 1- gpu"],
+    ),
+    "an overlap of phases": (
+        {"qkv_proj": [TEE, {**GPU, "phase": "decode"}]},
+        ["qkv_proj", "layer 0", "2 placements in decode", "decode gpu"],
+    ),
+    "the LM head in one phase only": (
+        {"lm_head": {**TEE, "phase": "decode"}},
+        ["lm_head", "0 placements in prefill"],
+    ),
+    "a feature mask beside clear": (
+        {"o_proj": {**GPU, "mask": "feature-permutation"}, "down_proj": "gpu"},
+        ["down_proj", "feature-permutation", "gpu"],
+    ),
+    "a feature mask beside a row mask": (
+        {"o_proj": {**GPU, "mask": "feature-permutation"}, "lm_head": {**GPU, "mask": "row-mix"}},
+        ["lm_head", "row-mix", "feature-permutation"],
+    ),
+    "a feature mask beside a clear embedding": (
+        {"o_proj": {**GPU, "mask": "feature-rotation"}, "embedding": "gpu"},
+        ["embedding", "feature-rotation"],
+    ),
+    "two feature masks": (
+        {
+            "o_proj": {**GPU, "mask": "feature-rotation"},
+            "down_proj": {**GPU, "mask": "feature-permutation"},
+        },
+        ["down_proj", "feature-rotation", "feature-permutation"],
+    ),
+    "one feature mask with two options": (
+        {
+            "o_proj": {**GPU, "mask": {"name": "feature-permutation", "block": 8}},
+            "down_proj": {**GPU, "mask": {"name": "feature-permutation", "block": 4}},
+        },
+        ["feature-permutation", "same options"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BESIDE_MODEL)
+def test_a_policy_that_does_not_fit_the_model_is_refused_with_operator_and_layer(case: str) -> None:
+    operators, words = REFUSED_BESIDE_MODEL[case]
+    policy = _policy(operators)
+    with pytest.raises(PolicyError) as caught:
+        policy.check(3)
+    assert caught.value.where.startswith("policy n: ")
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+def test_a_mask_for_attention_products_alone_is_refused_on_a_linear_operator(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "products.py").write_text(PRODUCTS_FILE)
+    error = _refusal(
+        tmp_path / "p.toml", _toml(down_proj='{ place = "gpu", mask = "products.py" }')
+    )
+    for word in ("down_proj", "products-alone", "attn_scores, attn_values"):
+        assert word in str(error)
+    placed = '{ place = "gpu", mask = "products.py" }'
+    (tmp_path / "p.toml").write_text(_toml(attn_scores=placed, attn_values=placed))
+    load_policy(str(tmp_path / "p.toml")).check(3)
+
+
+def test_a_feature_mask_beside_attention_in_the_clear_is_allowed() -> None:
+    """Attention needs no weights, so a provisioned server can multiply it."""
+    _policy({"o_proj": {**GPU, "mask": "feature-permutation"}, "attn_scores": "gpu"}).check(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [
+        (3, [3], [0, 2, 4]),
+        ("3", [3], [2, 4]),
+        ("0", [0], [1]),
+        ("1-3", [1, 2, 3], [0, 4]),
+        ("2-", [2, 3, 4000], [0, 1]),
+        ("2-2", [2], [1, 3]),
+    ],
+)
+def test_layer_ranges_include_both_ends(text: Any, inside: list[int], outside: list[int]) -> None:
+    layers = Placement(place="tee", layers=text).layers
+    assert layers is not None
+    assert [layer in layers for layer in inside] == [True] * len(inside)
+    assert [layer in layers for layer in outside] == [False] * len(outside)
+    assert Placement(place="tee", layers=str(layers)).layers == layers
+
+
+def test_placements_by_layer_and_phase_are_found() -> None:
+    policy = _policy(
+        {
+            "qkv_proj": [
+                {**TEE, "phase": "prefill"},
+                {**TEE, "phase": "decode", "layers": "0-1"},
+                {**GPU, "phase": "decode", "layers": "2-", "mask": "row-mix"},
+            ]
+        }
+    )
+    policy.check(4)
+    assert policy.splits_phases
+    found = {
+        (layer, phase): policy.at("qkv_proj", layer, phase).place
+        for layer in range(4)
+        for phase in PHASES
+    }
+    assert [key for key, place in found.items() if place == "gpu"] == [(2, "decode"), (3, "decode")]
+    assert not _policy({"qkv_proj": [{**TEE, "layers": 0}, {**GPU, "layers": "1-"}]}).splits_phases
+
+
+def test_a_mask_may_have_options_and_each_instance_counts_once() -> None:
+    policy = _policy(
+        {
+            "qkv_proj": {**GPU, "mask": {"name": "row-permutation", "dummy_rows": 9}},
+            "o_proj": {**GPU, "mask": {"name": "row-permutation", "dummy_rows": 9}},
+            "down_proj": {**GPU, "mask": "row-permutation"},
+        }
+    )
+    assert policy.masks == [RowPermutation(dummy_rows=9), RowPermutation()]
+
+
+# ------------------------------------------------------------------------ of a user's own
+
+MASK_FILE = """
+from typing import ClassVar
+from tee_side.masks.row_mix import RowMix
+
+class Mine(RowMix):
+    name: ClassVar[str] = "mine"
+"""
+PRODUCTS_FILE = """
+from typing import ClassVar
+from tee_side.masks.row_mix import RowMix
+
+class Products(RowMix):
+    name: ClassVar[str] = "products-alone"
+
+    @classmethod
+    def supports(cls, operator):
+        return operator in ("attn_scores", "attn_values")
+"""
+POLICY_FILE = """
+from tee_side.policy import Placement, Policy
+from tee_side.vocabulary import OPERATORS
+
+POLICY = Policy(
+    name="mine",
+    summary="a test",
+    operators={operator: (Placement(place="tee"),) for operator in OPERATORS},
+)
+"""
+
+
+def test_a_mask_file_is_found_from_the_folder_of_the_policy_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "mine.py").write_text(MASK_FILE)
+    path = tmp_path / "policy.toml"
+    path.write_text(_toml(o_proj='{ place = "gpu", mask = "masks/mine.py" }'))
+    monkeypatch.chdir("/")
+    assert [mask.name for mask in load_policy(str(path)).masks] == ["mine"]
+    path.write_text(_toml(o_proj='{ place = "gpu", mask = { name = "masks/mine.py:Mine" } }'))
+    assert [mask.name for mask in load_policy(str(path)).masks] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "word"),
+    [("missing.py", "missing.py"), ("mine.py:Other", "Other"), ("empty.py", "0 masks")],
+)
+def test_a_mask_file_that_is_not_there_or_has_no_mask_is_refused(
+    tmp_path: Path, reference: str, word: str
+) -> None:
+    (tmp_path / "mine.py").write_text(MASK_FILE)
+    (tmp_path / "empty.py").write_text("")
+    path = tmp_path / "policy.toml"
+    path.write_text(_toml(o_proj=f'{{ place = "gpu", mask = "{reference}" }}'))
+    with pytest.raises(InputError) as caught:
+        load_policy(str(path))
+    assert word in str(caught.value)
+
+
+def test_a_policy_may_be_a_python_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY_FILE)
+    policy = load_policy(str(path))
+    assert policy.name == "mine"
+    policy.check(3)
+
+
+def test_a_python_policy_may_hold_masks_as_objects() -> None:
+    leaves = (
+        Placement(place="tee", layers=LayerRange(0, 0)),
+        Placement(place="gpu", layers=LayerRange(1, None), mask=Shares()),
+    )
+    stays = (Placement(place="tee"),)
+    policy = Policy(
+        name="n",
+        summary="s",
+        arithmetic="int8",
+        operators={name: leaves if name in LINEAR else stays for name in OPERATORS},
+    )
+    policy.check(3)
+    assert policy.services == 2
+    assert policy.at("o_proj", 0, "decode").mask is None
+    assert policy.at("o_proj", 1, "decode").mask == Shares()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["POLICY"]),
+        ("POLICY = 3", ["3", "Policy"]),
+        ("POLICY = {'name': 'x'}", ["dict", "Policy"]),
+        ("raise KeyError('x')", ["KeyError"]),
+        ("POLICY =", ["SyntaxError"]),
+        ("import no_such_module_of_mine", ["no_such_module_of_mine"]),
+    ],
+)
+def test_a_python_file_without_a_policy_is_refused_by_its_path(
+    tmp_path: Path, text: str, words: list[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_policy(str(path))
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+
+
+def test_a_python_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"missing\.py: got no such file"):
+        load_policy(str(tmp_path / "missing.py"))
+
+
+class _Entry:
+    """An installed package's entry point."""
+
+    def __init__(self, name: str, found: object) -> None:
+        self.name = name
+        self.value = f"package:{name}"
+        self._found = found
+
+    def load(self) -> object:
+        return self._found
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *entries: _Entry) -> None:
+    def entry_points(*, group: str, name: str | None = None) -> list[_Entry]:
+        assert group == "tsqp.policies"
+        return [entry for entry in entries if name in (None, entry.name)]
+
+    monkeypatch.setattr("tee_side.policy.entry_points", entry_points)
+
+
+def test_a_policy_of_an_installed_package_is_found_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = _policy()
+    _install(monkeypatch, _Entry("theirs", theirs), _Entry("broken", 3))
+    assert load_policy("theirs") is theirs
+    assert {"theirs", "broken", *builtin_policies()} == set(policy_names())
+    with pytest.raises(PolicyError, match="package:broken"):
+        load_policy("broken")
+    with pytest.raises(PolicyError, match="theirs"):
+        load_policy("no-such-policy")
+
+
+def test_an_installed_package_cannot_replace_a_builtin_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _install(monkeypatch, _Entry("shielded", _policy()))
+    assert load_policy("shielded").name == "shielded"

@@ -1,20 +1,45 @@
-"""A reply of another shape or dtype than the TEE's own configuration implies is refused."""
+"""What is asked of a service, in the clear and masked; replies of another shape are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from protocol.errors import ErrorCode, ReplyError, ServiceError, TsqpError
-from protocol.messages import InitRequest, LMHeadRequest, Request, Response, TensorReply
+from protocol.channel import Exchange
+from protocol.errors import (
+    DeadlineExceededError,
+    ErrorCode,
+    ReplyError,
+    ServiceError,
+    TsqpError,
+)
+from protocol.messages import (
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    Request,
+    Response,
+    RingLinearRequest,
+    TensorReply,
+)
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
+from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch, to_torch
-from tee_side.policy import OPERATORS, Operator
+from tee_side.masking import linear_masking
+from tee_side.masks.mask import Mask, RowMask
+from tee_side.masks.row_mix import RowMix
+from tee_side.masks.row_permutation import RowPermutation
+from tee_side.masks.shares import Shares
+from tee_side.randomness import Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sampling import SamplingSettings
+from tee_side.sites import FloatSites, load_biases
+from tee_side.vocabulary import OPERATORS, Operator
 from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -60,12 +85,20 @@ class ChangingChannel(LoopbackChannel):
         return TensorReply(output=from_torch(self._change(to_torch(reply.output))))
 
 
+def _clear(model: SavedModel, channel: LoopbackChannel, **settings: Any) -> RemoteOperators:
+    return RemoteOperators(
+        [channel],
+        read_config(model.directory),
+        torch.float32,
+        hide=linear_masking(None, Randomness()),
+        **settings,
+    )
+
+
 def _call(
     model: SavedModel, operator: Operator, channel: LoopbackChannel, alone: bool
 ) -> list[torch.Tensor]:
-    remote = RemoteOperators(
-        channel, read_config(model.directory), torch.float32, one_rpc_per_module=alone
-    )
+    remote = _clear(model, channel, one_rpc_per_module=alone)
     result = getattr(remote, operator)(*ARGUMENTS[operator][0])
     return list(result) if isinstance(result, tuple) else [result]
 
@@ -77,7 +110,7 @@ def test_every_operator_returns_what_the_tee_itself_computes(
 ) -> None:
     model = saved_model("llama")
     outputs = _call(model, operator, LoopbackChannel(model.directory), alone)
-    local = getattr(assemble(model.directory).ops, operator)(*ARGUMENTS[operator][0])
+    local = getattr(assemble(model.directory).ops["decode"], operator)(*ARGUMENTS[operator][0])
     expected = list(local) if isinstance(local, tuple) else [local]
     assert [tuple(output.shape) for output in outputs] == ARGUMENTS[operator][1]
     for output, same in zip(outputs, expected, strict=True):
@@ -100,9 +133,9 @@ def test_a_reply_of_another_shape_or_dtype_is_refused(
 class InitChannel(LoopbackChannel):
     """A service that answers every request with an Init reply."""
 
-    def call(self, request, timeout_s=None):  # type: ignore[no-untyped-def]
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Ask for something else."""
-        return super().call(InitRequest(), timeout_s)
+        return super().submit(InitRequest(), timeout_s)
 
 
 def test_a_reply_that_holds_no_tensor_is_refused(saved_model: Models) -> None:
@@ -113,9 +146,7 @@ def test_a_reply_that_holds_no_tensor_is_refused(saved_model: Models) -> None:
 
 def test_a_request_that_the_service_refuses_is_a_service_error(saved_model: Models) -> None:
     model = saved_model("llama")
-    remote = RemoteOperators(
-        LoopbackChannel(model.directory), read_config(model.directory), torch.float32
-    )
+    remote = _clear(model, LoopbackChannel(model.directory))
     with pytest.raises(ServiceError) as caught:
         remote.o_proj(99, torch.ones(3, 96))
     assert caught.value.code is ErrorCode.INVALID_FIELD
@@ -158,3 +189,205 @@ def test_logits_that_are_no_numbers_are_a_typed_error_and_change_nothing(
         tokens.append(sequence.token_ids)
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 2
+
+
+# -------------------------------------------------------------- masks, integers, two services
+
+
+class OneSite:
+    """Doubles inputs into integers, and halves products."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, layer: int, operator: str, x_TI: torch.Tensor) -> torch.Tensor:
+        return (2 * x_TI).to(self._dtype)
+
+    def decode(self, layer: int, operator: str, y_TO: torch.Tensor) -> torch.Tensor:
+        return y_TO.float() / 2
+
+
+def _remote(
+    model: SavedModel, channels: list[LoopbackChannel], mask: Mask | None, **settings: Any
+) -> RemoteOperators:
+    randomness = Randomness(bytes(32))
+    return RemoteOperators(
+        channels,
+        read_config(model.directory),
+        torch.float32,
+        hide=linear_masking(mask, randomness),
+        rows=mask if isinstance(mask, RowMask) else None,
+        randomness=randomness,
+        **settings,
+    )
+
+
+def test_in_the_clear_the_service_adds_biases_and_under_a_mask_it_must_not(
+    saved_model: Models,
+) -> None:
+    model = saved_model("qwen2")
+    x = torch.randn(3, 48)
+    clear, masked = (LoopbackChannel(model.directory) for _ in range(2))
+    whole = _remote(model, [clear], None).linear(0, "qkv_proj", x)
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    biases = load_biases(checkpoint, config, ["qkv_proj"], torch.float32)
+    remote = _remote(model, [masked], RowMix(), sites=FloatSites(biases))
+    torch.testing.assert_close(remote.linear(0, "qkv_proj", x), whole, rtol=0, atol=1e-4)
+    assert [r.bias for r in masked.requests if isinstance(r, LinearRequest)] == [False]
+    assert [r.bias for r in clear.requests if isinstance(r, LinearRequest)] == [True]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_integers_are_asked_for_as_ring_elements(saved_model: Models, alone: bool) -> None:
+    model = saved_model("llama")
+    channel = LoopbackChannel(model.directory)
+    remote = _remote(model, [channel], None, sites=OneSite(torch.int32), one_rpc_per_module=alone)
+    x = torch.arange(2 * 48.0).reshape(2, 48)
+    found = remote.linear(1, "qkv_proj", x)
+    weights = load_quantized(
+        Checkpoint(model.directory), read_config(model.directory), 1, "qkv_proj"
+    )
+    assert torch.equal(found, ((2 * x).long() @ weights.weight.long().t()).float() / 2)
+    assert [type(request) for request in channel.requests] == [RingLinearRequest] * (1 + 2 * alone)
+
+
+@pytest.mark.parametrize("change", ["float32", "one row less", "one column less", "int64"])
+def test_ring_replies_of_another_shape_or_dtype_are_refused(
+    saved_model: Models, change: str
+) -> None:
+    model = saved_model("llama")
+    changes: dict[str, Change] = {**CHANGES, "float32": lambda output: output.float()}
+    for failing in range(2):
+        channels = [LoopbackChannel(model.directory), LoopbackChannel(model.directory)]
+        channels[failing] = ChangingChannel(model.directory, changes[change])
+        remote = _remote(model, channels, Shares(), sites=OneSite(torch.int32))
+        with pytest.raises(ReplyError) as caught:
+            remote.linear(0, "o_proj", torch.ones(2, 96))
+        assert caught.value.expected == "int32 [2, 48]"
+        assert not any(channel.pending for channel in channels)
+
+
+def test_both_services_are_asked_before_either_is_waited_for(saved_model: Models) -> None:
+    model, order = saved_model("llama"), []
+
+    class Ordered(LoopbackChannel):
+        def submit(self, request: Request, timeout_s: float | None = None) -> int:
+            order.append("submit")
+            return super().submit(request, timeout_s)
+
+        def wait(self, request_id: int) -> Exchange:
+            order.append("wait")
+            return super().wait(request_id)
+
+    channels: list[LoopbackChannel] = [Ordered(model.directory) for _ in range(2)]
+    seen: list[tuple[Operator, int]] = []
+    remote = _remote(
+        model,
+        channels,
+        Shares(),
+        sites=OneSite(torch.int32),
+        on_exchanges=lambda operator, exchanges: seen.append((operator, len(exchanges))),
+    )
+    remote.linear(0, "o_proj", torch.ones(1, 96))
+    assert order == ["submit", "submit", "wait", "wait"]
+    assert seen == [("o_proj", 2)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("when", ["submit", "wait"])
+def test_where_one_service_fails_the_other_is_not_waited_for(
+    saved_model: Models, failing: int, when: str
+) -> None:
+    model = saved_model("llama")
+
+    class Broken(LoopbackChannel):
+        def submit(self, request: Request, timeout_s: float | None = None) -> int:
+            if when == "submit":
+                raise DeadlineExceededError("it", got="nothing", expected="a connection")
+            return super().submit(request, timeout_s)
+
+        def wait(self, request_id: int) -> Exchange:
+            super().wait(request_id)
+            raise DeadlineExceededError("it", got="nothing", expected="a reply")
+
+    channels = [LoopbackChannel(model.directory), LoopbackChannel(model.directory)]
+    channels[failing] = Broken(model.directory)
+    remote = _remote(model, channels, Shares(), sites=OneSite(torch.int32))
+    with pytest.raises(DeadlineExceededError):
+        remote.linear(0, "o_proj", torch.ones(1, 96))
+    assert [channel.pending for channel in channels] == [0, 0]
+
+
+def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Models) -> None:
+    model = saved_model("llama")
+    channel = LoopbackChannel(model.directory)
+
+    class Here:
+        def linear(self, layer: int, operator: str, x_TI: torch.Tensor) -> torch.Tensor:
+            return torch.full((len(x_TI), 48), float(layer))
+
+    settings: dict[str, Any] = {"sites": OneSite(torch.int32)}
+    remote = RemoteOperators(
+        [channel],
+        read_config(model.directory),
+        torch.float32,
+        hide=lambda layer, operator, x_TI: None,
+        without_factors=Here(),  # type: ignore[arg-type]
+        **settings,
+    )
+    assert torch.equal(remote.o_proj(2, torch.ones(3, 96)), torch.full((3, 48), 2.0))
+    assert not channel.requests
+    alone = RemoteOperators(
+        [channel],
+        read_config(model.directory),
+        torch.float32,
+        hide=lambda layer, operator, x_TI: None,
+        **settings,
+    )
+    with pytest.raises(LookupError, match="no unmasking factors"):
+        alone.o_proj(2, torch.ones(3, 96))
+    assert not channel.requests
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_operator_under_a_row_mask_is_what_it_is_without(
+    saved_model: Models, operator: Operator, alone: bool
+) -> None:
+    model = saved_model("llama")
+    channel = LoopbackChannel(model.directory)
+    remote = _remote(
+        model,
+        [channel],
+        RowPermutation(dummy_rows=3),
+        sites=FloatSites({}),
+        one_rpc_per_module=alone,
+    )
+    arguments = tuple(
+        torch.randn(a.shape) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in ARGUMENTS[operator][0]
+    )
+    found = getattr(remote, operator)(*arguments)
+    local = getattr(assemble(model.directory).ops["decode"], operator)(*arguments)
+    for output, same in zip(
+        found if isinstance(found, tuple) else [found],
+        local if isinstance(local, tuple) else [local],
+        strict=True,
+    ):
+        torch.testing.assert_close(output, same, rtol=0, atol=1e-4)
+    # Dummy rows crossed with the real ones, and one mask serves all modules of an operator's RPCs.
+    for request in channel.requests:
+        if isinstance(request, LinearRequest):
+            assert request.hidden_states.shape[0] == 3 + 3
+    sent = {bytes(r.hidden_states.data) for r in channel.requests if isinstance(r, LinearRequest)}
+    assert len(sent) == (operator in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
+
+
+def test_a_reply_with_the_plain_number_of_rows_is_refused_under_dummy_rows(
+    saved_model: Models,
+) -> None:
+    model = saved_model("llama")
+    channel = ChangingChannel(model.directory, lambda output: output[:3])
+    remote = _remote(model, [channel], RowPermutation(dummy_rows=3), sites=FloatSites({}))
+    with pytest.raises(ReplyError, match=r"got float32 \[3, 48\], expected float32 \[6, 48\]"):
+        remote.o_proj(0, torch.ones(3, 96))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.errors import DeadlineExceededError, ModelError, PromptError, SettingsError
-from tee_side.policy import load_policy
-from tee_side.runner import Runner, RunnerSettings
-from tests.support import make_model
+from protocol.errors import (
+    CalibrationError,
+    DeadlineExceededError,
+    ModelError,
+    ModelMismatchError,
+    PadsExhaustedError,
+    PolicyError,
+    PromptError,
+    SettingsError,
+)
+from tee_side.assembly import MaskSettings
+from tee_side.observer import OperatorTable
+from tee_side.policy import Policy, builtin_policies, load_policy
+from tee_side.runner import GenerationResult, PadTotals, Runner, RunnerSettings
+from tee_side.vocabulary import OPERATORS
+from tests.support import LoopbackChannel, SavedModel, make_model
+
+Models = Callable[..., SavedModel]
 
 PROMPTS = ([1, 5, 9, 13], [2, 7, 11, 200, 3, 8, 250])
 
@@ -77,12 +92,12 @@ def test_linear_weights_are_needed_only_where_the_policy_runs_them(
     light = {name: t for name, t in tensors.items() if "_proj" not in name}
     save_file(light, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((model[0] / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"q_proj\.weight: got no such tensor"):
+    with pytest.raises(ModelError, match=r"_proj\.weight: got no such tensor"):
         Runner(settings(tmp_path))
     # Everything that attention-in-tee needs is there: it gets as far as asking a service.
     offloading = replace(
         settings(tmp_path, "attention-in-tee"),
-        gpu=f"ipc://{tmp_path}/nobody",
+        gpu=(f"ipc://{tmp_path}/nobody",),
         connect_timeout_s=0.05,
     )
     with pytest.raises(DeadlineExceededError, match="nobody"):
@@ -99,3 +114,224 @@ def test_stop_strings_need_a_tokenizer(model: tuple[Path, Any]) -> None:
         runner.generate([1], max_new_tokens=1, stop=["x"], with_text=False)
     with Runner(settings(model[0])) as runner, pytest.raises(ModelError, match=r"tokenizer\.json"):
         runner.generate([1], max_new_tokens=1)
+
+
+# -------------------------------------------------------------------- services and pads
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Connect runners to services in this process; the key is what the endpoint names."""
+    held: dict[str, Path] = {}
+
+    class Connected(LoopbackChannel):
+        def __init__(self, endpoint: str, *, timeout_s: float, max_message_bytes: int) -> None:
+            super().__init__(held[endpoint])
+            self.endpoint = endpoint
+
+    monkeypatch.setattr("tee_side.runner.ZmqChannel", Connected)
+    return held
+
+
+def _offloading(
+    model: SavedModel, policy: str, held: dict[str, Path], **masks: Any
+) -> RunnerSettings:
+    chosen = load_policy(policy)
+    directory = model.directory
+    if chosen.feature_mask is not None:
+        directory = model.provisioned(chosen.feature_mask)[0]
+    endpoints = tuple(f"tcp://service-{number}:1" for number in range(chosen.services))
+    held.update(dict.fromkeys(endpoints, directory))
+    return RunnerSettings(
+        model=model.directory,
+        policy=chosen,
+        gpu=endpoints,
+        masks=model.masks(chosen, **masks),
+        dtype="float32",
+    )
+
+
+def _generate(runner: Runner, new_tokens: int = 6) -> GenerationResult:
+    generation = runner.generate(PROMPTS[0], max_new_tokens=new_tokens, with_text=False)
+    list(generation)
+    return generation.result()
+
+
+@pytest.mark.parametrize("policy", builtin_policies())
+def test_every_builtin_policy_generates(
+    saved_model: Models, loopback: dict[str, Path], policy: str
+) -> None:
+    model = saved_model("llama")
+    with Runner(_offloading(model, policy, loopback)) as runner:
+        result = _generate(runner)
+    chosen = load_policy(policy)
+    assert len(result.token_ids) == 6
+    assert (result.policy, result.rpc.count > 0) == (policy, chosen.needs_service)
+    padded = any(mask.name in ("pad", "float-noise") for mask in chosen.masks)
+    assert (result.pads is not None) == padded
+    if chosen.arithmetic == "float":
+        assert result.token_ids == model.greedy(PROMPTS[0], 6)
+
+
+def test_round_trips_of_two_services_are_added_up(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    model, counts = saved_model("llama"), {}
+    for policy in ("quantized-clear", "two-server"):
+        with Runner(_offloading(model, policy, loopback)) as runner:
+            result = _generate(runner)
+        counts[policy] = result.rpc
+    assert counts["two-server"].count == 2 * counts["quantized-clear"].count
+    assert counts["two-server"].bytes_sent == 2 * counts["quantized-clear"].bytes_sent
+
+
+def test_endpoints_that_the_policy_has_no_use_for_are_not_connected_to(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    settings = _offloading(saved_model("llama"), "quantized-clear", loopback)
+    with Runner(replace(settings, gpu=(*settings.gpu, "tcp://nobody:1"))) as runner:
+        _generate(runner)
+    stays = replace(settings, policy=load_policy("tee-only"), gpu=("tcp://nobody:1",))
+    with Runner(stays) as runner:
+        assert _generate(runner).rpc.count == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "endpoints", "got", "expected"),
+    [
+        ("shielded", (), "no endpoint", "1, because policy shielded uses a gpu-service"),
+        ("two-server", (), "no endpoint", "2, because policy two-server uses 2"),
+        ("two-server", ("tcp://a:1",), "1 endpoints", "2, because policy two-server uses 2"),
+        ("two-server", ("tcp://a:1", "tcp://a:1"), "tcp://a:1 twice", "do not collude"),
+        (
+            "two-server",
+            ("tcp://a:1", "tcp://a:1", "tcp://b:1"),
+            "tcp://a:1 twice",
+            "do not collude",
+        ),
+    ],
+)
+def test_too_few_services_or_one_twice_are_refused_before_the_model_is_read(
+    tmp_path: Path, policy: str, endpoints: tuple[str, ...], got: str, expected: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Runner(RunnerSettings(tmp_path / "no-model", load_policy(policy), endpoints))
+    assert (caught.value.where, caught.value.got) == ("--gpu", got)
+    assert expected in caught.value.expected
+
+
+def test_a_policy_that_does_not_fit_the_model_is_refused_before_a_service_is_asked(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    model = saved_model("llama")
+    settings = _offloading(model, "quantized-clear", loopback)
+    gap = {"place": "gpu", "layers": "0-1"}
+    policy = settings.policy.model_dump() | {"name": "gap"}
+    policy["operators"] = {**dict.fromkeys(OPERATORS, "tee"), "o_proj": gap}
+    loopback.clear()
+    with pytest.raises(PolicyError, match="policy gap: o_proj: layer 2"):
+        Runner(replace(settings, policy=Policy.model_validate(policy)))
+    with pytest.raises(CalibrationError, match="tsqp calibrate"):
+        Runner(replace(settings, masks=MaskSettings()))
+    stip = replace(settings, policy=load_policy("stip"), masks=MaskSettings())
+    with pytest.raises(SettingsError, match=r"--key: got none"):
+        Runner(stip)
+
+
+def test_idle_time_is_used_to_make_pads(saved_model: Models, loopback: dict[str, Path]) -> None:
+    model = saved_model("llama")
+    with Runner(_offloading(model, "shielded", loopback, when_out="fail")) as runner:
+        assert runner.pads == PadTotals(available=0, waited=0, in_tee=0)
+        while runner.pads.available < 10:  # a batch at least, each time
+            with runner.idle():
+                pass
+        ready = runner.pads.available
+        result = _generate(runner)
+        # One a token behind the first, which comes out of prefill.
+        assert result.pads == PadTotals(available=ready - 5, waited=0, in_tee=0)
+
+
+def test_without_pads_to_make_idle_does_nothing(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    with Runner(_offloading(saved_model("llama"), "quantized-clear", loopback)) as runner:
+        with runner.idle():
+            pass
+        assert runner.pads is None
+
+
+def test_waiting_for_pads_is_said(saved_model: Models, loopback: dict[str, Path]) -> None:
+    told: list[int] = []
+    with Runner(_offloading(saved_model("llama"), "shielded", loopback)) as runner:
+        runner.on_wait = told.append
+        result = _generate(runner)
+        assert told == [1]
+        assert result.pads is not None
+        assert result.pads.waited == 1
+        # Nobody has to listen.
+        runner.on_wait = None
+        _generate(runner, 80)
+
+
+def test_steps_without_pads_run_in_the_tee_and_are_counted(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    settings = _offloading(saved_model("llama"), "shielded", loopback, when_out="tee")
+    with Runner(settings) as runner:
+        result = _generate(runner)
+    assert result.pads == PadTotals(available=0, waited=0, in_tee=5)
+    assert result.rpc.count == 0
+
+
+def test_a_run_out_of_pads_is_told_so_and_can_go_on_when_there_are_some(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    model = saved_model("llama")
+    with Runner(_offloading(model, "shielded", loopback, when_out="fail")) as runner:
+        generation = runner.generate(PROMPTS[0], max_new_tokens=6, with_text=False)
+        with pytest.raises(PadsExhaustedError, match="0 left"):
+            list(generation.steps())
+        while runner.pads is not None and runner.pads.available < 10:
+            with runner.idle():
+                pass
+        after = _generate(runner)
+    with Runner(_offloading(model, "quantized-clear", loopback)) as runner:
+        assert after.token_ids == _generate(runner).token_ids
+
+
+def test_an_observer_sees_operators_and_exchanges_of_both_services(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    table = OperatorTable()
+    with Runner(_offloading(saved_model("llama"), "two-server", loopback), table) as runner:
+        result = _generate(runner)
+    trips = {name: totals.round_trips for name, totals in table.totals.items()}
+    assert sum(trips.values()) == result.rpc.count
+    # Three layers, six steps, two services.
+    assert trips["o_proj"] == 2 * table.totals["o_proj"].calls == 2 * 3 * 6
+    assert trips["embedding"] == trips["attn_scores"] == trips["lm_head"] == 0
+
+
+def test_closing_lets_go_of_services_and_pads(
+    saved_model: Models, loopback: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(LoopbackChannel, "close", lambda self: closed.append(self.endpoint))
+    runner = Runner(_offloading(saved_model("llama"), "shielded", loopback))
+    runner.close()
+    assert closed == ["tcp://service-0:1"]
+    generation = runner.generate(PROMPTS[0], max_new_tokens=3, with_text=False)
+    with pytest.raises(RuntimeError, match="closed store"):
+        list(generation)
+
+
+def test_a_service_that_is_refused_lets_go_of_the_other_and_of_pads(
+    saved_model: Models, loopback: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(LoopbackChannel, "close", lambda self: closed.append(self.endpoint))
+    settings = _offloading(saved_model("llama"), "two-server", loopback)
+    loopback[settings.gpu[1]] = saved_model("qwen3").directory
+    with pytest.raises(ModelMismatchError, match=r"service-1:1"):
+        Runner(settings)
+    assert sorted(closed) == sorted(settings.gpu)

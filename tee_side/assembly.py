@@ -1,0 +1,256 @@
+"""From a policy to the operators that the forward pass calls, with all that its masks need.
+
+The order is that of mistakes that show early: the policy against the model, files of the TEE's own
+(calibration, key, pad bank), and only then the services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from protocol.channel import Channel
+from protocol.errors import PolicyError, SettingsError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint, light_tensors
+from protocol.model.config import ModelConfig
+from protocol.model.identity import linear_digest, model_digest
+from tee_side.calibration import Calibration, calibration_path
+from tee_side.feature_key import FeatureKey
+from tee_side.local_operators import load_local_operators, sites_here
+from tee_side.masking import linear_masking
+from tee_side.masks.mask import AdditiveMask, Cloak, Mask, RowMask
+from tee_side.model import TeeModel
+from tee_side.operators import Observer, Operators, PlacedOperators, place
+from tee_side.pads.bank import BankFile
+from tee_side.pads.layout import PadLayout
+from tee_side.pads.maker import PadMaker
+from tee_side.pads.source import Pads, WhenOut
+from tee_side.pads.store import MemoryStore, PadStore
+from tee_side.policy import Policy
+from tee_side.randomness import Randomness
+from tee_side.remote_operators import RemoteOperators
+from tee_side.sites import FloatSites, IntegerSites, Sites, load_biases, tensors_of
+from tee_side.vocabulary import PHASES, Site
+
+# Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
+AHEAD_IN_MEMORY = 128
+
+
+@dataclass(frozen=True)
+class MaskSettings:
+    """What masks need beside the policy.
+
+    `calibration`: None for the file beside the model; `key`: what `tsqp provision` wrote; `bank`:
+    pads on disk, None to make them in memory as the run goes; `bank_key`, `bank_index`: None for
+    the files beside the bank.
+    """
+
+    calibration: Path | None = None
+    key: Path | None = None
+    bank: Path | None = None
+    bank_key: Path | None = None
+    bank_index: Path | None = None
+    when_out: WhenOut = "wait"
+
+
+class Assembly:
+    """A policy made ready for one model, before any service is asked; close it after use.
+
+    Raises PolicyError, ModelError, CalibrationError, FeatureKeyError, PadBankError, SettingsError.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        model: TeeModel,
+        settings: MaskSettings,
+        *,
+        step_tokens: int,
+        on_wait: Callable[[int], None] | None = None,
+    ) -> None:
+        self.policy = policy
+        self._on_wait = on_wait
+        self._config = config
+        self._checkpoint = checkpoint
+        self._model = model
+        self._settings = settings
+        policy.check(config.num_hidden_layers)
+        self._local_sites = self._sites_needed_here()
+        padded = {mask: self._under(mask) for mask in policy.masks if _needs_factors(mask)}
+        # What a bank lacks can only be made from the weights.
+        makes = settings.bank is None or settings.when_out == "wait"
+        made = [site for sites in padded.values() for site in sites] if makes else []
+        read_here = {*self._local_sites, *made}
+        checkpoint.require(light_tensors(config) | tensors_of(read_here, config))
+        checkpoint.refuse_extra(config)
+        self.key = self._load_key()
+        self.linear_digest = linear_digest(config, checkpoint)
+        self._integers = self._load_integers()
+        self._floats = FloatSites(self._biases()) if policy.arithmetic == "float" else None
+        self.pads: dict[Mask, Pads] = {}
+        self._stores: list[PadStore] = []
+        try:
+            for mask, sites in padded.items():
+                self.pads[mask] = self._open_pads(mask, sites, step_tokens)
+        except BaseException:
+            self.close()
+            raise
+
+    def operators(
+        self,
+        channels: Sequence[Channel],
+        observer: Observer | None = None,
+        randomness: Randomness | None = None,
+    ) -> PlacedOperators:
+        """Load the weights that stay, and build the tables. `channels`: one a service."""
+        randomness = randomness or Randomness()
+        local = load_local_operators(
+            self._config,
+            self._checkpoint,
+            self.policy,
+            self._model.dtype,
+            sites=self._local_sites,
+            integers=self._integers,
+        )
+        remote: dict[Mask | None, Operators] = {}
+        for mask in {placement.mask: None for _, placement in self.policy.leaving()}:
+            sites: Sites | None = self._integers
+            if sites is None and mask is not None:
+                sites = self._floats
+            remote[mask] = RemoteOperators(
+                channels[: mask.services if mask else 1],
+                self._config,
+                self._model.dtype,
+                hide=linear_masking(
+                    mask,
+                    randomness,
+                    pads=self.pads.get(mask) if mask else None,
+                    cloaks=self._cloaks(mask),
+                ),
+                sites=sites,
+                rows=mask if isinstance(mask, RowMask) else None,
+                randomness=randomness,
+                without_factors=local,
+                one_rpc_per_module=self.policy.one_rpc_per_module,
+                on_exchanges=observer.exchanges if observer else None,
+            )
+        return place(self.policy, self._config.num_hidden_layers, local, remote, observer)
+
+    def close(self) -> None:
+        """Let go of the pad bank."""
+        for store in self._stores:
+            store.close()
+
+    def _sites_needed_here(self) -> list[Site]:
+        sites = sites_here(self.policy, self._config)
+        if self._settings.when_out == "tee":
+            under = [site for mask in self.policy.masks for site in self._under(mask)]
+            sites += [site for site in under if site not in sites]
+        return sites
+
+    def _under(self, mask: Mask) -> list[Site]:
+        return sites_under(self.policy, self._config.num_hidden_layers, mask)
+
+    def _biases(self) -> dict[Site, torch.Tensor]:
+        """Read biases where the TEE adds them: for integers, and under masks."""
+        operators = [
+            operator
+            for operator in FUSED_MODULES
+            if self.policy.arithmetic == "int8"
+            or any(p.mask is not None for p in self.policy.operators[operator])
+        ]
+        return load_biases(self._checkpoint, self._config, operators, self._model.dtype)
+
+    def _load_integers(self) -> IntegerSites | None:
+        if self.policy.arithmetic != "int8":
+            return None
+        path = calibration_path(self._checkpoint.directory, self._settings.calibration)
+        calibration = Calibration.load(
+            path,
+            self._config,
+            model_digest(self._config, self._checkpoint),
+            self.linear_digest,
+        )
+        # Where the directory has no linear weights: those that the scales belong to.
+        self.linear_digest = calibration.linear_digest
+        return IntegerSites(calibration, self._biases(), self._model.dtype)
+
+    def _load_key(self) -> FeatureKey | None:
+        mask, path = self.policy.feature_mask, self._settings.key
+        if mask is None:
+            return None
+        if path is None:
+            raise SettingsError(
+                "--key",
+                got="none",
+                expected=f"the key that tsqp provision --mask {mask.name} wrote",
+            )
+        key = FeatureKey.load(path)
+        key.check(self._config, self._checkpoint, mask)
+        return key
+
+    def _cloaks(self, mask: Mask | None) -> dict[Site, Cloak] | None:
+        feature = self.policy.feature_mask
+        if self.key is None or feature is None or mask != feature:
+            return None
+        gains = [
+            (norms.input_layernorm, norms.post_attention_layernorm) for norms in self._model.norms
+        ]
+        return self.key.cloaks(feature, self._config, gains)
+
+    def _open_pads(self, mask: Mask, sites: Sequence[Site], step_tokens: int) -> Pads:
+        if not isinstance(mask, AdditiveMask):
+            raise PolicyError(f"mask {mask.name}", got="no factors", expected="an additive mask")
+        settings, layout = self._settings, PadLayout.of(self._config, sites)
+        store: PadStore
+        if settings.bank is None:
+            # A step may have as many rows; memory is taken as it is filled.
+            store = MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens))
+        elif mask.arithmetic != "int8":
+            raise PolicyError(
+                f"policy {self.policy.name}: pad bank {settings.bank}",
+                got=f"mask {mask.name}",
+                expected="mask pad: a bank holds ring elements",
+            )
+        else:
+            store = BankFile.open(
+                settings.bank,
+                settings.bank_key,
+                layout=layout,
+                mask=mask.name,
+                model_digest=model_digest(self._config, self._checkpoint),
+                linear_digest=self.linear_digest or "",
+                index_path=settings.bank_index,
+            )
+        self._stores.append(store)
+        maker = None
+        if self._checkpoint.holds(tensors_of(sites, self._config)):
+            maker = PadMaker(mask, self._checkpoint, self._config)
+        return Pads(
+            mask,
+            store,
+            maker,
+            settings.when_out,
+            ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
+            on_wait=self._on_wait,
+        )
+
+
+def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
+    """Return the linear operators that are under a mask in some phase."""
+    return [
+        (layer, operator)
+        for operator in FUSED_MODULES
+        for layer in range(layers)
+        if any(policy.at(operator, layer, phase).mask == mask for phase in PHASES)
+    ]
+
+
+def _needs_factors(mask: Mask) -> bool:
+    return isinstance(mask, AdditiveMask)

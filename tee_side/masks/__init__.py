@@ -1,0 +1,1 @@
+"""Masks: what hides a tensor that leaves the TEE. One file each; `mask.py` says what one is."""

@@ -1,0 +1,234 @@
+"""The bytes of a pad bank: key file, header, index file.
+
+FILE        magic | version | key id | length | JSON | HMAC | zeros up to a page | records
+FILE.index  magic | version | SHA-256 of the header | reserved | filled | HMAC
+FILE.key    one line of text: a name, a version, 32 bytes in hex
+
+All numbers are unsigned and big endian. Every subkey comes from the key by HKDF-SHA256 with the
+header's hash in it, and every header has a random bank id: no record, header or index of one bank
+passes in another, even if somebody gave two banks one key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.errors import PadBankError
+from protocol.messages import Digest, LinearOperator
+from tee_side.pads.layout import WORD_BYTES, PadLayout, SiteShape
+from tee_side.randomness import KEY_BYTES, derive_key
+
+VERSION = 1
+NONCE_BYTES = 12
+_TAG_BYTES = 16
+# Random nonces of one AES-GCM key: NIST SP 800-38D, section 8.3.
+MAX_RECORDS = 2**32
+_MAC_BYTES = 32
+_PAGE = 4096
+_PREAMBLE = struct.Struct(">8sI8sI")
+_MAGIC = b"TSQPPADS"
+_MAX_HEADER_BYTES = 4 * 1024 * 1024
+_STATE = struct.Struct(">8sI32sQQ")
+_STATE_MAGIC = b"TSQPPIDX"
+STATE_BYTES = _STATE.size + _MAC_BYTES
+_KEY_NAME = "tsqp-pad-bank-key"
+# Indices stay below, so that sums of them cannot leave 64 bits.
+MAX_INDEX = 2**62
+
+
+class Header(BaseModel):
+    """What a bank is for; never changes after it was created. `created`: UTC, ISO 8601."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bank_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    created: Annotated[str, Field(max_length=40)]
+    mask: Annotated[str, Field(min_length=1, max_length=64)]
+    model_digest: Digest
+    linear_digest: Digest
+    capacity: Annotated[int, Field(ge=1, lt=MAX_INDEX)]
+    # number, layer, operator, in_features, out_features
+    sites: tuple[tuple[int, int, LinearOperator, int, int], ...]
+
+    @property
+    def layout(self) -> PadLayout:
+        """The sites as a layout. Raises ValueError if they are none."""
+        return PadLayout(tuple(SiteShape(*site) for site in self.sites))
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What is derived from a bank's key for one header."""
+
+    header_hash: bytes
+    header_mac: bytes
+    index_mac: bytes
+    records: bytes
+    pads: bytes
+
+    @classmethod
+    def derive(cls, key: bytes, header: bytes) -> Keys:
+        """Derive from the 32 bytes of the key file, for the header's bytes without their MAC."""
+        digest = hashlib.sha256(header).digest()
+
+        def subkey(purpose: str) -> bytes:
+            return derive_key(key, f"tsqp pad bank {purpose} ".encode() + digest)
+
+        return cls(digest, *(subkey(name) for name in ("header", "index", "records", "pads")))
+
+
+@dataclass(frozen=True)
+class State:
+    """The two bounds on disk: below `reserved` nothing may be handed out, below `filled` all is."""
+
+    reserved: int
+    filled: int
+
+
+def encode_header(header: Header, key: bytes) -> tuple[bytes, Keys]:
+    """Return everything that stands before the records, and the keys."""
+    text = header.model_dump_json().encode()
+    body = _PREAMBLE.pack(_MAGIC, VERSION, _key_id(key), len(text)) + text
+    keys = Keys.derive(key, body)
+    sealed = body + _mac(keys.header_mac, body)
+    return sealed + bytes(-len(sealed) % _PAGE), keys
+
+
+def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Header, Keys, int]:
+    """Return header, keys and where the records start. Raises PadBankError that names the file."""
+    preamble = os.pread(file, _PREAMBLE.size, 0)
+    if len(preamble) < _PREAMBLE.size or not preamble.startswith(_MAGIC):
+        raise PadBankError(str(path), got="no magic bytes", expected="a pad bank")
+    _, version, key_id, length = _PREAMBLE.unpack(preamble)
+    _check_version(path, version)
+    if key_id != _key_id(key):
+        raise PadBankError(
+            f"{path}: key id",
+            got=f"{_key_id(key).hex()} from {key_path}",
+            expected=f"{key_id.hex()}, the key that this bank was created with",
+        )
+    if not 0 < length <= _MAX_HEADER_BYTES:
+        raise PadBankError(
+            f"{path}: header", got=f"{length} bytes", expected=f"1 .. {_MAX_HEADER_BYTES}"
+        )
+    end = _PREAMBLE.size + length
+    start = end + _MAC_BYTES
+    start += -start % _PAGE
+    head = os.pread(file, start, 0)
+    keys = Keys.derive(key, head[:end])
+    sealed = head[:end] + _mac(keys.header_mac, head[:end])
+    if not hmac.compare_digest(head, sealed + bytes(start - len(sealed))):
+        raise PadBankError(
+            f"{path}: header", got="another content than was written", expected="its HMAC to match"
+        )
+    try:
+        header = Header.model_validate_json(head[_PREAMBLE.size : end])
+        header.layout  # noqa: B018 - raises if it is none
+    except (ValidationError, ValueError) as error:
+        raise PadBankError(
+            f"{path}: header", got=f"{type(error).__name__}", expected="the fields of version 1"
+        ) from None
+    return header, keys, start
+
+
+def encode_state(state: State, keys: Keys) -> bytes:
+    """Return the content of the index file."""
+    body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, state.reserved, state.filled)
+    return body + _mac(keys.index_mac, body)
+
+
+def read_state(path: Path, header: Header, keys: Keys) -> State:
+    """Read the index file. Raises PadBankError that names it."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(STATE_BYTES + 1)
+    except OSError as error:
+        raise PadBankError(
+            str(path),
+            got=error.strerror or type(error).__name__,
+            expected="the bank's index (without it, nobody knows which pads were used)",
+        ) from None
+    if len(content) != STATE_BYTES or not content.startswith(_STATE_MAGIC):
+        raise PadBankError(
+            str(path), got=f"{len(content)} bytes", expected=f"an index of {STATE_BYTES} bytes"
+        )
+    _, version, header_hash, reserved, filled = _STATE.unpack(content[: _STATE.size])
+    _check_version(path, version)
+    if header_hash != keys.header_hash:
+        raise PadBankError(
+            f"{path}: bank",
+            got=header_hash.hex()[:16],
+            expected=f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
+        )
+    if not hmac.compare_digest(
+        content[_STATE.size :], _mac(keys.index_mac, content[: _STATE.size])
+    ):
+        raise PadBankError(
+            str(path), got="another content than was written", expected="its HMAC to match"
+        )
+    if not reserved <= filled <= min(reserved + header.capacity, MAX_INDEX):
+        raise PadBankError(
+            str(path),
+            got=f"pads {reserved} .. {filled}",
+            expected=f"at most {header.capacity} pads",
+        )
+    return State(reserved, filled)
+
+
+def encode_key(key: bytes) -> bytes:
+    """Return the content of a key file."""
+    return f"{_KEY_NAME} {VERSION} {key.hex()}\n".encode()
+
+
+def read_key(file: int, path: Path) -> bytes:
+    """Read a key from an open file. Raises PadBankError: others may read it, or it is no key."""
+    status = os.fstat(file)
+    if status.st_mode & 0o077:
+        raise PadBankError(
+            f"{path}: mode",
+            got=stat.filemode(status.st_mode),
+            expected="-rw------- (a key is for its owner alone)",
+        )
+    name, _, rest = os.pread(file, 256, 0).decode("ascii", "replace").partition(" ")
+    version, _, digits = rest.removesuffix("\n").partition(" ")
+    if name != _KEY_NAME:
+        raise PadBankError(str(path), got="another file", expected=f"{_KEY_NAME} ...")
+    if version != str(VERSION):
+        raise PadBankError(f"{path}: version", got=repr(version[:20]), expected=f"'{VERSION}'")
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise PadBankError(
+            str(path), got=f"{len(digits)} characters", expected=f"{2 * KEY_BYTES} hex digits"
+        )
+    return key
+
+
+def segment_bytes(site: SiteShape) -> int:
+    """Return the size of one sealed record: nonce, u, tag."""
+    return NONCE_BYTES + site.out_features * WORD_BYTES + _TAG_BYTES
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version != VERSION:
+        raise PadBankError(f"{path}: version", got=f"{version}", expected=f"{VERSION}")
+
+
+def _key_id(key: bytes) -> bytes:
+    """Return what tells keys apart and says nothing about them."""
+    return derive_key(key, b"tsqp pad bank key id")[:8]
+
+
+def _mac(key: bytes, content: bytes) -> bytes:
+    return hmac.digest(key, content, "sha256")

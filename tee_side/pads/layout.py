@@ -1,0 +1,93 @@
+"""What the pads of one token consist of: a site for every linear operator that is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.model.config import ModelConfig
+
+WORD_BYTES = 4
+_OPERATORS: tuple[LinearOperator, ...] = tuple(FUSED_MODULES)
+MAX_FEATURES = 2**31 - 1
+
+
+def site_number(layer: int, operator: LinearOperator) -> int:
+    """Return layer * 4 + the operator's place in `FUSED_MODULES`."""
+    return layer * len(_OPERATORS) + _OPERATORS.index(operator)
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """One operator of one layer. `out_features`: of all its modules side by side.
+
+    Raises ValueError if the number does not belong to layer and operator, or a size is not
+    positive.
+    """
+
+    number: int
+    layer: int
+    operator: LinearOperator
+    in_features: int
+    out_features: int
+
+    def __post_init__(self) -> None:
+        if self.operator not in _OPERATORS or self.layer < 0:
+            raise ValueError(f"pad site: got layer {self.layer}, operator {self.operator!r}")
+        expected = site_number(self.layer, self.operator)
+        if self.number != expected:
+            raise ValueError(f"pad site: got number {self.number}, expected {expected}")
+        for features in (self.in_features, self.out_features):
+            if not 1 <= features <= MAX_FEATURES:
+                raise ValueError(f"{self}: got {features} features, expected 1 .. {MAX_FEATURES}")
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} {self.operator}"
+
+
+@dataclass(frozen=True)
+class PadLayout:
+    """The sites of one model, each once, in the order of their numbers; at least one.
+
+    A token takes r, uint32 [in_features], and u = r W, uint32 [out_features], at every site.
+    Raises ValueError for sites out of order, repeated or none.
+    """
+
+    sites: tuple[SiteShape, ...]
+
+    def __post_init__(self) -> None:
+        numbers = [site.number for site in self.sites]
+        if not numbers or numbers != sorted(set(numbers)):
+            raise ValueError(f"pad layout: got sites {numbers[:8]}, expected ascending numbers")
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, placed: Iterable[tuple[int, LinearOperator]] | None = None
+    ) -> PadLayout:
+        """Return the layout of some (layer, operator) pairs of a model; None: of all of them."""
+        if placed is None:
+            layers = range(config.num_hidden_layers)
+            placed = [(layer, operator) for layer in layers for operator in _OPERATORS]
+        sites = []
+        for layer, operator in placed:
+            shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
+            features = (shapes[0][1], sum(shape[0] for shape in shapes))
+            sites.append(SiteShape(site_number(layer, operator), layer, operator, *features))
+        return cls(tuple(sorted(sites, key=lambda site: site.number)))
+
+    @cached_property
+    def by_number(self) -> dict[int, SiteShape]:
+        """Sites by their numbers."""
+        return {site.number: site for site in self.sites}
+
+    @cached_property
+    def bits(self) -> dict[int, int]:
+        """One bit for each site's number: sets of sites are integers."""
+        return {site.number: 1 << position for position, site in enumerate(self.sites)}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of u of one token at all sites; r is computed again, never kept."""
+        return sum(site.out_features for site in self.sites) * WORD_BYTES

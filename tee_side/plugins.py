@@ -1,0 +1,60 @@
+"""Masks and policies of a user's own, in Python files.
+
+Such a file is code that runs in the TEE with everything it knows. Nothing is found by itself: only
+a path that somebody wrote on the command line or in a policy is loaded, or a package installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from pydantic import ValidationError
+
+from protocol.errors import InputError, expectation
+
+
+class PluginError(InputError):
+    """A Python file of a user's own that cannot be loaded, or lacks what it is loaded for."""
+
+
+def load_module(path: Path) -> ModuleType:
+    """Run a Python file as a module, once per process and path. Raises PluginError."""
+    resolved = path.resolve()
+    name = f"tsqp_plugin_{resolved.as_posix()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None or not resolved.is_file():
+        raise PluginError(str(path), got="no such file", expected="a Python file (.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        # Whatever a user's file raises is the user's to read, as one line.
+        del sys.modules[name]
+        raise PluginError(
+            str(path), got=f"{type(error).__name__}: {_brief(error)}", expected="a file that runs"
+        ) from error
+    return module
+
+
+def load_object(path: str, name: str) -> object:
+    """Return a module-level object of a Python file. Raises PluginError."""
+    module = load_module(Path(path))
+    if not hasattr(module, name):
+        raise PluginError(path, got=f"nothing named {name}", expected=f"{name} = ...")
+    found: object = getattr(module, name)
+    return found
+
+
+def _brief(error: Exception) -> str:
+    """Say in one line what went wrong; pydantic takes several."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        where = ".".join([error.title, *(str(part) for part in first["loc"])])
+        return f"{where}: expected {expectation(first['type'], first['msg'])}"
+    return " ".join(str(error).split())

@@ -1,0 +1,331 @@
+"""What a service receives under `pad` and `shares` is uniform, and no pad is used twice.
+
+Fresh keys from the operating system in every run: the bounds are such that a true uniform source
+fails once in some hundred thousand runs. The same tests must fail for what crosses in the clear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from protocol.channel import Exchange
+from protocol.errors import DeadlineExceededError, SettingsError
+from protocol.messages import LinearOperator, Request, RingLinearRequest
+from protocol.tensors import to_torch
+from tee_side.engine import Engine
+from tee_side.masks.mask import Factors
+from tee_side.pads.layout import site_number
+from tee_side.policy import load_policy
+from tee_side.runner import Runner, RunnerSettings
+from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
+
+Models = Callable[..., SavedModel]
+
+# Wide enough for 10 MB in a few prompts: 16 KiB a token.
+WIDE = {
+    "hidden_size": 384,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+ENOUGH_BYTES = 10_000_000
+LEAST_P = 1e-6
+# 2.5 million positions and 2^-32 each: four or more have a probability below 1e-14.
+MOST_EQUAL_WORDS = 3
+
+
+@pytest.fixture(scope="module")
+def model(saved_model: Models) -> SavedModel:
+    return saved_model("llama", **WIDE)
+
+
+def received(channel: LoopbackChannel) -> torch.Tensor:
+    """Return all ring elements that a service got, int32 [n], in order."""
+    parts = []
+    for request in channel.requests:
+        assert isinstance(request, RingLinearRequest)
+        parts.append(to_torch(request.elements).reshape(-1))
+    return torch.cat(parts)
+
+
+def p_value(cells: torch.Tensor, count: int) -> float:
+    """Return the p-value of Pearson's chi-square for equally likely cells, int64 in 0 .. count-1.
+
+    From above only: the probability that a uniform source is at least as uneven.
+    """
+    counts = torch.bincount(cells, minlength=count).double()
+    assert len(counts) == count
+    expected = counts.sum() / count
+    assert expected >= 5, "too few for the approximation"
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((count - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, statistic / 2))
+
+
+def p_values(words: torch.Tensor) -> dict[str, float]:
+    """Return p-values of bytes and 16-bit words, of all of them and of some that may differ."""
+    octets = words.view(torch.uint8).long()
+    pairs = words.view(torch.int16).long() + 2**15
+    found = {"bytes": p_value(octets, 256), "16-bit words": p_value(pairs, 65536)}
+    # Each byte of an element by itself: a fault in one would be diluted by the other three.
+    for place, column in enumerate(octets.view(-1, 4).unbind(1)):
+        found[f"byte {place}"] = p_value(column, 256)
+    return found
+
+
+def prompts() -> Iterator[list[int]]:
+    """Yield prompts, as different as they come: one token over and over, then random ones."""
+    yield [7] * 200
+    seed = 0
+    while True:
+        seed += 1
+        yield token_ids(200, seed)
+
+
+def run(tee: Tee, prompt: list[int], new_tokens: int) -> None:
+    engine = tee.engine()
+    engine.add(prompt, max_new_tokens=new_tokens, eos_token_ids=frozenset())
+    while engine.running:
+        engine.step()
+
+
+def run_until_enough(tee: Tee) -> list[torch.Tensor]:
+    """Prefill and decode until each service has got `ENOUGH_BYTES`; return what each got."""
+    source = prompts()
+    found = [torch.empty(0, dtype=torch.int32)] * len(tee.channels)
+    while min(words.nbytes for words in found) < ENOUGH_BYTES:
+        run(tee, next(source), new_tokens=8)
+        found = [received(channel) for channel in tee.channels]
+    return found
+
+
+@pytest.mark.parametrize("policy", ["shielded-prefill", "two-server"])
+def test_ten_megabytes_are_uniform_at_each_service(model: SavedModel, policy: str) -> None:
+    each = run_until_enough(model.tee(policy))
+    assert len(each) == load_policy(policy).services
+    for words in each:
+        for what, p in p_values(words).items():
+            assert p > LEAST_P, f"{what} are not uniform"
+
+
+def test_decode_under_the_default_policy_is_uniform(model: SavedModel) -> None:
+    """Many sequences at once, one token each."""
+    tee = model.tee("shielded")
+    engine = tee.engine()
+    for seed in range(48):
+        engine.add(token_ids(1 + seed % 3, seed), max_new_tokens=15, eos_token_ids=frozenset())
+    while engine.running:
+        engine.step()
+    words = received(tee.channels[0])
+    assert words.nbytes >= ENOUGH_BYTES
+    for what, p in p_values(words).items():
+        assert p > LEAST_P, f"{what} are not uniform"
+
+
+def test_the_same_test_fails_for_what_crosses_in_the_clear(model: SavedModel) -> None:
+    (words,) = run_until_enough(model.tee("quantized-clear"))
+    found = p_values(words)
+    assert all(p < 1e-30 for p in found.values()), found
+
+
+def test_the_test_notices_that_one_bit_is_set_in_51_of_100() -> None:
+    words = torch.randint(
+        -(2**31),
+        2**31,
+        (ENOUGH_BYTES // 4,),
+        dtype=torch.int32,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert all(p > LEAST_P for p in p_values(words).values())
+    words[::50] |= 1 << 9
+    found = p_values(words)
+    assert found["byte 1"] < 1e-30
+    assert found["byte 2"] > LEAST_P
+
+
+# --------------------------------------------------------------------- the same prompt twice
+
+
+@pytest.mark.parametrize("policy", ["shielded-prefill", "two-server"])
+def test_the_same_prompt_twice_shares_no_more_words_than_chance(
+    model: SavedModel, policy: str
+) -> None:
+    equal, positions = _equal_words(model.tee(policy))
+    assert positions >= 2_500_000 * load_policy(policy).services
+    assert equal <= MOST_EQUAL_WORDS
+
+
+def test_the_same_prompt_twice_shares_every_word_in_the_clear(model: SavedModel) -> None:
+    equal, positions = _equal_words(model.tee("quantized-clear"))
+    assert equal == positions > 2_500_000
+
+
+def _equal_words(tee: Tee) -> tuple[int, int]:
+    """Run prompts twice; count words that are equal at equal positions, and positions."""
+    source = prompts()
+    chosen = [next(source) for _ in range(4)]
+    before: list[torch.Tensor] = []
+    for _ in range(2):
+        for channel in tee.channels:
+            channel.requests.clear()
+        for prompt in chosen:
+            run(tee, prompt, new_tokens=8)
+        after = [received(channel) for channel in tee.channels]
+        before, first = after, before
+    pairs = list(zip(first, before, strict=True))
+    return (
+        sum(int((one == two).sum()) for one, two in pairs),
+        sum(one.numel() for one, _ in pairs),
+    )
+
+
+# ---------------------------------------------------------------------------- who gets what
+
+
+@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
+def test_neither_token_ids_nor_logits_nor_text_ever_cross(model: SavedModel, policy: str) -> None:
+    tee = model.tee(policy)
+    run(tee, token_ids(20), new_tokens=5)
+    for channel in tee.channels:
+        assert channel.requests
+        assert {request.method for request in channel.requests} == {"RingLinear"}
+        for request in channel.requests:
+            # Nothing but these fields, so that nothing else can carry anything.
+            assert set(request.model_dump()) == {"layer_idx", "module_names", "elements"}
+
+
+def test_the_prompt_does_not_cross_at_all_under_the_default_policy(model: SavedModel) -> None:
+    tee = model.tee("shielded")
+    engine = tee.engine()
+    engine.add(token_ids(20), max_new_tokens=2, eos_token_ids=frozenset())
+    engine.step()
+    assert not tee.channels[0].requests
+    engine.step()
+    assert {r.elements.shape[0] for r in _ring_requests(tee.channels[0])} == {1}
+
+
+def _ring_requests(channel: LoopbackChannel) -> list[RingLinearRequest]:
+    return [request for request in channel.requests if isinstance(request, RingLinearRequest)]
+
+
+def test_the_two_shares_add_up_to_the_input_and_each_alone_is_another_one(
+    model: SavedModel,
+) -> None:
+    shared, clear = model.tee("two-server"), model.tee("quantized-clear")
+    for tee in (shared, clear):
+        run(tee, token_ids(30), new_tokens=4)
+    first, second = (received(channel) for channel in shared.channels)
+    plain = received(clear.channels[0])
+    assert torch.equal(first + second, plain)
+    # At most a coincidence: neither share is the plaintext, or the other share, anywhere.
+    for one, two in ((first, plain), (second, plain), (first, second)):
+        assert int((one == two).sum()) <= MOST_EQUAL_WORDS
+
+
+def test_one_service_cannot_get_both_shares(model: SavedModel) -> None:
+    settings = RunnerSettings(
+        model.directory,
+        load_policy("two-server"),
+        ("tcp://127.0.0.1:9", "tcp://127.0.0.1:9"),
+        masks=model.masks(load_policy("two-server")),
+        dtype="float32",
+    )
+    with pytest.raises(SettingsError, match=r"tcp://127\.0\.0\.1:9 twice"):
+        Runner(settings)
+
+
+# -------------------------------------------------------------------------- no pad twice
+
+
+class UnreliableChannel(LoopbackChannel):
+    """Loses every 13th request, and every 17th reply."""
+
+    failures = 0
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        request_id = super().submit(request, timeout_s)
+        self._lose(request_id % 13 == 0)
+        return request_id
+
+    def wait(self, request_id: int) -> Exchange:
+        exchange = super().wait(request_id)
+        self._lose(request_id % 17 == 0)
+        return exchange
+
+    def _lose(self, lost: bool) -> None:
+        if lost:
+            self.failures += 1
+            raise DeadlineExceededError("loopback", got="no reply", expected="one")
+
+
+def _step_until_done(engine: Engine) -> None:
+    while engine.running:
+        try:
+            engine.step()
+        except DeadlineExceededError:
+            continue
+
+
+@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill"])
+def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
+    saved_model: Models, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model("llama")
+    channel = UnreliableChannel(model.directory)
+    tee = model.tee(policy, channels=[channel])
+    (pads,) = tee.assembly.pads.values()
+    used: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+    rows: list[bytes] = []
+    draw, factors = pads.draw, pads._store.factors
+
+    def read_and_noted(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        read.extend((index, site) for index in indices)
+        return factors(indices, site)
+
+    def drawn(layer: int, operator: LinearOperator, count: int) -> Factors | None:
+        found = draw(layer, operator, count)
+        assert found is not None
+        assert pads._indices is not None
+        used.extend((index, site_number(layer, operator)) for index in pads._indices)
+        rows.extend(row.numpy().tobytes() for row in found.r)
+        return found
+
+    monkeypatch.setattr(pads._store, "factors", read_and_noted)
+    monkeypatch.setattr(pads, "draw", drawn)
+    engine = tee.engine(step_tokens=6)
+    for seed in range(3):
+        engine.add(token_ids(5 + seed, seed), max_new_tokens=12, eos_token_ids=frozenset())
+    _step_until_done(engine)
+    assert channel.failures > 20
+    assert len(used) == len(set(used)), "a pad was used for two inputs"
+    assert len(read) == len(set(read)), "a pad was read twice"
+    assert set(used) <= set(read)
+    assert len(rows) == len(set(rows)), "two pads are equal"
+    # Every row that crossed had a pad of its own: sent and repeated ones together.
+    sent = sum(request.elements.shape[0] for request in _ring_requests(channel))
+    assert sent == len(used)
+    # Nothing was sent twice, in particular not when a step was repeated.
+    crossed = [
+        row.numpy().tobytes()
+        for request in _ring_requests(channel)
+        for row in to_torch(request.elements)
+    ]
+    assert len(set(crossed)) == len(crossed)
+
+
+def test_the_result_of_a_run_with_lost_messages_is_that_of_one_without(saved_model: Models) -> None:
+    model = saved_model("llama")
+    runs = []
+    for kind in (LoopbackChannel, UnreliableChannel):
+        engine = model.tee("shielded", channels=[kind(model.directory)]).engine()
+        sequence = engine.add(token_ids(5), max_new_tokens=20, eos_token_ids=frozenset())
+        _step_until_done(engine)
+        runs.append(sequence.token_ids)
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 20

@@ -1,0 +1,225 @@
+"""What every mask must do, whatever its kind: one harness that applies any of them.
+
+A mask is tried on every operator that it supports, in the shapes of prefill, decode and a batch,
+through a server that multiplies as the real one does: in float32 by float32 weights, or in int32
+modulo 2^32 by int8 weights. `Trial` holds one application: what went in, what crossed, what came
+back, and the plain result, in float64 or int64.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tee_side.masks.mask import (
+    AdditiveMask,
+    Factors,
+    FeatureMask,
+    FeatureSite,
+    Mask,
+    Masked,
+    RowMask,
+    SharingMask,
+)
+from tee_side.randomness import Randomness
+from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator
+
+# Rows of a call: a prefill chunk, one decode token, decode tokens of several sequences.
+SHAPES = {"prefill": 33, "decode": 1, "batch": 5}
+
+# A small model: hidden size 48, six query heads and two key/value heads of 16, vocabulary 320.
+FEATURES: dict[Operator, tuple[int, tuple[int, ...]]] = {
+    "qkv_proj": (48, (96, 32, 32)),
+    "o_proj": (96, (48,)),
+    "gate_up_proj": (48, (96, 96)),
+    "down_proj": (96, (48,)),
+    "lm_head": (48, (320,)),
+}
+VOCABULARY, HIDDEN = 320, 48
+KV_HEADS, GROUP, HEAD_DIM, EARLIER = 2, 3, 16, 11
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One application of a mask. `scale`: what errors are relative to."""
+
+    inputs: tuple[torch.Tensor, ...]
+    sent: tuple[torch.Tensor, ...]
+    replies: tuple[torch.Tensor, ...]
+    unmask: Callable[..., torch.Tensor]
+    plain: torch.Tensor
+    result: torch.Tensor
+    # Largest value that the plain result is unmasked from: noise has a rounding of its own.
+    noise: float
+
+    @property
+    def error(self) -> float:
+        """Largest difference from the plain result, relative to its largest value."""
+        scale = float(self.plain.double().abs().max())
+        return float((self.result.double() - self.plain.double()).abs().max()) / max(scale, 1e-30)
+
+    @property
+    def crossed(self) -> bytes:
+        """Every byte that a service got."""
+        return b"".join(_bytes(tensor) for tensor in self.sent)
+
+
+def supported(mask: type[Mask]) -> list[Operator]:
+    """Return the operators that a mask works on."""
+    return [operator for operator in OPERATORS if mask.supports(operator)]
+
+
+def key(label: str) -> bytes:
+    """Return a key for `Randomness`, the same one in every run."""
+    return zlib.crc32(label.encode()).to_bytes(4, "big") * 8
+
+
+def apply(
+    mask: Mask,
+    operator: Operator,
+    rows: int,
+    randomness: Randomness,
+    *,
+    site_key: bytes = bytes(32),
+    change: Change | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Trial:
+    """Hide the input of an operator, let the server compute, and unmask.
+
+    `site_key`: what a feature mask's static map is drawn from. `change`: of the plain input.
+    """
+    if operator == "embedding":
+        return _embedding(mask, rows, randomness)
+    if operator in PRODUCTS:
+        return _product(mask, operator, rows, randomness, change or _same, dtype)
+    return _linear(mask, operator, rows, randomness, site_key, change or _same, dtype)
+
+
+def _linear(
+    mask: Mask,
+    operator: Operator,
+    rows: int,
+    randomness: Randomness,
+    site_key: bytes,
+    change: Change,
+    dtype: torch.dtype,
+) -> Trial:
+    in_features, outputs = FEATURES[operator]
+    integer = mask.arithmetic == "int8"
+    x_TI = change(_normal(rows, in_features, seed=rows))
+    w_OI = _normal(sum(outputs), in_features, seed=1) / in_features**0.5
+    if integer:
+        # Up to the largest inputs whose sums stay within the ring; the weights are int8.
+        x_TI = (x_TI * 2**16).round().clamp(-(2**24), 2**24).to(torch.int32)
+        w_OI = (w_OI * 300).round().clamp(-127, 127)
+        weight_OI = w_OI.to(torch.int64)
+        plain = wrapped(x_TI.long() @ weight_OI.t())
+    else:
+        x_TI, weight_OI = x_TI.to(dtype), w_OI
+        plain = x_TI.double() @ weight_OI.double().t()
+    given = x_TI.clone()
+    masked, served_OI, noise = _hidden(mask, operator, x_TI, weight_OI, randomness, site_key)
+    assert torch.equal(x_TI, given), "a mask changed its input"
+    replies = tuple(_served(sent, served_OI) for sent in masked.sent)
+    result = masked.unmask(*replies)
+    return Trial((x_TI,), masked.sent, replies, masked.unmask, plain, result, noise)
+
+
+def _hidden(
+    mask: Mask,
+    operator: Operator,
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    randomness: Randomness,
+    site_key: bytes,
+) -> tuple[Masked, torch.Tensor, float]:
+    """Return what crosses, the weights that the server holds, and how large the noise is."""
+    match mask:
+        case RowMask() | SharingMask():
+            return mask.mask(x_TI, randomness), weight_OI, 0.0
+        case FeatureMask():
+            in_features, outputs = FEATURES[operator]
+            gain = None
+            if operator in ("qkv_proj", "gate_up_proj"):
+                gain = 1 + 0.2 * _normal(in_features, seed=2)
+            cloak = mask.cloak(FeatureSite(in_features, outputs, gain, Randomness(site_key)))
+            return cloak.mask(x_TI, randomness), cloak.weight(weight_OI.double()).float(), 0.0
+        case AdditiveMask():
+            r_TI = mask.draw(randomness.ring(*x_TI.shape))
+            u_TO = _served(r_TI, weight_OI)
+            noise = 0.0 if mask.arithmetic == "int8" else float(u_TO.abs().max())
+            return mask.mask(x_TI, Factors(r_TI, u_TO)), weight_OI, noise
+    raise TypeError(f"mask {mask.name}: got {type(mask).__name__}, expected one of the kinds")
+
+
+def _product(
+    mask: Mask,
+    operator: Operator,
+    rows: int,
+    randomness: Randomness,
+    change: Change,
+    dtype: torch.dtype,
+) -> Trial:
+    if not isinstance(mask, RowMask):
+        raise TypeError(f"mask {mask.name}: got {operator}, expected a row mask for it")
+    context = EARLIER + rows
+    a_shape, b_shape = (
+        ((KV_HEADS, GROUP * rows, HEAD_DIM), (KV_HEADS, HEAD_DIM, context))
+        if operator == "attn_scores"
+        else ((KV_HEADS, GROUP * rows, context), (KV_HEADS, context, HEAD_DIM))
+    )
+    a, b = change(_normal(*a_shape, seed=3)).to(dtype), change(_normal(*b_shape, seed=4)).to(dtype)
+    given = a.clone(), b.clone()
+    masked = mask.mask_product(a, b, randomness)
+    assert torch.equal(a, given[0]), "a mask changed its input"
+    assert torch.equal(b, given[1]), "a mask changed its input"
+    reply = torch.matmul(masked.a, masked.b)
+    return Trial(
+        (a, b),
+        (masked.a, masked.b),
+        (reply,),
+        masked.unmask,
+        torch.matmul(a.double(), b.double()),
+        masked.unmask(reply),
+        0.0,
+    )
+
+
+def _embedding(mask: Mask, rows: int, randomness: Randomness) -> Trial:
+    if not isinstance(mask, RowMask):
+        raise TypeError(f"mask {mask.name}: got embedding, expected a row mask for it")
+    table = _normal(VOCABULARY, HIDDEN, seed=5)
+    ids_T = torch.arange(rows) * 7 % VOCABULARY
+    masked = mask.mask_ids(ids_T, VOCABULARY, randomness)
+    replies = tuple(table[sent] for sent in masked.sent)
+    result = masked.unmask(*replies)
+    return Trial((ids_T,), masked.sent, replies, masked.unmask, table[ids_T], result, 0.0)
+
+
+def wrapped(exact: torch.Tensor) -> torch.Tensor:
+    """Return int64 modulo 2^32, as int32 holds it."""
+    return ((exact + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+def _served(sent: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Multiply as a service does: modulo 2^32, or in float32 (and back to the input's dtype)."""
+    if sent.dtype == torch.int32:
+        return wrapped(sent.long() @ weight_OI.t())
+    return (sent.float() @ weight_OI.float().t()).to(sent.dtype)
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,346 @@
+"""The one contract suite that every mask passes: built-in ones, and files of a user's own."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tee_side.masks.mask import KINDS, FeatureMask, Mask
+from tee_side.masks.registry import builtin_masks, find_mask
+from tee_side.masks.row_mix import RowMix
+from tee_side.randomness import Randomness
+from tee_side.vocabulary import Operator, is_linear
+from tests.contract.mask_contract import (
+    FEATURES,
+    SHAPES,
+    Change,
+    Trial,
+    apply,
+    key,
+    supported,
+    wrapped,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [Path(__file__).parent / "files" / "row_scale.py"]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))
+
+BUILTIN = builtin_masks()
+OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in [*FILES, *EXAMPLES])}
+MASKS = {**BUILTIN, **OWN}
+
+# Options other than the defaults that must not change the result either.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "row-permutation": [{"dummy_rows": 1}, {"dummy_rows": 40}],
+    "row-rotation": [{"shield_rows": 1}, {"shield_rows": 64}],
+    "feature-permutation": [{"block": 2}, {"block": 10}],
+    "feature-rotation": [{"block": 2}, {"block": 10}, {"block": 4096}],
+    "float-noise": [{"sigma": 0.01}],
+}
+
+INSTANCES: dict[str, Mask] = {
+    " ".join([name, *(f"{k}={v}" for k, v in options.items())]): mask(**options)
+    for name, mask in MASKS.items()
+    for options in [{}, *OPTIONS.get(name, [])]
+}
+CASES = [
+    pytest.param(mask, operator, rows, id=f"{label}-{operator}-{shape}")
+    for label, mask in INSTANCES.items()
+    for operator in supported(type(mask))
+    for shape, rows in SHAPES.items()
+]
+DEFAULT_CASES = [case for case in CASES if " " not in str(case.id)]
+every_case = pytest.mark.parametrize(("mask", "operator", "rows"), CASES)
+every_default = pytest.mark.parametrize(("mask", "operator", "rows"), DEFAULT_CASES)
+every_class = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+
+
+def _trial(mask: Mask, operator: Operator, rows: int, **settings: Any) -> Trial:
+    randomness = Randomness(key(f"{mask!r} {operator} {rows}"))
+    return apply(mask, operator, rows, randomness, **settings)
+
+
+# ---------------------------------------------------------------------------------- the result
+
+
+@every_case
+def test_the_unmasked_result_is_the_plain_one(mask: Mask, operator: Operator, rows: int) -> None:
+    trial = _trial(mask, operator, rows)
+    assert trial.result.shape == trial.plain.shape
+    if mask.tolerance == 0:
+        assert torch.equal(trial.result, trial.plain)
+    else:
+        assert trial.error <= mask.tolerance
+
+
+@every_default
+def test_the_result_does_not_depend_on_luck(mask: Mask, operator: Operator, rows: int) -> None:
+    """A mixture that can come out nearly singular fails for some keys and not for others."""
+    for seed in range(20):
+        randomness = Randomness(key(f"{operator} {rows} {seed}"))
+        trial = apply(mask, operator, rows, randomness, site_key=key(f"site {seed}"))
+        assert trial.error <= mask.tolerance
+
+
+def _outliers(x: torch.Tensor) -> torch.Tensor:
+    """Make a channel 1,000 times as large, and one row of several."""
+    x = x.clone()
+    x[..., 3] *= 1000
+    if x.shape[-2] > 1:
+        x[..., 1, :] *= 1000
+    return x
+
+
+def _partly_tiny(x: torch.Tensor) -> torch.Tensor:
+    """Make every other channel small, down to where float32 is about to end, and one zero."""
+    x = x.clone()
+    x[..., ::2] *= 1e-30
+    x[..., 0] = 0
+    return x
+
+
+def _tiny(x: torch.Tensor) -> torch.Tensor:
+    return x * 1e-6
+
+
+def _zero(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x)
+
+
+@pytest.mark.parametrize("change", [_outliers, _partly_tiny, _tiny], ids=lambda f: f.__name__)
+@every_default
+def test_outliers_and_tiny_values_do_not_spoil_the_result(
+    mask: Mask, operator: Operator, rows: int, change: Change
+) -> None:
+    trial = _trial(mask, operator, rows, change=change)
+    error = (trial.result.double() - trial.plain.double()).abs().max()
+    # Noise of a fixed size brings a rounding of its own, whatever the size of the input.
+    assert error <= mask.tolerance * max(float(trial.plain.double().abs().max()), trial.noise)
+
+
+@every_default
+def test_an_input_of_zeros_gives_finite_numbers(mask: Mask, operator: Operator, rows: int) -> None:
+    trial = _trial(mask, operator, rows, change=_zero)
+    assert trial.result.isfinite().all()
+    if operator != "embedding":
+        assert trial.result.double().abs().max() <= mask.tolerance * trial.noise
+
+
+@every_default
+def test_bfloat16_stays_bfloat16_and_close(mask: Mask, operator: Operator, rows: int) -> None:
+    if mask.arithmetic == "int8" or operator == "embedding":
+        return  # integers are integers whatever the model's dtype, and so are ids
+    trial = _trial(mask, operator, rows, dtype=torch.bfloat16)
+    assert {sent.dtype for sent in trial.sent} == {torch.bfloat16}
+    assert trial.result.dtype == torch.bfloat16
+    assert trial.result.isfinite().all()
+    # Eight bits of mantissa, rounded at several places: measured at most 0.01.
+    assert trial.error <= 0.05
+
+
+@every_case
+def test_unmasking_changes_neither_its_inputs_nor_its_mind(
+    mask: Mask, operator: Operator, rows: int
+) -> None:
+    trial = _trial(mask, operator, rows)
+    before = [reply.clone() for reply in trial.replies]
+    again = trial.unmask(*trial.replies)
+    for reply, same in zip(trial.replies, before, strict=True):
+        assert torch.equal(reply, same)
+    assert torch.equal(again, trial.result)
+
+
+# ------------------------------------------------------------------------------ what crosses
+
+
+@every_case
+def test_what_crosses_is_not_the_plain_tensor(mask: Mask, operator: Operator, rows: int) -> None:
+    trial = _trial(mask, operator, rows)
+    assert len(trial.sent) == (mask.services if operator in FEATURES else len(trial.inputs))
+    for sent in trial.sent:
+        for plain in trial.inputs:
+            assert sent.shape != plain.shape or not torch.equal(sent, plain)
+        assert sent.dtype == trial.inputs[0].dtype
+        assert sent.data_ptr() not in {plain.data_ptr() for plain in trial.inputs}
+
+
+@every_case
+def test_two_calls_send_different_bytes(mask: Mask, operator: Operator, rows: int) -> None:
+    """Feature masks are static by their kind: two keys must differ, and a key repeats itself."""
+    randomness = Randomness(key("fresh"))
+    one, two = (apply(mask, operator, rows, randomness, site_key=key("one")) for _ in range(2))
+    if not isinstance(mask, FeatureMask):
+        assert one.crossed != two.crossed
+        return
+    assert one.crossed == two.crossed
+    other = apply(mask, operator, rows, randomness, site_key=key("two"))
+    assert other.crossed != one.crossed
+
+
+@every_case
+def test_what_crosses_is_drawn_from_the_generator_and_from_nothing_else(
+    mask: Mask, operator: Operator, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _trial(mask, operator, rows)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("randomness that is not from tee_side.randomness")
+
+    with monkeypatch.context() as patch:
+        torch_names = ["rand", "randint", "randperm", "rand_like", "randn_like", "randint_like"]
+        torch_names += ["normal", "bernoulli", "multinomial", "poisson"]
+        kept = torch.randn
+
+        def seeded(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
+            if generator is None:  # what the harness draws has one
+                refuse()
+            return kept(*shape, generator=generator)
+
+        for name in torch_names:
+            patch.setattr(torch, name, refuse)
+        patch.setattr(torch, "randn", seeded)
+        for name in ("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_"):
+            patch.setattr(torch.Tensor, name, refuse)
+        for name in ("rand", "randn", "random", "normal", "randint", "permutation", "shuffle"):
+            patch.setattr(np.random, name, refuse)
+        patch.setattr(np.random, "default_rng", refuse)
+        for name in ("random", "randrange", "randint", "shuffle", "sample", "gauss", "uniform"):
+            patch.setattr(random, name, refuse)
+        for name in ("token_bytes", "randbits", "randbelow"):
+            patch.setattr(secrets, name, refuse)
+        second = _trial(mask, operator, rows)
+    # A second source that was not caught would show: all of it is a function of the key.
+    assert second.crossed == first.crossed
+
+
+# -------------------------------------------------------------------------- what a mask says
+
+
+@every_class
+def test_a_mask_says_what_it_claims_and_what_breaks_it(mask: type[Mask]) -> None:
+    assert mask.kind in KINDS
+    assert mask.arithmetic in ("float", "int8")
+    assert mask.services in (1, 2)
+    assert isinstance(mask.broken, bool)
+    assert 0 <= mask.tolerance < 1e-2
+    for attribute in ("name", "hides", "known_break", "source", "cost"):
+        text = getattr(mask, attribute)
+        assert isinstance(text, str)
+        assert text.strip() == text != ""
+        assert "\n" not in text
+    assert mask.__doc__ is not None
+    if mask.broken:
+        # An attack, not a shrug: it says what is recovered, or how.
+        assert len(mask.known_break.split()) >= 5
+        assert not mask.known_break.startswith("none")
+    assert supported(mask)
+
+
+@every_class
+def test_a_mask_that_leaves_the_tee_says_what_the_gpu_sees(mask: type[Mask]) -> None:
+    hiding = [
+        method
+        for name in ("mask", "mask_ids", "mask_product")
+        if (method := vars(mask).get(name)) is not None
+    ]
+    for method in hiding:
+        assert " sees:" in (method.__doc__ or "")
+    assert hiding or issubclass(mask, FeatureMask)
+
+
+@every_class
+def test_options_refuse_unknown_keys_and_cannot_be_changed(mask: type[Mask]) -> None:
+    with pytest.raises(ValidationError, match="extra_forbidden"):
+        mask(no_such_option=1)  # type: ignore[call-arg]
+    made = mask()
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(made, "no_such_option", 1)  # noqa: B010 - mypy knows that there is none
+    for option in mask.model_fields:
+        with pytest.raises(ValidationError):
+            mask(**{option: "a string"})
+        with pytest.raises(ValidationError):
+            mask(**{option: -1})
+
+
+@every_class
+def test_masks_with_equal_options_are_equal_and_can_be_keys(mask: type[Mask]) -> None:
+    assert mask() == mask()
+    assert hash(mask()) == hash(mask())
+    assert {mask(): 1}[mask()] == 1
+
+
+def test_every_file_of_the_folder_is_registered() -> None:
+    folder = ROOT / "tee_side" / "masks"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "mask", "registry"}
+    assert {name.replace("-", "_") for name in BUILTIN} == files
+    assert set(BUILTIN) == {
+        *("row-permutation", "row-mix", "row-rotation"),
+        *("feature-permutation", "feature-rotation"),
+        *("float-noise", "pad", "shares"),
+    }
+
+
+@pytest.mark.parametrize("name", ["pad", "shares"])
+def test_only_the_masks_that_are_not_broken_are_exact(name: str) -> None:
+    assert not BUILTIN[name].broken
+    assert BUILTIN[name].tolerance == 0
+    assert all(mask.broken for other, mask in BUILTIN.items() if other not in ("pad", "shares"))
+
+
+# ----------------------------------------------------------- the suite itself can find a fault
+
+
+class _Leaky(RowMix):
+    """A mask that forgets to undo its scaling, and to be fresh."""
+
+    name = "leaky"
+
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Any:
+        masked = super().mask(x_TI, Randomness(bytes(32)))
+        return type(masked)(masked.sent, lambda y: 1.001 * masked.unmask(y))
+
+
+def test_the_suite_notices_a_wrong_result_and_stale_randomness() -> None:
+    mask = _Leaky()
+    with pytest.raises(AssertionError):
+        test_the_unmasked_result_is_the_plain_one(mask, "o_proj", 5)
+    with pytest.raises(AssertionError):
+        test_two_calls_send_different_bytes(mask, "o_proj", 5)
+
+
+class _Simulated(RowMix):
+    """A mask with a generator that is not cryptographic."""
+
+    name = "simulated"
+
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Any:
+        order = torch.randperm(len(x_TI))
+        masked = super().mask(x_TI[order], randomness)
+        return type(masked)(masked.sent, lambda y: masked.unmask(y)[order.argsort()])
+
+
+def test_the_suite_notices_another_source_of_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = _Simulated()
+    test_the_unmasked_result_is_the_plain_one(mask, "o_proj", 33)
+    with pytest.raises(AssertionError):
+        test_what_crosses_is_drawn_from_the_generator_and_from_nothing_else(
+            mask, "o_proj", 33, monkeypatch
+        )
+
+
+def test_the_reference_of_the_ring_wraps() -> None:
+    exact = torch.tensor([0, -1, 2**31 - 1, 2**31, -(2**31) - 1, 5 * 2**32 + 7])
+    assert wrapped(exact).tolist() == [0, -1, 2**31 - 1, -(2**31), 2**31 - 1, 7]
+
+
+def test_the_harness_covers_every_operator_that_any_mask_supports() -> None:
+    covered = {operator for mask in MASKS.values() for operator in supported(mask)}
+    assert {"embedding", "attn_scores", "attn_values", "lm_head"} <= covered
+    assert all(is_linear(operator) or operator in covered for operator in covered)

@@ -1,0 +1,293 @@
+"""The one contract suite that every policy passes: it generates, and what it generates is right.
+
+Float policies give transformers' tokens, and its logits within `POLICY_LOGITS`. Integer policies
+give the tokens and the bits of `quantized-clear`, which is the same arithmetic without masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.messages import RingLinearRequest
+from tee_side.engine import Engine
+from tee_side.policy import Policy, builtin_policies, load_policy
+from tee_side.vocabulary import OPERATORS
+from tests.equivalence.tolerances import FLOAT32_LOGITS, POLICY_LOGITS
+from tests.support import SavedModel, Tee, token_ids
+
+Models = Callable[..., SavedModel]
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = [str(path) for path in sorted((ROOT / "docs" / "examples").glob("*polic*"))]
+
+POLICIES = {name: load_policy(name) for name in [*builtin_policies(), *EXAMPLES]}
+FLOAT = [name for name, policy in POLICIES.items() if policy.arithmetic == "float"]
+INTEGER = [name for name, policy in POLICIES.items() if policy.arithmetic == "int8"]
+MASKED_INTEGER = [name for name in INTEGER if POLICIES[name].masks]
+
+# More than one query head per key/value head in each; biases, norms of heads, sliding windows.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {},
+    "qwen3": {},
+}
+PROMPT = token_ids(9)
+NEW_TOKENS = 24
+
+INTEGERS_IN_TEE = Policy.model_validate(
+    {
+        "name": "integers-in-tee",
+        "summary": "the arithmetic of shielded, with nothing leaving the TEE",
+        "arithmetic": "int8",
+        "operators": dict.fromkeys(OPERATORS, "tee"),
+    }
+)
+
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def models(saved_model: Models) -> Callable[[str], SavedModel]:
+    return lambda kind: saved_model(kind.partition("-")[0], **KINDS[kind], num_hidden_layers=4)
+
+
+def _tolerance(name: str) -> Any:
+    return POLICY_LOGITS.get(name, max(POLICY_LOGITS.values(), key=lambda t: t.atol))
+
+
+def _run(
+    engine: Engine, prompts: list[list[int]], new_tokens: list[int]
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Return the greedy tokens of several sequences, and the logits that each was sampled from."""
+    sequences = [
+        engine.add(prompt, max_new_tokens=count, eos_token_ids=frozenset())
+        for prompt, count in zip(prompts, new_tokens, strict=True)
+    ]
+    logits: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
+    while engine.running:
+        for sampled in engine.step():
+            logits[id(sampled.sequence)].append(sampled.logits_V)
+    return [s.token_ids for s in sequences], [torch.stack(logits[id(s)]) for s in sequences]
+
+
+def _generate(tee: Tee, step_tokens: int = 512) -> tuple[list[int], torch.Tensor]:
+    tokens, logits = _run(tee.engine(step_tokens), [PROMPT], [NEW_TOKENS])
+    return tokens[0], logits[0]
+
+
+# ------------------------------------------------------------------------------ float policies
+
+
+@by_kind
+@pytest.mark.parametrize("name", FLOAT)
+def test_a_float_policy_gives_the_tokens_and_logits_of_transformers(
+    models: Callable[[str], SavedModel], name: str, kind: str
+) -> None:
+    model, tolerance = models(kind), _tolerance(name)
+    expected = model.greedy(PROMPT, NEW_TOKENS)
+    reference = model.logits([*PROMPT, *expected[:-1]])[len(PROMPT) - 1 :]
+    # Guards the test: were two tokens as close as the tolerance, their order would be luck.
+    first, second = reference.topk(2).values.unbind(-1)
+    assert (first - second).min() > 2 * tolerance.atol
+    tokens, logits = _generate(model.tee(POLICIES[name]))
+    assert tokens == expected
+    tolerance.check(logits, reference)
+
+
+@pytest.mark.parametrize("name", FLOAT)
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_prefill_in_chunks_equals_prefill_at_once(
+    models: Callable[[str], SavedModel], name: str, chunk: int
+) -> None:
+    model, ids = models("mistral"), token_ids(19, seed=3)
+    tee = model.tee(POLICIES[name])
+    _tolerance(name).check(tee.logits(ids, chunk), tee.logits(ids))
+    _tolerance(name).check(tee.logits(ids, chunk), model.logits(ids))
+
+
+@pytest.mark.parametrize("name", FLOAT)
+@pytest.mark.parametrize("step_tokens", [5, 512])
+def test_several_sequences_at_once_equal_each_alone(
+    models: Callable[[str], SavedModel], name: str, step_tokens: int
+) -> None:
+    model = models("llama")
+    prompts, new_tokens = [token_ids(n, seed=n) for n in (3, 12, 1)], [6, 4, 9]
+    found, _ = _run(model.tee(POLICIES[name]).engine(step_tokens), prompts, new_tokens)
+    assert found == [model.greedy(p, n) for p, n in zip(prompts, new_tokens, strict=True)]
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_a_policy_runs_in_bfloat16(models: Callable[[str], SavedModel], name: str) -> None:
+    model, ids = models("llama"), token_ids(12)
+    tee = model.tee(name, "bfloat16")
+    logits = tee.logits(ids)
+    assert logits.dtype == torch.bfloat16
+    assert (logits.float() - model.logits(ids)).abs().mean() < 0.15
+
+
+def test_every_float_policy_has_a_tolerance_of_its_own_with_a_reason() -> None:
+    builtin = [name for name in FLOAT if name in builtin_policies()]
+    assert set(POLICY_LOGITS) == set(builtin)
+    assert all(FLOAT32_LOGITS.atol <= t.atol <= 1e-3 and t.reason for t in POLICY_LOGITS.values())
+
+
+# ---------------------------------------------------------------------------- integer policies
+
+
+@pytest.fixture(scope="module")
+def clear(models: Callable[[str], SavedModel]) -> Callable[[str], tuple[list[int], torch.Tensor]]:
+    """Return what quantized-clear generates with a model, once a kind."""
+    made: dict[str, tuple[list[int], torch.Tensor]] = {}
+
+    def get(kind: str) -> tuple[list[int], torch.Tensor]:
+        if kind not in made:
+            made[kind] = _generate(models(kind).tee("quantized-clear"))
+        return made[kind]
+
+    return get
+
+
+@by_kind
+@pytest.mark.parametrize("name", [*MASKED_INTEGER, "integers-in-tee"])
+def test_integers_are_the_same_bits_whatever_hides_them(
+    models: Callable[[str], SavedModel], clear: Any, name: str, kind: str
+) -> None:
+    tee = models(kind).tee(POLICIES.get(name, INTEGERS_IN_TEE))
+    tokens, logits = _generate(tee)
+    expected_tokens, expected = clear(kind)
+    assert tokens == expected_tokens
+    assert torch.equal(logits, expected)
+    assert len(tokens) == NEW_TOKENS
+    # Guards the test: something was sent, if the policy sends something.
+    sent = [len(channel.requests) for channel in tee.channels]
+    assert len(sent) == POLICIES.get(name, INTEGERS_IN_TEE).services
+    assert all(sent)
+
+
+@by_kind
+def test_integers_are_close_to_floats(models: Callable[[str], SavedModel], kind: str) -> None:
+    """Guards the tests above: all could agree on something that is not the model."""
+    model, ids = models(kind), token_ids(40)
+    difference = (model.tee("quantized-clear").logits(ids) - model.logits(ids)).abs()
+    assert 0 < difference.mean() < 0.15
+
+
+@by_kind
+@pytest.mark.parametrize("name", ["shielded", "shielded-prefill"])
+def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
+    models: Callable[[str], SavedModel], clear: Any, name: str, kind: str
+) -> None:
+    tee = models(kind).tee(name, when_out="tee")
+    (pads,) = tee.assembly.pads.values()
+    expected_tokens, expected = clear(kind)
+    tokens, logits = _generate(tee)
+    assert tokens == expected_tokens
+    assert torch.equal(logits, expected)
+    assert not tee.channels[0].requests
+    assert pads.in_tee == NEW_TOKENS - (name == "shielded")
+    # And one that has pads for a part of the way.
+    store = pads._store
+    assert pads._maker is not None
+    pads._maker.fill(store, 12)
+    tokens, logits = _generate(tee)
+    assert tokens == expected_tokens
+    assert torch.equal(logits, expected)
+    drawn = 12 if name == "shielded" else 9 + 3
+    assert store.available == 12 - drawn
+    assert len(tee.channels[0].requests) == 16 * (12 if name == "shielded" else 4)
+
+
+@by_kind
+@pytest.mark.parametrize("name", [*MASKED_INTEGER, "integers-in-tee"])
+@pytest.mark.parametrize("step_tokens", [4, 512])
+def test_integers_in_chunks_are_the_same_bits(
+    models: Callable[[str], SavedModel], name: str, kind: str, step_tokens: int
+) -> None:
+    model, prompt = models(kind), [token_ids(14, seed=5)]
+    policy = POLICIES.get(name, INTEGERS_IN_TEE)
+    found, logits = _run(model.tee(policy).engine(step_tokens), prompt, [5])
+    same, expected = _run(model.tee("quantized-clear").engine(step_tokens), prompt, [5])
+    assert found == same
+    assert torch.equal(logits[0], expected[0])
+
+
+@by_kind
+@pytest.mark.parametrize("name", [*MASKED_INTEGER, "integers-in-tee"])
+def test_integers_of_several_sequences_are_the_same_bits(
+    models: Callable[[str], SavedModel], name: str, kind: str
+) -> None:
+    """Steps of both hold the same rows a sequence: a policy with phases splits them otherwise."""
+    model = models(kind)
+    prompts, new_tokens = [token_ids(n, seed=n) for n in (3, 12, 1, 7)], [6, 4, 9, 5]
+    policy = POLICIES.get(name, INTEGERS_IN_TEE)
+    found, logits = _run(model.tee(policy).engine(), prompts, new_tokens)
+    same, expected = _run(model.tee("quantized-clear").engine(), prompts, new_tokens)
+    assert found == same
+    for one, other in zip(logits, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", MASKED_INTEGER)
+def test_a_sequence_that_joins_later_changes_no_bit_of_another(
+    models: Callable[[str], SavedModel], clear: Any, name: str
+) -> None:
+    engine = models("llama").tee(name).engine()
+    sequence = engine.add(PROMPT, max_new_tokens=NEW_TOKENS, eos_token_ids=frozenset())
+    logits = []
+    while sequence.finish_reason is None:
+        if len(sequence.token_ids) % 5 == 2:
+            engine.add(token_ids(6, seed=1), max_new_tokens=4, eos_token_ids=frozenset())
+        logits += [s.logits_V for s in engine.step() if s.sequence is sequence]
+    assert torch.equal(torch.stack(logits), clear("llama")[1])
+
+
+@pytest.mark.parametrize("name", INTEGER)
+def test_what_crosses_are_ring_elements_and_nothing_else(
+    models: Callable[[str], SavedModel], name: str
+) -> None:
+    tee = models("qwen2").tee(name)
+    _generate(tee)
+    for channel in tee.channels:
+        assert channel.requests
+        for request in channel.requests:
+            assert isinstance(request, RingLinearRequest)
+            assert request.elements.dtype == "int32"
+
+
+def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(
+    models: Callable[[str], SavedModel], clear: Any
+) -> None:
+    """Pads in some layers, shares in others, clear and TEE in the rest."""
+    mixed = [
+        {"layers": 0, "place": "gpu", "mask": "pad"},
+        {"layers": 1, "place": "gpu", "mask": "shares"},
+        {"layers": 2, "phase": "prefill", "place": "gpu"},
+        {"layers": 2, "phase": "decode", "place": "tee"},
+        {"layers": "3-", "phase": "decode", "place": "gpu", "mask": {"name": "pad"}},
+        {"layers": "3-", "phase": "prefill", "place": "gpu", "mask": "shares"},
+    ]
+    linear = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    policy = Policy.model_validate(
+        {
+            "name": "mixed",
+            "summary": "a test",
+            "arithmetic": "int8",
+            "operators": {**dict.fromkeys(OPERATORS, "tee"), **dict.fromkeys(linear, mixed)},
+        }
+    )
+    tee = models("llama").tee(policy)
+    assert len(tee.channels) == 2
+    tokens, logits = _generate(tee)
+    assert tokens == clear("llama")[0]
+    assert torch.equal(logits, clear("llama")[1])
+    first, second = (channel.requests for channel in tee.channels)
+    # Prefill: pads and shares twice and clear; then pads twice and shares once, a token.
+    assert len(first) == 4 * (4 + 3 * (NEW_TOKENS - 1))
+    assert len(second) == 4 * (2 + NEW_TOKENS - 1)

@@ -1,0 +1,69 @@
+"""Layouts name every site once, with the sizes of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from protocol.messages import FUSED_MODULES
+from protocol.model.config import read_config
+from tee_side.pads.layout import PadLayout, SiteShape, site_number
+from tests.support import SavedModel
+
+
+def test_numbers_follow_layer_and_operator() -> None:
+    numbers = [site_number(layer, operator) for layer in range(3) for operator in FUSED_MODULES]
+    assert numbers == list(range(12))
+
+
+def test_layout_of_a_model(saved_model: Callable[..., SavedModel]) -> None:
+    config = read_config(saved_model().directory)
+    layout = PadLayout.of(config)
+    assert [site.number for site in layout.sites] == list(range(4 * config.num_hidden_layers))
+    for site in layout.sites:
+        shapes = [config.module_shape(module) for module in FUSED_MODULES[site.operator]]
+        assert site.out_features == sum(shape[0] for shape in shapes)
+        assert {site.in_features} == {shape[1] for shape in shapes}
+    assert layout.token_bytes == 4 * sum(site.out_features for site in layout.sites)
+
+
+def test_layout_of_some_operators_in_any_order(saved_model: Callable[..., SavedModel]) -> None:
+    layout = PadLayout.of(read_config(saved_model().directory), [(1, "down_proj"), (0, "o_proj")])
+    assert [(site.layer, site.operator) for site in layout.sites] == [
+        (0, "o_proj"),
+        (1, "down_proj"),
+    ]
+
+
+def test_bits_are_distinct_and_cover_all_sites() -> None:
+    layout = PadLayout((SiteShape(0, 0, "qkv_proj", 1, 1), SiteShape(6, 1, "gate_up_proj", 1, 1)))
+    assert layout.bits == {0: 1, 6: 2}
+    assert str(layout.sites[1]) == "layer 1 gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("number", "layer", "operator", "features"),
+    [
+        (1, 0, "qkv_proj", 4),
+        (0, 1, "qkv_proj", 4),
+        (-4, -1, "qkv_proj", 4),
+        (0, 0, "lm_head", 4),
+        (0, 0, "qkv_proj", 0),
+        (0, 0, "qkv_proj", 2**31),
+    ],
+)
+def test_impossible_sites_are_refused(
+    number: int, layer: int, operator: str, features: int
+) -> None:
+    with pytest.raises(ValueError, match="got"):
+        SiteShape(number, layer, operator, features, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got"):
+        SiteShape(number, layer, operator, 4, features if features != 4 else 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0), (0, 0)])
+def test_sites_must_be_some_ascending_and_distinct(layers: tuple[int, ...]) -> None:
+    sites = tuple(SiteShape(4 * layer, layer, "qkv_proj", 1, 1) for layer in layers)
+    with pytest.raises(ValueError, match="ascending"):
+        PadLayout(sites)

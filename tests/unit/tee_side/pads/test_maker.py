@@ -1,0 +1,137 @@
+"""What the maker puts into a store takes the mask away again, exactly."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import ModelError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.quantized import load_quantized
+from protocol.model.weights import CPU, load_linear
+from tee_side.masks.float_noise import FloatNoise
+from tee_side.masks.pad import Pad
+from tee_side.pads.layout import PadLayout
+from tee_side.pads.maker import PadMaker, check_sites, product_operations
+from tee_side.pads.store import MemoryStore
+from tests.support import SavedModel
+
+Models = Callable[..., SavedModel]
+
+# More rows than a block of digits, and fewer.
+COUNTS = (1, 3, 40)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def model(saved_model: Models, request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    directory = saved_model(request.param).directory
+    return read_config(directory), Checkpoint(directory)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_pads_are_the_exact_products_of_the_services_own_integers(
+    model: tuple[ModelConfig, Checkpoint], count: int
+) -> None:
+    config, checkpoint = model
+    store = MemoryStore(PadLayout.of(config), 64)
+    PadMaker(Pad(), checkpoint, config).fill(store, count)
+    assert store.available == count
+    indices = store.take(count)
+    for site in store.layout.sites:
+        r, u = store.factors(indices, site.number)
+        weight = load_quantized(checkpoint, config, site.layer, site.operator).weight
+        exact = r.long() @ weight.long().t()
+        assert torch.equal(u, exact.to(torch.int32)), str(site)
+        # Guards the test: these products do wrap.
+        assert (exact.abs() >= 2**31).any()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_factors_of_float_noise_are_products_without_biases(
+    model: tuple[ModelConfig, Checkpoint], count: int
+) -> None:
+    config, checkpoint = model
+    mask = FloatNoise(sigma=3.0)
+    store = MemoryStore(PadLayout.of(config), 64)
+    PadMaker(mask, checkpoint, config).fill(store, count)
+    indices = store.take(count)
+    for site in store.layout.sites:
+        words, bits = store.factors(indices, site.number)
+        fused = load_linear(
+            checkpoint, config, site.layer, site.operator, dtype=torch.float32, device=CPU
+        )
+        expected = mask.draw(words) @ fused.weight.t()
+        torch.testing.assert_close(bits.view(torch.float32), expected, rtol=0, atol=1e-4)
+
+
+def test_only_the_sites_of_the_layout_are_made_and_each_is_reported(
+    saved_model: Models,
+) -> None:
+    directory = saved_model("llama").directory
+    config = read_config(directory)
+    layout = PadLayout.of(config, [(0, "o_proj"), (2, "down_proj"), (1, "qkv_proj")])
+    store, told = MemoryStore(layout, 4), []
+    PadMaker(Pad(), Checkpoint(directory), config).fill(
+        store, 2, lambda done, total: told.append((done, total))
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert store.available == 2
+
+
+def test_more_than_there_is_room_for_is_a_mistake_of_the_caller(saved_model: Models) -> None:
+    directory = saved_model("llama").directory
+    config = read_config(directory)
+    store = MemoryStore(PadLayout.of(config), 4)
+    with pytest.raises(ValueError, match="got 5 to fill"):
+        PadMaker(Pad(), Checkpoint(directory), config).fill(store, 5)
+    assert (store.available, store.room) == (0, 4)
+
+
+def test_a_model_that_changed_meanwhile_leaves_no_pads_and_no_batch_behind(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(saved_model("llama").directory, directory)
+    config = read_config(directory)
+    maker = PadMaker(Pad(), Checkpoint(directory), config)
+    store = MemoryStore(PadLayout.of(config), 4)
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], torch.nan)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj"):
+        maker.fill(store, 2)
+    assert (store.available, store.room) == (0, 4)
+
+
+def test_missing_weights_are_named_before_anything_is_made(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    directory = tmp_path / "light"
+    shutil.copytree(saved_model("llama").directory, directory)
+    tensors = load_file(directory / "model.safetensors")
+    light = {name: tensor for name, tensor in tensors.items() if "o_proj" not in name}
+    save_file(light, directory / "model.safetensors")
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.o_proj"):
+        check_sites(checkpoint, config, PadLayout.of(config))
+    check_sites(checkpoint, config, PadLayout.of(config, [(0, "down_proj")]))
+
+
+def test_operations_count_four_digit_products_of_every_site(saved_model: Models) -> None:
+    config = read_config(saved_model("llama").directory)
+    layout = PadLayout.of(config)
+    per_layer = sum(
+        config.module_shape(module)[0] * config.module_shape(module)[1]
+        for modules in FUSED_MODULES.values()
+        for module in modules
+    )
+    assert product_operations(layout) == 2 * 4 * per_layer * config.num_hidden_layers

@@ -1,0 +1,416 @@
+"""Pads are handed out once, for one input; and what happens when there are none left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from protocol.errors import ModelError, PadBankError, PadsExhaustedError
+from protocol.messages import LinearOperator
+from tee_side.masks.float_noise import FloatNoise
+from tee_side.masks.mask import AdditiveMask, Factors
+from tee_side.masks.pad import Pad
+from tee_side.pads.maker import PadMaker
+from tee_side.pads.source import BATCH_TOKENS, IDLE_BATCH_TOKENS, Pads, WhenOut
+from tee_side.pads.store import MemoryStore, PadStore
+from tee_side.randomness import Keystream
+from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
+
+SITES: list[tuple[int, LinearOperator]] = [(site.layer, site.operator) for site in LAYOUT.sites]
+FIRST, SECOND = SITES
+
+
+class Maker:
+    """Makes pads for the layout of two sites; counts what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def fill(self, store: PadStore, tokens: int) -> None:
+        self.asked.append(tokens)
+        with store.begin(tokens) as batch:
+            put_all(batch)
+            batch.commit()
+
+
+class Spy:
+    """A store that notes what is taken, read and released."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.taken: list[range] = []
+        self.released: list[range] = []
+        self.read: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def r(self, indices: range, position: int) -> torch.Tensor:
+        """Return what r of these indices is, whether it was read or not."""
+        site = LAYOUT.sites[position]
+        return Keystream(self._store._key).rows(indices, site.number, site.in_features)
+
+    def take(self, count: int) -> range:
+        indices = self._store.take(count)
+        self.taken.append(indices)
+        return indices
+
+    def factors(self, indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self._store.factors(indices, site)
+        self.read += [(index, site) for index in indices]
+        return found
+
+    def release(self, indices: range) -> None:
+        self.released.append(indices)
+        self._store.release(indices)
+
+
+def _pads(
+    ready: int,
+    when_out: WhenOut = "fail",
+    *,
+    capacity: int = 16,
+    mask: AdditiveMask | None = None,
+    on_wait: Callable[[int], None] | None = None,
+    maker: Any = None,
+) -> tuple[Pads, Spy, Maker]:
+    store = MemoryStore(LAYOUT, capacity)
+    if ready:
+        fill(store, ready)
+    spy, made = Spy(store), maker or Maker()
+    source = Pads(
+        mask or Pad(), cast(PadStore, spy), cast(PadMaker, made), when_out, on_wait=on_wait
+    )
+    return source, spy, made
+
+
+def _step(pads: Pads, rows: int) -> list[Factors | None]:
+    return [pads.draw(layer, operator, rows) for layer, operator in SITES]
+
+
+# ---------------------------------------------------------------------------------- one step
+
+
+def test_the_operators_of_a_step_share_indices_and_get_factors_of_their_own() -> None:
+    pads, store, _ = _pads(8)
+    found = _step(pads, 3)
+    assert store.taken == [range(3)]
+    assert sorted(store.read) == [(i, site.number) for i in range(3) for site in LAYOUT.sites]
+    for site, factors in zip(LAYOUT.sites, found, strict=True):
+        assert factors is not None
+        assert factors.r.shape == (3, site.in_features)
+        assert torch.equal(factors.u, product(site.number, factors.r))
+    assert pads.available == 5
+
+
+def test_the_next_step_gets_new_indices() -> None:
+    pads, store, _ = _pads(8)
+    for rows in (2, 2, 3):
+        _step(pads, rows)
+    assert store.taken == [range(2), range(2, 4), range(4, 7)]
+    assert len(store.read) == len(set(store.read)) == 14
+
+
+def test_a_step_of_another_size_gets_new_indices_even_if_the_last_one_was_not_finished() -> None:
+    pads, store, _ = _pads(8)
+    pads.draw(*FIRST, 2)
+    pads.draw(*SECOND, 3)
+    assert store.taken == [range(2), range(2, 5)]
+
+
+def test_a_step_that_is_repeated_gets_new_indices_and_the_old_ones_are_released() -> None:
+    pads, store, _ = _pads(8)
+    first = pads.draw(*FIRST, 2)
+    again = pads.draw(*FIRST, 2)
+    assert first is not None
+    assert again is not None
+    assert store.taken == [range(2), range(2, 4)]
+    assert store.released == [range(2)]
+    assert not torch.equal(first.r, again.r)
+    # What was not used of the first two is gone, too: the second operator goes on with the new.
+    second = pads.draw(*SECOND, 2)
+    assert second is not None
+    assert torch.equal(second.r, store.r(range(2, 4), 1))
+
+
+def test_released_pads_make_room_for_new_ones() -> None:
+    pads, store, _ = _pads(12, capacity=12)
+    pads.draw(*FIRST, 11)
+    assert store.room == 0
+    pads.draw(*FIRST, 1)
+    assert store.room >= 11
+
+
+@pytest.mark.parametrize("rows", [(1, 2), (9, 12)])
+def test_no_pad_is_handed_out_twice_however_steps_fail(rows: tuple[int, int]) -> None:
+    """All beginnings of a step, in all orders of three, of sizes that are read ahead or not."""
+    pads, _, _ = _pads(16, "wait", capacity=16)
+    handed: list[tuple[int, bytes]] = []
+    for count in (*rows, *rows):
+        for first in (0, 1, 2):
+            for second in (0, 1, 2):
+                for operators in (SITES[:first], SITES[:second], SITES):
+                    for layer, operator in operators:
+                        factors = pads.draw(layer, operator, count)
+                        assert factors is not None
+                        # Eight bytes of a word each: equal ones are a coincidence of 2^-64.
+                        handed += [(layer, row.numpy().tobytes()) for row in factors.r]
+    assert len(handed) == len(set(handed)) > 100
+
+
+def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is left of the step before nor half of the new one is handed out afterwards."""
+    pads, store, _ = _pads(8)
+    pads.draw(*FIRST, 1)
+
+    def tampered(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise PadBankError("bank", got="another record than was written", expected="its tag")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "factors", tampered)
+        with pytest.raises(PadBankError):
+            pads.draw(*FIRST, 1)
+    factors = pads.draw(*SECOND, 1)
+    assert factors is not None
+    assert torch.equal(factors.r, store.r(range(2, 3), 1))
+
+
+# -------------------------------------------------------------------------------- pads are out
+
+
+def test_fail_raises_with_what_is_left_and_what_is_needed() -> None:
+    pads, store, maker = _pads(2, "fail")
+    with pytest.raises(PadsExhaustedError) as caught:
+        pads.draw(*FIRST, 3)
+    assert caught.value.got == "2 left"
+    assert caught.value.expected.startswith("3 (")
+    assert "--when-out" in caught.value.expected
+    assert caught.value.retryable
+    assert (store.taken, maker.asked, pads.available) == ([], [], 2)
+
+
+def test_after_a_failure_what_is_left_serves_a_smaller_step() -> None:
+    pads, store, _ = _pads(2, "fail")
+    with pytest.raises(PadsExhaustedError):
+        pads.draw(*FIRST, 3)
+    assert None not in _step(pads, 2)
+    assert store.taken == [range(2)]
+
+
+def test_a_failure_in_the_middle_leaves_no_half_step_behind() -> None:
+    """A step that found no pads is over: none of its operators is left to the TEE instead."""
+    pads, _, _ = _pads(1, "fail")
+    pads.draw(*FIRST, 1)
+    with pytest.raises(PadsExhaustedError):
+        pads.draw(*FIRST, 1)
+    # As in a policy whose phases send different operators.
+    with pytest.raises(PadsExhaustedError):
+        pads.draw(*SECOND, 1)
+
+
+def test_a_maker_that_fails_leaves_no_half_step_behind() -> None:
+    class Broken:
+        def fill(self, store: PadStore, tokens: int) -> None:
+            raise ModelError("model", got="another one", expected="the same")
+
+    pads, _, _ = _pads(1, "wait", maker=Broken())
+    pads.draw(*FIRST, 1)
+    for operator in (FIRST, SECOND):
+        with pytest.raises(ModelError):
+            pads.draw(*operator, 1)
+
+
+def test_tee_returns_none_for_the_whole_step_and_takes_nothing() -> None:
+    pads, store, maker = _pads(2, "tee")
+    assert _step(pads, 3) == [None, None]
+    assert _step(pads, 3) == [None, None]
+    assert (pads.in_tee, pads.waited) == (2, 0)
+    assert (store.taken, maker.asked) == ([], [])
+    assert None not in _step(pads, 2)
+    assert _step(pads, 2) == [None, None]
+    assert pads.in_tee == 3
+
+
+def test_a_step_in_the_tee_stays_there_when_pads_come_meanwhile() -> None:
+    pads, store, _ = _pads(0, "tee")
+    assert pads.draw(*FIRST, 1) is None
+    fill(store._store, 4)
+    assert pads.draw(*SECOND, 1) is None
+    assert None not in _step(pads, 1)
+
+
+def test_wait_makes_more_and_says_how_many_are_missing() -> None:
+    told: list[int] = []
+    pads, store, maker = _pads(2, "wait", capacity=16, on_wait=told.append)
+    assert None not in _step(pads, 5)
+    assert told == [3]
+    # As many as there is room for: the next steps need some, too.
+    assert maker.asked == [14]
+    assert store.taken == [range(5)]
+    assert (pads.waited, pads.in_tee) == (1, 0)
+    _step(pads, 5)
+    assert pads.waited == 1
+
+
+def test_wait_makes_at_most_a_batch_at_a_time() -> None:
+    told: list[int] = []
+    rows = 2 * BATCH_TOKENS + 5
+    pads, store, maker = _pads(0, "wait", capacity=3 * BATCH_TOKENS, on_wait=told.append)
+    assert None not in _step(pads, rows)
+    assert maker.asked == [BATCH_TOKENS] * 3
+    assert told == [rows, rows - BATCH_TOKENS, rows - 2 * BATCH_TOKENS]
+    assert store.taken == [range(rows)]
+    assert pads.waited == 1
+
+
+def test_a_step_larger_than_all_the_space_is_refused() -> None:
+    pads, store, maker = _pads(0, "wait", capacity=4)
+    with pytest.raises(PadsExhaustedError) as caught:
+        pads.draw(*FIRST, 5)
+    assert caught.value.got == "room for 4 tokens"
+    assert "--step-tokens" in caught.value.expected
+    assert (store.taken, maker.asked) == ([], [])
+    assert None not in _step(pads, 4)
+
+
+def test_without_linear_weights_nothing_can_be_made() -> None:
+    """A TEE that has only a bank: waiting would last for ever."""
+    store = MemoryStore(LAYOUT, 8)
+    fill(store, 2)
+    pads = Pads(Pad(), store, None, "wait")
+    assert None not in _step(pads, 2)
+    with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
+        pads.draw(*FIRST, 1)
+    with pads.filling():
+        pass
+    assert pads.available == 0
+
+
+def test_waiting_after_a_failed_step_finds_room_for_a_full_one() -> None:
+    """What a failed step had taken must not keep its space."""
+    pads, _, _ = _pads(4, "wait", capacity=4)
+    for _ in range(3):
+        pads.draw(*FIRST, 4)
+    assert None not in _step(pads, 4)
+
+
+# --------------------------------------------------------------------------------- float noise
+
+
+def test_factors_of_float_masks_are_floats() -> None:
+    class FloatMaker:
+        def fill(self, store: PadStore, tokens: int) -> None:
+            with store.begin(tokens) as batch:
+                for site in LAYOUT.sites:
+                    ones = torch.full((tokens, site.out_features), 1.5)
+                    batch.put(site.number, ones.view(torch.int32))
+                batch.commit()
+
+    pads, _, _ = _pads(0, "wait", mask=FloatNoise(sigma=2.0), maker=FloatMaker())
+    factors = pads.draw(*FIRST, 4)
+    assert factors is not None
+    assert factors.r.dtype == factors.u.dtype == torch.float32
+    assert (factors.u == 1.5).all()
+    # Normal numbers of deviation 2, and not the bits of uniform words.
+    assert 0 < factors.r.abs().max() < 20
+
+
+# ------------------------------------------------------------------------- in the background
+
+
+def test_filling_makes_pads_until_the_store_is_full() -> None:
+    full = threading.Event()
+    capacity = 2 * IDLE_BATCH_TOKENS + 3
+
+    class Watched(Maker):
+        def fill(self, store: PadStore, tokens: int) -> None:
+            super().fill(store, tokens)
+            if store.available == capacity:
+                full.set()
+
+    pads, _, maker = _pads(0, capacity=capacity, maker=Watched())
+    with pads.filling():
+        assert full.wait(30)
+    assert maker.asked == [IDLE_BATCH_TOKENS, IDLE_BATCH_TOKENS, 3]
+    assert pads.available == capacity
+    assert (pads.waited, pads.in_tee) == (0, 0)
+
+
+def test_leaving_the_block_waits_for_the_batch_in_work_and_starts_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, leaving = threading.Event(), threading.Event()
+
+    class Slow(Maker):
+        def fill(self, store: PadStore, tokens: int) -> None:
+            started.set()
+            assert leaving.wait(30)
+            super().fill(store, tokens)
+
+    join = threading.Thread.join
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        leaving.set()  # the block is being left, and only now can the batch end
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    pads, _, maker = _pads(0, capacity=4 * IDLE_BATCH_TOKENS, maker=Slow())
+    with pads.filling():
+        assert started.wait(30)
+    assert maker.asked == [IDLE_BATCH_TOKENS]
+    assert pads.available == IDLE_BATCH_TOKENS
+    assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
+
+
+def test_what_the_thread_raises_is_raised_when_the_block_is_left() -> None:
+    class Broken:
+        def fill(self, store: PadStore, tokens: int) -> None:
+            raise ModelError("model", got="another one", expected="the same")
+
+    pads, _, _ = _pads(0, maker=Broken())
+    with pytest.raises(ModelError, match="another one"), pads.filling():
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
+
+
+def test_an_error_of_the_block_itself_wins_and_the_thread_ends() -> None:
+    class Broken:
+        def fill(self, store: PadStore, tokens: int) -> None:
+            raise ModelError("model", got="another one", expected="the same")
+
+    pads, _, _ = _pads(0, maker=Broken())
+    with pytest.raises(KeyError), pads.filling():
+        raise KeyError
+    assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
+
+
+def test_after_filling_a_step_draws_what_was_made() -> None:
+    pads, store, _ = _pads(0, "fail", capacity=8)
+    with pads.filling():
+        pass
+    while pads.available < 8:  # the thread may not have had its turn
+        with pads.filling():
+            pass
+    _step(pads, 8)
+    assert store.taken == [range(8)]
+
+
+def test_filling_stops_at_what_is_wanted_ahead() -> None:
+    store = MemoryStore(LAYOUT, 3 * IDLE_BATCH_TOKENS)
+    enough = threading.Event()
+
+    class Watched(Maker):
+        def fill(self, store: PadStore, tokens: int) -> None:
+            super().fill(store, tokens)
+            if store.available >= 5:
+                enough.set()
+
+    maker = Watched()
+    pads = Pads(Pad(), store, cast(PadMaker, maker), "wait", ahead=5)
+    with pads.filling():
+        assert enough.wait(30)
+    assert maker.asked == [5]

@@ -1,0 +1,65 @@
+"""A layout of two sites, weights for it, and what is right: u = r W mod 2^32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tee_side.pads.bank import BankFile
+from tee_side.pads.layout import PadLayout, SiteShape
+from tee_side.pads.store import Batch, PadStore
+
+LAYOUT = PadLayout((SiteShape(1, 0, "o_proj", 3, 2), SiteShape(4, 1, "qkv_proj", 2, 5)))
+MODEL_DIGEST, LINEAR_DIGEST = "a" * 64, "b" * 64
+IDENTITY: dict[str, Any] = {
+    "layout": LAYOUT,
+    "mask": "pad",
+    "model_digest": MODEL_DIGEST,
+    "linear_digest": LINEAR_DIGEST,
+}
+
+
+def weight(site: int) -> torch.Tensor:
+    """Return W, int64 [in, out]."""
+    shape = LAYOUT.by_number[site]
+    count = shape.in_features * shape.out_features
+    return (torch.arange(count) * 37 % 255 - 127).reshape(shape.in_features, shape.out_features)
+
+
+def product(site: int, r: torch.Tensor) -> torch.Tensor:
+    """Return r W mod 2^32 as int32."""
+    exact = (r.to(torch.int64) @ weight(site)) % 2**32
+    return torch.where(exact >= 2**31, exact - 2**32, exact).to(torch.int32)
+
+
+def put_all(batch: Batch) -> None:
+    for site in LAYOUT.sites:
+        batch.put(site.number, product(site.number, batch.r(site.number)))
+
+
+def fill(store: PadStore, count: int) -> None:
+    with store.begin(count) as batch:
+        put_all(batch)
+        batch.commit()
+
+
+def use(store: PadStore, indices: range) -> list[torch.Tensor]:
+    """Read every site and check it; return r of all of them."""
+    drawn = []
+    for site in LAYOUT.sites:
+        r, u = store.factors(indices, site.number)
+        assert r.shape == (len(indices), site.in_features)
+        assert r.dtype == u.dtype == torch.int32
+        assert torch.equal(u, product(site.number, r))
+        drawn.append(r)
+    return drawn
+
+
+def create(folder: Path, capacity: int = 8, block: int = 16) -> BankFile:
+    return BankFile.create(folder / "bank", **IDENTITY, capacity=capacity, block=block)
+
+
+def reopen(folder: Path, block: int = 16) -> BankFile:
+    return BankFile.open(folder / "bank", **IDENTITY, block=block)

@@ -1,0 +1,107 @@
+"""Each kind of mask gets what it needs, or the policy is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import PolicyError
+from tee_side.masking import linear_masking
+from tee_side.masks.feature_permutation import FeaturePermutation
+from tee_side.masks.mask import Factors, FeatureSite, Mask, RowMask
+from tee_side.masks.pad import Pad
+from tee_side.masks.row_permutation import RowPermutation
+from tee_side.masks.shares import Shares
+from tee_side.randomness import Randomness
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+class FewPads:
+    """Factors for one exchange, then none."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def draw(self, layer: int, operator: str, rows: int) -> Factors | None:
+        self.asked.append((layer, operator, rows))
+        if len(self.asked) > 1:
+            return None
+        return Factors(torch.full((rows, 4), 7, dtype=torch.int32), torch.ones(rows, 2).int())
+
+
+def test_no_mask_sends_the_input_itself() -> None:
+    masked = linear_masking(None, Randomness())(0, "o_proj", X)
+    assert masked is not None
+    assert masked.sent[0] is X
+    assert masked.unmask(X) is X
+
+
+def test_a_row_mask_draws_from_the_generator_given() -> None:
+    hide = linear_masking(RowPermutation(), Randomness(bytes(32)))
+    first, second = hide(0, "o_proj", X), hide(0, "o_proj", X)
+    again = linear_masking(RowPermutation(), Randomness(bytes(32)))(0, "o_proj", X)
+    assert first is not None
+    assert second is not None
+    assert again is not None
+    assert torch.equal(first.sent[0], again.sent[0])
+    assert not torch.equal(first.sent[0], second.sent[0])
+    assert torch.equal(first.unmask(first.sent[0]), X)
+
+
+def test_shares_are_two_tensors() -> None:
+    masked = linear_masking(Shares(), Randomness())(0, "o_proj", X.int())
+    assert masked is not None
+    one, two = masked.sent
+    assert torch.equal(one + two, X.int())
+
+
+def test_an_additive_mask_asks_for_the_sites_factors_and_passes_on_that_there_are_none() -> None:
+    pads = FewPads()
+    hide = linear_masking(Pad(), Randomness(), pads=pads)  # type: ignore[arg-type]
+    masked = hide(5, "down_proj", X.int())
+    assert masked is not None
+    assert torch.equal(masked.sent[0], X.int() + 7)
+    assert masked.unmask(torch.ones(3, 2).int() * 3).tolist() == [[2, 2]] * 3
+    assert hide(6, "o_proj", X.int()) is None
+    assert pads.asked == [(5, "down_proj", 3), (6, "o_proj", 3)]
+
+
+def test_a_feature_mask_uses_the_map_of_the_site() -> None:
+    mask = FeaturePermutation()
+    cloaks = {
+        (layer, "o_proj"): mask.cloak(FeatureSite(4, (4,), None, Randomness(bytes([layer]) * 32)))
+        for layer in range(2)
+    }
+    hide = linear_masking(mask, Randomness(), cloaks=cloaks)  # type: ignore[arg-type]
+    first, second = hide(0, "o_proj", X), hide(1, "o_proj", X)
+    assert first is not None
+    assert second is not None
+    assert not torch.equal(first.sent[0], second.sent[0])
+    with pytest.raises(KeyError):
+        hide(2, "o_proj", X)
+
+
+def test_an_additive_mask_without_factors_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"mask pad: got no factors"):
+        linear_masking(Pad(), Randomness())
+
+
+def test_a_feature_mask_without_its_key_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"feature-permutation: got no key, expected --key"):
+        linear_masking(FeaturePermutation(), Randomness())
+
+
+def test_a_mask_of_no_kind_is_refused() -> None:
+    class Own(Mask):
+        name = "own"
+        kind = "row"
+        hides = known_break = source = cost = "x"
+        broken = True
+        tolerance = 1.0
+
+    with pytest.raises(PolicyError, match=r"mask own: got Own, expected a RowMask"):
+        linear_masking(Own(), Randomness())
+    assert not issubclass(Own, RowMask)

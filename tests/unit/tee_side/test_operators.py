@@ -1,0 +1,141 @@
+"""Placed operators call what the policy says, per operator, layer and phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from protocol.channel import Exchange
+from tee_side.masks.mask import Mask
+from tee_side.masks.pad import Pad
+from tee_side.masks.row_permutation import RowPermutation
+from tee_side.operators import Operators, place
+from tee_side.policy import Policy
+from tee_side.vocabulary import LAYERLESS, OPERATORS, PHASES, Operator, Phase, Place
+
+LAYERS = 4
+
+
+class Table:
+    """Operators that say who was called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _say(self, operator: str, *arguments: Any) -> tuple[Any, ...]:
+        return (self._name, operator, *arguments)
+
+
+def _method(operator: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._say(operator, *arguments)
+
+
+for _operator in OPERATORS:
+    setattr(Table, _operator, _method(_operator))
+
+
+class Noted:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Operator, Place]] = []
+
+    def operator(self, operator: Operator, place: Place, elapsed_ns: int) -> None:
+        assert elapsed_ns >= 0
+        self.calls.append((operator, place))
+
+    def exchanges(self, operator: Operator, exchanges: Sequence[Exchange]) -> None:
+        raise AssertionError("no exchange is made here")
+
+
+def _placed(operators: dict[str, Any], observer: Any = None) -> Any:
+    policy = Policy.model_validate(
+        {
+            "name": "n",
+            "summary": "s",
+            "arithmetic": "int8",
+            "operators": {**dict.fromkeys(OPERATORS, "tee"), **operators},
+        }
+    )
+    policy.check(LAYERS)
+    remote: dict[Mask | None, Operators] = {
+        None: cast(Operators, Table("clear")),
+        Pad(): cast(Operators, Table("pad")),
+        RowPermutation(): cast(Operators, Table("row")),
+    }
+    return place(policy, LAYERS, cast(Operators, Table("tee")), remote, observer)
+
+
+def _called(table: Any, operator: str, layer: int = 0) -> str:
+    arguments = ("x",) if operator in LAYERLESS else (layer, "x")
+    found = getattr(table, operator)(*arguments)
+    assert found[1:] == (operator, *arguments)
+    return str(found[0])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_without_layers_and_phases_there_is_one_table(phase: Phase) -> None:
+    ops = _placed({"embedding": "gpu", "o_proj": {"place": "gpu", "mask": "pad"}})
+    assert ops.one_table
+    assert ops.prefill is ops.decode is ops[phase]
+    found = {operator: _called(ops[phase], operator) for operator in OPERATORS}
+    assert found == dict.fromkeys(OPERATORS, "tee") | {"embedding": "clear", "o_proj": "pad"}
+
+
+def test_every_layer_calls_its_own_placement() -> None:
+    ops = _placed(
+        {
+            "qkv_proj": [
+                {"place": "tee", "layers": 0},
+                {"place": "gpu", "layers": "1-2", "mask": "pad"},
+                {"place": "gpu", "layers": "3-"},
+            ]
+        }
+    )
+    assert ops.one_table
+    called = [_called(ops["decode"], "qkv_proj", layer) for layer in range(LAYERS)]
+    assert called == ["tee", "pad", "pad", "clear"]
+    with pytest.raises(IndexError):
+        _called(ops["decode"], "qkv_proj", LAYERS)
+
+
+def test_phases_have_tables_of_their_own() -> None:
+    ops = _placed(
+        {
+            "o_proj": [
+                {"place": "tee", "phase": "prefill"},
+                {"place": "gpu", "phase": "decode", "layers": "0-1", "mask": "pad"},
+                {"place": "tee", "phase": "decode", "layers": "2-"},
+            ],
+            "attn_scores": {"place": "gpu", "mask": "row-permutation"},
+        }
+    )
+    assert not ops.one_table
+    found = {
+        phase: [_called(ops[phase], "o_proj", layer) for layer in range(LAYERS)] for phase in PHASES
+    }
+    assert found == {"prefill": ["tee"] * 4, "decode": ["pad", "pad", "tee", "tee"]}
+    assert {_called(ops[phase], "attn_scores") for phase in PHASES} == {"row"}
+
+
+def test_an_observer_is_told_the_place_of_every_call() -> None:
+    noted = Noted()
+    ops = _placed(
+        {"down_proj": [{"place": "tee", "layers": 0}, {"place": "gpu", "layers": "1-"}]}, noted
+    )
+    for layer in range(3):
+        _called(ops["decode"], "down_proj", layer)
+    _called(ops["decode"], "lm_head")
+    assert noted.calls == [
+        ("down_proj", "tee"),
+        ("down_proj", "gpu"),
+        ("down_proj", "gpu"),
+        ("lm_head", "tee"),
+    ]
+
+
+def test_a_placement_that_nothing_was_made_for_is_a_mistake_of_the_caller() -> None:
+    with pytest.raises(KeyError):
+        _placed({"attn_values": {"place": "gpu", "mask": "row-mix"}})
