@@ -9,7 +9,7 @@ TORCH_ARGS ?=
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types imports clean
+.PHONY: help setup demo test check format lint types imports docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ types: $(STAMP)
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
+
+docs: $(STAMP)  ## write docs/masks.md from the classes of the masks
+	$(BIN)/python -m tsqp.catalogue docs/masks.md
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

@@ -14,21 +14,27 @@ import zmq
 
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, open_request, read_request
 from protocol.errors import ProtocolError
-from protocol.messages import LinearRequest, Request
+from protocol.messages import LinearRequest, Request, RingLinearRequest
 from protocol.tensors import WireTensor, to_torch
 
-_SHOWN_NUMBERS = 4
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Seen:
-    """One request as the GPU side receives it. `numbers`: the first few of its first tensor."""
+    """One request as the GPU side receives it; `tensors`: all that it carries, in their order."""
 
     what: str
     layer: int | None
-    shape: tuple[int, ...]
-    dtype: str
-    numbers: tuple[float, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first tensor, which every request but Init has."""
+        return self.tensors[0]
+
+    def numbers(self, count: int) -> list[float]:
+        """Return the first few numbers of the first tensor."""
+        shown: list[float] = self.first.flatten()[:count].tolist()
+        return shown
 
 
 class Tap:
@@ -84,12 +90,10 @@ class Tap:
 
 def describe_request(request: Request) -> Seen | None:
     """Say what a request shows to its receiver; None for Init, which carries no tensor."""
-    tensors = [value for _, value in request if isinstance(value, WireTensor)]
+    tensors = tuple(to_torch(value) for _, value in request if isinstance(value, WireTensor))
     if not tensors:
         return None
-    first = tensors[0]
-    numbers: list[float] = torch.flatten(to_torch(first))[:_SHOWN_NUMBERS].tolist()
     what, layer = request.method, None
-    if isinstance(request, LinearRequest):
+    if isinstance(request, LinearRequest | RingLinearRequest):
         what, layer = " ".join(request.module_names), request.layer_idx
-    return Seen(what, layer, first.shape, first.dtype, tuple(numbers))
+    return Seen(what, layer, tensors)

@@ -184,6 +184,7 @@ def test_service_with_another_model_is_noticed(
     result = call(
         "tee-runner",
         *("generate", str(tmp_path), "--gpu", demo_service.endpoint, "--prompt-token-ids", "1"),
+        *("--policy", "attention-in-tee"),
     )
     refused(result, demo_service.endpoint, "num_layers", "same model")
 
@@ -222,5 +223,6 @@ def test_a_message_over_the_services_limit_names_both_sizes(tmp_path: Path) -> N
             "tee-runner",
             *("generate", str(tmp_path / "model"), "--gpu", service.endpoint),
             *("--prompt-token-ids", ",".join(["7"] * 6000), "--step-tokens", "6000"),
+            *("--policy", "attention-in-tee"),
         )
     refused(result, "Linear", "got 1152", "bytes, expected at most 1048576")

@@ -2,77 +2,120 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
-from rich.console import Console
-from rich.text import Text
-from safetensors.torch import save_file
 
 from tee_side.policy import load_policy
+from tests.e2e.in_process import call
 from tests.support import ENVIRONMENT, run
-from tsqp import demo
-from tsqp.demo import DemoError, Feed, _cost_table, _service, _side_by_side, _verdict
-from tsqp.tap import Seen
+from tsqp.demo import acts, processes
+from tsqp.demo.processes import DemoError, Services
+from tsqp.demo.verdict import Tokens
 
 
-@pytest.mark.parametrize("policy", ["attention-in-tee", "tsqp", "tee-only"])
-def test_demo_shows_story_feed_table_and_verdict(policy: str) -> None:
+def words(text: str) -> str:
+    """Return text as one line, without the frames around it."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_three_acts_show_what_the_gpu_saw() -> None:
     # Settings of the two programs are not the demo's.
     theirs = {"TEE_RUNNER_GENERATE_TEMPERATURE": "1.5", "GPU_SERVICE_LOG_LEVEL": "error"}
-    result = run("tsqp", "demo", "--policy", policy, "--max-new-tokens", "24", **theirs)
+    result = run("tsqp", "demo", "--max-new-tokens", "24", **theirs)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "24 token ids identical, largest logit difference" in " ".join(result.stdout.split())
-    assert "\nOnce upon a time" in result.stdout
-    assert "Cost per operator" in result.stdout
     assert "…" not in result.stdout
-    if policy == "tee-only":
-        assert "nothing leaves the TEE" in result.stdout
-    else:
-        assert "What the GPU side received first" in result.stdout
-        assert f"policy {policy}: the GPU sees" in result.stdout
-        assert ("Embedding" in result.stdout) == (policy == "tsqp")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    opening, *shown = re.split(r"╭─ (?=\d of 3)", result.stdout)
+    in_tee, clear, shielded = (words(act) for act in shown)
+    assert "what the GPU received " in in_tee
+    assert "nothing: no request, not one byte" in in_tee
+    assert "policy tee-only: nothing leaves the TEE" in words(opening)
+
+    assert "what the GPU received: float32 " in clear
+    assert "uneven: there is a pattern" in clear
+    # 5 of the prompt and all but the last of the answer.
+    assert "28 of 28 tokens recovered" in clear
+    assert "Once upon a time" in clear.split("public weights: ")[1]
+
+    assert "what the GPU received: int32 " in shielded
+    assert "as even as chance makes them" in shielded
+    recovered = re.search(r"(\d+) of 23 tokens recovered", shielded)
+    assert recovered is not None
+    assert int(recovered[1]) < 5  # by chance, each with 1 in 1024
+
+    # One service for both acts that need one.
+    assert result.stdout.count("gpu-service: process ") == 1
+    end = words(result.stdout.split("\nCost ")[1])
+    assert "Cost per operator" not in result.stdout
+    assert "ok tee-only 24 token ids identical to transformers" in end
+    assert "ok attention-in-tee 24 token ids identical to transformers" in end
+    assert "ok shielded 24 token ids and all their logits identical, bit for bit, to" in end
+    assert re.search(r"(all|\d+ of) 24 are those of transformers", end)
 
 
-@pytest.mark.parametrize("changed", [None, 0, 3])
-def test_verdict_compares_token_ids(changed: int | None, tmp_path: Path) -> None:
-    prompt = ("generate", "demo", "--policy", "tee-only", "--prompt", "Once upon a time")
-    logits = tmp_path / "logits"
+def test_chosen_policies_get_the_services_that_they_need() -> None:
+    chosen = ("tsqp", "stip", "two-server", "quantized-clear")
+    options = [word for policy in chosen for word in ("--policy", policy)]
+    result = run("tsqp", "demo", *options, "--max-new-tokens", "6")
+    assert result.returncode == 0, result.stdout + result.stderr
+    text = words(result.stdout)
+    for policy in chosen:
+        assert f"Cost per operator: {policy} " in text
+        assert f"ok {policy} 6 token ids" in text
+    assert "policy tsqp: the GPU sees the token ids" in text
+    assert "what the GPU received: int64, float32" in text
+    assert "10 of 10 tokens recovered by matching with the public weights: Once" in text
+    assert "(stronger attacks are known)" in text
+    assert "what the first of two services received: int32" in text
+    assert "to int8-in-tee" in text
+    # Two for everybody, and one with provisioned weights.
+    assert result.stdout.count("gpu-service: process ") == 3
+
+
+def test_other_tokens_than_those_of_transformers_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    true = acts.transformers_tokens
+
+    def changed(*arguments: object) -> Tokens:
+        tokens = true(*arguments)  # type: ignore[arg-type]
+        return Tokens(tokens.name, [*tokens.ids[:2], tokens.ids[2] + 1], tokens.logits)
+
+    monkeypatch.setattr(acts, "transformers_tokens", changed)
+    result = call("tsqp", "demo", "--policy", "tee-only", "--max-new-tokens", "3")
+    assert result.returncode == 1
+    assert "FAIL tee-only 3 token ids NOT identical from token 2 on" in words(result.stdout)
+
+
+def test_generation_ends_with_the_context() -> None:
+    prompt = "Once upon a time there was a lamp. " * 50
     result = run(
-        "tee-runner",
-        *prompt,
-        *("--max-new-tokens", "5", "--json", "--save-logits", str(logits)),
+        *("tsqp", "demo", "--policy", "tee-only", "--prompt", prompt), "--max-new-tokens", "240"
     )
-    report = json.loads(result.stdout)
-    if changed is not None:
-        report["token_ids"][changed] = (report["token_ids"][changed] + 1) % 100
-    output = StringIO()
-    identical = _verdict(Console(file=output, width=200), report, logits)
-    assert identical == (changed is None)
-    assert ("NOT identical" in output.getvalue()) == (changed is not None)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "identical to transformers" in words(result.stdout)
 
 
-def test_verdict_shows_a_logit_difference(tmp_path: Path) -> None:
-    logits = tmp_path / "logits"
-    save_file({"logits": torch.zeros(1, 1024)}, logits)
-    output = StringIO()
-    _verdict(
-        Console(file=output, width=200), {"prompt_token_ids": [0, 5], "token_ids": [1]}, logits
-    )
-    assert "e-0" not in output.getvalue().split("largest logit difference")[1]
+def test_a_refusal_of_the_runner_is_quoted() -> None:
+    result = run("tsqp", "demo", "--policy", "tee-only", "--prompt", "lamp " * 600)
+    assert result.returncode == 2
+    assert result.stderr.startswith("tsqp: error: tee-runner: got tee-runner: error: ")
+    assert "Verdict" not in result.stdout
 
 
 def test_a_signal_ends_the_service_too() -> None:
     program = Path(sys.executable).parent / "tsqp"
     with subprocess.Popen(
-        [str(program), "demo"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+        [str(program), "demo", "--policy", "attention-in-tee"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
     ) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("gpu-service: process "))
@@ -88,30 +131,29 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, path: Path, script: str) -> None:
     """Let the demo start this shell script instead of gpu-service."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    monkeypatch.setattr(demo, "_program", lambda name: str(path))
+    monkeypatch.setattr(processes, "program", lambda name: str(path))
+
+
+def start(folder: Path) -> tuple[str, ...]:
+    with Services(folder, lambda line: None) as services:
+        return services.reach(load_policy("tsqp")).endpoints
 
 
 def test_a_service_that_says_nothing_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, tmp_path / "service", "exec sleep 60")
-    monkeypatch.setattr(demo, "START_TIMEOUT_S", 0.2)
-    with (
-        pytest.raises(DemoError, match="gpu-service: got no output, expected a line that says"),
-        _service(Console(file=StringIO()), load_policy("tsqp")),
-    ):
-        pass
+    monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.2)
+    with pytest.raises(DemoError, match="gpu-service: got no output, expected a line that says"):
+        start(tmp_path)
 
 
 def test_a_service_that_ends_early_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, tmp_path / "service", "echo first >&2; echo 'no memory' >&2; exit 3")
-    with (
-        pytest.raises(DemoError, match="gpu-service: got no memory, expected"),
-        _service(Console(file=StringIO()), load_policy("tsqp")),
-    ):
-        pass
+    with pytest.raises(DemoError, match="gpu-service: got no memory, expected"):
+        start(tmp_path)
 
 
 def test_a_talkative_service_is_not_blocked(
@@ -125,37 +167,14 @@ def test_a_talkative_service_is_not_blocked(
         "echo 'info ready endpoint=tcp://127.0.0.1:1 start_s=0' >&2\n"
         f"head -c 1000000 /dev/zero | tr '\\0' '\\n' >&2; echo all > {done}; exec sleep 60",
     )
-    with _service(Console(file=StringIO()), load_policy("tsqp")) as endpoint:
-        assert endpoint == "tcp://127.0.0.1:1"
+    with Services(tmp_path, lambda line: None) as services:
+        assert services.reach(load_policy("tsqp")).endpoints == ("tcp://127.0.0.1:1",)
         # Opening a fifo waits for its other end, which the script opens once it has said it all.
         assert done.read_text() == "all\n"
 
 
-def test_tables_fit_80_columns() -> None:
-    names = ("embedding", "qkv_proj", "attn_scores", "attn_values", "o_proj", "gate_up_proj")
-    row = {
-        "place": "gpu",
-        "calls": 2560,
-        "round_trips": 24064,
-        "bytes_sent": 54_321_000,
-        "bytes_received": 65_432_000,
-        "tee_s": 12.345,
-        "wire_s": 23.456,
-        "queue_s": 0.1,
-        "gpu_s": 9.9,
-    }
-    report = {
-        "operators": dict.fromkeys(names, row),
-        "timing": {"total_s": 99.0},
-        "rpc": {"count": 24064, "bytes_sent": 54_321_000, "bytes_received": 65_432_000},
-    }
-    feed = Feed()
-    feed.add(Seen("q_proj k_proj v_proj", 11, (512, 192), "float32", (-10.5, 1.0, 1.0, 1.0)))
-    output = StringIO()
-    console = Console(file=output, width=80)
-    console.print(_cost_table(report))
-    console.print(_side_by_side(Text("Once"), feed, console.width))
-    shown = output.getvalue()
-    assert "…" not in shown
-    for word in (*names, "everything else", "24064", "54.3 MB", "12,345", "q_proj k_proj v_proj"):
-        assert word in shown
+def test_endpoints_and_key_become_options(tmp_path: Path) -> None:
+    reach = processes.Reach(("tcp://a", "tcp://b"), tmp_path / "key")
+    key = ["--key", str(tmp_path / "key")]
+    assert reach.options() == ["--gpu", "tcp://a", "--gpu", "tcp://b", *key]
+    assert reach.options("tcp://tap") == ["--gpu", "tcp://tap", "--gpu", "tcp://b", *key]

@@ -19,6 +19,7 @@ from tests.support import ENVIRONMENT, Service, run
 from tsqp.cli.program import model_directory
 
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
+CLEAR = ("--policy", "attention-in-tee")
 PROMPT = "Once upon a time"
 LAYERS = read_config(model_directory("demo")).num_hidden_layers
 ROUND_TRIPS_A_FORWARD = {"tee-only": 0, "tsqp": 9 * LAYERS + 2, "attention-in-tee": 4 * LAYERS}
@@ -58,7 +59,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("prompt_token_ids", "token_ids", "text", "finish_reason", "usage", "timing", "policy"),
-        "rpc",
+        *("rpc", "pads"),
     }
     assert answer["prompt_token_ids"] == reference_tokenizer(PROMPT)["input_ids"]
     output = expected(reference, answer["prompt_token_ids"], 64)
@@ -80,7 +81,7 @@ def test_two_runners_at_once_each_get_their_own_text(
     command = [
         str(Path(sys.executable).parent / "tee-runner"),
         *("chat", "demo", "--gpu", demo_service.endpoint, "--dtype", "float32"),
-        *("--json", "--max-new-tokens", "120"),
+        *(*CLEAR, "--json", "--max-new-tokens", "120"),
     ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     runners = [subprocess.Popen(command, **pipes, text=True, env=ENVIRONMENT) for _ in requests]
@@ -130,7 +131,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(
     report_file = tmp_path / "report.json"
     result = generate(
         demo_service,
-        *("--prompt", PROMPT, "--max-new-tokens", "16", "--report", str(report_file)),
+        *(*CLEAR, "--prompt", PROMPT, "--max-new-tokens", "16", "--report", str(report_file)),
     )
     report = json.loads(report_file.read_text())
     assert result.stdout == report["text"] + "\n"
@@ -152,7 +153,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(
 
 
 def test_chunked_prefill_gives_the_same_tokens(demo_service: Service) -> None:
-    arguments = ("--prompt", PROMPT * 8, "--max-new-tokens", "12", "--json")
+    arguments = (*CLEAR, "--prompt", PROMPT * 8, "--max-new-tokens", "12", "--json")
     whole = json.loads(generate(demo_service, *arguments).stdout)
     chunked = json.loads(generate(demo_service, *arguments, "--step-tokens", "5").stdout)
     assert chunked["token_ids"] == whole["token_ids"]

@@ -149,7 +149,9 @@ def test_completion_offers_the_policies() -> None:
         COMP_WORDS="tee-runner generate demo --policy t",
         COMP_CWORD="4",
     )
-    assert sorted(result.stdout.split()) == ["plain,tee-only", "plain,tsqp"]
+    assert sorted(result.stdout.split()) == [
+        f"plain,{name}" for name in ("tee-only", "tsqp", "tsqp-permuted", "two-server")
+    ]
 
 
 def test_doctor_reports_every_topic() -> None:

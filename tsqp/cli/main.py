@@ -8,8 +8,12 @@ from typing import NoReturn
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.program import DEFAULT_POLICY, EXIT_FAILURE, run
+from tsqp.cli.calibrate import calibrate
+from tsqp.cli.catalogue import masks, policies
+from tsqp.cli.explain import explain
+from tsqp.cli.program import EXIT_FAILURE, run
 from tsqp.cli.prompts import require_utf8
+from tsqp.cli.provision import provision
 from tsqp.cli.settings import THREADS, config_option, version_option
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -23,28 +27,38 @@ def command() -> None:
 
 
 @command.command(context_settings=CONTEXT)
-@click.option("--policy", default=DEFAULT_POLICY, metavar="NAME|FILE")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME|FILE",
+    help="Show this one, with its cost per operator; repeatable. Default: tee-only,"
+    " attention-in-tee and shielded, one after another.",
+)
 @click.option("--prompt", default="Once upon a time", metavar="TEXT")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=240)
 @config_option
 @click.pass_context
-def demo(context: click.Context, policy: str, prompt: str, max_new_tokens: int) -> None:
-    """Watch the demo model generate text across two processes, and compare it with transformers.
+def demo(
+    context: click.Context, /, *, policies: tuple[str, ...], prompt: str, max_new_tokens: int
+) -> None:
+    """Watch the same prompt three ways: all in the TEE, offloaded in the clear, and shielded.
 
-    Starts a gpu-service and a tee-runner on loopback, shows the story and what the GPU side
-    receives, then the cost per operator. Exit status 1 if the tokens differ from transformers'.
+    Starts gpu-service and tee-runner processes on loopback, and shows the story, what the GPU side
+    received each time, and what it cost. Exit status 1 if tokens differ from transformers', or
+    masked integers from the same integers without a mask.
     """
     require_utf8(prompt, "--prompt")
     try:
-        from tsqp.demo import run_demo
+        from tsqp.demo.acts import run_demo
     except ImportError as error:
         raise SettingsError(
             "tsqp demo",
             got=f"no module {error.name}",
             expected="the extra demo: pip install '.[demo]'",
         ) from None
-    identical = run_demo(policy=policy, prompt=prompt, max_new_tokens=max_new_tokens)
-    context.exit(0 if identical else EXIT_FAILURE)
+    right = run_demo(policies=policies, prompt=prompt, max_new_tokens=max_new_tokens)
+    context.exit(0 if right else EXIT_FAILURE)
 
 
 @command.command("train-demo", context_settings=CONTEXT)
@@ -100,6 +114,10 @@ def completion(shell: str) -> None:
     for name, program in programs.items():
         variable = f"_{name.replace('-', '_').upper()}_COMPLETE"
         click.echo(generator(program, {}, name, variable).source())
+
+
+for _command in (policies, masks, explain, calibrate, provision):
+    command.add_command(_command)
 
 
 def main() -> NoReturn:

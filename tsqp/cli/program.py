@@ -23,7 +23,7 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 DEFAULT_PORT = 5555
 DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
-DEFAULT_POLICY = "attention-in-tee"
+DEFAULT_POLICY = "shielded"
 
 
 class _EndedBySignal(SystemExit):

@@ -22,6 +22,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
+PATH = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
 _NO_SETTINGS = ("config", "help", "version")

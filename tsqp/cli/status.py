@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tee_side.runner import Generation, RpcTotals
+    from tee_side.runner import Generation, PadTotals, RpcTotals
 
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
 _INTERVAL_S = 0.1
@@ -45,7 +45,13 @@ class StatusLine:
         if self._enabled:
             self._give_back()
 
-    def update(self, generation: Generation) -> None:
+    def waiting(self, missing: int) -> None:
+        """Say that the run waits for pads to be made."""
+        if self._enabled:
+            self._draw(f"{self._policy}: out of pads, making more ({missing} missing)")
+            self._drawn = 0.0
+
+    def update(self, generation: Generation, pads: PadTotals | None = None) -> None:
         """Redraw after a token, ten times a second at most."""
         now = time.perf_counter()
         if not self._enabled or now - self._drawn < _INTERVAL_S:
@@ -53,7 +59,7 @@ class StatusLine:
         self._drawn = now
         rate = generation.token_count / (now - self._started)
         tokens = f"tokens {generation.token_count}, {rate:.1f} a second"
-        self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}")
+        self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}{pads_left(pads)}")
 
     def _give_back(self) -> None:
         self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
@@ -79,6 +85,15 @@ def traffic(rpc: RpcTotals) -> str:
         return ""
     sent, received = bytes_for_people(rpc.bytes_sent), bytes_for_people(rpc.bytes_received)
     return f", {rpc.count} RPCs, {sent} up, {received} down"
+
+
+def pads_left(pads: PadTotals | None) -> str:
+    """Render how the pads stand; nothing for policies that need none."""
+    if pads is None:
+        return ""
+    out = [f"waited {pads.waited} times for more"] if pads.waited else []
+    out += [f"{pads.in_tee} steps in the TEE for lack of them"] if pads.in_tee else []
+    return f", {pads.available} pads left{' (' + ', '.join(out) + ')' if out else ''}"
 
 
 def bytes_for_people(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
@@ -9,17 +10,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.pads import BANK_FILES, pads
 from tsqp.cli.program import DEFAULT_ENDPOINT, DEFAULT_POLICY, model_directory, run
 from tsqp.cli.prompts import chosen_prompt, read_turn, require_utf8
 from tsqp.cli.settings import (
     DTYPES,
+    PATH,
     THREADS,
     FiniteFloatRange,
     StopText,
     config_option,
     version_option,
 )
-from tsqp.cli.status import StatusLine, traffic
+from tsqp.cli.status import StatusLine, pads_left, traffic
 
 if TYPE_CHECKING:
     import torch
@@ -37,23 +40,49 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 def _complete_policy(
     _context: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    from tee_side.policy import builtin_policies
+    from tee_side.policy import policy_names
 
-    return [name for name in builtin_policies() if name.startswith(incomplete)]
+    return [name for name in policy_names() if name.startswith(incomplete)]
 
 
 def shared_options(command: C) -> C:
     """Add the settings that generate and chat have in common."""
     options = [
         click.option(
-            "--gpu", default=DEFAULT_ENDPOINT, metavar="ENDPOINT", help="Where gpu-service is."
+            "--gpu",
+            multiple=True,
+            default=(DEFAULT_ENDPOINT,),
+            metavar="ENDPOINT",
+            help="Where gpu-service is; twice for a policy that needs two services.",
         ),
         click.option(
             "--policy",
             default=DEFAULT_POLICY,
             metavar="NAME|FILE",
             shell_complete=_complete_policy,
-            help="What leaves the TEE: tee-only, attention-in-tee, tsqp, or a TOML file.",
+            help="What leaves the TEE, and masked how; tsqp policies lists them.",
+        ),
+        click.option(
+            "--calibration",
+            type=PATH,
+            metavar="FILE",
+            help="Activation scales for int8 policies; default: calibration.safetensors in MODEL.",
+        ),
+        click.option(
+            "--key", type=PATH, metavar="FILE", help="Key of a feature mask, of tsqp provision."
+        ),
+        click.option(
+            "--bank",
+            type=PATH,
+            metavar="FILE",
+            help="Pads made ahead by tee-runner pads make; default: made in memory, on the way.",
+        ),
+        *BANK_FILES,
+        click.option(
+            "--when-out",
+            type=click.Choice(["wait", "tee", "fail"]),
+            default="wait",
+            help="With no pads left: make more, compute in the TEE, or give up.",
         ),
         click.option("--max-new-tokens", type=click.IntRange(min=1), default=256),
         click.option(
@@ -211,7 +240,7 @@ def chat(
     tokenizer = _load_tokenizer(model)
     try:
         with _open_runner(model, policy, settings, None, tokenizer) as runner:
-            while (line := read_turn()) is not None:
+            while (line := _next_turn(runner)) is not None:
                 if not line.strip():
                     continue
                 user = {"role": "user", "content": line}
@@ -229,6 +258,12 @@ def chat(
             click.echo(
                 json.dumps({"messages": messages, "turns": [turn.model_dump() for turn in turns]})
             )
+
+
+def _next_turn(runner: Runner) -> str | None:
+    """Read a turn; while the person thinks, pads are made."""
+    with runner.idle():
+        return read_turn()
 
 
 def _load_tokenizer(model: str) -> Tokenizer:
@@ -249,13 +284,23 @@ def _open_runner(
     table: OperatorTable | None,
     tokenizer: Tokenizer | None,
 ) -> Runner:
+    from tee_side.assembly import MaskSettings
     from tee_side.runner import Runner, RunnerSettings
 
+    masks = MaskSettings(
+        calibration=settings["calibration"],
+        key=settings["key"],
+        bank=settings["bank"],
+        bank_key=settings["bank_key"],
+        bank_index=settings["bank_index"],
+        when_out=settings["when_out"],
+    )
     runner = Runner(
         RunnerSettings(
             model=model_directory(model),
             policy=policy,
             gpu=settings["gpu"],
+            masks=masks,
             dtype=settings["dtype"],
             threads=settings["threads"],
             step_tokens=settings["step_tokens"],
@@ -266,6 +311,10 @@ def _open_runner(
         table,
         tokenizer,
     )
+    # What was made by now lives as long as the process; to look through it again and again for
+    # garbage costs a tenth of the time of a decoded token.
+    gc.collect()
+    gc.freeze()
     if disclosure := policy.disclosure():
         click.echo(disclosure, err=True)
     return runner
@@ -299,12 +348,13 @@ def _stream(
     keep_logits: list[torch.Tensor] | None,
 ) -> GenerationResult:
     with StatusLine(runner.policy.name, enabled=show) as status:
+        runner.on_wait = status.waiting
         for sampled, text in generation.steps():
             if show and text:
                 click.echo(text, nl=False)
             if keep_logits is not None:
                 keep_logits.append(sampled.logits_V)
-            status.update(generation)
+            status.update(generation, runner.pads)
     result = generation.result()
     if show:
         if result.text is None:
@@ -320,7 +370,7 @@ def _summarise(result: GenerationResult) -> None:
     click.echo(
         f"{result.policy}: {usage.prompt_tokens} + {usage.completion_tokens} tokens"
         f" ({result.finish_reason}), first after {timing.ttft_s * 1e3:.0f} ms{per_token}"
-        f"{traffic(result.rpc)}",
+        f"{traffic(result.rpc)}{pads_left(result.pads)}",
         err=True,
     )
 
@@ -357,6 +407,9 @@ def _write(file: BinaryIO, content: bytes) -> None:
         file.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, file.name) from None
+
+
+command.add_command(pads)
 
 
 def main() -> NoReturn:

@@ -1,0 +1,176 @@
+"""Every built-in policy: tee-runner's command line against real gpu-service processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tee_side.policy import builtin_policies, load_policy
+from tests.e2e.in_process import call
+from tests.support import Service, running_service
+
+PROMPT, TOKENS = "Once upon a time", 24
+INT8 = [name for name in builtin_policies() if load_policy(name).arithmetic == "int8"]
+FLOAT = [name for name in builtin_policies() if name not in INT8]
+
+
+@pytest.fixture(scope="module")
+def second_service() -> Iterator[Service]:
+    """A service that must not know of the first."""
+    with running_service("demo", "tcp://127.0.0.1:*", "--threads", "1") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Services that hold transformed weights: their endpoints and keys, as options, by policy."""
+    folder = tmp_path_factory.mktemp("provisioned")
+    options = {}
+    for policy in ("stip", "cloak"):
+        mask = load_policy(policy).masks[0].name
+        server, key = folder / policy, folder / f"{policy}.key"
+        made = call(
+            "tsqp",
+            *("provision", "demo", "--mask", mask, "--server-dir", str(server), "--key", str(key)),
+        )
+        assert made.returncode == 0, made.stderr
+        options[policy] = (server, key)
+    with (
+        running_service(options["stip"][0], "tcp://127.0.0.1:*", "--threads", "1") as stip,
+        running_service(options["cloak"][0], "tcp://127.0.0.1:*", "--threads", "1") as cloak,
+    ):
+        yield {
+            name: ("--gpu", service.endpoint, "--key", str(options[name][1]))
+            for name, service in (("stip", stip), ("cloak", cloak))
+        }
+
+
+@pytest.fixture(scope="module")
+def generate(
+    demo_service: Service, second_service: Service, provisioned: dict[str, tuple[str, ...]]
+) -> Any:
+    """Return a function that runs `tee-runner generate`, once a policy and its options."""
+    both = ("--gpu", demo_service.endpoint, "--gpu", second_service.endpoint)
+    found: dict[tuple[str, ...], tuple[dict[str, Any], torch.Tensor, str]] = {}
+
+    def run(policy: str, folder: Path, *options: str) -> tuple[dict[str, Any], torch.Tensor, str]:
+        if (policy, *options) not in found:
+            logits = folder / "logits"
+            result = call(
+                "tee-runner",
+                *("generate", "demo", "--policy", policy, *provisioned.get(policy, both)),
+                *("--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--dtype", "float32"),
+                *("--json", "--save-logits", str(logits), *options),
+            )
+            assert result.returncode == 0, result.stderr
+            answer = json.loads(result.stdout)
+            found[policy, *options] = answer, load_file(logits)["logits"], result.stderr
+        return found[policy, *options]
+
+    return run
+
+
+@pytest.mark.parametrize("policy", FLOAT)
+def test_float_policies_give_the_tokens_of_transformers(
+    policy: str, generate: Any, reference: Any, tmp_path: Path
+) -> None:
+    answer, logits, _ = generate(policy, tmp_path)
+    ids = torch.tensor([answer["prompt_token_ids"]])
+    output = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert answer["token_ids"] == output.sequences[0, ids.shape[1] :].tolist()
+    assert (logits - torch.cat(output.logits)).abs().max().item() < 2e-4
+    assert answer["policy"] == policy
+
+
+@pytest.mark.parametrize("policy", INT8)
+def test_integer_policies_give_the_same_bits(policy: str, generate: Any, tmp_path: Path) -> None:
+    answer, logits, _ = generate(policy, tmp_path)
+    clear, clear_logits, _ = generate("quantized-clear", tmp_path)
+    assert answer["token_ids"] == clear["token_ids"]
+    assert torch.equal(logits, clear_logits)
+
+
+@pytest.mark.parametrize("policy", builtin_policies())
+def test_every_policy_says_first_what_the_gpu_sees(
+    policy: str, generate: Any, tmp_path: Path
+) -> None:
+    _, _, stderr = generate(policy, tmp_path)
+    disclosure = load_policy(policy).disclosure()
+    assert stderr.splitlines() == ([disclosure] if disclosure else [])
+
+
+def test_without_pads_the_tee_computes_the_same_bits(generate: Any, tmp_path: Path) -> None:
+    bank = tmp_path / "bank"
+    made = call("tee-runner", "pads", "make", "demo", "--tokens", "7", "--bank", str(bank))
+    assert made.returncode == 0, made.stderr
+    with_tee = ("--bank", str(bank), "--when-out", "tee")
+    answer, logits, _ = generate("shielded", tmp_path, *with_tee)
+    _, clear_logits, _ = generate("quantized-clear", tmp_path)
+    assert torch.equal(logits, clear_logits)
+    # The first token comes from prefill; seven of the rest had pads.
+    assert answer["pads"] == {"available": 0, "waited": 0, "in_tee": TOKENS - 1 - 7}
+    assert answer["rpc"]["count"] == 7 * 4 * 5
+
+
+def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
+    demo_service: Service, tmp_path: Path
+) -> None:
+    bank = tmp_path / "bank"
+    make = ("tee-runner", "pads", "make", "demo", "--bank", str(bank), "--tokens")
+    status = ("tee-runner", "pads", "status", "--bank", str(bank), "--json")
+    generate = (
+        "tee-runner",
+        *("generate", "demo", "--gpu", demo_service.endpoint, "--prompt", PROMPT),
+        *("--bank", str(bank), "--max-new-tokens"),
+    )
+    made = call(*make, "40", "--capacity", "48")
+    assert made.returncode == 0
+    assert "40 tokens in" in made.stderr
+    assert "a second" in made.stderr
+    before = json.loads(call(*status).stdout)
+    assert (before["capacity"], before["available"], before["next_index"]) == (48, 40, 0)
+
+    assert call(*generate, "21").returncode == 0
+    after = json.loads(call(*status).stdout)
+    # 20 were used; at most a block of 15 beyond them is lost, and nothing comes back.
+    assert 20 <= after["next_index"] <= 35
+    assert after["available"] == 40 - after["next_index"]
+
+    refused = call(*generate, "60", "--when-out", "fail")
+    assert refused.returncode == 2
+    assert "pads: got 0 left, expected 1" in refused.stderr
+
+    waited = call(*generate, "60", "--when-out", "wait")
+    assert waited.returncode == 0, waited.stderr
+    assert "times for more)" in waited.stderr.splitlines()[-1]
+
+
+def test_a_bank_that_was_touched_is_refused(demo_service: Service, tmp_path: Path) -> None:
+    bank = tmp_path / "bank"
+    made = call("tee-runner", "pads", "make", "demo", "--tokens", "8", "--bank", str(bank))
+    assert made.returncode == 0
+    content = bytearray(bank.read_bytes())
+    content[-1] ^= 1
+    content[len(content) // 2] ^= 1
+    bank.write_bytes(content)
+    result = call(
+        "tee-runner",
+        *("generate", "demo", "--gpu", demo_service.endpoint, "--prompt", PROMPT),
+        *("--bank", str(bank), "--max-new-tokens", "9", "--when-out", "fail"),
+    )
+    assert result.returncode == 2
+    assert str(bank) in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,340 @@
+"""How scales are chosen, what is refused, and the command."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError, TsqpError
+from protocol.integer import exact_product, ring_product
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.quantized import load_quantized, quantize_rows
+from tee_side.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
+from tee_side.tokenizer import Tokenizer
+from tee_side.vocabulary import Site
+from tests.support import SavedModel, make_model, token_ids
+from tsqp.calibrate import (
+    MIN_STEPS,
+    STEPS,
+    SiteResult,
+    calibrate,
+    calibrate_on,
+    check_error,
+    choose_scales,
+    default_text,
+    relative_error,
+    sequences,
+    typical_input,
+)
+from tsqp.cli.calibrate import calibrate as command
+from tsqp.cli.program import model_directory
+
+SITE: Site = (3, "down_proj")
+INPUTS, OUTPUTS, ROWS = 1024, 192, 96
+
+
+def random_site(
+    factor: float, channels: int = 4, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs [T, I] with outlier channels `factor` times as large, and weights [O, I]."""
+    generator = torch.Generator().manual_seed(seed)
+    x_TI = torch.randn(ROWS, INPUTS, generator=generator)
+    x_TI[:, :channels] = x_TI[:, :channels].sign() * factor * 0.6745
+    return x_TI, torch.randn(OUTPUTS, INPUTS, generator=generator)
+
+
+def chosen(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> tuple[SiteScales, torch.Tensor]:
+    """Choose scales, and return them with the int8 weights."""
+    integers, scale = quantize_rows(weight_OI)
+    return choose_scales(x_TI, scale, float(integers.double().norm(dim=1).max()), SITE), integers
+
+
+# ---------------------------------------------------------------------------------------- the rule
+
+
+def test_without_outliers_a_typical_input_has_its_steps_and_much_headroom() -> None:
+    x_TI, weight_OI = random_site(factor=1)
+    scales, _ = chosen(x_TI, weight_OI)
+    assert typical_input(x_TI) / scales.input_scale == pytest.approx(STEPS)
+    largest = x_TI.norm(dim=1).max().item() / scales.input_scale
+    assert scales.norm_limit / largest > 100
+
+
+def test_where_the_ring_binds_steps_are_coarser_and_the_headroom_is_kept() -> None:
+    x_TI, weight_OI = random_site(factor=10_000)
+    scales, _ = chosen(x_TI, weight_OI)
+    assert MIN_STEPS <= typical_input(x_TI) / scales.input_scale < STEPS / 2
+    largest = x_TI.double().norm(dim=1).max().item() / scales.input_scale
+    assert scales.norm_limit / largest == pytest.approx(HEADROOM, rel=1e-6)
+    assert scales.norm_limit / largest >= HEADROOM * (1 - 1e-6)
+    Calibration({SITE: scales}, "", "", 1, {SITE: largest * scales.input_scale}).check_ring()
+
+
+@pytest.mark.parametrize("factor", [1, 30, 1_000, 10_000, 100_000, 1_000_000])
+def test_outlier_channels_are_computed_accurately_or_refused(factor: float) -> None:
+    x_TI, weight_OI = random_site(factor)
+    if factor >= 100_000:
+        with pytest.raises(CalibrationError, match="ring too small"):
+            chosen(x_TI, weight_OI)
+        return
+    scales, integers = chosen(x_TI, weight_OI)
+    x_int = scales.encode(x_TI)
+    exact = x_int.long() @ integers.long().t()
+    assert exact.abs().max() <= MAX_SUM
+    assert torch.equal(ring_product(x_int, integers).long(), exact)
+    # The other channels are not rounded away beside the outliers: with weights that are the
+    # integers themselves, all the error is the inputs', and the small channels' part stays right.
+    small = x_int.clone()
+    small[:, :4] = 0
+    weights = integers.float() * scales.weight_scale[:, None]
+    found = scales.decode(exact_product(small, integers), torch.float32)
+    expected = x_TI[:, 4:] @ weights[:, 4:].t()
+    assert relative_error(found, expected) < 0.06
+
+
+def test_a_refusal_names_the_site_and_both_magnitudes() -> None:
+    x_TI, weight_OI = random_site(factor=1_000_000)
+    with pytest.raises(CalibrationError) as raised:
+        chosen(x_TI, weight_OI)
+    message = str(raised.value)
+    assert "down_proj in layer 3: ring too small" in message
+    assert f"{typical_input(x_TI):.4g} beside {x_TI.norm(dim=1).max().item():.4g}" in message
+    assert f"expected at least {MIN_STEPS} steps" in message
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_inputs_without_a_size_are_refused(value: float) -> None:
+    with pytest.raises(CalibrationError, match="down_proj in layer 3: largest norm"):
+        chosen(torch.full((4, 16), value), torch.ones(3, 16))
+
+
+def test_typical_is_neither_moved_by_outliers_nor_by_zeros() -> None:
+    x_TI = torch.full((9, 100), 0.001)
+    x_TI[:, :15] = 2.0  # what matters
+    x_TI[:, 0] = 5_000.0
+    x_TI[4] = 1e6  # one odd row
+    assert typical_input(x_TI) == 2.0
+
+
+def test_an_error_beyond_the_bound_is_refused() -> None:
+    check_error(0.05, SITE)
+    for error in (0.2, float("nan")):
+        with pytest.raises(CalibrationError, match="down_proj in layer 3: error of the integer"):
+            check_error(error, SITE)
+    one, two = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 4.5]])
+    assert relative_error(two, one) == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------------------------------- whole models
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_every_site_sees_what_transformers_multiplies(
+    saved_model: Callable[..., SavedModel], kind: str
+) -> None:
+    model = saved_model(kind)
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    chunks = [token_ids(60, seed=1), token_ids(9, seed=2)]
+    results: list[SiteResult] = []
+    calibration = calibrate_on(config, checkpoint, chunks, results.append)
+
+    expected: dict[Site, float] = {}
+
+    def watch(site: Site) -> Callable[..., None]:
+        def hook(_module: object, arguments: tuple[torch.Tensor, ...]) -> None:
+            largest = arguments[0].norm(dim=-1).max().item()
+            expected[site] = max(expected.get(site, 0.0), largest)
+
+        return hook
+
+    hooks = []
+    for layer, block in enumerate(model.reference.model.layers):
+        modules = {"qkv_proj": block.self_attn.k_proj, "o_proj": block.self_attn.o_proj}
+        modules |= {"gate_up_proj": block.mlp.up_proj, "down_proj": block.mlp.down_proj}
+        hooks += [
+            modules[operator].register_forward_pre_hook(watch((layer, operator)))
+            for operator in FUSED_MODULES
+        ]
+    for ids in chunks:
+        model.logits(ids)
+    for hook in hooks:
+        hook.remove()
+
+    assert calibration.max_norms.keys() == expected.keys()
+    for site, largest in expected.items():
+        assert calibration.max_norms[site] == pytest.approx(largest, rel=1e-4)
+        weights = load_quantized(checkpoint, config, *site)
+        calibration.check_weights(site, weights.scale, weights.max_row_norm())
+    assert calibration.tokens == 69
+    assert calibration.model_digest == model_digest(config, checkpoint)
+    assert calibration.linear_digest == linear_digest(config, checkpoint)
+    assert [result.done for result in results] == list(range(1, 13))
+    assert {result.total for result in results} == {12}
+    for result in results:
+        assert result.headroom == pytest.approx(calibration.headroom(result.site))
+        # Weights of a normal distribution in 48 and 96 inputs: half a percent, and not nothing.
+        assert 0.001 < result.error < 0.02
+
+
+def with_outliers(directory: Path, factor: float, *, in_weights: bool) -> Path:
+    """Save a model whose input_layernorm has some channels `factor` times as large.
+
+    `in_weights`: the next weights are as much smaller, so that float results do not change.
+    """
+    make_model(directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("input_layernorm.weight"):
+            tensor[5:13] *= factor
+        if in_weights and any(f"{module}.weight" in name for module in FUSED_MODULES["qkv_proj"]):
+            tensor[:, 5:13] /= factor
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
+def test_a_model_with_outliers_in_its_activations_computes_the_same_integers(
+    tmp_path: Path,
+) -> None:
+    directory = with_outliers(tmp_path, 1_000, in_weights=False)
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    calibration = calibrate_on(config, checkpoint, [token_ids(200, seed=3)])
+    site: Site = (1, "qkv_proj")
+    weights, scales = load_quantized(checkpoint, config, *site), calibration.sites[site]
+    largest = calibration.max_norms[site]
+    # Rows as large as headroom and margin allow, all their size in an outlier channel.
+    x_TI = torch.zeros(2, config.hidden_size)
+    x_TI[:, 5] = torch.tensor([1.0, -1.0]) * largest * HEADROOM * 0.99
+    x_int = scales.encode(x_TI)
+    exact = x_int.long() @ weights.weight.long().t()
+    assert torch.equal(weights.product(x_int).long(), exact)
+    found = scales.decode(weights.product(x_int), torch.float32)
+    expected = x_TI @ (weights.weight.float() * weights.scale[:, None]).t()
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * largest)
+
+
+def test_a_model_whose_weights_hide_outliers_is_refused(tmp_path: Path) -> None:
+    directory = with_outliers(tmp_path, 1_000, in_weights=True)
+    with pytest.raises(CalibrationError, match="qkv_proj in layer 0: error of the integer product"):
+        calibrate_on(read_config(directory), Checkpoint(directory), [token_ids(100)])
+
+
+# -------------------------------------------------------------------------------- text and command
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(2048, 512), (700, 512), (700, 4096), (90, 128)])
+def test_sequences_start_as_the_models_own_do(tokens: int, context: int) -> None:
+    tokenizer = Tokenizer(model_directory("demo"))
+    (bos,) = tokenizer.encode("")
+    chat, *rest = sequences(tokenizer, default_text(), tokens, context)
+    assert sum(map(len, [chat, *rest])) == tokens
+    assert all(len(ids) <= min(512, context) for ids in [chat, *rest])
+    opening = " ".join(default_text().split()[:60])
+    full = tokenizer.apply_chat_template([{"role": "user", "content": opening}])
+    assert chat == full[: min(context, tokens)]
+    assert all(ids[0] == bos for ids in rest)
+    text = [token_id for ids in rest for token_id in ids[1:]]
+    assert text == tokenizer.encode(default_text(), add_special_tokens=False)[: len(text)]
+
+
+def test_a_short_text_is_run_once_and_an_empty_one_not_at_all() -> None:
+    tokenizer = Tokenizer(model_directory("demo"))
+    [_, text] = sequences(tokenizer, "Tom saw a kite.", 2048, 512)
+    assert tokenizer.decode(text) == "Tom saw a kite."
+    with pytest.raises(PromptError, match="calibration text: got no tokens"):
+        sequences(tokenizer, "", 2048, 512)
+
+
+def test_a_tokenizer_without_a_chat_template_does_without(tmp_path: Path) -> None:
+    shutil.copy(model_directory("demo") / "tokenizer.json", tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    [only] = sequences(tokenizer, "Tom saw a kite.", 2048, 512)
+    assert only == tokenizer.encode("Tom saw a kite.")
+
+
+def test_the_shipped_file_is_what_the_command_makes() -> None:
+    demo = model_directory("demo")
+    config, checkpoint = read_config(demo), Checkpoint(demo)
+    path = demo / "calibration.safetensors"
+    assert path.stat().st_size < 100_000
+    shipped = Calibration.load(
+        path, config, model_digest(config, checkpoint), linear_digest(config, checkpoint)
+    )
+    fresh = calibrate(demo)
+    assert shipped.tokens == fresh.tokens == 2048
+    for site, scales in fresh.sites.items():
+        # Another processor adds up in another order.
+        assert shipped.sites[site].input_scale == pytest.approx(scales.input_scale, rel=1e-3)
+        assert shipped.sites[site].norm_limit == scales.norm_limit
+        assert torch.equal(shipped.sites[site].weight_scale, scales.weight_scale)
+
+
+def invoke(*arguments: str | Path) -> str:
+    """Run the command; return what it printed, or raise what it raised."""
+    result = CliRunner().invoke(command, [str(a) for a in arguments], standalone_mode=False)
+    if isinstance(result.exception, TsqpError | click.ClickException):
+        raise result.exception
+    assert result.exception is None, result.exception
+    return result.stdout
+
+
+def test_the_command_writes_a_file_and_says_where_room_is_least(tmp_path: Path) -> None:
+    text, output = tmp_path / "text", tmp_path / "scales"
+    text.write_text("Once there was a girl who had a kite. " * 9, encoding="utf-8")
+    printed = invoke("demo", "--text", text, "--tokens", "64", "--output", output)
+    demo = model_directory("demo")
+    config, checkpoint = read_config(demo), Checkpoint(demo)
+    made = Calibration.load(output, config, model_digest(config, checkpoint))
+    assert made.tokens == 64
+    site = min(made.sites, key=made.headroom)
+    first, second, third = printed.splitlines()
+    assert first == f"{output}: 20 sites, 64 tokens"
+    assert f"headroom: {made.headroom(site):.1f} times" in second
+    assert f"at {site[1]} in layer {site[0]}" in second
+    assert math.isfinite(float(third.split("product: ")[1].split("%")[0]))
+
+
+def test_the_file_goes_beside_the_model_by_default(tmp_path: Path) -> None:
+    demo = model_directory("demo")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(demo / name)
+    invoke(tmp_path, "--tokens", "64")
+    assert (tmp_path / "calibration.safetensors").is_file()
+
+
+def test_a_file_is_overwritten_only_by_force(tmp_path: Path) -> None:
+    output = tmp_path / "scales"
+    output.write_bytes(b"precious")
+    with pytest.raises(SettingsError, match="got a file that exists, expected none, or --force"):
+        invoke("demo", "--tokens", "64", "--output", output)
+    assert output.read_bytes() == b"precious"
+    invoke("demo", "--tokens", "64", "--output", output, "--force")
+    assert output.read_bytes() != b"precious"
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    latin = tmp_path / "latin"
+    latin.write_bytes(b"caf\xe9")
+    output = ("--output", tmp_path / "scales")
+    with pytest.raises(PromptError, match="got a byte that is not UTF-8 at offset 3"):
+        invoke("demo", "--text", latin, *output)
+    with pytest.raises(PromptError, match="got No such file"):
+        invoke("demo", "--text", tmp_path / "missing", *output)
+    with pytest.raises(SettingsError, match="got no such directory"):
+        invoke("demo", "--output", tmp_path / "missing" / "scales")
+    with pytest.raises(click.BadParameter, match="1 is not in the range"):
+        invoke("demo", "--tokens", "1", *output)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        invoke(tmp_path, *output)
+    assert not (tmp_path / "scales").exists()

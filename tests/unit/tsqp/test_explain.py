@@ -1,0 +1,393 @@
+"""`tsqp explain`: equal to the traffic of real runs, and complete for every policy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from click.testing import CliRunner, Result
+
+from protocol.errors import PolicyError, SettingsError
+from protocol.messages import Timing
+from protocol.model.config import read_config
+from tee_side.assembly import MaskSettings
+from tee_side.masks.feature_rotation import FeatureRotation
+from tee_side.masks.row_rotation import RowRotation
+from tee_side.observer import OperatorTable
+from tee_side.pads.bank import BankFile
+from tee_side.pads.layout import PadLayout
+from tee_side.policy import LayerRange, Placement, Policy, builtin_policies, load_policy
+from tee_side.provisioning import provision
+from tee_side.vocabulary import OPERATORS, PHASES, Phase
+from tests.support import SavedModel, Tee, assemble, token_ids
+from tsqp.cli.main import command
+from tsqp.cli.program import model_directory
+from tsqp.explain import Cost, Explanation, Headers, explain
+
+Models = Callable[..., SavedModel]
+
+DEMO = model_directory("demo")
+PROMPT = 21
+# What `LoopbackChannel` puts into headers.
+LOOPBACK_TIMING = Timing(queue_us=1, compute_us=2)
+
+
+def _explain(directory: Path, policy: Policy | str, **settings: Any) -> Explanation:
+    chosen = load_policy(policy) if isinstance(policy, str) else policy
+    given: dict[str, Any] = {"context": 30, "prompt_tokens": 20, "step_tokens": 512, **settings}
+    return explain(directory, chosen, **given)
+
+
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that has no weights, no tokenizer and no calibration."""
+    directory = tmp_path_factory.mktemp("config")
+    shutil.copy(DEMO / "config.json", directory)
+    return directory
+
+
+def _mask_settings(policy: Policy, folder: Path) -> MaskSettings:
+    feature = policy.feature_mask
+    if feature is None:
+        return MaskSettings()
+    key = folder / "key"
+    provision(DEMO, feature, folder / "server", key)
+    return MaskSettings(key=key)
+
+
+def _step(tee: Tee, engine: Any, table: OperatorTable) -> tuple[Cost, dict[str, Cost], Headers]:
+    """Run one step; return its traffic, that of each operator, and what its headers held."""
+    before = {name: _cost_of(table, name) for name in OPERATORS}
+    asked = [len(channel.requests) for channel in tee.channels]
+    engine.step()
+    by_operator = {name: _minus(_cost_of(table, name), before[name]) for name in OPERATORS}
+    headers = Headers(first_request_id=asked[0] + 1 if asked else 1, timing=LOOPBACK_TIMING)
+    return sum(by_operator.values(), start=Cost()), by_operator, headers
+
+
+def _cost_of(table: OperatorTable, name: Any) -> Cost:
+    totals = table.totals[name]
+    return Cost(
+        rpcs=totals.round_trips,
+        bytes_sent=totals.bytes_sent,
+        bytes_received=totals.bytes_received,
+    )
+
+
+def _minus(one: Cost, other: Cost) -> Cost:
+    return Cost(
+        rpcs=one.rpcs - other.rpcs,
+        bytes_sent=one.bytes_sent - other.bytes_sent,
+        bytes_received=one.bytes_received - other.bytes_received,
+    )
+
+
+def _by_operator(found: Explanation, phase: Phase) -> dict[str, Cost]:
+    costs = dict.fromkeys(OPERATORS, Cost())
+    for row in found.operators:
+        measured = row.prefill if phase == "prefill" else row.decode
+        costs[row.operator] += measured.cost if measured else Cost()
+    return dict(costs)
+
+
+def _assert_like_a_run(tee: Tee, table: OperatorTable, directory: Path, policy: Policy) -> None:
+    engine = tee.engine()
+    engine.add(token_ids(PROMPT), max_new_tokens=2, eos_token_ids=frozenset())
+    phases: tuple[Phase, Phase] = ("prefill", "decode")
+    for phase in phases:
+        total, by_operator, headers = _step(tee, engine, table)
+        found = _explain(
+            directory, policy, context=PROMPT + 1, prompt_tokens=PROMPT, headers=headers
+        )
+        assert getattr(found, phase) == total
+        assert _by_operator(found, phase) == by_operator
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_rpcs_and_bytes_are_those_of_a_run(name: str, tmp_path: Path, config_only: Path) -> None:
+    policy, table = load_policy(name), OperatorTable()
+    tee = assemble(DEMO, policy, observer=table, masks=_mask_settings(policy, tmp_path))
+    _assert_like_a_run(tee, table, config_only, policy)
+    if policy.needs_service:
+        assert all(channel.traffic.round_trips > 0 for channel in tee.channels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bytes_follow_the_dtype(dtype: str, saved_model: Models) -> None:
+    directory, table = saved_model("llama").directory, OperatorTable()
+    tee = assemble(directory, "tsqp", dtype, observer=table)
+    engine = tee.engine()
+    engine.add(token_ids(PROMPT), max_new_tokens=1, eos_token_ids=frozenset())
+    total, _, headers = _step(tee, engine, table)
+    found = _explain(directory, "tsqp", prompt_tokens=PROMPT, headers=headers, dtype=dtype)
+    assert found.prefill == total
+    assert found.dtype == dtype
+
+
+def test_a_model_with_biases_and_more_layers_than_one_byte_counts(saved_model: Models) -> None:
+    """Layer numbers from 128 on take another byte in the header."""
+    model = saved_model("qwen2", num_hidden_layers=130, hidden_size=24, intermediate_size=8)
+    policy, table = load_policy("attention-in-tee"), OperatorTable()
+    tee = assemble(model.directory, policy, observer=table)
+    _assert_like_a_run(tee, table, model.directory, policy)
+
+
+def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
+    directory, table = saved_model("llama").directory, OperatorTable()
+    tee = assemble(directory, "tsqp", observer=table)
+    engine = tee.engine(step_tokens=8)
+    engine.add(token_ids(PROMPT), max_new_tokens=1, eos_token_ids=frozenset())
+    while engine.running:
+        engine.step()
+    assert tee.channel is not None
+    found = _explain(
+        directory,
+        "tsqp",
+        prompt_tokens=PROMPT,
+        step_tokens=8,
+        headers=Headers(first_request_id=1, timing=LOOPBACK_TIMING),
+    )
+    traffic = tee.channel.traffic
+    assert found.prefill == Cost(
+        rpcs=traffic.round_trips,
+        bytes_sent=traffic.bytes_sent,
+        bytes_received=traffic.bytes_received,
+    )
+    # Three steps, of which only the last asks for logits.
+    assert found.prefill.rpcs == 3 * (9 * 3 + 1) + 1
+
+
+def test_ids_of_the_default_take_as_many_bytes_as_those_of_a_long_run() -> None:
+    usual = _explain(DEMO, "tsqp").decode
+    for first in (256, 65_000):
+        headers = Headers(first_request_id=first)
+        assert _explain(DEMO, "tsqp", headers=headers).decode == usual
+    assert _explain(DEMO, "tsqp", headers=Headers(first_request_id=1)).decode != usual
+
+
+# ----------------------------------------------------------------------------- completeness
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_every_operator_layer_and_phase_is_in_exactly_one_row(name: str, config_only: Path) -> None:
+    policy = load_policy(name)
+    layers = read_config(config_only).num_hidden_layers
+    found = _explain(config_only, policy)
+    for operator in OPERATORS:
+        rows = [row for row in found.operators if row.operator == operator]
+        for layer in range(1 if rows[0].layers is None else layers):
+            for phase in PHASES:
+                (row,) = [
+                    row for row in rows if row.phase in (None, phase) and _covers(row.layers, layer)
+                ]
+                placement = policy.at(operator, layer, phase)
+                assert row.place == placement.place
+                assert (row.mask or "").startswith(placement.mask.name if placement.mask else "")
+                leaves = placement.place == "gpu"
+                assert (row.sees is not None) == leaves
+                assert (getattr(row, phase) is not None) == leaves
+    assert {use.name for use in found.masks} == {mask.name for mask in policy.masks}
+    assert all(use.known_break and use.hides for use in found.masks)
+    assert found.disclosure == policy.disclosure()
+    for phase in PHASES:
+        assert sum(_by_operator(found, phase).values(), start=Cost()) == getattr(found, phase)
+
+
+def _covers(layers: str | None, layer: int) -> bool:
+    if layers is None:
+        return True
+    first, _, last = layers.partition("-")
+    return int(first) <= layer <= int(last or first)
+
+
+def _policy(**placements: tuple[Placement, ...]) -> Policy:
+    stays = (Placement(place="tee"),)
+    operators: Any = {op: placements.get(op, stays) for op in OPERATORS}
+    return Policy(name="mine", summary="a test", operators=operators)
+
+
+def test_rows_differ_where_layers_and_phases_do(config_only: Path) -> None:
+    policy = _policy(
+        qkv_proj=(
+            Placement(place="tee", phase="prefill"),
+            Placement(place="tee", phase="decode", layers=LayerRange(0, 1)),
+            Placement(place="gpu", phase="decode", layers=LayerRange(2, None)),
+        ),
+        # Two placements that mean the same are one row.
+        o_proj=(
+            Placement(place="gpu", layers=LayerRange(0, 1)),
+            Placement(place="gpu", layers=LayerRange(2, None)),
+        ),
+    )
+    found = _explain(config_only, policy)
+    rows = [
+        (row.layers, row.phase, row.place)
+        for row in found.operators
+        if row.operator in ("qkv_proj", "o_proj")
+    ]
+    assert rows == [
+        ("0-1", None, "tee"),
+        ("2-4", "prefill", "tee"),
+        ("2-4", "decode", "gpu"),
+        ("0-4", None, "gpu"),
+    ]
+    assert found.decode.rpcs == 3 + 5
+    assert found.prefill.rpcs == 5
+
+
+def test_shapes_are_those_that_cross_dummy_rows_included(config_only: Path) -> None:
+    mask = RowRotation(shield_rows=3)
+    policy = _policy(gate_up_proj=(Placement(place="gpu", mask=mask),))
+    found = _explain(config_only, policy, prompt_tokens=20)
+    (row,) = [row for row in found.operators if row.mask]
+    assert row.mask == "row-rotation(shield_rows=3)"
+    assert row.sees == "hidden states under row-rotation"
+    assert row.decode is not None
+    assert row.prefill is not None
+    (decode,), (prefill,) = row.decode.messages, row.prefill.messages
+    assert (decode.sent, decode.received) == (("float32 [4, 192]",), "float32 [4, 1024]")
+    assert prefill.sent == ("float32 [23, 192]",)
+    assert decode.modules == ("gate_proj", "up_proj")
+
+
+def test_masks_of_one_name_are_told_apart_by_their_options(config_only: Path) -> None:
+    policy = _policy(
+        o_proj=(Placement(place="gpu", mask=RowRotation(shield_rows=1)),),
+        down_proj=(Placement(place="gpu", mask=RowRotation(shield_rows=2)),),
+    )
+    seen = [row.sees for row in _explain(config_only, policy).operators if row.sees]
+    assert seen == [
+        "attention outputs under row-rotation(shield_rows=1)",
+        "MLP activations under row-rotation(shield_rows=2)",
+    ]
+
+
+def test_two_services_get_a_message_each(config_only: Path) -> None:
+    found = _explain(config_only, "two-server")
+    (row,) = [row for row in found.operators if row.operator == "o_proj"]
+    assert row.decode is not None
+    assert [message.service for message in row.decode.messages] == [1, 2]
+    assert {message.sent for message in row.decode.messages} == {("int32 [1, 192]",)}
+
+
+def test_noise_comes_with_its_guarantee(config_only: Path) -> None:
+    mask = FeatureRotation(sigma=8.0)
+    policy = _policy(qkv_proj=(Placement(place="gpu", mask=mask),))
+    (use,) = _explain(config_only, policy).masks
+    assert use.noise == mask.statement(192)
+    assert _explain(config_only, "cloak").masks[0].noise is None
+
+
+# ------------------------------------------------------------------------------------ needs
+
+
+@pytest.mark.parametrize(
+    ("name", "services", "calibration", "key", "padded"),
+    [
+        ("tee-only", 0, False, None, None),
+        ("tsqp", 1, False, None, None),
+        ("stip", 1, False, "feature-permutation", None),
+        ("cloak", 1, False, "feature-rotation", None),
+        ("quantized-clear", 1, True, None, None),
+        ("float-noise", 1, False, None, ("prefill", "decode")),
+        ("shielded", 1, True, None, ("decode",)),
+        ("shielded-prefill", 1, True, None, ("prefill", "decode")),
+        ("two-server", 2, True, None, None),
+    ],
+)
+def test_needs(
+    name: str,
+    services: int,
+    calibration: bool,
+    key: str | None,
+    padded: tuple[Phase, ...] | None,
+    config_only: Path,
+) -> None:
+    needs = _explain(config_only, name).needs
+    assert (needs.services, needs.calibration, needs.key) == (services, calibration, key)
+    assert [pads.phases for pads in needs.pads] == ([padded] if padded else [])
+
+
+def test_a_pad_in_a_bank_takes_what_explain_says(tmp_path: Path) -> None:
+    (pads,) = _explain(DEMO, "shielded").needs.pads
+    layout = PadLayout.of(read_config(DEMO))
+    digests = {"model_digest": "0" * 64, "linear_digest": "1" * 64}
+    path = tmp_path / "bank"
+    with BankFile.create(path, capacity=3, layout=layout, mask="pad", **digests) as bank:
+        assert pads.bank_bytes == bank.status().token_bytes
+    assert pads.memory_bytes == layout.token_bytes
+    assert pads.sites == len(layout.sites) == 20
+
+
+def test_noise_has_no_bank(config_only: Path) -> None:
+    (pads,) = _explain(config_only, "float-noise").needs.pads
+    assert pads.bank_bytes is None
+
+
+# --------------------------------------------------------------------------------- bad input
+
+
+def test_a_policy_that_does_not_fit_the_model_is_refused(config_only: Path) -> None:
+    rows = (
+        Placement(place="tee", layers=LayerRange(0, 6)),
+        Placement(place="gpu", layers=LayerRange(7, None)),
+    )
+    with pytest.raises(PolicyError, match=r"mine: o_proj: got layers 0-6, expected .*0-4"):
+        _explain(config_only, _policy(o_proj=rows))
+
+
+@pytest.mark.parametrize("name", ["context", "prompt_tokens"])
+def test_more_tokens_than_the_model_can_take_are_refused(name: str, config_only: Path) -> None:
+    with pytest.raises(SettingsError, match="got 513, expected 1 to 512"):
+        _explain(config_only, "tsqp", **{name: 513})
+
+
+# ----------------------------------------------------------------------------- command line
+
+
+def _run(*arguments: str, columns: int = 80) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(command, ["explain", *arguments])
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_tables_are_readable_in_80_columns(name: str, config_only: Path) -> None:
+    result = _run(str(config_only), "--policy", name)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    found = _explain(config_only, name, context=512, prompt_tokens=128)
+    for mask in found.masks:
+        assert f"mask {mask.name}" in result.output
+    for operator in OPERATORS:
+        assert f"\n {operator} " in result.output
+    totals = [cost for cost in (found.decode, found.prefill) if cost.rpcs]
+    assert result.output.count("\n total ") == len(totals)
+    for cost in totals:
+        assert f" {cost.bytes_sent:,} " in result.output
+        assert f" {cost.bytes_received:,} " in result.output
+
+
+def test_json_is_the_explanation(config_only: Path) -> None:
+    result = _run(
+        str(config_only), "--policy", "row-mix", "--json", "--context", "40", "--prompt-tokens", "9"
+    )
+    assert result.exit_code == 0, result.output
+    found = Explanation.model_validate_json(result.stdout, strict=False)
+    assert found == _explain(config_only, "row-mix", context=40, prompt_tokens=9)
+    assert json.loads(result.stdout)["operators"][1]["decode"]["messages"][0]["method"] == "Linear"
+
+
+def test_json_needs_no_rich_and_tables_say_that_they_do(config_only: Path) -> None:
+    with mock.patch.dict(sys.modules, {"rich": None, "rich.console": None}):
+        assert _run(str(config_only), "--json").exit_code == 0
+        result = _run(str(config_only))
+    assert isinstance(result.exception, SettingsError)
+    assert "no module rich" in str(result.exception)
+    assert "--json" in str(result.exception)

@@ -1,0 +1,301 @@
+"""The masks and policies that there are, as their own files describe them.
+
+`python -m tsqp.catalogue FILE` writes docs/masks.md; a test fails when that file is stale.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from protocol.errors import SettingsError
+from protocol.messages import Arithmetic
+from tee_side.masks.mask import FeatureMask, Kind, Mask
+from tee_side.masks.registry import builtin_masks, find_mask, registered_masks
+from tee_side.policy import SEEN, Policy, builtin_policies, load_policy, policy_names
+from tee_side.vocabulary import OPERATORS, Operator, Phase
+
+Origin = Literal["built in", "package", "file"]
+
+# How far a policy is from giving the prompt away; the words are the tables' and the reports'.
+Standing = Literal["nothing leaves", "clear", "broken", "not known to be broken"]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class MaskOption(_Entry):
+    """A field of a mask: `values` says in words what it may be."""
+
+    name: str
+    values: str
+    required: bool
+    default: Any
+
+
+class MaskEntry(_Entry):
+    """What a mask's class says of itself. `about`: its docstring."""
+
+    name: str
+    kind: Kind
+    hides: str
+    known_break: str
+    broken: bool
+    source: str
+    tolerance: float
+    cost: str
+    arithmetic: Arithmetic
+    services: int
+    provisioned: bool
+    operators: tuple[Operator, ...]
+    options: tuple[MaskOption, ...]
+    about: str
+    origin: Origin
+
+
+class Leaving(_Entry):
+    """An operator that leaves the TEE, in one of its placements."""
+
+    operator: Operator
+    layers: str | None
+    phase: Phase | None
+    mask: str | None
+    sees: str
+
+
+class PolicyEntry(_Entry):
+    """What a policy sends away. `standing`: by the weakest of its placements."""
+
+    name: str
+    summary: str
+    arithmetic: Arithmetic
+    services: int
+    masks: tuple[str, ...]
+    leaves: tuple[Leaving, ...]
+    standing: Standing
+    disclosure: str | None
+    origin: Origin
+
+
+def mask_entry(mask: type[Mask], origin: Origin = "built in") -> MaskEntry:
+    """Read a mask's class."""
+    return MaskEntry(
+        name=mask.name,
+        kind=mask.kind,
+        hides=mask.hides,
+        known_break=mask.known_break,
+        broken=mask.broken,
+        source=mask.source,
+        tolerance=mask.tolerance,
+        cost=mask.cost,
+        arithmetic=mask.arithmetic,
+        services=mask.services,
+        provisioned=issubclass(mask, FeatureMask),
+        operators=tuple(operator for operator in OPERATORS if mask.supports(operator)),
+        options=_options_of(mask),
+        about=inspect.cleandoc(mask.__doc__ or ""),
+        origin=origin,
+    )
+
+
+def mask_entries() -> list[MaskEntry]:
+    """Return all registered masks: built in, and from installed packages. Raises MaskError."""
+    built_in = builtin_masks()
+    return [
+        mask_entry(mask, "built in" if built_in.get(name) is mask else "package")
+        for name, mask in sorted(registered_masks().items())
+    ]
+
+
+def find_mask_entry(name_or_path: str) -> MaskEntry:
+    """Return a mask by name, or that of a Python file. Raises MaskError and PluginError."""
+    mask = find_mask(name_or_path)
+    known = builtin_masks().get(mask.name) is mask
+    file = "/" in name_or_path or ".py" in name_or_path
+    return mask_entry(mask, "built in" if known else "file" if file else "package")
+
+
+def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:
+    """Read a policy."""
+    leaves = tuple(
+        Leaving(
+            operator=operator,
+            layers=str(placement.layers) if placement.layers else None,
+            phase=placement.phase,
+            mask=placement.mask.name if placement.mask else None,
+            sees=SEEN[operator],
+        )
+        for operator, placement in policy.leaving()
+    )
+    return PolicyEntry(
+        name=policy.name,
+        summary=policy.summary,
+        arithmetic=policy.arithmetic,
+        services=policy.services,
+        masks=tuple(dict.fromkeys(mask.name for mask in policy.masks)),
+        leaves=leaves,
+        standing=_standing(policy),
+        disclosure=policy.disclosure(),
+        origin=origin,
+    )
+
+
+def policy_entries() -> list[PolicyEntry]:
+    """Return all policies that can be named: built in, and from installed packages."""
+    built_in = builtin_policies()
+    return [
+        policy_entry(load_policy(name), "built in" if name in built_in else "package")
+        for name in policy_names()
+    ]
+
+
+def _standing(policy: Policy) -> Standing:
+    masks = [placement.mask for _, placement in policy.leaving()]
+    if not masks:
+        return "nothing leaves"
+    if None in masks:
+        return "clear"
+    if any(mask.broken for mask in policy.masks):
+        return "broken"
+    return "not known to be broken"
+
+
+def _options_of(mask: type[Mask]) -> tuple[MaskOption, ...]:
+    """Read a mask's fields; their bounds are what pydantic checks."""
+    described = mask.model_json_schema().get("properties", {})
+    return tuple(
+        MaskOption(
+            name=name,
+            values=_values(described[name]),
+            required=field.is_required(),
+            default=None if field.is_required() else field.get_default(),
+        )
+        for name, field in mask.model_fields.items()
+    )
+
+
+def _values(schema: dict[str, Any]) -> str:
+    """Say in words what a JSON schema allows: `integer, at least 1 and at most 1024`."""
+    if "anyOf" in schema:
+        return " or ".join(sorted(map(_values, schema["anyOf"]), key=lambda text: text != "none"))
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    kind = {"null": "none"}.get(schema.get("type", ""), schema.get("type", "any"))
+    words = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    bounds = [f"{word} {_number(schema[key])}" for key, word in words.items() if key in schema]
+    return f"{kind}, {' and '.join(bounds)}" if bounds else str(kind)
+
+
+# ------------------------------------------------------------------------------ docs/masks.md
+
+_HEAD = """\
+# Masks
+
+A mask hides a tensor before it leaves the TEE, and undoes that in the reply. `make docs` writes
+this page from the classes in `tee_side/masks`; `tsqp masks` shows the same, with the masks of
+installed packages. How to add one: [write-a-mask.md](write-a-mask.md).
+
+"Broken" means: the known break recovers tokens where the weights are public, and whoever computes
+with them knows the policy and the code. Lengths and timing are visible under every mask. Tolerance:
+largest difference from the plain result, relative to its largest element, in float32; 0 is exact.
+
+A *row* mask acts on the token axis and needs nothing from the server; a *feature* mask acts on the
+hidden axis and needs a server with weights from `tsqp provision`; an *additive* mask needs factors
+made in advance, or a second service.
+"""
+
+_COLUMNS = (
+    "mask",
+    "kind",
+    "hides",
+    "known break",
+    "broken",
+    "source",
+    "cost",
+    "operators",
+    "tolerance",
+)
+
+
+def masks_page() -> str:
+    """Return the text of docs/masks.md: built-in masks only, whatever is installed."""
+    entries = [mask_entry(mask) for _, mask in sorted(builtin_masks().items())]
+    lines = [_HEAD, _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
+    lines += [_row(_cells(entry)) for entry in entries]
+    for entry in entries:
+        lines += ["", f"## {entry.name}", "", entry.about, "", *_options(entry), *_notes(entry)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(entry: MaskEntry) -> list[str]:
+    return [
+        f"[`{entry.name}`](#{entry.name})",
+        entry.kind,
+        entry.hides,
+        entry.known_break,
+        "yes" if entry.broken else "not known to be",
+        entry.source,
+        entry.cost,
+        ", ".join(f"`{operator}`" for operator in entry.operators),
+        f"{entry.tolerance:g}",
+    ]
+
+
+def _options(entry: MaskEntry) -> list[str]:
+    if not entry.options:
+        return ["No options."]
+    rows = [
+        _row([f"`{option.name}`", option.values, default_text(option)]) for option in entry.options
+    ]
+    return [_row(["option", "values", "default"]), _row(["---"] * 3), *rows]
+
+
+def _notes(entry: MaskEntry) -> list[str]:
+    return ["", f"Needs: {', '.join(needs)}."] if (needs := needs_of(entry)) else []
+
+
+def needs_of(entry: MaskEntry) -> list[str]:
+    """Say what a mask needs beside a service."""
+    needs = ['`arithmetic = "int8"` in the policy'] if entry.arithmetic == "int8" else []
+    needs += ["a key and weights from `tsqp provision`"] if entry.provisioned else []
+    needs += [f"{entry.services} services"] if entry.services > 1 else []
+    if entry.kind == "additive" and entry.services == 1:
+        needs += ["factors made in advance"]
+    return needs
+
+
+def default_text(option: MaskOption) -> str:
+    """Render an option's default; "none" is what a policy file leaves out."""
+    if option.default is None:
+        return "required" if option.required else "none"
+    return _number(option.default)
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main(arguments: list[str]) -> None:
+    """Write the page to the file that is named. Raises SettingsError."""
+    if len(arguments) != 1:
+        raise SettingsError("python -m tsqp.catalogue", got=repr(arguments), expected="one file")
+    Path(arguments[0]).write_text(masks_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

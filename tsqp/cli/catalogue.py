@@ -1,0 +1,137 @@
+"""`tsqp policies` and `tsqp masks`: what there is to choose from, and what is known to break it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+from tsqp.cli.settings import config_option
+from tsqp.cli.tables import definitions, open_console, table
+
+if TYPE_CHECKING:
+    from tee_side.vocabulary import Phase
+    from tsqp.catalogue import MaskEntry, PolicyEntry
+
+CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+_FOOTNOTE = "broken: tokens can be recovered where the weights are public, which they usually are"
+
+
+@click.command(context_settings=CONTEXT)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@config_option
+def policies(*, as_json: bool) -> None:
+    """List the placement policies: what leaves the TEE under each, and masked how."""
+    from tsqp.catalogue import policy_entries
+
+    if as_json:
+        entries = [entry.model_dump(mode="json") for entry in policy_entries()]
+        click.echo(json.dumps({"policies": entries}, indent=1))
+        return
+    console = open_console("tsqp policies")
+    rows = [("\n".join(_place(entry)), "\n".join(_leaving(entry))) for entry in policy_entries()]
+    console.print(table("", [("policy", False), ("what leaves the TEE", False)], rows, lines=True))
+    console.print(
+        f"{_FOOTNOTE}.\ntsqp explain MODEL --policy NAME says what one means for a model."
+    )
+
+
+def _place(entry: PolicyEntry) -> list[str]:
+    services = {0: "no service", 1: "1 service"}.get(entry.services, f"{entry.services} services")
+    arithmetic = ", int8" if entry.arithmetic == "int8" else ""
+    place = [entry.name, entry.standing, services + arithmetic]
+    return place + ([f"({entry.origin})"] if entry.origin != "built in" else [])
+
+
+def _leaving(entry: PolicyEntry) -> list[str]:
+    """Say what a policy is, and what crosses under each mask."""
+    groups: dict[tuple[str | None, Phase | None], list[str]] = {}
+    for one in entry.leaves:
+        seen = groups.setdefault((one.mask, one.phase), [])
+        seen += [one.sees] if one.sees not in seen else []
+    lines = [entry.summary]
+    for (mask, phase), seen in groups.items():
+        how = f"under {mask}" if mask else "in the clear"
+        when = f" at {phase}" if phase else ""
+        lines.append(f"- {how}{when}: {', '.join(seen)}")
+    return lines
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("name", required=False, metavar="[NAME|FILE]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@config_option
+def masks(*, name: str | None, as_json: bool) -> None:
+    """List the masks: what each hides, what breaks it, what it costs. With NAME: all about one."""
+    from tsqp.catalogue import find_mask_entry, mask_entries
+
+    if name is not None:
+        entry = find_mask_entry(name)
+        if as_json:
+            click.echo(json.dumps(entry.model_dump(mode="json"), indent=1))
+        else:
+            _show_mask(entry)
+        return
+    if as_json:
+        entries = [entry.model_dump(mode="json") for entry in mask_entries()]
+        click.echo(json.dumps({"masks": entries}, indent=1))
+        return
+    console = open_console("tsqp masks")
+    rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in mask_entries()]
+    console.print(table("", [("mask", False), ("what it does", False)], rows, lines=True))
+    console.print(f"{_FOOTNOTE}. tsqp masks NAME says more.")
+
+
+def _facts(entry: MaskEntry) -> list[str]:
+    facts = [entry.name, f"{entry.kind} mask", standing(entry)]
+    facts += [f"tolerance {entry.tolerance:g}"]
+    return facts + ([f"({entry.origin})"] if entry.origin != "built in" else [])
+
+
+def _claims(entry: MaskEntry) -> list[str]:
+    from tsqp.catalogue import default_text
+
+    options = [
+        f"{option.name} = {default_text(option)} ({option.values})" for option in entry.options
+    ]
+    return [
+        f"hides: {entry.hides}",
+        f"known break: {entry.known_break}",
+        f"cost: {entry.cost}",
+        f"source: {entry.source}",
+        *([f"options: {'; '.join(options)}"] if options else []),
+    ]
+
+
+def _show_mask(entry: MaskEntry) -> None:
+    from tsqp.catalogue import default_text, needs_of
+
+    console = open_console("tsqp masks")
+    article = "an" if entry.kind == "additive" else "a"
+    console.print(f"{entry.name}: {article} {entry.kind} mask ({entry.origin}), {standing(entry)}")
+    console.print()
+    # Written for 100 columns: one line a paragraph, for the console to break.
+    console.print(re.sub(r"(?<!\n)\n(?!\n)", " ", entry.about))
+    console.print()
+    pairs = [
+        ("hides", entry.hides),
+        ("known break", entry.known_break),
+        ("source", entry.source),
+        ("cost", entry.cost),
+        ("tolerance", f"{entry.tolerance:g}" + ("" if entry.tolerance else ", exact")),
+        ("arithmetic", entry.arithmetic),
+        ("operators", ", ".join(entry.operators)),
+    ]
+    pairs += [("needs", "; ".join(needs_of(entry)))] if needs_of(entry) else []
+    pairs += [
+        ("option", f"{option.name} = {default_text(option)} ({option.values})")
+        for option in entry.options
+    ]
+    console.print(definitions(pairs))
+
+
+def standing(entry: MaskEntry) -> str:
+    """Say whether a mask is broken, in the words of the tables."""
+    return "broken" if entry.broken else "not known to be broken"

@@ -1,0 +1,185 @@
+"""`tsqp explain`: what a policy means for a model, in tables or as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from tsqp.cli.program import DEFAULT_POLICY, model_directory
+from tsqp.cli.settings import DTYPES, config_option
+from tsqp.cli.tables import definitions, open_console, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tee_side.vocabulary import Phase
+    from tsqp.explain import Cost, Explanation, Message, OperatorRow
+
+CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+
+
+def _complete_policy(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from tee_side.policy import policy_names
+
+    return [name for name in policy_names() if name.startswith(incomplete)]
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model", envvar="TSQP_EXPLAIN_MODEL")
+@click.option(
+    "--policy", default=DEFAULT_POLICY, metavar="NAME|FILE", shell_complete=_complete_policy
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=512,
+    help="Tokens that the decoded token sees, itself included.",
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(min=1), default=128, help="Tokens of the prompt."
+)
+@click.option(
+    "--step-tokens",
+    type=click.IntRange(min=1),
+    default=512,
+    help="As tee-runner's: longer prompts are prefilled in chunks.",
+)
+@click.option("--dtype", type=DTYPES, help="As tee-runner's; default: the model's own.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@config_option
+def explain(
+    *,
+    model: str,
+    policy: str,
+    context: int,
+    prompt_tokens: int,
+    step_tokens: int,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Say operator by operator what the GPU sees under a policy, and what it costs.
+
+    MODEL is a Hugging Face directory, or "demo"; only its config.json is read. RPCs and bytes are
+    counted on messages that are encoded as for the wire, and not sent.
+    """
+    from tee_side.policy import load_policy
+    from tsqp.explain import explain as run
+
+    # First, as the work may take a while.
+    console = None if as_json else open_console("tsqp explain")
+    found = run(
+        model_directory(model),
+        load_policy(policy),
+        context=context,
+        prompt_tokens=prompt_tokens,
+        step_tokens=step_tokens,
+        dtype=dtype,
+    )
+    if console is None:
+        click.echo(found.model_dump_json(indent=1))
+        return
+    console.print(
+        f"policy {found.policy} for {model}: {found.architecture},"
+        f" {found.num_hidden_layers} layers, {found.dtype}"
+    )
+    console.print(found.summary)
+    console.print(found.disclosure or f"policy {found.policy}: nothing leaves the TEE")
+    console.print()
+    columns = [(name, False) for name in ("operator", "layers", "phase", "where", "the GPU sees")]
+    console.print(table("Placement", columns, [_placement(row) for row in found.operators]))
+    for use in found.masks:
+        console.print(_mask_title(use.name, use.options, broken=use.broken))
+        claims = [("  hides", use.hides), ("  known break", use.known_break)]
+        claims += [("  noise", use.noise)] if use.noise else []
+        console.print(definitions(claims))
+        console.print()
+    if found.needs.services:
+        console.print(_costs(f"One decoded token, context {context}", found, "decode"))
+        steps = -(-prompt_tokens // step_tokens)
+        cut = f" in {steps} steps" if steps > 1 else ""
+        console.print(_costs(f"Prefill of {prompt_tokens} tokens{cut}", found, "prefill"))
+        console.print(
+            "RPCs and bytes are those of all layers. Bytes count every frame; request ids and"
+            " times in headers can make an RPC a few bytes shorter or longer."
+        )
+        console.print()
+    console.print(definitions(_needs(found)))
+
+
+def _placement(row: OperatorRow) -> tuple[str, ...]:
+    return (
+        row.operator,
+        row.layers or "-",
+        row.phase or "both",
+        row.place,
+        row.sees or "nothing",
+    )
+
+
+def _mask_title(name: str, options: dict[str, object], *, broken: bool) -> str:
+    from tsqp.explain import with_options
+
+    verdict = "broken where the weights are public" if broken else "not known to be broken"
+    return f"mask {with_options(name, options)}: {verdict}"
+
+
+def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
+    total = found.decode if phase == "decode" else found.prefill
+    if total.rpcs == 0:
+        return f"{title}: nothing is sent\n"
+    columns = [("operator", False), ("layers", False), ("sent in each layer", False)]
+    columns += [("RPCs", True), ("bytes up", True), ("bytes down", True)]
+    rows: list[tuple[str, ...]] = []
+    for row in found.operators:
+        measured = row.decode if phase == "decode" else row.prefill
+        if measured is None:
+            continue
+        sent = _tensors(measured.messages)
+        rows.append((row.operator, row.layers or "-", sent, *_numbers(measured.cost)))
+    rows.append(("total", "", "", *_numbers(total)))
+    return table(title, columns, rows)
+
+
+def _numbers(cost: Cost) -> tuple[str, str, str]:
+    return f"{cost.rpcs:,}", f"{cost.bytes_sent:,}", f"{cost.bytes_received:,}"
+
+
+def _tensors(messages: tuple[Message, ...]) -> str:
+    """Render what crosses: `3 x float32 [1, 192]`, or both operands of a product."""
+    counts: dict[str, int] = {}
+    for message in messages:
+        text = " @ ".join(message.sent)
+        counts[text] = counts.get(text, 0) + 1
+    return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
+
+
+def _needs(found: Explanation) -> list[tuple[str, str]]:
+    from tsqp.cli.status import bytes_for_people
+
+    needs = found.needs
+    services = {0: "none", 1: "1 gpu-service"}.get(
+        needs.services, f"{needs.services} gpu-services that do not collude"
+    )
+    if needs.services and needs.arithmetic == "int8":
+        services += ", with --arithmetic int8 or both"
+    pairs = [("services", services)]
+    if needs.calibration:
+        pairs.append(("calibration", "calibration.safetensors, by tsqp calibrate MODEL"))
+    if needs.key:
+        pairs.append(("key", f"--key FILE, by tsqp provision --mask {needs.key}, and its weights"))
+    for pads in needs.pads:
+        text = (
+            f"one a token of {' and '.join(pads.phases)}, at {pads.sites} sites:"
+            f" {bytes_for_people(pads.memory_bytes)} in memory"
+        )
+        if pads.bank_bytes is not None:
+            text += (
+                f", {pads.bank_bytes:,} bytes in a bank (tee-runner pads make"
+                f" --policy {found.policy})"
+            )
+        pairs.append(("pads", text))
+    pairs.append(("results", "not verified" if found.needs.services else "computed in the TEE"))
+    return pairs

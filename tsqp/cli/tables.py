@@ -1,0 +1,65 @@
+"""Tables for people, by rich, which is part of the extra `demo`; `--json` does without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from protocol.errors import SettingsError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# A column's heading, and whether it holds numbers.
+Column = tuple[str, bool]
+
+
+def open_console(command: str) -> Console:
+    """Return a console on stdout, 80 columns where that is no terminal. Raises SettingsError."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise SettingsError(
+            command,
+            got=f"no module {error.name}",
+            expected="the extra demo (pip install '.[demo]'), or --json",
+        ) from None
+    # Shapes stand in brackets, which are no markup.
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def table(
+    title: str, columns: Iterable[Column], rows: Iterable[Sequence[str]], *, lines: bool = False
+) -> Table:
+    """Return a table. The last cell of a row may be the one that is broken into lines."""
+    import rich.box
+    from rich.table import Table
+
+    made = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_lines=lines,
+    )
+    for heading, numbers in columns:
+        made.add_column(
+            heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold"
+        )
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def definitions(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Return a list of terms with what they mean, indented behind them."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    for term, meaning in pairs:
+        made.add_row(term, meaning)
+    return made

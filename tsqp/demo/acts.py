@@ -1,0 +1,208 @@
+"""The acts of the demo, one after another, and what comes after them."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from protocol.errors import EndpointError
+from protocol.model.config import read_config
+from tee_side.policy import Policy, load_policy
+from tsqp.cli.program import model_directory
+from tsqp.demo.costs import Cost
+from tsqp.demo.feed import Feed
+from tsqp.demo.matching import Matcher
+from tsqp.demo.processes import Services, generate
+from tsqp.demo.rendering import act_panel, acts_table, checks_table, operators_table
+from tsqp.demo.verdict import (
+    Check,
+    Tokens,
+    clear_reference,
+    compare_floats,
+    compare_integers,
+    tokens_of,
+    transformers_tokens,
+)
+from tsqp.tap import Tap
+
+THREE_ACTS = {
+    "tee-only": "all in the TEE",
+    "attention-in-tee": "offloaded in the clear",
+    "shielded": "offloaded under one-time pads",
+}
+_SHOWN_REQUESTS = 4
+
+
+@dataclass(frozen=True)
+class Act:
+    """A policy and what became of it."""
+
+    policy: Policy
+    report: dict[str, Any]
+    tokens: Tokens
+
+
+def run_demo(*, policies: Sequence[str], prompt: str, max_new_tokens: int) -> bool:
+    """Run the demo with these policies, or in three acts if there are none.
+
+    Return whether the tokens are right. Raises TsqpError.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A story may have characters that the terminal has not.
+        sys.stdout.reconfigure(errors="replace")
+    console = Console(highlight=False)
+    chosen = [load_policy(name) for name in policies or THREE_ACTS]
+    names = list(policies or THREE_ACTS)
+    console.print(
+        "[bold]TSQP demo[/]: tee-runner is the TEE's part. gpu-service is the part of a GPU that"
+        " nobody has to trust (here it computes on the CPU). A tap on the wire sees what whoever"
+        " owns the GPU can see."
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder,
+        Services(Path(folder), lambda line: console.print(line, soft_wrap=True)) as services,
+    ):
+        stage = Stage(console, services, Path(folder), prompt, max_new_tokens)
+        acts = [
+            stage.act(policy, name, f"{number} of {len(chosen)}")
+            for number, (policy, name) in enumerate(zip(chosen, names, strict=True), 1)
+        ]
+        with console.status("comparing ..."):
+            checks = stage.checks(acts)
+    _show_costs(console, acts, per_operator=bool(policies))
+    console.print()
+    console.print(checks_table(checks))
+    return all(check.passed for check in checks)
+
+
+class Stage:
+    """What all acts share: the services, the prompt, and where to show them."""
+
+    def __init__(
+        self, console: Console, services: Services, folder: Path, prompt: str, max_new_tokens: int
+    ) -> None:
+        self._console = console
+        self._services = services
+        self._folder = folder
+        self._prompt = prompt
+        self._max_new_tokens = max_new_tokens
+        self._matcher = Matcher()
+        self._runs = 0
+
+    def act(self, policy: Policy, name: str, number: str) -> Act:
+        """Generate under one policy, with the tap in between, and show it."""
+        console = self._console
+        console.print()
+        reach, feed = self._services.reach(policy), Feed(_SHOWN_REQUESTS)
+        disclosure = policy.disclosure() or f"policy {policy.name}: nothing leaves the TEE"
+        title = f"{number}  {policy.name}"
+        if name in THREE_ACTS:
+            title += f": {THREE_ACTS[name]}"
+        else:  # too long for a title
+            console.print(Text(policy.summary, style="dim"))
+        console.print(Text(disclosure))
+        story = Text(self._prompt, style="bold")
+
+        def panel(**after: Any) -> Panel:
+            return act_panel(
+                title,
+                story,
+                feed,
+                width=console.width,
+                ascii_only=console.options.ascii_only,
+                services=policy.services,
+                broken=any(mask.broken for mask in policy.masks),
+                **after,
+            )
+
+        live = None
+        if console.is_terminal:
+            live = Live(panel(), console=console, refresh_per_second=12, transient=True)
+
+        def show(piece: str) -> None:
+            story.append(piece, style="not bold")
+            if live is not None:
+                live.update(panel())
+
+        with Tap(reach.endpoints[0], feed.add) as tap, live or nullcontext():
+            report, logits = self._generate(name, reach.options(tap.endpoint), show)
+        if report["rpc"]["count"] and not feed.count:
+            raise EndpointError("tap", got="no requests", expected="the runner's requests")
+        tokens = tokens_of(policy.name, report, logits)
+        story.rstrip()
+        # The last token is sampled, and never goes through the model.
+        reading = self._matcher.read(feed.inputs, report["prompt_token_ids"] + tokens.ids[:-1])
+        console.print(panel(subtitle=_pace(report), reading=reading))
+        return Act(policy, report, tokens)
+
+    def checks(self, acts: Sequence[Act]) -> list[Check]:
+        """Compare every act with what it must be equal to."""
+        prompt_ids = acts[0].report["prompt_token_ids"]
+        # Ours ends at the end of the context; transformers goes on.
+        room = read_config(model_directory("demo")).context_length - len(prompt_ids)
+        floats = transformers_tokens(prompt_ids, min(self._max_new_tokens, room))
+        clear: dict[str, Tokens] = {}
+        found = []
+        for act in acts:
+            if act.policy.arithmetic == "float":
+                found.append(compare_floats(act.tokens, floats))
+                continue
+            name = clear_reference(act.policy, self._folder)
+            if name not in clear:
+                clear[name] = self._quietly(name)
+            found.append(compare_integers(act.tokens, clear[name], floats))
+        return found
+
+    def _quietly(self, name: str) -> Tokens:
+        policy = load_policy(name)
+        options = self._services.reach(policy).options()
+        return tokens_of(policy.name, *self._generate(name, options, lambda _: None))
+
+    def _generate(
+        self, name: str, options: list[str], show: Callable[[str], None]
+    ) -> tuple[dict[str, Any], Path]:
+        self._runs += 1
+        arguments = ["--policy", name, "--prompt", self._prompt, *options]
+        arguments += ["--max-new-tokens", str(self._max_new_tokens)]
+        return generate(arguments, self._folder / f"run-{self._runs}", show)
+
+
+def _pace(report: dict[str, Any]) -> str:
+    count, per_token = len(report["token_ids"]), report["timing"]["tpot_s"]
+    tokens = f"{count} token{'s' if count != 1 else ''}"
+    return tokens if not per_token else f"{tokens}, {1 / per_token:.0f} a second"
+
+
+def _show_costs(console: Console, acts: Sequence[Act], *, per_operator: bool) -> None:
+    costs = [Cost(act.report) for act in acts]
+    tables = [operators_table(cost) for cost in costs] if per_operator else []
+    if len(costs) > 1:
+        tables.append(acts_table(costs))
+    for table in tables:
+        console.print()
+        console.print(table)
+    notes = [
+        "wire: round trip less what the service says it spent, and more than without the tap."
+        " TEE: all the rest. Here both sides share one CPU, so nothing is gained in speed."
+    ]
+    if per_operator:
+        notes.append(
+            "Operators without a line of their own (norms, RoPE, softmax, SiLU, sampling) and"
+            " start-up of a step are everything else."
+        )
+    if any(act.report["pads"] for act in acts):
+        notes.append("Pads were made on the way, and count; tee-runner pads make does it ahead.")
+    if any(act.policy.services > 1 for act in acts):
+        notes.append("Of two services that work at the same time, the slower one counts.")
+    console.print(f"[dim]{' '.join(notes)}[/]")

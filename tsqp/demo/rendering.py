@@ -1,0 +1,219 @@
+"""What the demo shows: a panel for each act, tables of costs, and the verdict.
+
+Everything fits a terminal of 80 columns, and is plain text where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import rich.box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from tsqp.cli.status import bytes_for_people
+from tsqp.demo.costs import Cost, Times
+from tsqp.demo.feed import ByteSummary, Feed
+from tsqp.demo.matching import Reading
+from tsqp.demo.verdict import Check
+from tsqp.tap import Seen
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_ASCII_BARS = " .:-=+*%#"
+_BUCKETS = 64
+_READING_CHARACTERS = 180
+# What another 100 columns would hold is of no use to anybody.
+_MAX_WIDTH = 120
+
+
+def act_panel(
+    title: str,
+    story: Text,
+    feed: Feed,
+    *,
+    width: int,
+    ascii_only: bool = False,
+    services: int = 1,
+    broken: bool = False,
+    subtitle: str | None = None,
+    reading: Reading | None = None,
+) -> Panel:
+    """Show the story, and what the GPU received for it.
+
+    `subtitle`: None while the act runs, when the last requests are shown; after it, the first.
+    `broken`: whether stronger attacks on what crosses are known than `reading`.
+    """
+    running = subtitle is None
+    width = min(width, _MAX_WIDTH)
+    first = "the first of two services" if services > 1 else "the GPU"
+    dtypes = f": {', '.join(feed.dtypes)}" if feed.dtypes else ""
+    rows: list[RenderableType] = [story, Rule(f"what {first} received{dtypes}", style="dim")]
+    summary = feed.bytes()
+    if summary is None:
+        rows.append(Text(f"nothing{' so far' if running else ': no request, not one byte'}"))
+    else:
+        shown = list(feed.last) if running else feed.first
+        rows.append(_feed_table(shown, feed, width, "last" if running else "first"))
+        measured = _measured(summary, feed, _ASCII_BARS if ascii_only else _BARS)
+        if reading is not None:
+            measured.add_row("read", _reading(reading, broken))
+        rows.append(measured)
+    return Panel(
+        Group(*rows),
+        title=Text(title, style="bold"),
+        title_align="left",
+        subtitle=subtitle,
+        subtitle_align="right",
+        width=width,
+    )
+
+
+def _feed_table(shown: Sequence[Seen], feed: Feed, width: int, which: str) -> Table:
+    table = _table(expand=True)
+    table.add_column("layer", justify="right", width=5)
+    table.add_column("operator", no_wrap=True, width=20)
+    table.add_column("shape", no_wrap=True, width=9)
+    label = f"{which} {len(shown)} of {feed.count} requests"
+    table.add_column(Text(label), no_wrap=True, ratio=1)
+    for seen in shown:
+        table.add_row(
+            "" if seen.layer is None else str(seen.layer),
+            seen.what,
+            "x".join(map(str, seen.first.shape)),
+            _numbers(seen, 4 if width < 110 else 8),
+        )
+    return table
+
+
+def _numbers(seen: Seen, count: int) -> str:
+    numbers = seen.numbers(count)
+    if seen.first.is_floating_point():
+        return " ".join(f"{n:+8.3f}" for n in numbers)
+    whole = [int(n) for n in numbers]
+    # Small integers are read best as they are, elements of a ring as words of it.
+    if all(abs(n) < 1 << 20 for n in whole):
+        return " ".join(f"{n:8d}" for n in whole)
+    return " ".join(f"{n & 0xFFFFFFFF:08x}" for n in whole)
+
+
+def _measured(summary: ByteSummary, feed: Feed, bars: str) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="bold", no_wrap=True, width=8)
+    grid.add_column()
+    verdict = "as even as chance makes them" if summary.even else "uneven: there is a pattern"
+    grid.add_row(
+        "bytes",
+        f"{bytes_for_people(summary.total)}, {summary.values} values, each"
+        f" {summary.rarest:.2%} to {summary.commonest:.2%} of all,"
+        f" entropy {summary.entropy_bits:.3f} of 8 bits: {verdict}",
+    )
+    heights = _heights(feed.histogram(_BUCKETS), len(bars) - 1)
+    drawn = "".join(bars[height] for height in heights)
+    grid.add_row("00 to ff", Text(drawn, style="cyan", no_wrap=True))
+    return grid
+
+
+def _reading(reading: Reading, broken: bool) -> Text:
+    text = " ".join(reading.text.split())
+    if len(text) > _READING_CHARACTERS:
+        text = text[:_READING_CHARACTERS].rstrip() + " ..."
+    what = (
+        f"{reading.tokens} rows, more than tokens, matched"
+        if reading.right is None
+        else f"{reading.right} of {reading.tokens} tokens recovered by matching"
+    )
+    stronger = " (stronger attacks are known)" if broken else ""
+    return Text.assemble(f"{what} with the public weights{stronger}: ", (text, "italic"))
+
+
+def _heights(counts: Sequence[int], highest: int) -> list[int]:
+    """Scale to 0 .. `highest`, rounded up: only what is not there at all has no height."""
+    return [-(-count * highest // max(counts)) for count in counts]
+
+
+def checks_table(checks: Iterable[Check]) -> Table:
+    """Show what was compared with what, and how that came out."""
+    table = _table(title="Verdict", show_header=False)
+    for name in ("outcome", "policy"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("finding", overflow="fold")
+    for check in checks:
+        word = Text("ok", style="bold green") if check.passed else Text("FAIL", style="bold red")
+        table.add_row(word, Text(check.policy), Text(check.finding))
+        if check.remark:
+            table.add_row("", "", Text(check.remark, style="dim"))
+    return table
+
+
+def acts_table(costs: Iterable[Cost]) -> Table:
+    """Show what each act cost, side by side."""
+    table = _table(title="Cost")
+    table.add_column("policy", overflow="fold")
+    for name in ("ms/token", "RPCs", "sent", "received", "TEE ms", "wire ms", "GPU ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cost in costs:
+        per_token, rpc = cost.report["timing"]["tpot_s"], cost.report["rpc"]
+        table.add_row(
+            cost.report["policy"],
+            "" if per_token is None else f"{per_token * 1e3:.1f}",
+            str(rpc["count"]),
+            _size(rpc["bytes_sent"]),
+            _size(rpc["bytes_received"]),
+            *cost.cells(cost.total),
+        )
+    return table
+
+
+def operators_table(cost: Cost) -> Table:
+    """Show what each operator of one act cost."""
+    report = cost.report
+    table = _table(title=f"Cost per operator: {report['policy']}")
+    for name in ("operator", "where"):
+        table.add_column(name, no_wrap=True)
+    for name in ("calls", "RPCs", "sent", "received", "TEE ms", "wire ms", "GPU ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, row in report["operators"].items():
+        table.add_row(
+            name,
+            row["place"],
+            str(row["calls"]),
+            str(row["round_trips"]),
+            _size(row["bytes_sent"]),
+            _size(row["bytes_received"]),
+            *cost.cells(cost.operators[name]),
+        )
+    rest = Times(cost.rest_s, 0.0, 0.0)
+    table.add_row("everything else", "tee", "", "", "", "", *cost.cells(rest))
+    table.add_section()
+    rpc = report["rpc"]
+    table.add_row(
+        "total",
+        "",
+        "",
+        str(rpc["count"]),
+        _size(rpc["bytes_sent"]),
+        _size(rpc["bytes_received"]),
+        *cost.cells(cost.total),
+    )
+    return table
+
+
+def _table(**options: Any) -> Table:
+    return Table(
+        box=rich.box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        **options,
+    )
+
+
+def _size(size: int) -> str:
+    return bytes_for_people(size) if size else ""

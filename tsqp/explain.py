@@ -1,0 +1,621 @@
+"""What a policy means for a model, operator by operator: what crosses, and under which mask.
+
+Nothing is estimated. The operators that a policy places on the GPU are built as for a run and
+called with zeros of a step's shapes; what they send is encoded as for the wire and counted. Neither
+weights nor services, keys, calibration or pads are needed: sizes do not depend on their contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from protocol.channel import Channel, Exchange, Traffic
+from protocol.encoding import Form, encode_reply, encode_request
+from protocol.errors import SettingsError
+from protocol.messages import (
+    FUSED_MODULES,
+    Arithmetic,
+    EmbeddingRequest,
+    LinearOperator,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    RingLinearRequest,
+    TensorReply,
+    Timing,
+)
+from protocol.model.config import ModelConfig, read_config
+from protocol.tensors import WireTensor, from_torch, torch_dtype
+from tee_side.assembly import sites_under
+from tee_side.feature_key import site_cloak
+from tee_side.masking import HideLinear, linear_masking
+from tee_side.masks.feature_rotation import FeatureRotation
+from tee_side.masks.mask import (
+    AdditiveMask,
+    Cloak,
+    Factors,
+    FeatureMask,
+    Kind,
+    Mask,
+    Masked,
+    RowMask,
+)
+from tee_side.pads.bank_format import segment_bytes
+from tee_side.pads.layout import PadLayout
+from tee_side.policy import SEEN, LayerRange, Placement, Policy
+from tee_side.randomness import KEY_BYTES, Randomness
+from tee_side.remote_operators import RemoteOperators
+from tee_side.sites import FloatSites, Sites
+from tee_side.vocabulary import (
+    LAYERLESS,
+    OPERATORS,
+    PHASES,
+    Operator,
+    Phase,
+    Place,
+    Site,
+    is_linear,
+)
+
+# Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
+MAX_TOKENS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Numbers in headers that take more bytes the larger they are: 1 to 5, or 9, in msgpack.
+
+    `first_request_id`: of a measured step; ids count up from it, for each service by itself. The
+    default takes as many bytes as all ids from 256 to 65,535. `timing`: the service's claim.
+    """
+
+    first_request_id: int = 1000
+    timeout_ms: int = 60_000
+    timing: Timing = field(default_factory=lambda: Timing(queue_us=50, compute_us=1000))
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Cost(_Model):
+    """RPCs, and bytes of all their frames, header included."""
+
+    rpcs: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            rpcs=self.rpcs + other.rpcs,
+            bytes_sent=self.bytes_sent + other.bytes_sent,
+            bytes_received=self.bytes_received + other.bytes_received,
+        )
+
+
+class Message(_Model):
+    """One RPC. `service`: 1, or 2 for the second one; `modules`: of a linear operator.
+
+    `sent`, `received`: dtype and shape of each tensor as it crosses, dummy rows included.
+    """
+
+    service: int
+    method: str
+    modules: tuple[str, ...]
+    sent: tuple[str, ...]
+    received: str
+
+
+class PhaseCost(_Model):
+    """What an operator costs in a phase: in all its layers together.
+
+    `messages`: of one layer; of the first step, where a prompt takes several.
+    """
+
+    messages: tuple[Message, ...]
+    cost: Cost
+
+
+class OperatorRow(_Model):
+    """One operator in some layers (None: it belongs to none) and one phase, or both (None).
+
+    `sees`: None where nothing leaves the TEE; `decode`, `prefill`: None where the row is not about
+    that phase, or nothing leaves.
+    """
+
+    operator: Operator
+    layers: str | None
+    phase: Phase | None
+    place: Place
+    sees: str | None
+    mask: str | None
+    verify: str
+    decode: PhaseCost | None
+    prefill: PhaseCost | None
+
+
+class MaskUse(_Model):
+    """A mask with the options that the policy gives it, and what its class says of it."""
+
+    name: str
+    kind: Kind
+    options: dict[str, Any]
+    hides: str
+    known_break: str
+    broken: bool
+    # What its noise guarantees, where it has any.
+    noise: str | None
+
+
+class PadsNeeded(_Model):
+    """Pads that an additive mask uses up: one for each token of these phases.
+
+    `memory_bytes`, `bank_bytes`: of one, in memory and in a bank on disk (None: no bank can hold
+    it).
+    """
+
+    mask: str
+    phases: tuple[Phase, ...]
+    sites: int
+    memory_bytes: int
+    bank_bytes: int | None
+
+
+class Needs(_Model):
+    """What a policy needs beside the model: `key`: the feature mask that wants one."""
+
+    services: int
+    arithmetic: Arithmetic
+    calibration: bool
+    key: str | None
+    pads: tuple[PadsNeeded, ...]
+
+
+class Explanation(_Model):
+    """All that `tsqp explain` says. `decode`: of one token, the last of `context` tokens."""
+
+    model: str
+    architecture: str
+    num_hidden_layers: int
+    dtype: str
+    policy: str
+    summary: str
+    disclosure: str | None
+    context: int
+    prompt_tokens: int
+    step_tokens: int
+    operators: tuple[OperatorRow, ...]
+    masks: tuple[MaskUse, ...]
+    decode: Cost
+    prefill: Cost
+    needs: Needs
+
+
+def explain(
+    directory: Path,
+    policy: Policy,
+    *,
+    context: int,
+    prompt_tokens: int,
+    step_tokens: int,
+    dtype: str | None = None,
+    headers: Headers | None = None,
+) -> Explanation:
+    """Explain a policy for the model of a directory, of which only config.json is read.
+
+    `context`: tokens that the decoded token can look at, itself included; `prompt_tokens`: of a
+    prompt that is run in steps of `step_tokens` at most; `dtype`: None for the model's own.
+    Raises ModelError, PolicyError (a policy that does not fit the model) and SettingsError (more
+    tokens than the model's context).
+    """
+    config = read_config(directory)
+    policy.check(config.num_hidden_layers)
+    for name, tokens in (("--context", context), ("--prompt-tokens", prompt_tokens)):
+        _check_tokens(name, tokens, config)
+    chosen = dtype or config.dtype
+    measured = _Measurement(policy, config, torch_dtype(chosen), headers or Headers())
+    measured.decode(context)
+    measured.prefill(prompt_tokens, step_tokens)
+    return Explanation(
+        model=str(directory),
+        architecture=config.architecture,
+        num_hidden_layers=config.num_hidden_layers,
+        dtype=chosen,
+        policy=policy.name,
+        summary=policy.summary,
+        disclosure=policy.disclosure(),
+        context=context,
+        prompt_tokens=prompt_tokens,
+        step_tokens=step_tokens,
+        operators=tuple(_rows(policy, config.num_hidden_layers, measured)),
+        masks=tuple(_mask_use(mask, config) for mask in policy.masks),
+        decode=measured.total("decode"),
+        prefill=measured.total("prefill"),
+        needs=_needs(policy, config),
+    )
+
+
+def with_options(name: str, options: dict[str, Any]) -> str:
+    """Render a mask's name with its options: `row-rotation(shield_rows=8)`."""
+    given = ", ".join(f"{option}={value}" for option, value in options.items())
+    return f"{name}({given})" if given else name
+
+
+def _check_tokens(name: str, tokens: int, config: ModelConfig) -> None:
+    limit = min(config.context_length, MAX_TOKENS)
+    if not 1 <= tokens <= limit:
+        raise SettingsError(name, got=str(tokens), expected=f"1 to {limit}, the model's context")
+
+
+# ------------------------------------------------------------------------------- measurement
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    service: int
+    request: Request
+    reply: TensorReply
+
+
+class _Recorder:
+    """A `Channel` that answers every request with zeros of the right shape, and keeps both."""
+
+    endpoint = "nowhere"
+
+    def __init__(self, config: ModelConfig, service: int, log: list[_Captured]) -> None:
+        self._config = config
+        self._service = service
+        self._log = log
+        self._replies: dict[int, TensorReply] = {}
+        self._last_id = 0
+        self.traffic = Traffic()
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """Keep the request with its reply."""
+        shape, dtype = _reply_shape(request, self._config)
+        reply = TensorReply(output=from_torch(torch.zeros(shape, dtype=torch_dtype(dtype))))
+        self._log.append(_Captured(self._service, request, reply))
+        self._last_id += 1
+        self._replies[self._last_id] = reply
+        return self._last_id
+
+    def wait(self, request_id: int) -> Exchange:
+        """Return the zeros."""
+        return Exchange(self._replies.pop(request_id), 0, 0, 0, 0, 0, None)
+
+    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
+        """Submit and wait."""
+        return self.wait(self.submit(request, timeout_s))
+
+    def abandon(self, request_id: int) -> None:
+        """Drop a reply."""
+        self._replies.pop(request_id, None)
+
+    def limit_messages(self, max_message_bytes: int) -> None:
+        """Nothing is sent, so nothing is too large."""
+
+    def close(self) -> None:
+        """There is nothing to disconnect."""
+
+
+def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...], str]:
+    """Return shape and dtype of the reply that a service owes."""
+    match request:
+        case EmbeddingRequest():
+            return (*request.input_ids.shape, config.hidden_size), request.dtype
+        case LinearRequest():
+            sent = request.hidden_states
+        case RingLinearRequest():
+            sent = request.elements
+        case MatmulRequest():
+            return (*request.a.shape[:-1], request.b.shape[-1]), request.a.dtype
+        case LMHeadRequest():
+            sent = request.hidden_states
+            return (*sent.shape[:-1], config.vocab_size), sent.dtype
+        case _:
+            raise TypeError(f"an operator sent {type(request).__name__}")
+    size = sum(config.module_shape(module)[0] for module in request.module_names)
+    return (*sent.shape[:-1], size), sent.dtype
+
+
+class _ZeroSites:
+    """Integers of the right dtype: what scales there are does not change a size."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return int32 elements."""
+        return x_TI.to(torch.int32)
+
+    def decode(self, layer: int, operator: LinearOperator, y_TO: torch.Tensor) -> torch.Tensor:
+        """Return floats."""
+        return y_TO.to(self._dtype)
+
+
+class _Measurement:
+    """Runs steps of a policy over recorders, and adds up what each operator and layer costs."""
+
+    def __init__(
+        self, policy: Policy, config: ModelConfig, dtype: torch.dtype, headers: Headers
+    ) -> None:
+        self._policy = policy
+        self._config = config
+        self._dtype = dtype
+        self._headers = headers
+        self._log: list[_Captured] = []
+        self._ids: list[int] = []
+        masks = {placement.mask: None for _, placement in policy.leaving()}
+        self._remote = {mask: self._operators(mask) for mask in masks}
+        self._costs: dict[tuple[Phase, Operator, int], Cost] = {}
+        self._messages: dict[tuple[Phase, Operator, int], tuple[Message, ...]] = {}
+
+    def decode(self, context: int) -> None:
+        """Measure one decoded token of one sequence."""
+        self._start()
+        self._step("decode", rows=1, context=context, outputs=1)
+
+    def prefill(self, tokens: int, step_tokens: int) -> None:
+        """Measure a prompt of one sequence, up to the first token that is sampled from it."""
+        self._start()
+        for start in range(0, tokens, step_tokens):
+            end = min(start + step_tokens, tokens)
+            self._step("prefill", rows=end - start, context=end, outputs=int(end == tokens))
+
+    def phase_cost(self, phase: Phase, operator: Operator, layers: range) -> PhaseCost:
+        """Return what an operator costs in some layers."""
+        costs = [self._costs[phase, operator, layer] for layer in layers]
+        messages = self._messages[phase, operator, layers.start]
+        return PhaseCost(messages=messages, cost=sum(costs, start=Cost()))
+
+    def total(self, phase: Phase) -> Cost:
+        """Return what a phase costs."""
+        found = (cost for (measured, *_), cost in self._costs.items() if measured == phase)
+        return sum(found, start=Cost())
+
+    def _start(self) -> None:
+        self._ids = [self._headers.first_request_id] * max(1, self._policy.services)
+
+    def _step(self, phase: Phase, *, rows: int, context: int, outputs: int) -> None:
+        """Call the operators in the order of the forward pass."""
+        first, *inner, last = OPERATORS
+        # Layers differ in nothing but their number, so each operator is called once a mask.
+        called: dict[tuple[Operator, Mask | None], list[_Captured]] = {}
+        order: list[tuple[Operator, int]] = [(first, 0)]
+        order += [(op, layer) for layer in range(self._config.num_hidden_layers) for op in inner]
+        order += [(last, 0)] if outputs else []
+        for operator, layer in order:
+            placement = self._policy.at(operator, layer, phase)
+            if placement.place == "tee":
+                continue
+            key = (operator, placement.mask)
+            if key not in called:
+                called[key] = self._call(operator, placement.mask, rows, context, outputs)
+            at = (phase, operator, layer)
+            self._messages.setdefault(at, tuple(map(_message, called[key])))
+            costs = [self._count(captured, layer) for captured in called[key]]
+            self._costs[at] = sum(costs, start=self._costs.get(at, Cost()))
+
+    def _call(
+        self, operator: Operator, mask: Mask | None, rows: int, context: int, outputs: int
+    ) -> list[_Captured]:
+        config, remote = self._config, self._remote[mask]
+        K, C = config.num_key_value_heads, config.head_dim
+        R = config.num_attention_heads // K * rows
+        self._log.clear()
+        if is_linear(operator):
+            _, in_features = config.module_shape(FUSED_MODULES[operator][0])
+            remote.linear(0, operator, self._zeros(rows, in_features))
+        elif operator == "attn_scores":
+            remote.attn_scores(0, self._zeros(K, R, C), self._zeros(K, context, C))
+        elif operator == "attn_values":
+            remote.attn_values(0, self._zeros(K, R, context), self._zeros(K, context, C))
+        elif operator == "embedding":
+            remote.embedding(torch.zeros(rows, dtype=torch.int64))
+        else:
+            remote.lm_head(self._zeros(outputs, config.hidden_size))
+        return list(self._log)
+
+    def _count(self, captured: _Captured, layer: int) -> Cost:
+        """Encode a request and its reply as for the wire, in a layer, under the next id."""
+        request, headers = captured.request, self._headers
+        if isinstance(request, LinearRequest | RingLinearRequest):
+            request = request.model_copy(update={"layer_idx": layer})
+        request_id = self._ids[captured.service]
+        self._ids[captured.service] += 1
+        sent = encode_request(request, request_id, headers.timeout_ms)
+        received = encode_reply(
+            Form.FRAMED, request_id, request.method, captured.reply, headers.timing
+        )
+        return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
+
+    def _operators(self, mask: Mask | None) -> RemoteOperators:
+        sites: Sites | None = None
+        if self._policy.arithmetic == "int8":
+            sites = _ZeroSites(self._dtype)
+        elif mask is not None:
+            sites = FloatSites({})
+        services = range(mask.services if mask else 1)
+        channels: list[Channel] = [_Recorder(self._config, n, self._log) for n in services]
+        randomness = Randomness()
+        return RemoteOperators(
+            channels,
+            self._config,
+            self._dtype,
+            hide=self._hide(mask, randomness),
+            sites=sites,
+            rows=mask if isinstance(mask, RowMask) else None,
+            randomness=randomness,
+            one_rpc_per_module=self._policy.one_rpc_per_module,
+        )
+
+    def _hide(self, mask: Mask | None, randomness: Randomness) -> HideLinear:
+        if isinstance(mask, AdditiveMask):
+            return _zero_pads(mask, self._config)
+        cloaks = self._cloaks(mask) if isinstance(mask, FeatureMask) else None
+        return linear_masking(mask, randomness, cloaks=cloaks)
+
+    def _cloaks(self, mask: FeatureMask) -> dict[Site, Cloak]:
+        """Make maps from a key that nobody keeps; operators are called as those of layer 0."""
+        seed, gain_D = Randomness().bytes(KEY_BYTES), torch.ones(self._config.hidden_size)
+        gains = (gain_D, None, gain_D, None)
+        return {
+            (0, operator): site_cloak(mask, self._config, bytes(seed), 0, operator, gain)
+            for operator, gain in zip(FUSED_MODULES, gains, strict=True)
+        }
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self._dtype)
+
+
+def _zero_pads(mask: AdditiveMask, config: ModelConfig) -> HideLinear:
+    dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
+
+    def hide(_layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked:
+        size = sum(config.module_shape(module)[0] for module in FUSED_MODULES[operator])
+        r_TI = mask.draw(torch.zeros(x_TI.shape, dtype=torch.int32))
+        return mask.mask(x_TI, Factors(r_TI, torch.zeros(len(x_TI), size, dtype=dtype)))
+
+    return hide
+
+
+def _size(frames: Sequence[bytes | bytearray | memoryview]) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
+def _message(captured: _Captured) -> Message:
+    request = captured.request
+    fields = [getattr(request, name) for name in type(request).model_fields]
+    modules: tuple[str, ...] = getattr(request, "module_names", ())
+    return Message(
+        service=captured.service + 1,
+        method=request.method,
+        modules=modules,
+        sent=tuple(_described(value) for value in fields if isinstance(value, WireTensor)),
+        received=_described(captured.reply.output),
+    )
+
+
+def _described(tensor: WireTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+# -------------------------------------------------------------------------------------- rows
+
+
+def _rows(policy: Policy, layers: int, measured: _Measurement) -> Iterator[OperatorRow]:
+    """Yield a row for each operator, range of layers and phase that is placed in its own way."""
+    for operator in OPERATORS:
+        count = 1 if operator in LAYERLESS else layers
+        for found in _ranges(policy, operator, count):
+            prefill, decode = (policy.at(operator, found.start, phase) for phase in PHASES)
+            if _alike(prefill, decode):
+                yield _row(policy, operator, found, None, measured)
+            else:
+                for phase in PHASES:
+                    yield _row(policy, operator, found, phase, measured)
+
+
+def _ranges(policy: Policy, operator: Operator, count: int) -> Iterator[range]:
+    """Yield runs of layers with the same placements in both phases."""
+    start = 0
+    for layer in range(1, count + 1):
+        if layer == count or not all(
+            _alike(policy.at(operator, start, phase), policy.at(operator, layer, phase))
+            for phase in PHASES
+        ):
+            yield range(start, layer)
+            start = layer
+
+
+def _alike(one: Placement, other: Placement) -> bool:
+    return (one.place, one.mask, one.verify) == (other.place, other.mask, other.verify)
+
+
+def _row(
+    policy: Policy, operator: Operator, layers: range, phase: Phase | None, measured: _Measurement
+) -> OperatorRow:
+    placement = policy.at(operator, layers.start, phase or "decode")
+    leaves = placement.place == "gpu"
+    costs = {
+        name: measured.phase_cost(name, operator, layers) if leaves else None
+        for name in PHASES
+        if phase in (None, name)
+    }
+    mask = placement.mask
+    return OperatorRow(
+        operator=operator,
+        layers=None if operator in LAYERLESS else str(LayerRange(layers.start, layers.stop - 1)),
+        phase=phase,
+        place=placement.place,
+        sees=_sees(policy, operator, mask) if leaves else None,
+        mask=_named(mask) if mask else None,
+        verify=placement.verify,
+        decode=costs.get("decode"),
+        prefill=costs.get("prefill"),
+    )
+
+
+def _sees(policy: Policy, operator: Operator, mask: Mask | None) -> str:
+    what = SEEN[operator]
+    if mask is not None:
+        # One mask with two sets of options: the name would not say which.
+        alone = sum(other.name == mask.name for other in policy.masks) == 1
+        return f"{what} under {mask.name if alone else _named(mask)}"
+    whole = policy.arithmetic == "int8" and is_linear(operator)
+    return f"{what} in the clear" + (", as integers" if whole else "")
+
+
+def _named(mask: Mask) -> str:
+    return with_options(mask.name, mask.model_dump(mode="json"))
+
+
+def _mask_use(mask: Mask, config: ModelConfig) -> MaskUse:
+    noisy = isinstance(mask, FeatureRotation) and mask.sigma > 0
+    return MaskUse(
+        name=mask.name,
+        kind=mask.kind,
+        options=mask.model_dump(mode="json"),
+        hides=mask.hides,
+        known_break=mask.known_break,
+        broken=mask.broken,
+        noise=cast(FeatureRotation, mask).statement(config.hidden_size) if noisy else None,
+    )
+
+
+def _needs(policy: Policy, config: ModelConfig) -> Needs:
+    pads = []
+    for mask in policy.masks:
+        if not isinstance(mask, AdditiveMask):
+            continue
+        layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+        on_disk = sum(map(segment_bytes, layout.sites)) if mask.arithmetic == "int8" else None
+        phases = tuple(
+            phase
+            for phase in PHASES
+            if any(p.mask == mask and p.phase in (None, phase) for _, p in policy.leaving())
+        )
+        pads.append(
+            PadsNeeded(
+                mask=mask.name,
+                phases=phases,
+                sites=len(layout.sites),
+                memory_bytes=layout.token_bytes,
+                bank_bytes=on_disk,
+            )
+        )
+    feature = policy.feature_mask
+    return Needs(
+        services=policy.services,
+        arithmetic=policy.arithmetic,
+        calibration=policy.arithmetic == "int8",
+        key=feature.name if feature else None,
+        pads=tuple(pads),
+    )
