@@ -73,7 +73,10 @@ def main() -> None:
         size = write_random_model(model, LLAMA_3_2_1B)
         imported = measure_import()
         service = subprocess.Popen(
-            [program("gpu-service"), str(model), "--bind", "tcp://127.0.0.1:*"],
+            [
+                *(program("gpu-service"), str(model), "--bind", "tcp://127.0.0.1:*"),
+                *("--arithmetic", "float"),
+            ],
             stderr=subprocess.PIPE,
             text=True,
         )

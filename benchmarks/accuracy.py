@@ -1,0 +1,262 @@
+"""What integer arithmetic costs in accuracy, on the validation text of the demo model.
+
+    python -m benchmarks.accuracy [--documents N] [--no-sweep] [--json FILE]
+
+Every document is scored on its own, as `tsqp train-demo` scored the model: perplexity of its
+tokens, and how often the likeliest next token is that of float32. `quantized-clear` is the policy
+itself, against a gpu-service process. The other variants run in this process and say where the
+loss comes from: linear operators alone, the LM head alone in 16 bits (as the policy has it) or in
+8 bits. The sweep makes the inputs of all linear operators coarser, to as many steps as it says
+for a typical input; `tsqp.calibrate` takes its numbers from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy, linear
+
+from benchmarks.machine import describe_machine
+from benchmarks.memory import program
+from protocol.integer import exact_product
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import EMBEDDING, Checkpoint
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.quantized import QuantizedLinear, load_quantized, load_quantized_lm_head
+from protocol.model.weights import CPU, load_linear, load_tensor
+from protocol.zmq_channel import ZmqChannel
+from tee_side.assembly import Assembly, MaskSettings
+from tee_side.batch import Batch, Chunk
+from tee_side.calibration import Calibration, SiteScales, calibration_path
+from tee_side.forward import forward
+from tee_side.kv_cache import KVCache
+from tee_side.local_operators import LocalOperators
+from tee_side.model import TeeModel, load_tee_model
+from tee_side.operators import Operators
+from tee_side.policy import load_policy
+from tee_side.tokenizer import Tokenizer
+from tee_side.vocabulary import Site
+from tsqp.calibrate import STEPS
+from tsqp.cli.program import model_directory
+from tsqp.train_demo.evaluation import VALIDATION_FILE
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+MAX_PERPLEXITY_RATIO = 1.005
+MIN_AGREEMENT = 0.99
+SWEEP = (64, 32, 16, 8, 4)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sum of losses, over how many predicted tokens, and the likeliest token at every position."""
+
+    nats: float
+    tokens: int
+    top: torch.Tensor
+
+
+class Bench:
+    """The demo model in float32 and in integers, put together in any mixture."""
+
+    def __init__(self, directory: Path, documents: int | None) -> None:
+        self.config: ModelConfig = read_config(directory)
+        self.checkpoint = Checkpoint(directory)
+        self.model: TeeModel = load_tee_model(self.config, self.checkpoint, torch.float32)
+        self.calibration = Calibration.load(
+            calibration_path(directory, None),
+            self.config,
+            model_digest(self.config, self.checkpoint),
+            linear_digest(self.config, self.checkpoint),
+        )
+        tokenizer = Tokenizer(directory)
+        lines = (directory / VALIDATION_FILE).read_text("utf-8").splitlines()[:documents]
+        self.documents = [
+            tokenizer.encode(line, add_special_tokens=False)[: self.config.context_length]
+            for line in lines
+        ]
+        vocabulary = (self.config.vocab_size, self.config.hidden_size)
+        self._embedding = load_tensor(self.checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
+        self._head = load_quantized_lm_head(self.checkpoint, self.config)
+        self._sites: list[Site] = [
+            (layer, operator)
+            for layer in range(self.config.num_hidden_layers)
+            for operator in FUSED_MODULES
+        ]
+
+    def score(self, ops: Operators) -> Score:
+        """Run every document."""
+        nats, tokens, top = 0.0, 0, []
+        for ids in self.documents:
+            cache = KVCache(self.config, len(ids), torch.float32)
+            chunk = Chunk(cache, slice(0, len(ids)), len(ids))
+            batch = Batch(torch.tensor(ids), (chunk,), tuple(range(len(ids))))
+            logits_TV = forward(batch, self.model, ops)
+            wanted_T = batch.token_ids_T[1:]
+            nats += cross_entropy(logits_TV[:-1].double(), wanted_T, reduction="sum").item()
+            tokens += len(wanted_T)
+            top.append(logits_TV.argmax(-1))
+        return Score(nats, tokens, torch.cat(top))
+
+    def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
+        """Return operators that run here."""
+        return LocalOperators(self.config, linears, self._embedding, lm_head)
+
+    def float_linears(self) -> dict[Site, Product]:
+        """Linear operators in float32."""
+        return {
+            (layer, operator): load_linear(
+                self.checkpoint, self.config, layer, operator, dtype=torch.float32, device=CPU
+            )
+            for layer, operator in self._sites
+        }
+
+    def integer_linears(self, steps: int = STEPS) -> dict[Site, Product]:
+        """Linear operators in integers, with `steps` steps for a typical input."""
+        linears: dict[Site, Product] = {}
+        for site in self._sites:
+            scales = self.calibration.sites[site]
+            coarser = replace(scales, input_scale=scales.input_scale * STEPS / steps)
+            weights = load_quantized(self.checkpoint, self.config, *site)
+            linears[site] = _integer_product(coarser, weights)
+        return linears
+
+    def float_head(self) -> Product:
+        """LM head in float32."""
+        if self.config.tie_word_embeddings:
+            weight = self._embedding
+        else:
+            vocabulary = (self.config.vocab_size, self.config.hidden_size)
+            weight = load_tensor(self.checkpoint, "lm_head.weight", vocabulary, dtype=torch.float32)
+        return lambda h_ND: linear(h_ND, weight)
+
+    def integer_head(self, largest: int) -> Product:
+        """LM head in int8 weights, its input scaled per row to integers up to `largest`."""
+        head, limit = self._head, (2**31 - 1) / self._head.max_row_norm()
+
+        def product(h_ND: torch.Tensor) -> torch.Tensor:
+            scale_N1 = torch.maximum(
+                h_ND.abs().amax(-1, keepdim=True) / largest,
+                h_ND.norm(dim=-1, keepdim=True) / (0.999 * limit),
+            )
+            x_ND = (h_ND / scale_N1).round().to(torch.int32)
+            return exact_product(x_ND, head.weight) * scale_N1 * head.scale
+
+        return product
+
+
+def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
+    return lambda x_TI: scales.decode(
+        exact_product(scales.encode(x_TI), weights.weight), torch.float32
+    )
+
+
+@contextmanager
+def service(model: Path) -> Iterator[str]:
+    """Run a gpu-service and yield its endpoint."""
+    command = [program("gpu-service"), str(model), "--bind", "tcp://127.0.0.1:*"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in process.stderr or ():
+            if " ready " in line:
+                yield line.split("endpoint=", 1)[1].split()[0]
+                break
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def score_policy(bench: Bench, directory: Path) -> Score:
+    """Score the policy `quantized-clear` as a runner puts it together, over a real service."""
+    policy = load_policy("quantized-clear")
+    assembly = Assembly(
+        policy,
+        bench.config,
+        bench.checkpoint,
+        bench.model,
+        MaskSettings(),
+        step_tokens=bench.config.context_length,
+    )
+    with service(directory) as endpoint:
+        channel = ZmqChannel(endpoint)
+        try:
+            return bench.score(assembly.operators([channel])["prefill"])
+        finally:
+            channel.close()
+            assembly.close()
+
+
+def _score_steps(bench: Bench, steps: int, lm_head: Product) -> Score:
+    return bench.score(bench.operators(bench.integer_linears(steps), lm_head))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, help="only the first N of the validation text")
+    parser.add_argument("--no-sweep", action="store_true", help="leave the sweep out")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    directory = model_directory("demo")
+    bench = Bench(directory, options.documents)
+    float_linears, float_head = bench.float_linears(), bench.float_head()
+    reference = bench.score(bench.operators(float_linears, float_head))
+    integer_linears = bench.integer_linears()
+    variants: dict[str, Callable[[], Score]] = {
+        "quantized-clear": lambda: score_policy(bench, directory),
+        "linear operators only": lambda: bench.score(bench.operators(integer_linears, float_head)),
+        "LM head only, 16-bit input": lambda: bench.score(
+            bench.operators(float_linears, bench.integer_head(127 * 256 + 127))
+        ),
+        "LM head only, 8-bit input": lambda: bench.score(
+            bench.operators(float_linears, bench.integer_head(127))
+        ),
+        "all, LM head with 8-bit input": lambda: bench.score(
+            bench.operators(integer_linears, bench.integer_head(127))
+        ),
+    }
+    for steps in () if options.no_sweep else SWEEP:
+        variants[f"linear operators only, {steps} steps"] = partial(
+            _score_steps, bench, steps, float_head
+        )
+    print(f"float32: perplexity {math.exp(reference.nats / reference.tokens):.5f}", end=" ")
+    print(f"over {reference.tokens} tokens of {len(bench.documents)} documents")
+    rows: dict[str, dict[str, float]] = {}
+    for name, run in variants.items():
+        score = run()
+        rows[name] = {
+            "perplexity_ratio": math.exp((score.nats - reference.nats) / reference.tokens),
+            "top_1_agreement": (score.top == reference.top).double().mean().item(),
+        }
+        ratio, agreement = rows[name].values()
+        print(f"{name:<40}ratio {ratio:.5f}  top-1 agreement {agreement:.2%}", flush=True)
+    policy = rows["quantized-clear"]
+    reached = (
+        policy["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO
+        and policy["top_1_agreement"] >= MIN_AGREEMENT
+    )
+    print(f"targets (ratio <= {MAX_PERPLEXITY_RATIO}, agreement >= {MIN_AGREEMENT:.0%}): ", end="")
+    print("reached" if reached else "missed")
+    if options.json:
+        document = {
+            "machine": describe_machine(),
+            "tokens": reference.tokens,
+            "float32_perplexity": math.exp(reference.nats / reference.tokens),
+            "variants": rows,
+            "targets_reached": reached,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""A million draws from a pad bank with crashes between and inside them; none may come twice.
+
+    python -m benchmarks.pad_draws [--draws N] [--folder DIR] [--json FILE]
+
+Every life of the bank is a real process that opens it, fills it, draws 1 to 3 tokens at a time and
+checks u = r W. It ends in one of these ways, chosen at random:
+
+    abandoned     leaves without closing anything
+    fsync, ...    kills itself (SIGKILL) right before or after its n-th system call of that name
+    from outside  is killed (SIGKILL) at a moment that it does not know
+
+What was drawn is counted in memory shared with this process, which outlives the kill. A kill keeps
+what the kernel has: loss of power is simulated by tests/fault/test_pad_bank.py.
+
+The folder should be on a real disk: on a memory-backed one fsync costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe_machine
+from tee_side.pads.bank import BankFile
+from tee_side.pads.layout import PadLayout, SiteShape
+from tee_side.randomness import Keystream
+
+CAPACITY = 8192
+WEIGHT = 12345
+LAYOUT = PadLayout((SiteShape(0, 0, "qkv_proj", 1, 1),))
+IDENTITY: dict[str, Any] = {
+    "layout": LAYOUT,
+    "mask": "pad",
+    "model_digest": "0" * 64,
+    "linear_digest": "1" * 64,
+}
+SYSTEM_CALLS = ("open", "write", "fsync", "replace", "pwrite")
+ENDS = ("abandoned", "from outside", *SYSTEM_CALLS)
+# A large block makes a million draws feasible, the default one is tested with them.
+BLOCKS = (16, 256, 1024, 1024)
+_TOTALS = struct.Struct("=QQQQ")  # as `Ledger.totals`
+# Lost tokens take an index too, a block a life at most.
+_INDICES_PER_DRAW = 4
+
+
+class Ledger:
+    """Counts in memory that parent and children share: how often each index was drawn."""
+
+    def __init__(self, draws: int) -> None:
+        self._memory = mmap.mmap(-1, _TOTALS.size + draws * _INDICES_PER_DRAW + 2**20)
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """Return draws, tokens, draws that went backwards, and where the last one ended."""
+        draws, tokens, backwards, end = _TOTALS.unpack_from(self._memory)
+        return draws, tokens, backwards, end
+
+    def add(self, indices: range) -> None:
+        """Count one draw."""
+        draws, tokens, backwards, end = self.totals()
+        backwards += indices.start < end
+        for index in indices:
+            position = _TOTALS.size + index
+            self._memory[position] = min(255, self._memory[position] + 1)
+        totals = (draws + 1, tokens + len(indices), backwards, indices.stop)
+        _TOTALS.pack_into(self._memory, 0, *totals)
+
+    def counts(self) -> torch.Tensor:
+        """Return how often each index was drawn, uint8."""
+        counts = torch.frombuffer(bytearray(self._memory), dtype=torch.uint8)
+        return counts[_TOTALS.size :]
+
+
+def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
+    """Run one life to its end, in a process of its own."""
+    draws = choose.randint(1, 6000)
+    if end in SYSTEM_CALLS:
+        # Records are written one by one, everything else a few times a block.
+        countdown = choose.randint(1, 2000 if end == "pwrite" else 60)
+        _kill_at(end, countdown, after=choose.random() < 0.5)
+        draws = 6000
+    elif end == "from outside":
+        draws = 2**62
+    bank = BankFile.open(folder / "bank", **IDENTITY, block=choose.choice(BLOCKS))
+    for _ in range(draws):
+        if ledger.totals()[0] >= until:
+            break
+        if bank.available < 3:
+            with bank.begin(min(bank.room, choose.randint(500, 2000))) as batch:
+                batch.put(0, batch.r(0) * WEIGHT)
+                batch.commit()
+        indices = bank.take(choose.randint(1, 3))
+        ledger.add(indices)
+        r, u = bank.factors(indices, 0)
+        if not torch.equal(u, r * WEIGHT):
+            os._exit(3)
+    os._exit(0)
+
+
+def _kill_at(name: str, countdown: int, *, after: bool) -> None:
+    real: Callable[..., Any] = getattr(os, name)
+    left = countdown
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **keywords)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(os, name, call)
+
+
+def crash_and_draw(folder: Path, draws: int, seed: int) -> dict[str, Any]:
+    """Draw `draws` times over as many lives as it takes; return what was counted."""
+    choose = random.Random(seed)  # noqa: S311 - when to crash, not what to hide
+    BankFile.create(folder / "bank", **IDENTITY, capacity=CAPACITY).close()
+    ledger = Ledger(draws)
+    ends: Counter[str] = Counter()
+    started = time.monotonic()
+    while ledger.totals()[0] < draws:
+        end, life = choose.choice(ENDS), random.Random(choose.random())  # noqa: S311
+        delay_s = choose.uniform(0, 2)
+        child = os.fork()
+        if child == 0:
+            try:
+                live(folder, ledger, end, life, draws)
+            finally:
+                os._exit(4)  # an error; it was printed
+        if end == "from outside":
+            time.sleep(delay_s)
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status not in (0, -signal.SIGKILL):
+            raise SystemExit(f"a life that ended with {end} failed with status {status}")
+        ends[f"killed: {end}" if status else "abandoned"] += 1
+    elapsed_s = time.monotonic() - started
+    counts = ledger.counts()
+    total, tokens, backwards, _ = ledger.totals()
+    with BankFile.open(folder / "bank", **IDENTITY) as bank:
+        used = bank.status().next_index
+    return {
+        "draws": total,
+        "tokens": tokens,
+        "reused_indices": int((counts > 1).sum()),
+        "draws_that_went_backwards": backwards,
+        "crashes": dict(sorted(ends.items())),
+        "crashes_total": ends.total(),
+        "tokens_lost": used - int((counts > 0).sum()),
+        "elapsed_s": round(elapsed_s, 1),
+        "draws_per_s": round(total / elapsed_s),
+    }
+
+
+def time_one_site(folder: Path, in_features: int, out_features: int) -> dict[str, Any]:
+    """Return microseconds of one row's draw at a site, and of the cryptography in it alone."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
+
+    layout = PadLayout((SiteShape(0, 0, "qkv_proj", in_features, out_features),))
+    repeats = 500
+    made = BankFile.create(
+        folder / "timed", **{**IDENTITY, "layout": layout}, capacity=repeats, block=16
+    )
+    with made as bank:
+        with bank.begin(repeats) as batch:
+            words = torch.zeros(repeats, out_features, dtype=torch.int32)
+            started_ns = time.perf_counter_ns()
+            batch.put(0, words)
+            batch.commit()
+            fill_us = (time.perf_counter_ns() - started_ns) / 1000 / repeats
+        takes, draws = [], []
+        for _ in range(repeats):
+            started_ns = time.perf_counter_ns()
+            indices = bank.take(1)
+            taken_ns = time.perf_counter_ns()
+            bank.factors(indices, 0)
+            draws.append(time.perf_counter_ns() - taken_ns)
+            takes.append(taken_ns - started_ns)
+    stream, sealer = Keystream(bytes(32)), AESGCM(bytes(32))
+    sealed, nonce = sealer.encrypt(bytes(12), bytes(4 * out_features), None), bytes(12)
+    return {
+        "in_features": in_features,
+        "out_features": out_features,
+        "factors_us_median": round(sorted(draws)[repeats // 2] / 1000, 1),
+        "aes_ctr_and_gcm_alone_us": round(
+            _median_us(lambda: stream.bytes(5, 0, 4 * in_features))
+            + _median_us(lambda: sealer.decrypt(nonce, sealed, None)),
+            1,
+        ),
+        "take_us_median": round(sorted(takes)[repeats // 2] / 1000, 1),
+        "take_us_mean_with_fsync": round(sum(takes) / repeats / 1000, 1),
+        "fill_us_with_fsync": round(fill_us, 1),
+    }
+
+
+def _elapsed_us(call: Callable[[], object]) -> float:
+    started_ns = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - started_ns) / 1000
+
+
+def _median_us(call: Callable[[], object], repeats: int = 2000) -> float:
+    return sorted(_elapsed_us(call) for _ in range(repeats))[repeats // 2]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the children are forks: a pool of threads would not be in them
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        timed = time_one_site(folder, 2048, 8192)
+        counted = crash_and_draw(folder, options.draws, options.seed)
+    document = {
+        "machine": {
+            **describe_machine(),
+            "cryptography": importlib.metadata.version("cryptography"),
+        },
+        **counted,
+        "one_row_at_one_site": timed,
+    }
+    print(json.dumps(document, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if counted["reused_indices"] or counted["draws_that_went_backwards"]:
+        raise SystemExit("pads were used twice")
+
+
+if __name__ == "__main__":
+    main()

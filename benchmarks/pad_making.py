@@ -1,0 +1,146 @@
+"""How fast pads are made, beside what `torch._int_mm` reaches on the same shapes in the same run.
+
+    python -m benchmarks.pad_making [--tokens 512] [--json FILE]
+
+A model of Llama-3.2-1B's shape (random weights, bf16, 2.5 GB in the temporary folder) and a bank on
+disk. Both rates count int8 operations: four products a pad, one for each base-256 digit of the
+ring. Each case runs in a fresh process; medians of `REPEATS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe_machine
+from benchmarks.memory import peak_bytes
+from benchmarks.random_model import LLAMA_3_2_1B, write_random_model
+from protocol.integer import DIGITS, empty_weight, ring_product
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.quantized import load_quantized
+from protocol.model.weights import CPU
+from tee_side.masks.pad import Pad
+from tee_side.pads.bank import BankFile
+from tee_side.pads.layout import PadLayout
+from tee_side.pads.maker import PadMaker, product_operations
+from tee_side.randomness import Keystream
+
+REPEATS = 3
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """Return the median time of `REPEATS` runs after one that warms up."""
+    work()
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measure_kernel(model: Path, tokens: int) -> dict[str, float]:
+    """Time `torch._int_mm` alone, and `ring_product`, on the four sites of one layer."""
+    layout = PadLayout.of(read_config(model))
+    plain_s = ring_s = 0.0
+    operations = 0
+    for site in (site for site in layout.sites if site.layer == 0):
+        weight = empty_weight(site.out_features, site.in_features, CPU)
+        weight.copy_(torch.randint(-127, 128, weight.shape))
+        rows = torch.randint(-128, 128, (DIGITS * tokens, site.in_features)).to(torch.int8)
+        out = torch.empty(len(rows), site.out_features, dtype=torch.int32)
+        plain_s += _median_s(partial(torch._int_mm, rows, weight.t(), out=out))
+        low, high = -(2**31), 2**31
+        elements = torch.randint(low, high, (tokens, site.in_features)).to(torch.int32)
+        ring_s += _median_s(partial(ring_product, elements, weight))
+        operations += 2 * DIGITS * tokens * site.in_features * site.out_features
+    return {
+        "int_mm_gops": operations / plain_s / 1e9,
+        "ring_product_gops": operations / ring_s / 1e9,
+    }
+
+
+def measure_parts(model: Path, tokens: int) -> dict[str, float]:
+    """Time what else is done for one layer: reading and quantising weights, the keystream."""
+    config, checkpoint = read_config(model), Checkpoint(model)
+    sites = [site for site in PadLayout.of(config).sites if site.layer == 0]
+    stream = Keystream(bytes(32))
+    return {
+        "weights_ms": 1e3
+        * _median_s(lambda: [load_quantized(checkpoint, config, 0, s.operator) for s in sites]),
+        "keystream_ms": 1e3
+        * _median_s(lambda: [stream.rows(range(tokens), s.number, s.in_features) for s in sites]),
+    }
+
+
+def measure_making(model: Path, tokens: int) -> dict[str, float]:
+    """Make pads for `tokens` tokens into a bank on disk."""
+    config, checkpoint = read_config(model), Checkpoint(model)
+    layout, mask = PadLayout.of(config), Pad()
+    with BankFile.create(
+        model / "bank",
+        layout=layout,
+        mask=mask.name,
+        model_digest=model_digest(config, checkpoint),
+        linear_digest=linear_digest(config, checkpoint) or "",
+        capacity=(REPEATS + 1) * tokens,
+    ) as bank:
+        maker = PadMaker(mask, checkpoint, config)
+        elapsed_s = _median_s(lambda: maker.fill(bank, tokens))
+    return {
+        "tokens_per_s": tokens / elapsed_s,
+        "making_gops": product_operations(layout) * tokens / elapsed_s / 1e9,
+        "token_bytes": layout.token_bytes,
+        "peak_bytes": peak_bytes(multiprocessing.current_process().pid or 0),
+    }
+
+
+def _fresh(function: Callable[[Path, int], dict[str, float]], *arguments: Any) -> dict[str, float]:
+    """Run a case in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens in one product")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        write_random_model(model, LLAMA_3_2_1B)
+        rows = {
+            **_fresh(measure_kernel, model, options.tokens),
+            **_fresh(measure_parts, model, options.tokens),
+            **_fresh(measure_making, model, options.tokens),
+        }
+    ratio = rows["making_gops"] / rows["int_mm_gops"]
+    for name, value in rows.items():
+        print(f"{name:<24}{value:>16,.1f}")
+    print(f"making / int_mm         {ratio:>16.3f}")
+    if options.json:
+        document = {
+            "machine": describe_machine(),
+            "tokens": options.tokens,
+            "threads": torch.get_num_threads(),
+            **rows,
+            "making / int_mm": ratio,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
