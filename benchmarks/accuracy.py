@@ -5,8 +5,8 @@
 Every document is scored on its own, as `tsqp train-demo` scored the model: perplexity of its
 tokens, and how often the likeliest next token is that of float32. `quantized-clear` is the policy
 itself, against a gpu-service process. The other variants run in this process and say where the
-loss comes from: linear operators alone, the LM head alone in 16 bits (as the policy has it) or in
-8 bits. The sweep makes the inputs of all linear operators coarser, to as many steps as it says
+loss comes from: linear operators alone, the LM head alone with an input of 16 bits or of 8 (as the
+policy has it). The sweep makes the inputs of all linear operators coarser, to as many steps as it says
 for a typical input; `tsqp.calibrate` takes its numbers from there.
 """
 

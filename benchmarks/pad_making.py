@@ -34,7 +34,7 @@ from protocol.model.weights import CPU
 from tee_side.masks.pad import Pad
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
-from tee_side.pads.maker import PadMaker, product_operations
+from tee_side.pads.maker import PadMaker, product_operations, read_weights
 from tee_side.randomness import Keystream
 
 REPEATS = 3
@@ -92,12 +92,12 @@ def measure_making(model: Path, tokens: int) -> dict[str, float]:
     with BankFile.create(
         model / "bank",
         layout=layout,
-        mask=mask.name,
+        mask=mask.described(),
         model_digest=model_digest(config, checkpoint),
         linear_digest=linear_digest(config, checkpoint) or "",
         capacity=(REPEATS + 1) * tokens,
     ) as bank:
-        maker = PadMaker(mask, checkpoint, config)
+        maker = PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
         elapsed_s = _median_s(lambda: maker.fill(bank, tokens))
     return {
         "tokens_per_s": tokens / elapsed_s,

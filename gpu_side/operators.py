@@ -8,6 +8,7 @@ are never rounded.
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import replace
 from typing import TypeVar
 
@@ -59,6 +60,7 @@ class Operators:
     def __init__(self, weights: ServiceWeights, max_message_bytes: int) -> None:
         self._weights = weights
         self._max_message_bytes = max_message_bytes
+        self._instance_id = secrets.token_hex(16)
 
     def apply(self, request: Request) -> Response:
         """Compute the reply to a checked request."""
@@ -100,6 +102,7 @@ class Operators:
             max_message_bytes=self._max_message_bytes,
             arithmetic=weights.arithmetic,
             provision_id=None if weights.provision is None else weights.provision.provision_id,
+            instance_id=self._instance_id,
         )
 
     def _embedding(self, request: EmbeddingRequest) -> TensorReply:

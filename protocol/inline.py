@@ -55,6 +55,7 @@ _FRAMED_ONLY = (
     "max_message_bytes",
     "arithmetic",
     "provision_id",
+    "instance_id",
 )
 
 # Requests that may name one module under `module_name`, as the published Linear does.

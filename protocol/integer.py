@@ -107,21 +107,10 @@ def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Half the work or less for activations, which are small: the product itself where it fits int32,
     and modulo 2^32 otherwise.
     """
-    return _product(values, weight, digits_needed(values))
-
-
-def digits_product(digits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the product of already split elements with `weight`, mod 2^32.
-
-    `digits`: int8 [D, T, K] of `to_digits`; `weight`: int8 [N, K]. Returns int32 [T, N]. Raises
-    KernelError where K is above MAX_IN_FEATURES.
-    """
-    count, rows, _ = digits.shape
-    out = torch.empty(rows, weight.shape[0], dtype=torch.int32, device=digits.device)
-    scratch = None
-    for block in _blocks(rows, count, weight):
-        scratch = _stacked_product(digits[:, block], weight, out[block], scratch)
-    return out
+    # On CUDA, looking at the values would stop the queue of kernels for every request, and those
+    # under a mask need all digits anyway.
+    count = DIGITS if values.device.type == "cuda" else digits_needed(values)
+    return _product(values, weight, count)
 
 
 def int8_product(
@@ -172,19 +161,29 @@ def check_kernels(device: torch.device) -> None:
             shape = (out_features, in_features)
             weight = empty_weight(*shape, device)
             weight.copy_(random(torch.int8, *shape) if value is None else torch.full(shape, value))
-            for count in _CHECKED_ROWS:
-                for elements in (
-                    random(torch.int32, count, in_features),
-                    torch.full((count, in_features), _ALL_DIGITS_LOWEST, dtype=torch.int32),
-                    torch.full((count, in_features), _ALL_DIGITS_HIGHEST, dtype=torch.int32),
-                ):
-                    _check_product(elements.to(device), weight)
+            # Each layout has kernels of its own: weights of layers, and the LM head's.
+            for laid_out in (weight, weight.contiguous()):
+                for count in _CHECKED_ROWS:
+                    rows = (count, in_features)
+                    for elements in (
+                        random(torch.int32, *rows),
+                        torch.full(rows, _ALL_DIGITS_LOWEST, dtype=torch.int32),
+                        torch.full(rows, _ALL_DIGITS_HIGHEST, dtype=torch.int32),
+                    ):
+                        _check_product(elements.to(device), laid_out)
 
 
 def _check_product(elements: torch.Tensor, weight: torch.Tensor) -> None:
     # Sums below 2^53 are exact in float64, whose products do not share the instructions on trial.
-    exact = (elements.cpu().double() @ weight.cpu().double().t()).long().to(torch.int32)
-    if not torch.equal(ring_product(elements, weight).cpu(), exact):
+    exact_weight = weight.cpu().double().t()
+    exact = (elements.cpu().double() @ exact_weight).long().to(torch.int32)
+    # One digit alone as well: few rows have kernels of their own, too.
+    digit = to_digits(elements, 1)[0]
+    exact_digit = (digit.cpu().double() @ exact_weight).long().to(torch.int32)
+    if not (
+        torch.equal(ring_product(elements, weight).cpu(), exact)
+        and torch.equal(int8_product(digit, weight).cpu(), exact_digit)
+    ):
         raise KernelError(
             f"int8 products on {elements.device}",
             got=f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
@@ -193,29 +192,19 @@ def _check_product(elements: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
+    """Multiply in the ring, a block of rows at a time, by the lowest `count` digits."""
     rows = elements.shape[0]
     out = torch.empty(rows, weight.shape[0], dtype=torch.int32, device=elements.device)
     # One scratch for all blocks: fresh memory for each costs as much as a fifth of the product.
     scratch = None
     for block in _blocks(rows, count, weight):
-        digits = to_digits(elements[block], count)
-        scratch = _stacked_product(digits, weight, out[block], scratch)
+        stacked = to_digits(elements[block], count).flatten(0, 1)
+        if scratch is None:
+            products = scratch = int8_product(stacked, weight)
+        else:  # the last block may be smaller than the first
+            products = int8_product(stacked, weight, scratch[: len(stacked)])
+        combine_digits(products.view(count, -1, weight.shape[0]), out[block])
     return out
-
-
-def _stacked_product(
-    digits: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None
-) -> torch.Tensor:
-    """Write the product of one block to `out`; return the scratch, for a block no larger."""
-    count, rows, in_features = digits.shape
-    stacked = digits.reshape(count * rows, in_features)
-    if scratch is None:
-        scratch = int8_product(stacked, weight)
-        products = scratch
-    else:
-        products = int8_product(stacked, weight, scratch[: count * rows])
-    combine_digits(products.view(count, rows, weight.shape[0]), out)
-    return scratch
 
 
 def _blocks(rows: int, count: int, weight: torch.Tensor) -> list[slice]:

@@ -36,6 +36,7 @@ ModuleNames: TypeAlias = Annotated[
     tuple[ModuleName, ...], Field(min_length=1, max_length=3, strict=False)
 ]
 Digest: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+InstanceId: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 class Message(BaseModel):
@@ -137,7 +138,8 @@ class InitReply(Message):
     linear weights it holds: those for Linear (float), those for RingLinear (int8), or both.
     `provision_id`: None for a model directory; for weights transformed by a feature mask the id of
     the key that they belong to (`protocol.model.provision`), and then `model_digest` repeats it
-    and `norm_weights` is empty. Only the framed form carries these five.
+    and `norm_weights` is empty. `instance_id`: random, of this service process, by which a runner
+    notices that two endpoints lead to one service. Only the framed form carries these six.
     """
 
     config: InitConfig
@@ -148,6 +150,7 @@ class InitReply(Message):
     max_message_bytes: Annotated[int, Field(ge=1, le=2**40)]
     arithmetic: Annotated[tuple[Arithmetic, ...], Field(min_length=1, max_length=2, strict=False)]
     provision_id: Digest | None
+    instance_id: InstanceId
 
     @field_validator("arithmetic")
     @classmethod

@@ -6,18 +6,22 @@ The order is that of mistakes that show early: the policy against the model, fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from protocol.channel import Channel
 from protocol.errors import PolicyError, SettingsError
+from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.identity import linear_digest, model_digest
+from protocol.model.quantized import QuantizedLinear
+from protocol.model.weights import CPU
 from tee_side.calibration import Calibration, calibration_path
 from tee_side.feature_key import FeatureKey
 from tee_side.local_operators import load_local_operators, sites_here
@@ -27,7 +31,7 @@ from tee_side.model import TeeModel
 from tee_side.operators import Observer, Operators, PlacedOperators, place
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
-from tee_side.pads.maker import PadMaker
+from tee_side.pads.maker import PadMaker, held_or, read_weights
 from tee_side.pads.source import Pads, WhenOut
 from tee_side.pads.store import MemoryStore, PadStore
 from tee_side.policy import Policy
@@ -83,11 +87,8 @@ class Assembly:
         policy.check(config.num_hidden_layers)
         self._local_sites = self._sites_needed_here()
         padded = {mask: self._under(mask) for mask in policy.masks if _needs_factors(mask)}
-        # What a bank lacks can only be made from the weights.
-        makes = settings.bank is None or settings.when_out == "wait"
-        made = [site for sites in padded.values() for site in sites] if makes else []
-        read_here = {*self._local_sites, *made}
-        checkpoint.require(light_tensors(config) | tensors_of(read_here, config))
+        self._check_settings(padded)
+        checkpoint.require(light_tensors(config) | tensors_of(self._local_sites, config))
         checkpoint.refuse_extra(config)
         self.key = self._load_key()
         self.linear_digest = linear_digest(config, checkpoint)
@@ -95,6 +96,8 @@ class Assembly:
         self._floats = FloatSites(self._biases()) if policy.arithmetic == "float" else None
         self.pads: dict[Mask, Pads] = {}
         self._stores: list[PadStore] = []
+        # Pads are opened before weights are loaded, and made afterwards from those that stay.
+        self._held: dict[Site, QuantizedLinear] = {}
         try:
             for mask, sites in padded.items():
                 self.pads[mask] = self._open_pads(mask, sites, step_tokens)
@@ -117,6 +120,7 @@ class Assembly:
             self._model.dtype,
             sites=self._local_sites,
             integers=self._integers,
+            held=self._held,
         )
         remote: dict[Mask | None, Operators] = {}
         for mask in {placement.mask: None for _, placement in self.policy.leaving()}:
@@ -154,6 +158,34 @@ class Assembly:
             sites += [site for site in under if site not in sites]
         return sites
 
+    def _check_settings(self, padded: Mapping[Mask, Sequence[Site]]) -> None:
+        """Refuse files that the policy has no use for, and pads that nothing can come from.
+
+        Somebody who names a file relies on it. Raises SettingsError and PolicyError.
+        """
+        settings, name = self._settings, f"policy {self.policy.name}"
+        uses = {
+            "--bank": (settings.bank, bool(padded), "pads"),
+            "--key": (settings.key, self.policy.feature_mask is not None, "a feature mask"),
+            "--calibration": (settings.calibration, self.policy.arithmetic == "int8", "int8"),
+            "--bank-key": (settings.bank_key, settings.bank is not None, "--bank"),
+            "--bank-index": (settings.bank_index, settings.bank is not None, "--bank"),
+        }
+        for option, (given, used, what) in uses.items():
+            if given is not None and not used:
+                raise SettingsError(
+                    option, got=str(given), expected=f"nothing: {name} runs without {what}"
+                )
+        if settings.bank is not None:
+            return
+        for mask, sites in padded.items():
+            if not self._checkpoint.holds(tensors_of(sites, self._config)):
+                raise PolicyError(
+                    f"{name}: mask {mask.name}",
+                    got=f"no --bank, and not all linear weights in {self._checkpoint.directory}",
+                    expected="one of them: pads are made from the weights",
+                )
+
     def _under(self, mask: Mask) -> list[Site]:
         return sites_under(self.policy, self._config.num_hidden_layers, mask)
 
@@ -170,6 +202,7 @@ class Assembly:
     def _load_integers(self) -> IntegerSites | None:
         if self.policy.arithmetic != "int8":
             return None
+        _check_own_kernels()
         path = calibration_path(self._checkpoint.directory, self._settings.calibration)
         calibration = Calibration.load(
             path,
@@ -218,12 +251,19 @@ class Assembly:
                 got=f"mask {mask.name}",
                 expected="mask pad: a bank holds ring elements",
             )
+        elif self.pads:
+            others = " and ".join(other.described() for other in (*self.pads, mask))
+            raise PolicyError(
+                f"policy {self.policy.name}: pad bank {settings.bank}",
+                got=f"masks {others}",
+                expected="one mask with pads: a bank is made for one",
+            )
         else:
             store = BankFile.open(
                 settings.bank,
                 settings.bank_key,
                 layout=layout,
-                mask=mask.name,
+                mask=mask.described(),
                 model_digest=model_digest(self._config, self._checkpoint),
                 linear_digest=self.linear_digest or "",
                 index_path=settings.bank_index,
@@ -231,7 +271,9 @@ class Assembly:
         self._stores.append(store)
         maker = None
         if self._checkpoint.holds(tensors_of(sites, self._config)):
-            maker = PadMaker(mask, self._checkpoint, self._config)
+            check = self._integers.check_weights if self._integers is not None else None
+            read = read_weights(self._checkpoint, self._config, mask.arithmetic, check)
+            maker = PadMaker(mask, held_or(self._held, read) if mask.arithmetic == "int8" else read)
         return Pads(
             mask,
             store,
@@ -240,6 +282,15 @@ class Assembly:
             ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
             on_wait=self._on_wait,
         )
+
+
+@cache
+def _check_own_kernels() -> None:
+    """Check that int8 products are exact here: they make pads and compute what stays.
+
+    Once a process; the service checks its own. Raises KernelError.
+    """
+    check_kernels(CPU)
 
 
 def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:

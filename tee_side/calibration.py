@@ -85,10 +85,14 @@ class SiteScales:
             # A norm that is NaN is the largest of all, and fails the comparison below.
             largest = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
         if not largest <= self._row_limit:
+            # In whole multiples: an exact norm would name the token to whoever reads a log.
+            times = largest / self._row_limit
             raise ActivationRangeError(
-                "norm of an input row",
-                got=f"{largest * self.input_scale:.4g}",
-                expected=f"at most {self._row_limit * self.input_scale:.4g}, which cannot wrap",
+                "length of an input row",
+                got=f"less than {math.floor(times) + 1} times"
+                if math.isfinite(times)
+                else "one that is not finite",
+                expected="at most once what cannot wrap in the ring",
             )
         return scaled_TI.to(torch.int32)
 
@@ -316,6 +320,11 @@ def _read(path: Path, config: ModelConfig) -> tuple[dict[str, str], dict[str, to
                 got=f"{tensor[bad][0].item():g}",
                 expected="positive finite numbers",
             )
+    # A column of weights that is not all zero has a norm of at least 1.
+    if (largest := tensors["norm_limit"].max().item()) > MAX_SUM:
+        raise CalibrationError(
+            f"{path}: norm_limit", got=f"{largest:g}", expected=f"at most {MAX_SUM}: the ring's"
+        )
     return metadata, tensors
 
 

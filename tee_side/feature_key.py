@@ -23,7 +23,7 @@ from protocol.messages import FUSED_MODULES, Digest, LinearOperator
 from protocol.model.checkpoint import Checkpoint, norm_names
 from protocol.model.config import ModelConfig
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.masks.mask import Cloak, FeatureMask, FeatureSite
+from tee_side.masks.mask import Cloak, FeatureMask, FeatureSite, describe_mask
 from tee_side.randomness import Randomness, derive_key
 from tee_side.vocabulary import Site
 
@@ -163,8 +163,8 @@ class FeatureKey(BaseModel):
         if (self.mask, self.options) != (mask.name, mask.model_dump(mode="json")):
             raise FeatureKeyError(
                 "key: mask",
-                got=_described(self.mask, self.options),
-                expected=f"{_described(mask.name, mask.model_dump(mode='json'))}, as in the policy",
+                got=describe_mask(self.mask, self.options),
+                expected=f"{mask.described()}, as in the policy",
             )
 
     def randomness(self, layer: int, operator: LinearOperator) -> Randomness:
@@ -217,7 +217,3 @@ def site_cloak(
         raise MaskError(
             f"mask {mask.name}: {site}: {error.where}", got=error.got, expected=error.expected
         ) from None
-
-
-def _described(mask: str, options: dict[str, Any]) -> str:
-    return " ".join([mask, *(f"{name}={value}" for name, value in sorted(options.items()))])

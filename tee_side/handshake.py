@@ -21,6 +21,9 @@ from protocol.tensors import to_torch
 from tee_side.feature_key import FeatureKey
 from tee_side.model import TeeModel
 
+_SAME_MODEL = "start service and runner with the same model"
+_PROVISIONED = "start gpu-service with the directory that tsqp provision wrote with this key"
+
 
 def check_service(
     channel: Channel,
@@ -32,8 +35,10 @@ def check_service(
     key: FeatureKey | None = None,
     linear: str | None = None,
     timeout_s: float,
-) -> None:
+) -> str:
     """Compare the service's Init reply with the TEE's own copy, and keep to its message limit.
+
+    Return the service's own name for its process: two services with one name are one.
 
     `arithmetic`: what the service must be able to do; `key`: of the weights that a provisioned
     service must hold, None where it must hold the model's own; `linear`: the linear digest that
@@ -58,7 +63,7 @@ def check_service(
     if key is not None:
         expected = {"provision_id": key.provision_id, "linear_digest": key.server_linear_digest}
         theirs = {"provision_id": reply.provision_id, "linear_digest": reply.linear_digest}
-        _compare(where, dict(theirs), dict(expected))
+        _compare(where, dict(theirs), dict(expected), _PROVISIONED)
     elif reply.provision_id is not None:
         raise ModelMismatchError(
             where,
@@ -69,6 +74,7 @@ def check_service(
         _compare_weights(where, reply, config, checkpoint, model, linear)
     # A larger message would not be answered at all: ZeroMQ drops the connection.
     channel.limit_messages(reply.max_message_bytes)
+    return reply.instance_id
 
 
 def _compare_weights(
@@ -124,7 +130,9 @@ def _own_norms(config: ModelConfig, model: TeeModel) -> dict[str, object]:
     return norms | {f"{name}.eps": config.rms_norm_eps for name in norms}
 
 
-def _compare(where: str, theirs: dict[str, object], ours: dict[str, object]) -> None:
+def _compare(
+    where: str, theirs: dict[str, object], ours: dict[str, object], hint: str = _SAME_MODEL
+) -> None:
     """Raise ModelMismatchError at the first of our fields that theirs lacks or has otherwise."""
     for name, value in ours.items():
         if name not in theirs or not _equal(theirs[name], value):
@@ -132,7 +140,7 @@ def _compare(where: str, theirs: dict[str, object], ours: dict[str, object]) -> 
             raise ModelMismatchError(
                 f"{where}: {name}",
                 got=got,
-                expected=f"{_brief(value)} (start service and runner with the same model)",
+                expected=f"{_brief(value)} ({hint})",
             )
     if len(theirs) > len(ours):
         raise ModelMismatchError(

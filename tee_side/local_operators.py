@@ -89,10 +89,12 @@ def load_local_operators(
     *,
     sites: Iterable[Site],
     integers: IntegerSites | None,
+    held: dict[Site, QuantizedLinear] | None = None,
 ) -> LocalOperators:
     """Read the weights of the linear operators at `sites`, and what else the policy keeps.
 
-    `integers` is given for policies with int8 arithmetic, and only for them. Raises ModelError.
+    `integers` is given for policies with int8 arithmetic, and only for them. `held`: gets the
+    integers of every site, for who else computes with them. Raises ModelError, CalibrationError.
     """
     vocabulary = (config.vocab_size, config.hidden_size)
     token_embedding: torch.Tensor | None = None
@@ -118,6 +120,8 @@ def load_local_operators(
             weights = load_quantized(checkpoint, config, layer, operator)
             integers.check_weights((layer, operator), weights)
             products[layer, operator] = _IntegerProduct(weights, integers, layer, operator)
+            if held is not None:
+                held[layer, operator] = weights
     return LocalOperators(config, products, token_embedding, lm_head)
 
 

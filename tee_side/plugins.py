@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 
 from pydantic import ValidationError
 
-from protocol.errors import InputError, expectation
+from protocol.errors import InputError, TsqpError
+from tee_side.refusals import first_problem
 
 
 class PluginError(InputError):
-    """A Python file of a user's own that cannot be loaded, or lacks what it is loaded for."""
+    """A user's own file or package that cannot be loaded, or lacks what it is loaded for."""
 
 
 def load_module(path: Path) -> ModuleType:
@@ -36,9 +38,7 @@ def load_module(path: Path) -> ModuleType:
     except Exception as error:
         # Whatever a user's file raises is the user's to read, as one line.
         del sys.modules[name]
-        raise PluginError(
-            str(path), got=f"{type(error).__name__}: {_brief(error)}", expected="a file that runs"
-        ) from error
+        raise _failure(str(path), error, "a file that runs") from error
     return module
 
 
@@ -51,10 +51,25 @@ def load_object(path: str, name: str) -> object:
     return found
 
 
-def _brief(error: Exception) -> str:
-    """Say in one line what went wrong; pydantic takes several."""
+def load_entry_point(entry: EntryPoint) -> object:
+    """Import what an installed package registered. Raises PluginError."""
+    try:
+        found: object = entry.load()
+    except Exception as error:
+        # As of a file: whatever a package raises when it is imported.
+        raise _failure(f"entry point {entry.value}", error, "one that loads") from error
+    return found
+
+
+def _failure(where: str, error: Exception, expected: str) -> PluginError:
+    """Say in one line what went wrong: errors of ours and pydantic's keep their own words."""
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        where = ".".join([error.title, *(str(part) for part in first["loc"])])
-        return f"{where}: expected {expectation(first['type'], first['msg'])}"
-    return " ".join(str(error).split())
+        problem = first_problem(error)
+        parts = [where, ".".join(map(str, (error.title, *problem.path))), problem.where]
+        return PluginError(
+            ": ".join(filter(None, parts)), got=problem.got, expected=problem.expected
+        )
+    if isinstance(error, TsqpError):
+        return PluginError(f"{where}: {error.where}", got=error.got, expected=error.expected)
+    text = " ".join(str(error).split())
+    return PluginError(where, got=f"{type(error).__name__}: {text}", expected=expected)

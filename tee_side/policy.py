@@ -37,17 +37,20 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     SerializeAsAny,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
 
-from protocol.errors import MaskError, PolicyError, describe, expectation
+from protocol.errors import MaskError, PolicyError, describe
 from protocol.messages import Arithmetic
+from tee_side.disclosure import disclosure
 from tee_side.masks.mask import FeatureMask, Mask
 from tee_side.masks.registry import find_mask
-from tee_side.plugins import load_object
+from tee_side.plugins import PluginError, load_entry_point, load_object
+from tee_side.refusals import first_problem, refusal
 from tee_side.vocabulary import (
     LAYERLESS,
     OPERATORS,
@@ -62,17 +65,7 @@ _SUFFIX = ".toml"
 _ENTRY_POINTS = "tsqp.policies"
 _FOLDER = "folder"
 
-# What the GPU side sees of an operator that is sent to it in the clear.
-SEEN: dict[Operator, str] = {
-    "embedding": "the token ids",
-    "qkv_proj": "hidden states",
-    "attn_scores": "queries and keys",
-    "attn_values": "attention probabilities and values",
-    "o_proj": "attention outputs",
-    "gate_up_proj": "hidden states",
-    "down_proj": "MLP activations",
-    "lm_head": "the logits",
-}
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +99,10 @@ def _layer_range(value: object) -> object:
     return LayerRange(first, last)
 
 
+def _scope(layers: LayerRange | None, phase: Phase | None) -> str:
+    return " ".join(([f"layers {layers}"] if layers else []) + ([phase] if phase else []))
+
+
 def _mask(value: object, info: ValidationInfo) -> object:
     """Read a mask: an instance, a name or path, or a table with `name` and its options."""
     if value is None or isinstance(value, Mask):
@@ -113,18 +110,18 @@ def _mask(value: object, info: ValidationInfo) -> object:
     options = dict(value) if isinstance(value, dict) else {"name": value}
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ValueError("the name of a mask, or a table with name and options")
+        got = "a table without a name" if isinstance(value, dict) else describe(value)
+        raise refusal(got, "the name of a mask, or a table with its name and options")
     folder = (info.context or {}).get(_FOLDER)
     try:
         return find_mask(name, folder)(**options)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ValueError(
-            f"options of mask {name}: {field} {expectation(first['type'], first['msg'])}"
-        ) from None
-    except MaskError as error:
-        raise ValueError(f"{error.expected} (got {error.got})") from None
+        problem = first_problem(error)
+        option = ".".join(str(part) for part in problem.path)
+        raise refusal(problem.got, problem.expected, f"{name}: {option}") from None
+    except (MaskError, PluginError) as error:
+        where = "" if error.where == "mask" else error.where
+        raise refusal(error.got, error.expected, where) from None
 
 
 class Placement(BaseModel):
@@ -145,17 +142,29 @@ class Placement(BaseModel):
         """Say whether this is about a layer in a phase."""
         return (self.layers is None or layer in self.layers) and self.phase in (None, phase)
 
+    @property
+    def scope(self) -> str:
+        """What this is about, such as `layers 4- decode`; empty if about everything."""
+        return _scope(self.layers, self.phase)
+
     def __str__(self) -> str:
-        where = [f"layers {self.layers}"] if self.layers else []
-        where += [self.phase] if self.phase else []
-        return " ".join([*where, self.place, *([f"under {self.mask.name}"] if self.mask else [])])
+        under = f"under {self.mask.name}" if self.mask else ""
+        return " ".join(filter(None, [self.scope, self.place, under]))
 
 
 def _placements(value: object) -> object:
     """Read "tee", one table, or a list of tables."""
     if isinstance(value, str):
         return ({"place": value},)
-    return value if isinstance(value, list | tuple) else (value,)
+    several = isinstance(value, list | tuple)
+    found = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not found:
+        raise refusal("an empty list", "at least one placement")
+    for placement in found:
+        if not isinstance(placement, dict | Placement):
+            expected = "a table with place" if several else '"tee", "gpu", or a table with place'
+            raise refusal(describe(placement), expected)
+    return found
 
 
 Placements: TypeAlias = Annotated[
@@ -174,40 +183,68 @@ class Policy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Printed in status lines and reports.
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Annotated[str, Field(pattern=f"^{_NAME}$")]
     summary: Annotated[str, Field(max_length=200)]
     one_rpc_per_module: bool = False
     arithmetic: Arithmetic = "float"
     operators: dict[Operator, Placements]
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Policy:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validated(cls, given: Any, handler: ModelWrapValidatorHandler[Policy]) -> Policy:
+        """Raise PolicyError, which pydantic lets pass, instead of an error that names a field."""
+        try:
+            policy = handler(given)
+        except ValidationError as error:
+            raise _refused(given, error) from None
+        policy._check_consistent()
+        return policy
+
+    def _check_consistent(self) -> None:
         if missing := [name for name in OPERATORS if name not in self.operators]:
-            raise ValueError(f"every operator placed (got none for {', '.join(missing)})")
-        for operator, placements in self.operators.items():
-            for placement in placements:
+            raise PolicyError(
+                f"policy {self.name}: operators",
+                got=f"nothing for {', '.join(missing)}",
+                expected="every operator placed",
+            )
+        for operator in OPERATORS:
+            for placement in self.operators[operator]:
                 self._check_placement(operator, placement)
-        return self
 
     def _check_placement(self, operator: Operator, placement: Placement) -> None:
+        where = _joined(f"policy {self.name}", operator, placement.scope)
         if placement.layers is not None and operator in LAYERLESS:
-            raise ValueError(f"{operator} without layers: it belongs to none (got {placement})")
-        if self.arithmetic == "int8" and (operator, placement.place) == ("lm_head", "gpu"):
-            raise ValueError(
-                f"lm_head in the TEE, or float arithmetic: services have floats (got {placement})"
+            raise PolicyError(
+                f"policy {self.name}: {operator}",
+                got=f"layers {placement.layers}",
+                expected="no layers, as it belongs to none",
             )
-        mask = placement.mask
-        if mask is None:
-            return
-        if placement.place == "tee":
-            raise ValueError(f"{operator} in the TEE without a mask (got {mask.name})")
+        if placement.mask is not None:
+            self._check_mask(where, operator, placement.place, placement.mask)
+        if self.arithmetic == "int8" and (operator, placement.place) == ("lm_head", "gpu"):
+            raise PolicyError(
+                where,
+                got='place = "gpu" with arithmetic = "int8"',
+                expected='place = "tee", or arithmetic = "float": no service has integers for it',
+            )
+
+    def _check_mask(self, where: str, operator: Operator, place: Place, mask: Mask) -> None:
+        if place == "tee":
+            raise PolicyError(
+                where, got=f'mask {mask.name} with place = "tee"', expected="no mask in the TEE"
+            )
         if not mask.supports(operator):
             able = ", ".join(name for name in OPERATORS if mask.supports(name))
-            raise ValueError(f"mask {mask.name} on one of {able} (got {operator})")
+            raise PolicyError(
+                where,
+                got=f"mask {mask.name}",
+                expected=f"one that works on {operator}; {mask.name} works on {able}",
+            )
         if mask.arithmetic != self.arithmetic and is_linear(operator):
-            raise ValueError(
-                f'arithmetic = "{mask.arithmetic}" for mask {mask.name} on {operator}'
-                f' (got "{self.arithmetic}")'
+            raise PolicyError(
+                where,
+                got=f'arithmetic = "{self.arithmetic}"',
+                expected=f'"{mask.arithmetic}", which mask {mask.name} needs',
             )
 
     def check(self, num_hidden_layers: int) -> None:
@@ -252,9 +289,10 @@ class Policy(BaseModel):
             return
         for operator, placement in self.leaving():
             if placement.mask != feature and (is_linear(operator) or operator in LAYERLESS):
+                mask = placement.mask.described() if placement.mask else "no mask"
                 raise PolicyError(
-                    f"policy {self.name}: {operator}",
-                    got=f"{placement} beside {feature.name}",
+                    _joined(f"policy {self.name}", operator, placement.scope),
+                    got=f"{mask} beside {feature.described()}",
                     expected="in the TEE, or under the same mask with the same options: a"
                     " provisioned server holds transformed linear weights and nothing else",
                 )
@@ -304,34 +342,8 @@ class Policy(BaseModel):
         return next((mask for mask in self.masks if isinstance(mask, FeatureMask)), None)
 
     def disclosure(self) -> str | None:
-        """Say in one line what the GPU side learns; None if nothing leaves.
-
-        Hidden states in the clear give the prompt away to whoever holds the public weights
-        (vocabulary matching, arXiv 2505.18332).
-        """
-        if not self.needs_service:
-            return None
-        clear = list(dict.fromkeys(SEEN[name] for name, p in self.leaving() if p.mask is None))
-        broken = list(dict.fromkeys(mask.name for mask in self.masks if mask.broken))
-        if clear:
-            direct = [what for what in ("the token ids", "the logits") if what in clear]
-            verdict = (
-                f"{' and '.join(direct)}: the prompt and the answer themselves"
-                if direct
-                else "from which the prompt and the answer can be recovered"
-            )
-            return f"policy {self.name}: the GPU sees {', '.join(clear)} in the clear - {verdict}"
-        if broken:
-            return (
-                f"policy {self.name}: the GPU sees activations under {', '.join(broken)}, which"
-                " is broken where the weights are public (tsqp masks says how)"
-            )
-        each = "each GPU service" if self.services > 1 else "the GPU"
-        alone = ", as long as the two do not collude" if self.services > 1 else ""
-        return (
-            f"policy {self.name}: {each} sees uniform random numbers, lengths and timing{alone};"
-            " results are not verified"
-        )
+        """Say in one line what the GPU side learns; None if nothing leaves."""
+        return disclosure(self.name, [(operator, p.mask) for operator, p in self.leaving()])
 
 
 def builtin_policies() -> list[str]:
@@ -350,7 +362,8 @@ def load_policy(name_or_path: str) -> Policy:
     """Load a policy by name, or a file by its path (it has a `/`, or ends in `.toml` or `.py`).
 
     A Python file, or an entry point of the group `tsqp.policies`, is run in the TEE: load only
-    what you trust. Raises PolicyError that names the policy or the file and field.
+    what you trust. No package is imported for a built-in name. Raises PolicyError that names file,
+    policy, operator and field, and PluginError for a Python file or package that does not load.
     """
     if "/" in name_or_path or name_or_path.endswith((_SUFFIX, ".py")):
         path = Path(name_or_path)
@@ -365,7 +378,7 @@ def load_policy(name_or_path: str) -> Policy:
         resource = files("tee_side") / "policies" / f"{name_or_path}{_SUFFIX}"
         return _parse(resource.read_text(encoding="utf-8"), name_or_path, None)
     for entry in entry_points(group=_ENTRY_POINTS, name=name_or_path):
-        return _checked(entry.load(), f"entry point {entry.value}")
+        return _checked(load_entry_point(entry), f"entry point {entry.value}")
     raise PolicyError(
         "policy",
         got=repr(name_or_path),
@@ -385,14 +398,51 @@ def _parse(text: str, where: str, folder: Path | None) -> Policy:
         return Policy.model_validate(content, context={_FOLDER: folder})
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise PolicyError(where, got=f"invalid TOML ({error})", expected="a policy") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        got = "nothing" if first["type"] == "missing" else describe(first["input"])
-        expected = expectation(first["type"], first["msg"])
-        # A validator of ours knows better what it got than pydantic, which gave it all of it.
-        if own := re.fullmatch(r"(.*) \(got (.*)\)", expected, re.DOTALL):
-            expected, got = own[1], own[2]
+    except PolicyError as error:
         raise PolicyError(
-            f"{where}: {field}" if field else where, got=got, expected=expected
+            f"{where}: {error.where}", got=error.got, expected=error.expected
         ) from None
+
+
+def _refused(given: object, error: ValidationError) -> PolicyError:
+    """Say what pydantic refuses, by policy, operator, layers and phase as far as they are known."""
+    problem = first_problem(error)
+    table = given if isinstance(given, dict) else {}
+    name = table.get("name")
+    known = isinstance(name, str) and re.fullmatch(_NAME, name)
+    policy = f"policy {name}" if known else "policy"
+    match problem.path:
+        case ("operators", operator, "[key]"):
+            expected = f"one of {', '.join(OPERATORS)}"
+            return PolicyError(f"{policy}: operators", got=describe(operator), expected=expected)
+        case ("operators", operator, int(index), *fields):
+            operators = table.get("operators") or {}
+            scope = _raw_scope(operators.get(operator), index, fields)
+            where = _joined(policy, operator, scope, *fields, problem.where)
+        case ("operators", operator):
+            where = _joined(policy, operator, problem.where)
+        case path:
+            where = _joined(policy, *path, problem.where)
+    return PolicyError(where, got=problem.got, expected=problem.expected)
+
+
+def _raw_scope(placements: object, index: int, fields: list[str | int]) -> str:
+    """Name one of an operator's placements before it is validated: by what it says, or number."""
+    several = placements if isinstance(placements, list | tuple) else [placements]
+    placement = several[index]
+    if isinstance(placement, dict):
+        layers, phase = placement.get("layers"), placement.get("phase")
+        try:
+            found = _layer_range(layers) if layers is not None and "layers" not in fields else None
+        except ValueError:
+            found = None  # a problem of its own, which comes after the first
+        scope = _scope(
+            found if isinstance(found, LayerRange) else None, phase if phase in PHASES else None
+        )
+        if scope:
+            return scope
+    return f"placement {index + 1}" if len(several) > 1 else ""
+
+
+def _joined(*parts: object) -> str:
+    return ": ".join(str(part) for part in parts if part != "")

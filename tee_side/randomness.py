@@ -203,23 +203,6 @@ class Keystream:
         return drawn[0][None] if len(drawn) == 1 else torch.stack(drawn)
 
 
-def keystream(key: bytes, index: int, site: int, count: int) -> bytearray:
-    """Return `count` bytes of the keystream of one pair; see `Keystream`, which is faster."""
-    return Keystream(key).bytes(index, site, count)
-
-
-def signed_digits(elements: Tensor) -> Tensor:
-    """Split ring elements int32 [...] into int8 [4, ...]: their sum d[k] * 2^(8 k) mod 2^32.
-
-    Each digit is in -128 .. 127, and the split is one to one, so that the digits of uniform
-    elements are uniform and independent, and int8 products can work on them.
-    """
-    # Adding 128 to each digit makes them the plain bytes of a sum; flipping the top bit undoes it.
-    shifted = elements.contiguous() + (0x80808080 - 2**32)
-    digits = shifted.view(torch.int8).view(*elements.shape, 4) ^ -128
-    return digits.movedim(-1, 0).contiguous()
-
-
 def derive_key(key: bytes, info: bytes, salt: bytes | None = None) -> bytes:
     """Return 32 bytes by HKDF-SHA256; another `info` or `salt` gives an unrelated key."""
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(key)

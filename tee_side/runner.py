@@ -252,6 +252,7 @@ class Runner:
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
             )
             self._closing.callback(assembly.close)
+            instances: dict[str, str] = {}
             for endpoint in settings.gpu[: policy.services]:
                 channel = ZmqChannel(
                     endpoint,
@@ -260,7 +261,7 @@ class Runner:
                 )
                 self._closing.callback(channel.close)
                 self._channels.append(channel)
-                check_service(
+                instance = check_service(
                     channel,
                     config,
                     checkpoint,
@@ -270,6 +271,9 @@ class Runner:
                     linear=assembly.linear_digest,
                     timeout_s=settings.connect_timeout_s,
                 )
+                if instance in instances:
+                    raise _one_service(instances[instance], endpoint)
+                instances[instance] = endpoint
             ops = assembly.operators(self._channels, observer)
         except BaseException:
             self.close()
@@ -365,6 +369,13 @@ def _check_endpoints(policy: Policy, endpoints: Sequence[str]) -> None:
         )
     used = endpoints[:needed]
     if len(set(used)) < len(used):
-        raise SettingsError(
-            "--gpu", got=f"{used[0]} twice", expected="services that do not collude: two endpoints"
-        )
+        raise _one_service(used[0], used[0])
+
+
+def _one_service(first: str, second: str) -> SettingsError:
+    """Refuse what would give one service both shares; against a mistake, not against a lie."""
+    return SettingsError(
+        "--gpu",
+        got=f"{first} twice" if first == second else f"{first} and {second}, one and the same",
+        expected="two that do not collude",
+    )

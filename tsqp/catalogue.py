@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol.errors import SettingsError
+from protocol.errors import InputError, MaskError, SettingsError
 from protocol.messages import Arithmetic
+from tee_side.disclosure import SEEN
 from tee_side.masks.mask import FeatureMask, Kind, Mask
-from tee_side.masks.registry import builtin_masks, find_mask, registered_masks
-from tee_side.policy import SEEN, Policy, builtin_policies, load_policy, policy_names
+from tee_side.masks.registry import builtin_masks, find_mask, mask_names
+from tee_side.policy import Policy, builtin_policies, load_policy, policy_names
 from tee_side.vocabulary import OPERATORS, Operator, Phase
 
 Origin = Literal["built in", "package", "file"]
 
 # How far a policy is from giving the prompt away; the words are the tables' and the reports'.
 Standing = Literal["nothing leaves", "clear", "broken", "not known to be broken"]
+
+E = TypeVar("E")
 
 
 class _Entry(BaseModel):
@@ -47,6 +50,7 @@ class MaskEntry(_Entry):
     hides: str
     known_break: str
     broken: bool
+    uniform: bool
     source: str
     tolerance: float
     cost: str
@@ -57,6 +61,13 @@ class MaskEntry(_Entry):
     options: tuple[MaskOption, ...]
     about: str
     origin: Origin
+
+
+class Unusable(_Entry):
+    """A mask or policy of an installed package that does not load. `error`: why, in one line."""
+
+    name: str
+    error: str
 
 
 class Leaving(_Entry):
@@ -91,6 +102,7 @@ def mask_entry(mask: type[Mask], origin: Origin = "built in") -> MaskEntry:
         hides=mask.hides,
         known_break=mask.known_break,
         broken=mask.broken,
+        uniform=mask.uniform,
         source=mask.source,
         tolerance=mask.tolerance,
         cost=mask.cost,
@@ -104,13 +116,20 @@ def mask_entry(mask: type[Mask], origin: Origin = "built in") -> MaskEntry:
     )
 
 
-def mask_entries() -> list[MaskEntry]:
-    """Return all registered masks: built in, and from installed packages. Raises MaskError."""
-    built_in = builtin_masks()
-    return [
-        mask_entry(mask, "built in" if built_in.get(name) is mask else "package")
-        for name, mask in sorted(registered_masks().items())
-    ]
+def mask_entries() -> tuple[list[MaskEntry], list[Unusable]]:
+    """Return all masks that have a name, built in and of packages, and those that do not load."""
+    return _loaded(mask_names(), find_mask_entry)
+
+
+def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], list[Unusable]]:
+    """Load what has a name; a package that is broken must not hide the others."""
+    found, unusable = [], []
+    for name in names:
+        try:
+            found.append(load(name))
+        except (InputError, MaskError) as error:
+            unusable.append(Unusable(name=name, error=str(error)))
+    return found, unusable
 
 
 def find_mask_entry(name_or_path: str) -> MaskEntry:
@@ -146,13 +165,13 @@ def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:
     )
 
 
-def policy_entries() -> list[PolicyEntry]:
-    """Return all policies that can be named: built in, and from installed packages."""
+def policy_entries() -> tuple[list[PolicyEntry], list[Unusable]]:
+    """Return all policies that can be named, as `mask_entries` does."""
     built_in = builtin_policies()
-    return [
-        policy_entry(load_policy(name), "built in" if name in built_in else "package")
-        for name in policy_names()
-    ]
+    return _loaded(
+        policy_names(),
+        lambda name: policy_entry(load_policy(name), "built in" if name in built_in else "package"),
+    )
 
 
 def _standing(policy: Policy) -> Standing:

@@ -23,6 +23,7 @@ _PACKAGES = (
     "msgpack",
     "numpy",
     "safetensors",
+    "cryptography",
     "tokenizers",
     "pydantic",
     "transformers",

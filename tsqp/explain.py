@@ -34,6 +34,7 @@ from protocol.messages import (
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import WireTensor, from_torch, torch_dtype
 from tee_side.assembly import sites_under
+from tee_side.disclosure import SEEN
 from tee_side.feature_key import site_cloak
 from tee_side.masking import HideLinear, linear_masking
 from tee_side.masks.feature_rotation import FeatureRotation
@@ -49,7 +50,7 @@ from tee_side.masks.mask import (
 )
 from tee_side.pads.bank_format import segment_bytes
 from tee_side.pads.layout import PadLayout
-from tee_side.policy import SEEN, LayerRange, Placement, Policy
+from tee_side.policy import LayerRange, Placement, Policy
 from tee_side.randomness import KEY_BYTES, Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sites import FloatSites, Sites

@@ -39,5 +39,8 @@ class FloatNoise(AdditiveMask):
 
     def mask(self, x_TI: torch.Tensor, factors: Factors) -> Masked:
         """Add noise. GPU sees: x + r in the activations' dtype."""
-        sent = x_TI + factors.r.to(x_TI.dtype)
+        # Summed in float32 and rounded once, since u belongs to the r of all its bits. An r that
+        # was rounded to the activations' dtype would make no smaller error, and one that is
+        # rounded further, the same for all dtypes, would send the last bits of x in the clear.
+        sent = (x_TI.float() + factors.r).to(x_TI.dtype)
         return Masked((sent,), lambda y_TO: (y_TO.float() - factors.u).to(y_TO.dtype))

@@ -12,14 +12,16 @@ for the product [B, M, J] x [B, J, N].
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, Arithmetic
 from tee_side.randomness import Randomness
 from tee_side.vocabulary import PRODUCTS, Operator
@@ -49,8 +51,9 @@ class MaskedProduct:
 class Factors:
     """Prepared for one exchange: `r` [T, I] to add, and `u` = r W [T, O] to take away again."""
 
-    r: torch.Tensor
-    u: torch.Tensor
+    # Not in a traceback or a log: either gives the input away to who saw what crossed.
+    r: torch.Tensor = field(repr=False)
+    u: torch.Tensor = field(repr=False)
 
 
 class Mask(BaseModel):
@@ -64,6 +67,8 @@ class Mask(BaseModel):
       source       paper, project or section that the scheme is from
       tolerance    largest |result - plain result| / max |plain result| in float32; 0 is exact
       cost         what it costs in the TEE, on the wire and at the server
+    Optional, and False unless the class itself says so:
+      uniform      whether what crosses is uniform random numbers, independent of the input
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,6 +78,7 @@ class Mask(BaseModel):
     hides: ClassVar[str]
     known_break: ClassVar[str]
     broken: ClassVar[bool]
+    uniform: ClassVar[bool] = False
     source: ClassVar[str]
     tolerance: ClassVar[float]
     cost: ClassVar[str]
@@ -81,17 +87,44 @@ class Mask(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
-        """Refuse a mask that does not say what it claims, when its file is loaded."""
+        """Refuse a mask that does not say what it claims, when its file is loaded.
+
+        Raises MaskError.
+        """
         if "name" not in cls.__dict__:
             return  # one of the kinds
         required = ("kind", "hides", "known_break", "broken", "source", "tolerance", "cost")
-        if missing := [attribute for attribute in required if not hasattr(cls, attribute)]:
-            raise TypeError(f"mask {cls.__name__}: got no {', '.join(missing)}, expected them")
+        missing = [attribute for attribute in required if not hasattr(cls, attribute)]
+        if missing := [*missing, *sorted(cls.__abstractmethods__)]:
+            raise MaskError(
+                f"mask {cls.__name__}",
+                got=f"no {', '.join(missing)}",
+                expected="what every mask of its kind has to say and do",
+            )
+        # Not inherited: a subclass that sends something else would claim it without a word.
+        cls.uniform = bool(cls.__dict__.get("uniform", False))
+        if cls.uniform and cls.broken:
+            raise MaskError(
+                f"mask {cls.__name__}",
+                got="uniform = True and broken = True",
+                expected="one of them: uniform numbers tell nothing",
+            )
+
+    def described(self) -> str:
+        """Return name and all options: equal for equal masks, and for no others."""
+        return describe_mask(self.name, self.model_dump(mode="json"))
 
     @classmethod
     def supports(cls, operator: Operator) -> bool:
         """Say whether the mask works on an operator; the layers' linear ones by default."""
         return operator in FUSED_MODULES
+
+
+def describe_mask(name: str, options: dict[str, Any]) -> str:
+    """Return what `Mask.described` does, for a mask that is known by its fields alone."""
+    # JSON says where a value ends: no two sets of options look alike.
+    values = (f"{key}={json.dumps(options[key], sort_keys=True)}" for key in sorted(options))
+    return " ".join([name, *values])
 
 
 class RowMask(Mask):

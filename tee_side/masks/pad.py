@@ -20,10 +20,13 @@ class Pad(AdditiveMask):
     name: ClassVar[str] = "pad"
     hides: ClassVar[str] = "every value: what crosses is uniform and independent of the input"
     known_break: ClassVar[str] = (
-        "none while every pad is used once; lengths and timing stay visible; a host that restores"
-        " an old pad bank with its index would make pads repeat (docs/limitations.md)"
+        "none while every pad is used once and the service computes honestly; one that lies learns"
+        " from whether the run then fails (activation range, end of text), as results are not"
+        " verified; a host that restores an old index file of a pad bank makes pads repeat"
+        " (docs/limitations.md); lengths and timing stay visible"
     )
     broken: ClassVar[bool] = False
+    uniform: ClassVar[bool] = True
     source: ClassVar[str] = "one-time pad; with precomputed r W: Slalom, arXiv 1806.03287"
     tolerance: ClassVar[float] = 0.0
     cost: ClassVar[str] = "two passes in the TEE; one int8 product a pad, made ahead"

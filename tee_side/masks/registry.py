@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 
-from protocol.errors import MaskError
+from protocol.errors import MaskError, describe
 from tee_side.masks.mask import Mask
-from tee_side.plugins import load_module
+from tee_side.plugins import load_entry_point, load_module
 
 _PACKAGE = "tee_side.masks"
 _ENTRY_POINTS = "tsqp.masks"
@@ -42,34 +42,22 @@ def builtin_masks() -> dict[str, type[Mask]]:
     return {mask.name: mask for module in modules for mask in masks_in(module)}
 
 
-def registered_masks() -> dict[str, type[Mask]]:
-    """Return built-in masks and those of installed packages, by name. Raises MaskError.
-
-    Ours win: a policy that asks for `pad` gets the one that it was written for.
-    """
-    found = dict(builtin_masks())
-    for entry in entry_points(group=_ENTRY_POINTS):
-        if entry.name not in found:
-            found[entry.name] = _checked(entry.load(), f"entry point {entry.value}")
-    return found
+def mask_names() -> list[str]:
+    """Return the names of built-in masks and of those that installed packages bring."""
+    return sorted({*builtin_masks(), *(entry.name for entry in entry_points(group=_ENTRY_POINTS))})
 
 
 def find_mask(name_or_path: str, folder: Path | None = None) -> type[Mask]:
     """Return a mask class by name, or from a Python file by its path (it has a `/` or `.py`).
 
     A relative path is looked up from `folder`, which is the policy file's. `FILE.py:Class` picks
-    one of several in a file. Raises MaskError, and PluginError for a file that does not load.
+    one of several in a file. Of installed packages only the one that brings the name is imported,
+    and none for a name of ours: a policy that asks for `pad` gets the one it was written for.
+    Raises MaskError, and PluginError for a file or package that does not load.
     """
     path_text, _, wanted = name_or_path.partition(":")
     if "/" not in path_text and not path_text.endswith(".py"):
-        masks = registered_masks()
-        if name_or_path not in masks:
-            raise MaskError(
-                "mask",
-                got=repr(name_or_path),
-                expected=f"one of {', '.join(masks)}, or a path to a .py file",
-            )
-        return masks[name_or_path]
+        return _named(name_or_path)
     path = (folder or Path()) / path_text
     found = [mask for mask in masks_in(load_module(path)) if wanted in ("", mask.__name__)]
     if len(found) != 1:
@@ -82,7 +70,20 @@ def find_mask(name_or_path: str, folder: Path | None = None) -> type[Mask]:
     return found[0]
 
 
+def _named(name: str) -> type[Mask]:
+    if name in builtin_masks():
+        return builtin_masks()[name]
+    for entry in entry_points(group=_ENTRY_POINTS):
+        if entry.name == name:
+            return _checked(load_entry_point(entry), f"entry point {entry.value}")
+    raise MaskError(
+        "mask",
+        got=repr(name),
+        expected=f"one of {', '.join(mask_names())}, or a path to a .py file",
+    )
+
+
 def _checked(found: object, where: str) -> type[Mask]:
     if inspect.isclass(found) and issubclass(found, Mask):
         return found
-    raise MaskError(where, got=type(found).__name__, expected="a subclass of a mask kind")
+    raise MaskError(where, got=describe(found), expected="a subclass of a mask kind")

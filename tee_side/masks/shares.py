@@ -20,9 +20,12 @@ class Shares(SharingMask):
     name: ClassVar[str] = "shares"
     hides: ClassVar[str] = "every value from each service alone: its share is uniform"
     known_break: ClassVar[str] = (
-        "the two services together: their shares add up to the input; lengths and timing"
+        "the two services together: their shares add up to the input; one that lies learns from"
+        " whether the run then fails (activation range, end of text), as results are not verified;"
+        " lengths and timing stay visible"
     )
     broken: ClassVar[bool] = False
+    uniform: ClassVar[bool] = True
     source: ClassVar[str] = "additive secret sharing over Z_2^32"
     tolerance: ClassVar[float] = 0.0
     cost: ClassVar[str] = "two passes in the TEE; everything twice on the wire and at the services"

@@ -3,11 +3,11 @@
 Three files: FILE holds u of every (token index, site), FILE.index says which indices were used,
 FILE.key is the key. r is never stored; it is computed again from the key.
 
-**Order on disk.** Filling: records, fsync, index file, fsync. Taking: index file, fsync of it and
-of its directory, and only then are the indices handed out, a block at a time. The index file is
-replaced as a whole (write beside, fsync, rename, fsync of the directory), so a crash leaves the
-old one or the new one. The stored bound never decreases: what a crash costs is the rest of a
-block and the batch being filled.
+**Order on disk.** Filling: index file (how many nonces), records, fsync, index file. Taking: index
+file, and only then are the indices handed out, a block at a time. The index file is replaced as a
+whole (write beside, fsync, rename, fsync of the directory), so a crash leaves the old one or the
+new one. The stored bounds never decrease: what a crash costs is the rest of a block and the batch
+being filled.
 
 **Records.** Each is AES-256-GCM under a random nonce, with the header's hash, index and site as
 associated data, in slot index % capacity: a record that was moved, exchanged or left over from the
@@ -15,16 +15,17 @@ slot's earlier use does not open. After a crash the same indices are filled agai
 none of them had been handed out, so no pad is used twice. The nonce is random, rather than made of
 index and site, because the second u need not be the first: float products depend on how many rows
 were computed at once, and a machine can err. Two plaintexts under one nonce would give their
-difference away and let records be forged.
+difference away and let records be forged; so nonces are counted, on disk, before they are drawn,
+and a bank ends while equal ones are unlikely (`bank_format.MAX_RECORDS`).
 
-**What this cannot do.** A host that puts back an older FILE and FILE.index makes the bank hand
-out pads again, which gives the difference of two plaintexts away. No software in the VM can notice
-it: everything that it could compare with was put back too. A backup or a snapshot of the VM that
-is started again does the same by accident. The remedies are storage that the host cannot turn
+**What this cannot do.** A host that puts back an older FILE.index makes the bank hand out pads
+again, which gives the difference of two plaintexts away: that file alone is enough for pads whose
+slots were not filled again since, and the older FILE with it for all. No software in the VM can
+notice it: everything that it could compare with was put back too. A backup or a snapshot of the VM
+that is started again does the same by accident. The remedies are storage that the host cannot turn
 back, and a key that does not outlive it: keep key and index file on memory-backed file systems
 inside the VM (both places are parameters), so that after a reboot the bank opens no more and has
-to be made anew; never copy the three files together. The host also sees when pads are used, and
-how many.
+to be made anew; never copy the files. The host also sees when pads are used, and how many.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from tee_side.pads.bank_format import (
     segment_bytes,
 )
 from tee_side.pads.layout import WORD_BYTES, PadLayout, SiteShape
-from tee_side.pads.store import DEFAULT_BLOCK, IndexedStore
+from tee_side.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.randomness import KEY_BYTES
 
 Tensor: TypeAlias = torch.Tensor
@@ -95,7 +96,7 @@ class _Files:
         return cls(path, key_path or Path(f"{path}.key"), index_path or Path(f"{path}.index"))
 
 
-class BankFile(IndexedStore):
+class BankFile(PadStore):
     """A `PadStore` in a file; see the module. Made by `create` or `open`, never directly.
 
     One process at a time: FILE and FILE.key are locked (flock) while it is open.
@@ -118,6 +119,8 @@ class BankFile(IndexedStore):
         self._keys = keys
         # The highest bound that may be on disk, even if writing it seemed to fail.
         self._stored = state.reserved
+        # Nonces that may have been drawn; changes under the lock.
+        self._sealed = state.sealed
         # For the taking and for the filling thread.
         self._opener, self._sealer = AESGCM(keys.records), AESGCM(keys.records)
         self._start = start
@@ -140,8 +143,8 @@ class BankFile(IndexedStore):
     ) -> Self:
         """Make an empty bank for `capacity` tokens and its key, and open it.
 
-        `mask`: what u is made for; digests as in `protocol.model.identity`, in hex.
-        Raises PadBankError if one of the files exists, cannot be written, or will not fit.
+        `mask`: what u is made for, as `Mask.described`; digests as in `protocol.model.identity`,
+        in hex. Raises PadBankError if one of the files exists, cannot be written, or will not fit.
         """
         files = _Files.of(path, key_path, index_path)
         header = Header(
@@ -161,7 +164,7 @@ class BankFile(IndexedStore):
         contents = {
             files.key: encode_key(key),
             files.bank: head,
-            files.index: encode_state(State(0, 0), keys),
+            files.index: encode_state(State(0, 0, 0), keys),
         }
         for file in contents:
             if os.path.lexists(file):
@@ -235,33 +238,34 @@ class BankFile(IndexedStore):
         bank._descriptors = descriptors
         return bank
 
-    @property
-    def path(self) -> Path:
-        """FILE."""
-        return self._files.bank
-
     def status(self) -> PadBankStatus:
         """Describe the bank; counts are this process's own."""
         with self._lock:
-            self._check_usable()
-            state = State(self._next, self._filled)
+            self.check_usable()
+            state = State(self._next, self._filled, self._sealed)
             return _status(self._files, self._header, state, os.fstat(self._descriptors[0]))
 
     def _persist(self, reserved: int, filled: int) -> None:
         self._stored = max(self._stored, reserved)
-        content = encode_state(State(self._stored, filled), self._keys)
+        content = encode_state(State(self._stored, filled, self._sealed), self._keys)
         try:
             replace(self._files.index, content)
         except OSError as error:
             raise refusal(self._files.index, error, len(content)) from error
 
-    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
-        if indices.stop * len(self._layout.sites) > MAX_RECORDS:
+    def _starting(self, indices: range) -> None:
+        sealed = self._sealed + len(indices) * len(self._layout.sites)
+        if sealed > MAX_RECORDS:
             raise PadBankError(
-                f"{self._files.bank}: pad {indices.stop}",
-                got=f"more than {MAX_RECORDS} records",
-                expected="a new bank (random nonces of one key must not meet)",
+                f"{self._files.bank}: records ever encrypted",
+                got=f"{sealed} with these",
+                expected=f"at most {MAX_RECORDS}: a new bank (nonces of one key must not meet)",
             )
+        # Counted even if writing the count fails: the next one that succeeds has it.
+        self._sealed = sealed
+        self._persist(self._reserved, self._filled)
+
+    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
         rows = u_NO.numpy().data.cast("B")
         row_bytes = site.out_features * WORD_BYTES
         nonces = secrets.token_bytes(NONCE_BYTES * len(indices))

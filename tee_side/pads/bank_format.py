@@ -1,7 +1,7 @@
 """The bytes of a pad bank: key file, header, index file.
 
 FILE        magic | version | key id | length | JSON | HMAC | zeros up to a page | records
-FILE.index  magic | version | SHA-256 of the header | reserved | filled | HMAC
+FILE.index  magic | version | SHA-256 of the header | reserved | filled | sealed | HMAC
 FILE.key    one line of text: a name, a version, 32 bytes in hex
 
 All numbers are unsigned and big endian. Every subkey comes from the key by HKDF-SHA256 with the
@@ -16,7 +16,7 @@ import hmac
 import os
 import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -30,14 +30,16 @@ from tee_side.randomness import KEY_BYTES, derive_key
 VERSION = 1
 NONCE_BYTES = 12
 _TAG_BYTES = 16
-# Random nonces of one AES-GCM key: NIST SP 800-38D, section 8.3.
+# Random nonces of one AES-GCM key: among n of 96 bits two are equal with probability n^2 / 2^97 at
+# most, here 2^-33 (NIST SP 800-38D, section 8.3). Every one that may have been drawn counts, also
+# for batches that a crash ended and that were made again.
 MAX_RECORDS = 2**32
 _MAC_BYTES = 32
 _PAGE = 4096
 _PREAMBLE = struct.Struct(">8sI8sI")
 _MAGIC = b"TSQPPADS"
 _MAX_HEADER_BYTES = 4 * 1024 * 1024
-_STATE = struct.Struct(">8sI32sQQ")
+_STATE = struct.Struct(">8sI32sQQQ")
 _STATE_MAGIC = b"TSQPPIDX"
 STATE_BYTES = _STATE.size + _MAC_BYTES
 _KEY_NAME = "tsqp-pad-bank-key"
@@ -46,13 +48,16 @@ MAX_INDEX = 2**62
 
 
 class Header(BaseModel):
-    """What a bank is for; never changes after it was created. `created`: UTC, ISO 8601."""
+    """What a bank is for; never changes after it was created.
+
+    `created`: UTC, ISO 8601. `mask`: as `Mask.described`, with all options: they change u.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bank_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     created: Annotated[str, Field(max_length=40)]
-    mask: Annotated[str, Field(min_length=1, max_length=64)]
+    mask: Annotated[str, Field(min_length=1, max_length=4096)]
     model_digest: Digest
     linear_digest: Digest
     capacity: Annotated[int, Field(ge=1, lt=MAX_INDEX)]
@@ -67,13 +72,13 @@ class Header(BaseModel):
 
 @dataclass(frozen=True)
 class Keys:
-    """What is derived from a bank's key for one header."""
+    """What is derived from a bank's key for one header; the header's hash is no secret."""
 
     header_hash: bytes
-    header_mac: bytes
-    index_mac: bytes
-    records: bytes
-    pads: bytes
+    header_mac: bytes = field(repr=False)
+    index_mac: bytes = field(repr=False)
+    records: bytes = field(repr=False)
+    pads: bytes = field(repr=False)
 
     @classmethod
     def derive(cls, key: bytes, header: bytes) -> Keys:
@@ -88,10 +93,14 @@ class Keys:
 
 @dataclass(frozen=True)
 class State:
-    """The two bounds on disk: below `reserved` nothing may be handed out, below `filled` all is."""
+    """The bounds on disk: below `reserved` nothing may be handed out, below `filled` all is.
+
+    `sealed`: how many records may have been encrypted, those of lost batches included.
+    """
 
     reserved: int
     filled: int
+    sealed: int
 
 
 def encode_header(header: Header, key: bytes) -> tuple[bytes, Keys]:
@@ -142,7 +151,8 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Head
 
 def encode_state(state: State, keys: Keys) -> bytes:
     """Return the content of the index file."""
-    body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, state.reserved, state.filled)
+    numbers = (state.reserved, state.filled, state.sealed)
+    body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, *numbers)
     return body + _mac(keys.index_mac, body)
 
 
@@ -161,7 +171,7 @@ def read_state(path: Path, header: Header, keys: Keys) -> State:
         raise PadBankError(
             str(path), got=f"{len(content)} bytes", expected=f"an index of {STATE_BYTES} bytes"
         )
-    _, version, header_hash, reserved, filled = _STATE.unpack(content[: _STATE.size])
+    _, version, header_hash, reserved, filled, sealed = _STATE.unpack(content[: _STATE.size])
     _check_version(path, version)
     if header_hash != keys.header_hash:
         raise PadBankError(
@@ -181,7 +191,7 @@ def read_state(path: Path, header: Header, keys: Keys) -> State:
             got=f"pads {reserved} .. {filled}",
             expected=f"at most {header.capacity} pads",
         )
-    return State(reserved, filled)
+    return State(reserved, filled, sealed)
 
 
 def encode_key(key: bytes) -> bytes:

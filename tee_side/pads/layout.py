@@ -8,6 +8,7 @@ from functools import cached_property
 
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.config import ModelConfig
+from tee_side.vocabulary import Site
 
 WORD_BYTES = 4
 _OPERATORS: tuple[LinearOperator, ...] = tuple(FUSED_MODULES)
@@ -43,6 +44,11 @@ class SiteShape:
             if not 1 <= features <= MAX_FEATURES:
                 raise ValueError(f"{self}: got {features} features, expected 1 .. {MAX_FEATURES}")
 
+    @property
+    def site(self) -> Site:
+        """Layer and operator."""
+        return self.layer, self.operator
+
     def __str__(self) -> str:
         return f"layer {self.layer} {self.operator}"
 
@@ -63,9 +69,7 @@ class PadLayout:
             raise ValueError(f"pad layout: got sites {numbers[:8]}, expected ascending numbers")
 
     @classmethod
-    def of(
-        cls, config: ModelConfig, placed: Iterable[tuple[int, LinearOperator]] | None = None
-    ) -> PadLayout:
+    def of(cls, config: ModelConfig, placed: Iterable[Site] | None = None) -> PadLayout:
         """Return the layout of some (layer, operator) pairs of a model; None: of all of them."""
         if placed is None:
             layers = range(config.num_hidden_layers)

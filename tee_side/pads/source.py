@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from protocol.errors import PadsExhaustedError
+from protocol.errors import PadsExhaustedError, TsqpError
 from protocol.messages import LinearOperator
 from tee_side.masks.mask import AdditiveMask, Factors
 from tee_side.pads.layout import site_number
@@ -18,8 +18,13 @@ from tee_side.pads.store import PadStore
 
 WhenOut = Literal["wait", "tee", "fail"]
 
-# Tokens in one product of the maker: large enough for the int8 kernels, small enough in memory.
+# Tokens in one product of the maker while a run waits. Nobody knows how long an answer will be, so
+# each batch is twice the one before: a run makes at most a first batch more in vain than it uses,
+# and a long one soon has products of a size that the int8 kernels are fast at. Fewer rows than the
+# first batch has cost hardly less.
+FIRST_BATCH_TOKENS = 8
 BATCH_TOKENS = 64
+# While nothing runs: leaving that time waits for the batch in work.
 IDLE_BATCH_TOKENS = 32
 
 # Rows whose factors are read for all operators of a step at once: in one go they take half the
@@ -59,6 +64,9 @@ class Pads:
         self._used: set[int] = set()
         self._ready: dict[int, Factors] = {}
         self._rows = 0
+        self._batch_tokens = FIRST_BATCH_TOKENS
+        # What the thread of `filling` met last, unless a later attempt succeeded.
+        self._failure: TsqpError | None = None
         # Totals for people: steps that found no pads left, by what was done instead.
         self.waited = 0
         self.in_tee = 0
@@ -71,8 +79,12 @@ class Pads:
     def draw(self, layer: int, operator: LinearOperator, rows: int) -> Factors | None:
         """Return factors for `rows` rows of a site; None where the TEE shall compute.
 
-        Raises PadsExhaustedError, and PadBankError for a bank that was tampered with.
+        Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
+        in a process that was forked, or after the store was closed.
         """
+        # Factors that were read ahead are in a forked child, too, and the store is not asked for
+        # them again.
+        self._store.check_usable()
         site = site_number(layer, operator)
         if site in self._used or rows != self._rows:
             if self._indices is not None:
@@ -101,11 +113,12 @@ class Pads:
     def _take(self, rows: int) -> range | None:
         if self._store.available < rows:
             if self._when_out == "fail":
+                failure = f"; making more failed: {self._failure}" if self._failure else ""
                 raise PadsExhaustedError(
                     "pads",
-                    got=f"{self._store.available} left",
+                    got=f"{self._store.available} left{failure}",
                     expected=f"{rows} (tee-runner pads make, or --when-out wait or tee)",
-                )
+                ) from self._failure
             if self._when_out == "tee":
                 self.in_tee += 1
                 return None
@@ -127,13 +140,18 @@ class Pads:
         while (missing := rows - self._store.available) > 0:
             if self._on_wait is not None:
                 self._on_wait(missing)
-            self._maker.fill(self._store, min(self._store.room, BATCH_TOKENS))
+            wanted = min(BATCH_TOKENS, max(missing, self._batch_tokens))
+            self._maker.fill(self._store, min(self._store.room, wanted))
+            self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
 
     @contextmanager
     def filling(self) -> Iterator[None]:
         """Make pads in a thread of its own while the block runs, as many as are wanted ahead.
 
-        Leaving the block waits for the batch in work. What the thread raises is raised then.
+        Leaving the block waits for the batch in work. A full disk, or weights that changed, end
+        the thread and not the run, which goes on with the pads that are left: the next block tries
+        again, and so does a run that waits for pads and gets the error then. What else the thread
+        raises, a mistake of this program, is raised when the block is left.
         """
         maker = self._maker
         if maker is None:
@@ -146,6 +164,9 @@ class Pads:
             try:
                 while not stop.is_set() and (missing := self._missing_ahead()) > 0:
                     maker.fill(self._store, min(missing, IDLE_BATCH_TOKENS))
+                    self._failure = None
+            except TsqpError as error:
+                self._failure = error
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 failed.append(error)
 

@@ -20,114 +20,23 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from typing import Protocol, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 
 from protocol.errors import PadsExhaustedError
 from tee_side.pads.layout import PadLayout, SiteShape
-from tee_side.randomness import KEY_BYTES, Keystream, signed_digits
+from tee_side.randomness import KEY_BYTES, Keystream
 
 Tensor: TypeAlias = torch.Tensor
 
 DEFAULT_BLOCK = 16
 
 
-class Batch(Protocol):
-    """Consecutive indices that are being filled. Used as a context: leaving it uncommitted ends it.
+class PadStore(ABC):
+    """What a step draws its pads from, and what the maker fills.
 
-    What was put without a commit is made again later, for the same indices and the same r: none of
-    them was handed out, so work is lost and nothing else.
-    """
-
-    @property
-    def indices(self) -> range:
-        """The token indices, N of them."""
-        ...
-
-    def r(self, site: int) -> Tensor:
-        """Return int32 [N, in_features], uniform over Z_2^32."""
-        ...
-
-    def r_digits(self, site: int) -> Tensor:
-        """Return `r` as signed base-256 digits, int8 [4, N, in_features], lowest first."""
-        ...
-
-    def put(self, site: int, u_NO: Tensor) -> None:
-        """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
-        ...
-
-    def commit(self) -> None:
-        """Make the indices available, once every site has been put."""
-        ...
-
-    def abandon(self) -> None:
-        """End the batch; the indices are the next to be filled again. No effect after a commit."""
-        ...
-
-    def __enter__(self) -> Batch: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class PadStore(Protocol):
-    """What a step draws its pads from, and what the maker fills."""
-
-    @property
-    def layout(self) -> PadLayout:
-        """The sites of every token."""
-        ...
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens there is space for."""
-        ...
-
-    @property
-    def available(self) -> int:
-        """How many tokens could be taken now."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """How many tokens could be filled now: free space, without what is still in use."""
-        ...
-
-    def take(self, count: int) -> range:
-        """Hand out `count` >= 1 consecutive indices, each for the first and last time.
-
-        Raises PadsExhaustedError if fewer are available; nothing is handed out then.
-        """
-        ...
-
-    def factors(self, indices: range, site: int) -> tuple[Tensor, Tensor]:
-        """Return r int32 [T, in_features] and u int32 [T, out_features] of indices just taken.
-
-        GPU sees: x + r, for which the caller is answerable; neither r nor u.
-
-        Raises RuntimeError if one of the indices was not taken here, was released, or was already
-        asked for at this site. PadBankError if the record was damaged: the pair is used up then.
-        """
-        ...
-
-    def release(self, indices: range) -> None:
-        """Give up what was not read of these indices, after a step that failed or left sites out.
-
-        Their space can be filled again. Indices whose sites were all read need no release.
-        """
-        ...
-
-    def begin(self, count: int) -> Batch:
-        """Start filling the next `count` indices, 1 <= `count` <= `room`; one batch at a time."""
-        ...
-
-    def close(self) -> None:
-        """Let go of files and locks; nothing can be taken or filled afterwards."""
-        ...
-
-
-class IndexedStore(ABC):
-    """The bookkeeping that all stores share; a subclass says how u and the two bounds are kept.
+    The bookkeeping is here; a subclass says how u and the two bounds are kept.
 
     Reservation goes in blocks, because the subclass may have to reach the disk for it: `take`
     hands out of what is already reserved, and reserves more when that is used up. The block is as
@@ -150,39 +59,45 @@ class IndexedStore(ABC):
         self._all_sites = (1 << len(layout.sites)) - 1
         self._key = key
         self._keystream = Keystream(key)
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
 
     @property
     def layout(self) -> PadLayout:
-        """See `PadStore.layout`."""
+        """The sites of every token."""
         return self._layout
 
     @property
     def capacity(self) -> int:
-        """See `PadStore.capacity`."""
+        """How many tokens there is space for."""
         return self._capacity
 
     @property
     def available(self) -> int:
-        """See `PadStore.available`."""
+        """How many tokens could be taken now."""
         with self._lock:
             return self._filled - self._next
 
     @property
     def room(self) -> int:
-        """See `PadStore.room`; what a batch is filling no longer counts as room."""
+        """How many tokens could be filled now: free space.
+
+        Not what is still in use, nor what a batch is filling.
+        """
         with self._lock:
             return self._room()
 
     def take(self, count: int) -> range:
-        """See `PadStore.take`."""
+        """Hand out `count` >= 1 consecutive indices, each for the first and last time.
+
+        Raises PadsExhaustedError if fewer are available; nothing is handed out then.
+        """
         if count < 1:
             raise ValueError(f"pads: got {count} to take, expected at least 1")
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             end = self._next + count
             if end > self._filled:
                 raise PadsExhaustedError(
@@ -200,33 +115,59 @@ class IndexedStore(ABC):
             return taken
 
     def factors(self, indices: range, site: int) -> tuple[Tensor, Tensor]:
-        """See `PadStore.factors`."""
+        """Return r int32 [T, in_features] and u int32 [T, out_features] of indices just taken.
+
+        GPU sees: x + r, for which the caller is answerable; neither r nor u.
+
+        Raises RuntimeError if one of the indices was not taken here, was released, or was already
+        asked for at this site. PadBankError if the record was damaged: the pair is used up then.
+        """
         shape = self._shape_of(site)
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             self._use_up(indices, shape)
             r = self._keystream.rows(indices, site, shape.in_features)
             return r, self._read(indices, shape)
 
     def release(self, indices: range) -> None:
-        """See `PadStore.release`."""
+        """Give up what was not read of these indices, after a step that failed or left sites out.
+
+        Their space can be filled again. Indices whose sites were all read need no release.
+        """
         with self._lock:
             for index in indices:
                 self._in_use.pop(index, None)
 
     def begin(self, count: int) -> Batch:
-        """See `PadStore.begin`."""
+        """Start filling the next `count` indices, 1 <= `count` <= `room`; one batch at a time.
+
+        Raises PadBankError for a bank that has to end, or a disk that cannot be written.
+        """
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             if self._batch is not None:
                 raise RuntimeError("pads: got a second batch, expected the first one to end")
             if not 1 <= count <= self._room():
                 raise ValueError(f"pads: got {count} to fill, expected 1 .. {self._room()}")
-            self._batch = _Batch(self, range(self._filled, self._filled + count))
+            indices = range(self._filled, self._filled + count)
+            self._starting(indices)
+            self._batch = Batch(self, indices)
             return self._batch
 
+    def check_usable(self) -> None:
+        """Raise RuntimeError in a store that was closed, or copied by fork.
+
+        For callers that keep factors they have read: those are as good as the store itself.
+        """
+        if self._closed:
+            raise RuntimeError("pads: got a closed store, expected an open one")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "pads: got a store copied by fork, expected one opened in this process"
+            )
+
     def close(self) -> None:
-        """See `PadStore.close`.
+        """Let go of files and locks; nothing can be taken or filled afterwards.
 
         Nothing is written. The rest of the reserved block is lost, as after a crash: to give it
         back, the stored bound would have to move backwards, and a bound that never does is what
@@ -245,11 +186,15 @@ class IndexedStore(ABC):
         self.close()
 
     # What a subclass says. `persist` under the lock, before any index below `reserved` is handed
-    # out; `write` and `sync` by the filling thread without the lock; `read` under the lock.
+    # out; `starting` under the lock, before a batch; `write` and `sync` by the filling thread
+    # without the lock; `read` under the lock.
 
     @abstractmethod
     def _persist(self, reserved: int, filled: int) -> None:
         """Make both bounds outlive a crash, or raise."""
+
+    def _starting(self, indices: range) -> None:  # noqa: B027 - not every store counts
+        """Note that these indices are about to be written, or raise."""
 
     @abstractmethod
     def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
@@ -294,35 +239,28 @@ class IndexedStore(ABC):
             raise ValueError(f"pads: got site {site}, expected one of the layout")
         return shape
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise RuntimeError("pads: got a closed store, expected an open one")
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "pads: got a store copied by fork, expected one opened in this process"
-            )
 
+class Batch:
+    """Consecutive indices that are being filled. Used as a context: leaving it uncommitted ends it.
 
-class _Batch:
-    """The one implementation of `Batch`; its keystream is its own, for the filling thread."""
+    `indices`: N token indices. What was put without a commit is made again later, for the same
+    indices and the same r: none of them was handed out, so work is lost and nothing else. The
+    keystream is the batch's own, for the filling thread.
+    """
 
-    def __init__(self, store: IndexedStore, indices: range) -> None:
+    def __init__(self, store: PadStore, indices: range) -> None:
         self.indices = indices
         self._store = store
         self._keystream = Keystream(store._key)
         self._missing = store._all_sites
 
     def r(self, site: int) -> Tensor:
-        """See `Batch.r`."""
+        """Return int32 [N, in_features], uniform over Z_2^32."""
         shape = self._store._shape_of(site)
         return self._keystream.rows(self.indices, site, shape.in_features)
 
-    def r_digits(self, site: int) -> Tensor:
-        """See `Batch.r_digits`."""
-        return signed_digits(self.r(site))
-
     def put(self, site: int, u_NO: Tensor) -> None:
-        """See `Batch.put`."""
+        """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
         shape = self._store._shape_of(site)
         self._check_open()
         expected = (len(self.indices), shape.out_features)
@@ -338,7 +276,10 @@ class _Batch:
         self._missing ^= bit
 
     def commit(self) -> None:
-        """See `Batch.commit`. If it raises, the batch is over and its work is lost."""
+        """Make the indices available, once every site has been put.
+
+        If it raises, the batch is over and its work is lost.
+        """
         self._check_open()
         if self._missing:
             raise RuntimeError(
@@ -357,7 +298,7 @@ class _Batch:
             self.abandon()
 
     def abandon(self) -> None:
-        """See `Batch.abandon`."""
+        """End the batch; the indices are the next to be filled again. No effect after a commit."""
         with self._store._lock:
             if self._store._batch is self:
                 self._store._batch = None
@@ -371,12 +312,12 @@ class _Batch:
         self.abandon()
 
     def _check_open(self) -> None:
-        self._store._check_usable()
+        self._store.check_usable()
         if self._store._batch is not self:
             raise RuntimeError("pads: got a batch that has ended, expected an open one")
 
 
-class MemoryStore(IndexedStore):
+class MemoryStore(PadStore):
     """Pads in memory, under a key of its own that dies with it: nothing to persist, or to repeat.
 
     Memory: `layout.token_bytes` * `capacity`. Raises ValueError for a capacity below 1.
@@ -397,7 +338,7 @@ class MemoryStore(IndexedStore):
         self._u[site.number][self._slots(indices)] = u_NO
 
     def _sync(self) -> None:
-        """See `_persist`."""
+        """Nothing is on a disk."""
 
     def _read(self, indices: range, site: SiteShape) -> Tensor:
         return self._u[site.number][self._slots(indices)]

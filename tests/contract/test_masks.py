@@ -288,8 +288,10 @@ def test_every_file_of_the_folder_is_registered() -> None:
 
 
 @pytest.mark.parametrize("name", ["pad", "shares"])
-def test_only_the_masks_that_are_not_broken_are_exact(name: str) -> None:
+def test_only_the_masks_that_are_not_broken_are_exact_and_uniform(name: str) -> None:
     assert not BUILTIN[name].broken
+    assert BUILTIN[name].uniform
+    assert not any(mask.uniform for other, mask in MASKS.items() if other not in ("pad", "shares"))
     assert BUILTIN[name].tolerance == 0
     assert all(mask.broken for other, mask in BUILTIN.items() if other not in ("pad", "shares"))
 

@@ -158,6 +158,21 @@ def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
     assert "times for more)" in waited.stderr.splitlines()[-1]
 
 
+def test_a_bank_keeps_the_capacity_that_it_was_made_with(tmp_path: Path) -> None:
+    bank = tmp_path / "bank"
+    make = ("tee-runner", "pads", "make", "demo", "--bank", str(bank), "--tokens")
+    assert call(*make, "2", "--capacity", "5").returncode == 0
+    before = bank.read_bytes()
+    refused = call(*make, "1", "--capacity", "9")
+    assert refused.returncode == 2
+    assert f"--capacity: got 9, expected 5, as {bank} has" in refused.stderr
+    assert bank.read_bytes() == before
+    for capacity in ((), ("--capacity", "5")):
+        made = call(*make, "1", *capacity)
+        assert made.returncode == 0, made.stderr
+    assert "4 of 5 tokens available" in made.stdout
+
+
 def test_a_bank_that_was_touched_is_refused(demo_service: Service, tmp_path: Path) -> None:
     bank = tmp_path / "bank"
     made = call("tee-runner", "pads", "make", "demo", "--tokens", "8", "--bank", str(bank))
@@ -174,3 +189,14 @@ def test_a_bank_that_was_touched_is_refused(demo_service: Service, tmp_path: Pat
     assert result.returncode == 2
     assert str(bank) in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_one_service_under_two_names_does_not_get_both_shares(demo_service: Service) -> None:
+    endpoint = demo_service.endpoint
+    result = call(
+        "tee-runner",
+        *("generate", "demo", "--policy", "two-server", "--prompt", PROMPT),
+        *("--gpu", endpoint, "--gpu", endpoint.replace("127.0.0.1", "localhost")),
+    )
+    assert result.returncode == 2
+    assert "one and the same, expected two that do not collude" in result.stderr

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -67,6 +69,8 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
         ("tee-runner", '[generate]\nstop = "a b"\n', ["stop", "expected a list of strings"]),
         ("tee-runner", "[generate]\nstop = [1]\n", ["stop", "expected strings only"]),
         ("tee-runner", '[generate]\nstop = [""]\n', ["--stop", "empty"]),
+        ("tee-runner", "[generate]\ngpu = 5\n", ["gpu: got 5", "a string or a list of strings"]),
+        ("tee-runner", "[generate]\ngpu = [5]\n", ["gpu: got 5 in it", "strings only"]),
         ("tee-runner", "generate = 3\n", ["generate", "unknown key"]),
     ],
 )
@@ -77,6 +81,18 @@ def test_bad_settings_files_are_refused(
     config.write_text(content)
     command = [] if program == "gpu-service" else ["generate", "demo", "--prompt", "x"]
     refused(call(program, "--config", str(config), *command), *fragments)
+
+
+@pytest.mark.parametrize("value", ['"udp://a b"', '["udp://a b"]'])
+def test_an_option_that_may_be_repeated_takes_a_string_or_a_list(
+    value: str, tmp_path: Path
+) -> None:
+    """No such endpoint can be, so the error quotes what was read: the file's text, whole."""
+    config = tmp_path / "settings.toml"
+    config.write_text(f"[generate]\ngpu = {value}\n")
+    command = ("--config", str(config), "generate", "demo", "--policy", "quantized-clear")
+    result = call("tee-runner", *command, "--prompt-token-ids", "1", "--max-new-tokens", "1")
+    refused(result, "udp://a b")
 
 
 def test_an_integer_in_the_file_is_a_number_for_a_float_option(tmp_path: Path) -> None:
@@ -162,3 +178,14 @@ def test_doctor_reports_every_topic() -> None:
     torch_version = next(f for f in findings if f["name"] == "torch")["detail"]
     assert torch_version.startswith("2.")
     assert call("tsqp", "doctor").stdout.startswith("versions:\n")
+
+
+def test_doctor_looks_for_what_computes_and_encrypts() -> None:
+    """Every dependency is there but those of the command line and of chat templates."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    needed = tomllib.loads(project.read_text("utf-8"))["project"]["dependencies"]
+    names = {re.split("[<>=]", requirement)[0] for requirement in needed}
+    findings = json.loads(call("tsqp", "doctor", "--json").stdout)["findings"]
+    versions = {found["name"]: found["state"] for found in findings if found["topic"] == "versions"}
+    assert names - versions.keys() == {"click", "jinja2"}
+    assert versions["cryptography"] == "ok"

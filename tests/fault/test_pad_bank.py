@@ -216,7 +216,7 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
         patched.setattr(os, name, flaky)
-        for _ in range(200):
+        for _ in range(300):
             try:
                 if bank.room:
                     fill(bank, min(2, bank.room))
@@ -226,7 +226,7 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
             else:
                 use(bank, indices)
                 handed_out.extend(indices)
-            bounds.append(read_bank_status(bank.path).next_index)
+            bounds.append(read_bank_status(tmp_path / "bank").next_index)
     bank.close()
     assert len(messages) > 20
     assert all(message.startswith(str(tmp_path)) for message in messages)

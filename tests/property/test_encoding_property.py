@@ -122,6 +122,7 @@ init_replies = st.builds(
     max_message_bytes=st.integers(1, 2**40),
     arithmetic=st.sampled_from([("float",), ("int8",), ("float", "int8"), ("int8", "float")]),
     provision_id=st.none() | st.text("0123456789abcdef", min_size=64, max_size=64),
+    instance_id=st.text("0123456789abcdef", min_size=32, max_size=32),
 )
 results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(
     st.tuples(st.just("Init"), init_replies),

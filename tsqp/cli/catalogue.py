@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -12,8 +13,10 @@ from tsqp.cli.settings import config_option
 from tsqp.cli.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tee_side.vocabulary import Phase
-    from tsqp.catalogue import MaskEntry, PolicyEntry
+    from tsqp.catalogue import MaskEntry, PolicyEntry, Unusable
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 _FOOTNOTE = "broken: tokens can be recovered where the weights are public, which they usually are"
@@ -26,13 +29,14 @@ def policies(*, as_json: bool) -> None:
     """List the placement policies: what leaves the TEE under each, and masked how."""
     from tsqp.catalogue import policy_entries
 
+    entries, unusable = policy_entries()
     if as_json:
-        entries = [entry.model_dump(mode="json") for entry in policy_entries()]
-        click.echo(json.dumps({"policies": entries}, indent=1))
+        _echo_json("policies", entries, unusable)
         return
     console = open_console("tsqp policies")
-    rows = [("\n".join(_place(entry)), "\n".join(_leaving(entry))) for entry in policy_entries()]
+    rows = [("\n".join(_place(entry)), "\n".join(_leaving(entry))) for entry in entries]
     console.print(table("", [("policy", False), ("what leaves the TEE", False)], rows, lines=True))
+    _show_unusable(console, unusable)
     console.print(
         f"{_FOOTNOTE}.\ntsqp explain MODEL --policy NAME says what one means for a model."
     )
@@ -74,14 +78,28 @@ def masks(*, name: str | None, as_json: bool) -> None:
         else:
             _show_mask(entry)
         return
+    entries, unusable = mask_entries()
     if as_json:
-        entries = [entry.model_dump(mode="json") for entry in mask_entries()]
-        click.echo(json.dumps({"masks": entries}, indent=1))
+        _echo_json("masks", entries, unusable)
         return
     console = open_console("tsqp masks")
-    rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in mask_entries()]
+    rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
     console.print(table("", [("mask", False), ("what it does", False)], rows, lines=True))
+    _show_unusable(console, unusable)
     console.print(f"{_FOOTNOTE}. tsqp masks NAME says more.")
+
+
+def _echo_json(
+    what: str, entries: Sequence[MaskEntry | PolicyEntry], unusable: list[Unusable]
+) -> None:
+    found = {what: entries, "unusable": unusable}
+    listed = {key: [one.model_dump(mode="json") for one in some] for key, some in found.items()}
+    click.echo(json.dumps(listed, indent=1))
+
+
+def _show_unusable(console: Console, unusable: list[Unusable]) -> None:
+    for one in unusable:
+        console.print(f"error: {one.name} (package): {one.error}")
 
 
 def _facts(entry: MaskEntry) -> list[str]:

@@ -29,7 +29,6 @@ def command() -> None:
 @command.command(context_settings=CONTEXT)
 @click.option(
     "--policy",
-    "policies",
     multiple=True,
     metavar="NAME|FILE",
     help="Show this one, with its cost per operator; repeatable. Default: tee-only,"
@@ -40,7 +39,7 @@ def command() -> None:
 @config_option
 @click.pass_context
 def demo(
-    context: click.Context, /, *, policies: tuple[str, ...], prompt: str, max_new_tokens: int
+    context: click.Context, /, *, policy: tuple[str, ...], prompt: str, max_new_tokens: int
 ) -> None:
     """Watch the same prompt three ways: all in the TEE, offloaded in the clear, and shielded.
 
@@ -57,7 +56,7 @@ def demo(
             got=f"no module {error.name}",
             expected="the extra demo: pip install '.[demo]'",
         ) from None
-    right = run_demo(policies=policies, prompt=prompt, max_new_tokens=max_new_tokens)
+    right = run_demo(policies=policy, prompt=prompt, max_new_tokens=max_new_tokens)
     context.exit(0 if right else EXIT_FAILURE)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from protocol.errors import PolicyError
+from protocol.errors import PolicyError, SettingsError
 from tsqp.cli.program import DEFAULT_POLICY, model_directory
 from tsqp.cli.settings import PATH, THREADS, config_option
 from tsqp.cli.status import bytes_for_people
@@ -81,7 +81,7 @@ def pads() -> None:
 @click.option(
     "--capacity",
     type=click.IntRange(min=1),
-    help="Tokens that a new bank has space for; default: --tokens.",
+    help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
 @bank_options
 @click.option("--threads", type=THREADS, help="CPU threads for torch.")
@@ -108,7 +108,7 @@ def make(
     from protocol.model.config import read_config
     from protocol.model.identity import linear_digest, model_digest
     from tee_side.pads.bank import BankFile
-    from tee_side.pads.maker import PadMaker, check_sites
+    from tee_side.pads.maker import PadMaker, check_sites, read_weights
     from tee_side.policy import load_policy
 
     if threads is not None:
@@ -121,7 +121,7 @@ def make(
     check_sites(checkpoint, config, layout)
     described: dict[str, Any] = {
         "layout": layout,
-        "mask": mask.name,
+        "mask": mask.described(),
         "model_digest": model_digest(config, checkpoint),
         "linear_digest": linear_digest(config, checkpoint) or "",
         "index_path": bank_index,
@@ -131,7 +131,11 @@ def make(
     else:
         store = BankFile.create(bank, bank_key, capacity=capacity or tokens, **described)
     with store:
-        _fill(store, PadMaker(mask, checkpoint, config), tokens)
+        if capacity not in (None, store.capacity):
+            raise SettingsError(
+                "--capacity", got=str(capacity), expected=f"{store.capacity}, as {bank} has"
+            )
+        _fill(store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)), tokens)
         _show(store.status(), as_json=False)
 
 
@@ -156,14 +160,16 @@ def _padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayou
     from tee_side.masks.mask import AdditiveMask
     from tee_side.pads.layout import PadLayout
 
-    for mask in policy.masks:
-        if isinstance(mask, AdditiveMask) and mask.arithmetic == "int8":
-            return mask, PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
-    raise PolicyError(
-        f"policy {policy.name}",
-        got="no operator under pads",
-        expected="one that needs them, such as shielded",
-    )
+    found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
+    if len(found) != 1:
+        names = " and ".join(mask.described() for mask in found)
+        raise PolicyError(
+            f"policy {policy.name}",
+            got=f"masks {names}" if found else "no operator under pads",
+            expected="one mask that needs pads, as in shielded",
+        )
+    sites = sites_under(policy, config.num_hidden_layers, found[0])
+    return found[0], PadLayout.of(config, sites)
 
 
 def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:

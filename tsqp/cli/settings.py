@@ -127,22 +127,16 @@ def _checked_table(command: click.Command, table: dict[str, Any], where: str) ->
                 f"{where}: {key}", got="this setting twice, with - and with _", expected="it once"
             )
         else:
-            _check_type(known[name], value, f"{where}: {key}")
-            settings[name] = value
+            settings[name] = _checked_value(known[name], value, f"{where}: {key}")
     return settings
 
 
-def _check_type(parameter: click.Parameter, value: object, where: str) -> None:
-    """Refuse what click would convert: `true` is no number of tokens, and 3 no path."""
+def _checked_value(parameter: click.Parameter, value: object, where: str) -> object:
+    """Return what click takes. Refuse what it would convert: `true` is no number, and 3 no path."""
     if isinstance(value, int) and value.bit_length() > 63:
         raise SettingsError(where, got="an integer beyond 64 bits", expected="one within")
-    if parameter.multiple if isinstance(parameter, click.Option) else False:
-        if not isinstance(value, list):
-            raise SettingsError(where, got=describe(value), expected="a list of strings")
-        for item in value:
-            if not isinstance(item, str):
-                raise SettingsError(where, got=f"{describe(item)} in it", expected="strings only")
-        return
+    if isinstance(parameter, click.Option) and parameter.multiple:
+        return _checked_list(parameter, value, where)
     fits, expected = isinstance(value, str), "a string"
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(parameter, click.Option) and parameter.is_flag:
@@ -153,3 +147,19 @@ def _check_type(parameter: click.Parameter, value: object, where: str) -> None:
         fits, expected = number, "a number"
     if not fits:
         raise SettingsError(where, got=describe(value), expected=expected)
+    return value
+
+
+def _checked_list(parameter: click.Option, value: object, where: str) -> list[str]:
+    """Read the value of an option that may be repeated: a list, or one string as it is."""
+    # Not of stop strings: elsewhere one text holds several of them.
+    alone = not isinstance(parameter.type, StopText)
+    if isinstance(value, str) and alone:
+        return [value]
+    if not isinstance(value, list):
+        expected = "a string or a list of strings" if alone else "a list of strings"
+        raise SettingsError(where, got=describe(value), expected=expected)
+    for item in value:
+        if not isinstance(item, str):
+            raise SettingsError(where, got=f"{describe(item)} in it", expected="strings only")
+    return value

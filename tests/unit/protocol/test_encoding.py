@@ -55,6 +55,7 @@ def _init_reply() -> InitReply:
         max_message_bytes=1,
         arithmetic=("float", "int8"),
         provision_id=None,
+        instance_id="d" * 32,
     )
 
 
@@ -341,6 +342,10 @@ def test_reply_of_no_frames_or_with_a_huge_header_is_refused() -> None:
         {"provision_id": ""},
         {"provision_id": "a" * 63},
         {"provision_id": 1},
+        {"instance_id": ...},
+        {"instance_id": None},
+        {"instance_id": "d" * 31},
+        {"instance_id": "D" * 32},
     ],
 )
 def test_init_reply_is_checked(changes: dict[str, Any]) -> None:

@@ -257,6 +257,7 @@ def test_init_reply_has_the_published_layout() -> None:
         max_message_bytes=1,
         arithmetic=("int8",),
         provision_id="c" * 64,
+        instance_id="d" * 32,
     )
     frames = encode_reply(Form.INLINE, 0, "Init", reply)
     assert msgpack.unpackb(frames[0])["response"] == {

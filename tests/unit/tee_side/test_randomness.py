@@ -16,8 +16,6 @@ from tee_side.randomness import (
     Keystream,
     Randomness,
     derive_key,
-    keystream,
-    signed_digits,
 )
 
 KEY = bytes(range(32))
@@ -295,7 +293,7 @@ def test_a_forked_copy_is_refused() -> None:
 @given(index=st.integers(0, 2**64 - 1), site=st.integers(0, 2**32 - 1), count=st.integers(0, 100))
 def test_keystream_is_counter_mode_from_index_and_site(index: int, site: int, count: int) -> None:
     expected = _blocks(KEY, index << 64 | site << 32, 7)[:count]
-    assert keystream(KEY, index, site, count) == expected
+    assert Keystream(KEY).bytes(index, site, count) == expected
 
 
 def test_keystream_depends_on_nothing_before() -> None:
@@ -304,7 +302,7 @@ def test_keystream_depends_on_nothing_before() -> None:
     stream.bytes(8, 3, 999)
     assert stream.bytes(7, 3, 50) == first
     assert stream.bytes(7, 4, 50) != first != stream.bytes(8, 3, 50)
-    assert keystream(bytes(32), 7, 3, 50) != first
+    assert Keystream(bytes(32)).bytes(7, 3, 50) != first
 
 
 @pytest.mark.parametrize(
@@ -320,14 +318,14 @@ def test_keystream_depends_on_nothing_before() -> None:
 )
 def test_keystream_refuses_counters_that_would_meet(index: int, site: int, count: int) -> None:
     with pytest.raises(ValueError, match="keystream: got"):
-        keystream(KEY, index, site, count)
+        Keystream(KEY).bytes(index, site, count)
 
 
 def test_rows_are_the_keystreams_of_the_indices() -> None:
     stream = Keystream(KEY)
     rows = stream.rows(range(5, 8), 2, 6)
     for row, index in zip(rows, range(5, 8), strict=True):
-        assert row.numpy().tobytes() == bytes(keystream(KEY, index, 2, 24))
+        assert row.numpy().tobytes() == bytes(Keystream(KEY).bytes(index, 2, 24))
     assert torch.equal(stream.rows(range(6, 7), 2, 6), rows[1:2])
     assert stream.rows(range(0), 2, 6).shape == (0, 6)
 
@@ -341,30 +339,3 @@ def test_pads_look_uniform_across_indices_and_sites() -> None:
     both = torch.frombuffer(bytearray(pairs), dtype=torch.int16).to(torch.int64) + 2**15
     assert _plausible(_chi_square(both, 2**16), 2**16)
     assert int((rows[1:] == rows[:-1]).sum()) < 5
-
-
-# ----------------------------------------------------------------------------------- digits
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20))
-def test_signed_digits_add_up(values: list[int]) -> None:
-    elements = torch.tensor(values, dtype=torch.int32)
-    digits = signed_digits(elements)
-    assert digits.shape == (4, len(values))
-    assert digits.dtype == torch.int8
-    assert digits.is_contiguous()
-    for position, value in enumerate(values):
-        total = sum(int(digits[k, position]) * 2 ** (8 * k) for k in range(4))
-        assert (total - value) % 2**32 == 0
-
-
-@pytest.mark.parametrize("edge", [0, -1, 127, 128, -128, -129, 2**31 - 1, -(2**31), 0x7F7F7F80])
-def test_signed_digits_at_the_carries(edge: int) -> None:
-    digits = signed_digits(torch.tensor([[edge]], dtype=torch.int32))[:, 0, 0].tolist()
-    assert (sum(digit << 8 * k for k, digit in enumerate(digits)) - edge) % 2**32 == 0
-
-
-def test_digits_of_uniform_elements_are_uniform() -> None:
-    digits = signed_digits(Randomness(KEY).ring(200_000).t())
-    for k in range(4):
-        assert _plausible(_chi_square(digits[k].to(torch.int64) + 128, 256), 256)

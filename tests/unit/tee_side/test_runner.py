@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from protocol.errors import (
     CalibrationError,
     DeadlineExceededError,
+    KernelError,
     ModelError,
     ModelMismatchError,
     PadsExhaustedError,
@@ -20,6 +23,7 @@ from protocol.errors import (
     PromptError,
     SettingsError,
 )
+from tee_side import assembly
 from tee_side.assembly import MaskSettings
 from tee_side.observer import OperatorTable
 from tee_side.policy import Policy, builtin_policies, load_policy
@@ -191,7 +195,8 @@ def test_endpoints_that_the_policy_has_no_use_for_are_not_connected_to(
     settings = _offloading(saved_model("llama"), "quantized-clear", loopback)
     with Runner(replace(settings, gpu=(*settings.gpu, "tcp://nobody:1"))) as runner:
         _generate(runner)
-    stays = replace(settings, policy=load_policy("tee-only"), gpu=("tcp://nobody:1",))
+    tee_only = load_policy("tee-only")
+    stays = replace(settings, policy=tee_only, gpu=("tcp://nobody:1",), masks=MaskSettings())
     with Runner(stays) as runner:
         assert _generate(runner).rpc.count == 0
 
@@ -335,3 +340,72 @@ def test_a_service_that_is_refused_lets_go_of_the_other_and_of_pads(
     with pytest.raises(ModelMismatchError, match=r"service-1:1"):
         Runner(settings)
     assert sorted(closed) == sorted(settings.gpu)
+
+
+def test_one_service_under_two_names_is_refused(
+    saved_model: Models, loopback: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_side.operators.secrets.token_hex", lambda size: "ab" * size)
+    with pytest.raises(SettingsError) as caught:
+        Runner(_offloading(saved_model("llama"), "two-server", loopback))
+    assert caught.value.got == "tcp://service-0:1 and tcp://service-1:1, one and the same"
+
+
+@pytest.mark.parametrize(
+    ("policy", "masks", "said"),
+    [
+        ("tee-only", {"bank": Path("b")}, "--bank: got b, expected nothing: policy tee-only runs"),
+        ("two-server", {"bank": Path("b")}, "--bank: got b, expected nothing: policy two-server"),
+        ("shielded", {"key": Path("k")}, "--key: got k, expected nothing: .* a feature mask"),
+        ("tsqp", {"calibration": Path("c")}, "--calibration: got c, expected nothing: .* int8"),
+        ("shielded", {"bank_key": Path("k")}, "--bank-key: got k, expected nothing: .* --bank"),
+        ("shielded", {"bank_index": Path("i")}, "--bank-index: got i, .* without --bank"),
+    ],
+)
+def test_a_file_that_the_policy_has_no_use_for_is_refused(
+    saved_model: Models, policy: str, masks: dict[str, Path], said: str
+) -> None:
+    chosen = load_policy(policy)
+    given = RunnerSettings(
+        saved_model("llama").directory,
+        chosen,
+        ("tcp://a:1", "tcp://b:1"),
+        masks=MaskSettings(**masks),
+    )
+    with pytest.raises(SettingsError, match=said):
+        Runner(given)
+
+
+@pytest.mark.parametrize("policy", ["quantized-clear", "shielded", "two-server"])
+def test_a_tee_whose_int8_products_saturate_is_refused(
+    saved_model: Models,
+    loopback: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+) -> None:
+    given = _offloading(saved_model("llama"), policy, loopback)
+    exact = torch._int_mm
+
+    def saturating(*operands: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        product = exact(*operands, **out)
+        return product.clamp_(-(2**15), 2**15 - 1)
+
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    assembly._check_own_kernels.cache_clear()
+    with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
+        Runner(given)
+
+
+def test_pads_need_a_bank_or_the_weights(
+    saved_model: Models, loopback: dict[str, Path], tmp_path: Path
+) -> None:
+    model = saved_model("llama")
+    given = _offloading(model, "shielded-prefill", loopback)
+    shutil.copytree(model.directory, tmp_path / "light")
+    weights = tmp_path / "light" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: t for name, t in tensors.items() if "_proj" not in name}, weights)
+    with pytest.raises(PolicyError) as caught:
+        Runner(replace(given, model=tmp_path / "light"))
+    assert caught.value.where == "policy shielded-prefill: mask pad"
+    assert caught.value.got.startswith("no --bank, and not all linear weights in ")

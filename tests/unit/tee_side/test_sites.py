@@ -120,7 +120,7 @@ def test_an_input_that_could_wrap_is_refused_with_its_site(
     x[1, 5] = value
     with pytest.raises(ActivationRangeError) as caught:
         sites.encode(2, "down_proj", x)
-    assert caught.value.where == "down_proj in layer 2: norm of an input row"
+    assert caught.value.where == "down_proj in layer 2: length of an input row"
     assert "calibrate" in caught.value.expected
 
 

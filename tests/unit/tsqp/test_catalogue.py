@@ -173,11 +173,28 @@ def test_one_clear_operator_beside_masked_ones_is_clear() -> None:
 
 
 def test_installed_masks_and_policies_are_listed(installed: None) -> None:
-    masks = {entry.name: entry.origin for entry in mask_entries()}
+    masks = {entry.name: entry.origin for entry in mask_entries()[0]}
     assert masks == dict.fromkeys(builtin_masks(), "built in") | {"extra": "package"}
-    policies = {entry.name: entry.origin for entry in policy_entries()}
+    policies = {entry.name: entry.origin for entry in policy_entries()[0]}
     assert policies == dict.fromkeys(builtin_policies(), "built in") | {"installed": "package"}
     assert find_mask_entry("extra").origin == "package"
+
+
+@pytest.fixture
+def broken_package() -> Iterator[None]:
+    """Entry points of a package that cannot be imported, and of one that registers a number."""
+    found = EntryPoints(
+        [
+            EntryPoint(name, value, group)
+            for group in ("tsqp.masks", "tsqp.policies")
+            for name, value in (("broken", "no_such_package:x"), ("number", "math:pi"))
+        ]
+    )
+    with (
+        mock.patch("tee_side.masks.registry.entry_points", found.select),
+        mock.patch("tee_side.policy.entry_points", found.select),
+    ):
+        yield
 
 
 # ------------------------------------------------------------------------------ command line
@@ -193,7 +210,7 @@ def test_a_list_is_readable_in_80_columns(name: str) -> None:
 
 def test_policies_are_listed(installed: None) -> None:
     result = _run("policies")
-    for entry in policy_entries():
+    for entry in policy_entries()[0]:
         assert f"\n {entry.name} " in result.output
         assert f"\n {entry.standing} " in result.output
     assert "(package)" in result.output
@@ -204,7 +221,7 @@ def test_policies_are_listed(installed: None) -> None:
 
 def test_masks_are_listed() -> None:
     result = _run("masks")
-    for entry in mask_entries():
+    for entry in mask_entries()[0]:
         assert f"\n {entry.name} " in result.output
     words = _words(result.output)
     assert "dummy_rows = 4 (integer, at least 1" in words
@@ -223,12 +240,41 @@ def test_one_mask_in_full(name: str) -> None:
 
 
 def test_json() -> None:
-    masks = json.loads(_run("masks", "--json").stdout)["masks"]
-    assert masks == [entry.model_dump(mode="json") for entry in mask_entries()]
-    policies = json.loads(_run("policies", "--json").stdout)["policies"]
-    assert policies == [entry.model_dump(mode="json") for entry in policy_entries()]
+    masks = json.loads(_run("masks", "--json").stdout)
+    entries = [entry.model_dump(mode="json") for entry in mask_entries()[0]]
+    assert masks == {"masks": entries, "unusable": []}
+    assert [entry["name"] for entry in entries if entry["uniform"]] == ["pad", "shares"]
+    policies = json.loads(_run("policies", "--json").stdout)
+    found = [entry.model_dump(mode="json") for entry in policy_entries()[0]]
+    assert policies == {"policies": found, "unusable": []}
     one = json.loads(_run("masks", "pad", "--json").stdout)
     assert one == find_mask_entry("pad").model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("what", "wanted", "names"),
+    [
+        ("masks", "a subclass of a mask kind", builtin_masks()),
+        ("policies", "a tee_side.policy.Policy", builtin_policies()),
+    ],
+)
+def test_what_does_not_load_is_an_error_line_beside_the_others(
+    what: str, wanted: str, names: list[str], broken_package: None
+) -> None:
+    errors = {
+        "broken": "entry point no_such_package:x: got ModuleNotFoundError: No module named"
+        " 'no_such_package', expected one that loads",
+        "number": f"entry point math:pi: got 3.141592653589793, expected {wanted}",
+    }
+    result = _run(what)
+    assert result.exit_code == 0, result.output
+    for name in names:
+        assert f"\n {name} " in result.output
+    for name, error in errors.items():
+        assert f"error: {name} (package): {error}" in _words(result.output)
+    listed = json.loads(_run(what, "--json").stdout)
+    assert {entry["name"] for entry in listed[what]} == set(names)
+    assert {one["name"]: one["error"] for one in listed["unusable"]} == errors
 
 
 def test_an_unknown_mask_is_refused_with_those_that_there_are() -> None:

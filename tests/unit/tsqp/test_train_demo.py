@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tsqp.train_demo.conversation import Document
 from tsqp.train_demo.corpus import Corpus
 from tsqp.train_demo.evaluation import VALIDATION_FILE, evaluate
 from tsqp.train_demo.progress import LineProgress, default_progress
-from tsqp.train_demo.record import TrainingRecord, read_record
+from tsqp.train_demo.record import TrainingRecord, read_record, write_record
 from tsqp.train_demo.train import OutputDirectoryError, learning_rate, train_demo
 
 SHIPPED = Path(tsqp.__file__).parent / "demo_model"
@@ -155,6 +156,34 @@ def test_shipped_model_is_complete_and_small() -> None:
     }  # fmt: skip
     assert needed <= files.keys()
     assert sum(files.values()) < 10_000_000
+
+
+def _sections(directory: Path) -> dict[str, str]:
+    """Return the text of a model card by heading, without its line breaks."""
+    parts = re.split(r"^##? ", (directory / "README.md").read_text("utf-8"), flags=re.MULTILINE)
+    texts = (part.partition("\n") for part in parts if part)
+    return {title: " ".join(text.split()) for title, _, text in texts}
+
+
+def test_the_shipped_card_is_what_training_writes_but_for_the_calibration(tmp_path: Path) -> None:
+    """The shipped model was calibrated afterwards, which is all that its card has changed."""
+    write_record(tmp_path, read_record(SHIPPED))
+    made, shipped = _sections(tmp_path), _sections(SHIPPED)
+    assert list(made) == list(shipped)
+    assert {title for title in made if made[title] != shipped[title]} == {"Calibration"}
+    for words in (
+        "`calibration.safetensors` holds the activation scales that policies with integer"
+        " arithmetic need, `shielded` among them.",
+        "from a text of many kinds that ships with TSQP (`tsqp/calibration_text.txt`), not from the"
+        " training or validation text",
+        "It holds digests of the model and is refused beside another one. The scales come out the"
+        " same; the order of names in the file's header may not.",
+        "`tsqp calibrate ",
+    ):
+        assert words in made["Calibration"]
+        assert words in shipped["Calibration"]
+    assert not (tmp_path / "calibration.safetensors").exists()
+    assert (SHIPPED / "calibration.safetensors").exists()
 
 
 def test_shipped_model_has_its_recorded_loss() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from protocol.errors import MaskError
-from tee_side.masks.mask import Mask
+from tee_side.masks.mask import AdditiveMask, Mask
 from tee_side.masks.pad import Pad
-from tee_side.masks.registry import builtin_masks, find_mask, registered_masks
+from tee_side.masks.registry import builtin_masks, find_mask, mask_names
 from tee_side.plugins import PluginError
 
 ONE = """
@@ -122,6 +122,8 @@ class _Entry:
         self._found = found
 
     def load(self) -> object:
+        if isinstance(self._found, Exception):
+            raise self._found
         return self._found
 
 
@@ -141,7 +143,7 @@ def test_a_mask_of_an_installed_package_is_found_by_its_entry_points_name(
 
     _install(monkeypatch, "theirs", Theirs)
     assert find_mask("theirs") is Theirs
-    assert set(registered_masks()) == {*builtin_masks(), "theirs"}
+    assert mask_names() == sorted([*builtin_masks(), "theirs"])
     assert "theirs" not in builtin_masks()
 
 
@@ -164,3 +166,38 @@ def test_an_installed_package_cannot_replace_a_builtin_mask(
 
     _install(monkeypatch, "pad", Theirs)
     assert find_mask("pad") is Pad
+
+
+def test_a_package_that_fails_is_refused_by_its_place_and_breaks_no_builtin_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _install(monkeypatch, "theirs", ImportError("no module named theirs"))
+    assert find_mask("pad") is Pad
+    with pytest.raises(MaskError, match=r"expected one of .*, theirs, or a path"):
+        find_mask("nope")
+    with pytest.raises(PluginError) as caught:
+        find_mask("theirs")
+    assert str(caught.value) == (
+        "entry point package:theirs: got ImportError: no module named theirs, expected one that"
+        " loads"
+    )
+
+
+def test_a_mask_without_all_methods_of_its_kind_does_not_load() -> None:
+    said = dict.fromkeys(("hides", "known_break", "source", "cost"), "x")
+    with pytest.raises(MaskError) as caught:
+        type("Half", (AdditiveMask,), {**said, "name": "half", "broken": True, "tolerance": 0.1})
+    assert (caught.value.where, caught.value.got) == ("mask Half", "no draw, mask")
+
+
+def test_uniform_numbers_have_to_be_claimed_by_the_class_itself() -> None:
+    class Theirs(Pad):
+        name = "theirs"
+
+    class Claims(Theirs):
+        name = "claims"
+        uniform = True
+
+    assert (Pad.uniform, Theirs.uniform, Claims.uniform) == (True, False, True)
+    with pytest.raises(MaskError, match="got uniform = True and broken = True"):
+        type("Both", (Pad,), {"name": "both", "uniform": True, "broken": True})

@@ -130,7 +130,9 @@ def test_records_are_on_disk_before_they_are_available(
 
     monkeypatch.setattr(os, "fsync", watch)
     fill(bank, 2)
-    assert synced == ["bank", "bank.index.new", tmp_path.name]
+    # Nonces are counted before the first is drawn.
+    counted = ["bank.index.new", tmp_path.name]
+    assert synced == [*counted, "bank", "bank.index.new", tmp_path.name]
     bank.close()
 
 
@@ -169,7 +171,7 @@ def test_status_while_open_and_from_outside(tmp_path: Path) -> None:
         fill(bank, 6)
         use(bank, bank.take(1))
         bank.take(1)
-        inside, outside = bank.status(), read_bank_status(bank.path)
+        inside, outside = bank.status(), read_bank_status(tmp_path / "bank")
     assert (inside.available, inside.next_index) == (4, 2)
     assert (inside.capacity, inside.mask, inside.model_digest) == (8, "pad", MODEL_DIGEST)
     assert inside.available + inside.next_index == outside.available + outside.next_index == 6
@@ -311,6 +313,8 @@ def test_writes_that_end_early_are_continued(
         ({"model_digest": "c" * 64}, ("bank: model digest", "got aaaa", "expected cccc")),
         ({"linear_digest": "d" * 64}, ("digest of the linear weights", "got bbbb", "dddd")),
         ({"mask": "float-noise"}, ("bank: mask", "got pad", "expected float-noise")),
+        # Another option, or a bank from when options were not written down.
+        ({"mask": "pad bits=8"}, ("bank: mask", "got pad", "expected pad bits=8")),
         (
             {"layout": PadLayout((LAYOUT.sites[0], SiteShape(4, 1, "qkv_proj", 2, 6)))},
             ("bank: layout, layer 1 qkv_proj", "got 2 -> 5", "expected 2 -> 6"),
@@ -550,7 +554,7 @@ def test_what_a_crash_left_beside_the_index_does_no_harm(tmp_path: Path) -> None
         beside.write_bytes(b"x" * 1000)
         fill(bank, 2)
         assert not beside.exists()
-        assert read_bank_status(bank.path).available == 2
+        assert read_bank_status(tmp_path / "bank").available == 2
         beside.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(PadBankError, match=_message("bank.index: got")):
             bank.take(1)
@@ -571,21 +575,89 @@ def test_versions_are_checked_first(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
 
 
+def _sealed(folder: Path) -> int:
+    content = (folder / "bank.index").read_bytes()
+    return int.from_bytes(content[: -bank_format._MAC_BYTES][-8:], "big")
+
+
 def test_random_nonces_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bank_module, "MAX_RECORDS", 5)
+    monkeypatch.setattr(bank_module, "MAX_RECORDS", 2 * len(LAYOUT.sites) + 1)
     with create(tmp_path) as bank:
         fill(bank, 2)
-        with pytest.raises(PadBankError, match="expected a new bank"):
-            fill(bank, 1)
+        before = _snapshot(tmp_path)
+        with pytest.raises(
+            PadBankError, match=_message("records ever encrypted", "got 6", "most 5", "a new bank")
+        ):
+            bank.begin(1)
+        assert _snapshot(tmp_path) == before
+        # What is there can still be used.
+        use(bank, bank.take(2))
+
+
+def test_nonces_of_batches_that_were_lost_count_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Abandoned, or ended by a crash: the same indices again take new nonces of the same key."""
+    with create(tmp_path) as bank, bank.begin(3) as batch:
+        put_all(batch)
+    assert _sealed(tmp_path) == 6
+    crashed = reopen(tmp_path)
+    put_all(crashed.begin(3))
+    # The process is gone: nothing is closed, and descriptors go with it.
+    crashed._let_go()
+    assert _sealed(tmp_path) == 12
+    monkeypatch.setattr(bank_module, "MAX_RECORDS", 18)
+    with reopen(tmp_path) as bank:
+        assert bank.available == 0
+        fill(bank, 2)
+        bank.take(1)
+        with pytest.raises(PadBankError, match=_message("got 20", "at most 18")):
+            bank.begin(2)
+        fill(bank, 1)
+
+
+def test_no_nonce_is_drawn_before_it_was_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with create(tmp_path) as bank:
+        with monkeypatch.context() as patched:
+            patched.setattr(bank_module.secrets, "token_bytes", lambda count: pytest.fail("drawn"))
+            beside = tmp_path / "bank.index.new"
+            beside.symlink_to(tmp_path / "elsewhere")
+            with pytest.raises(PadBankError, match=_message("bank.index: got")):
+                bank.begin(2)
+            beside.unlink()
+        fill(bank, 2)  # no batch was left open
+    assert _sealed(tmp_path) == 8  # more than was drawn, never less
+
+
+def test_index_without_the_count_of_nonces_is_refused(tmp_path: Path) -> None:
+    """As it was before they were counted: eight bytes shorter."""
+    create(tmp_path).close()
+    index = tmp_path / "bank.index"
+    content = index.read_bytes()
+    index.write_bytes(content[:60] + content[68:])
+    expected = f"expected an index of {len(content)} bytes"
+    with pytest.raises(PadBankError, match=_message("index: got", f"{len(content) - 8}", expected)):
+        reopen(tmp_path)
+
+
+def test_keys_do_not_show_in_messages() -> None:
+    keys = bank_format.Keys.derive(bytes(32), b"header")
+    shown = repr(keys) + str(keys)
+    for secret in (keys.header_mac, keys.index_mac, keys.records, keys.pads):
+        assert repr(secret) not in shown
+        assert secret.hex() not in shown
+    assert repr(keys.header_hash) in shown  # guards the test
 
 
 # --------------------------------------------------------------------------- one at a time
 
 
 def test_second_opener_is_refused_and_told_who(tmp_path: Path) -> None:
-    with create(tmp_path) as bank:
+    with create(tmp_path):
         with pytest.raises(
-            PadBankError, match=_message(f"{bank.path}: got a bank in use")
+            PadBankError, match=_message(f"{tmp_path}/bank: got a bank in use")
         ) as caught:
             reopen(tmp_path)
         assert f"by process {os.getpid()}," in str(caught.value)

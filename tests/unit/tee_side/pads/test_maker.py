@@ -11,17 +11,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import ModelError
+from protocol.errors import CalibrationError, ModelError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.quantized import load_quantized
+from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from tee_side.masks.float_noise import FloatNoise
 from tee_side.masks.pad import Pad
-from tee_side.pads.layout import PadLayout
-from tee_side.pads.maker import PadMaker, check_sites, product_operations
+from tee_side.pads.layout import PadLayout, SiteShape
+from tee_side.pads.maker import (
+    PadMaker,
+    check_sites,
+    held_or,
+    product_operations,
+    read_weights,
+)
 from tee_side.pads.store import MemoryStore
+from tee_side.vocabulary import Site
 from tests.support import SavedModel
 
 Models = Callable[..., SavedModel]
@@ -42,7 +49,7 @@ def test_pads_are_the_exact_products_of_the_services_own_integers(
 ) -> None:
     config, checkpoint = model
     store = MemoryStore(PadLayout.of(config), 64)
-    PadMaker(Pad(), checkpoint, config).fill(store, count)
+    PadMaker(Pad(), read_weights(checkpoint, config, "int8")).fill(store, count)
     assert store.available == count
     indices = store.take(count)
     for site in store.layout.sites:
@@ -61,7 +68,7 @@ def test_factors_of_float_noise_are_products_without_biases(
     config, checkpoint = model
     mask = FloatNoise(sigma=3.0)
     store = MemoryStore(PadLayout.of(config), 64)
-    PadMaker(mask, checkpoint, config).fill(store, count)
+    PadMaker(mask, read_weights(checkpoint, config, "float")).fill(store, count)
     indices = store.take(count)
     for site in store.layout.sites:
         words, bits = store.factors(indices, site.number)
@@ -79,7 +86,7 @@ def test_only_the_sites_of_the_layout_are_made_and_each_is_reported(
     config = read_config(directory)
     layout = PadLayout.of(config, [(0, "o_proj"), (2, "down_proj"), (1, "qkv_proj")])
     store, told = MemoryStore(layout, 4), []
-    PadMaker(Pad(), Checkpoint(directory), config).fill(
+    PadMaker(Pad(), read_weights(Checkpoint(directory), config, "int8")).fill(
         store, 2, lambda done, total: told.append((done, total))
     )
     assert told == [(1, 3), (2, 3), (3, 3)]
@@ -91,7 +98,7 @@ def test_more_than_there_is_room_for_is_a_mistake_of_the_caller(saved_model: Mod
     config = read_config(directory)
     store = MemoryStore(PadLayout.of(config), 4)
     with pytest.raises(ValueError, match="got 5 to fill"):
-        PadMaker(Pad(), Checkpoint(directory), config).fill(store, 5)
+        PadMaker(Pad(), read_weights(Checkpoint(directory), config, "int8")).fill(store, 5)
     assert (store.available, store.room) == (0, 4)
 
 
@@ -101,7 +108,7 @@ def test_a_model_that_changed_meanwhile_leaves_no_pads_and_no_batch_behind(
     directory = tmp_path / "model"
     shutil.copytree(saved_model("llama").directory, directory)
     config = read_config(directory)
-    maker = PadMaker(Pad(), Checkpoint(directory), config)
+    maker = PadMaker(Pad(), read_weights(Checkpoint(directory), config, "int8"))
     store = MemoryStore(PadLayout.of(config), 4)
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -110,6 +117,72 @@ def test_a_model_that_changed_meanwhile_leaves_no_pads_and_no_batch_behind(
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj"):
         maker.fill(store, 2)
     assert (store.available, store.room) == (0, 4)
+
+
+def test_every_site_is_checked_once_with_the_weights_that_are_used(saved_model: Models) -> None:
+    directory = saved_model("llama").directory
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    layout = PadLayout.of(config, [(0, "o_proj"), (2, "down_proj")])
+    checked: list[Site] = []
+
+    def check(site: Site, weights: QuantizedLinear) -> None:
+        checked.append(site)
+        expected = load_quantized(checkpoint, config, *site)
+        assert torch.equal(weights.weight, expected.weight)
+        assert torch.equal(weights.scale, expected.scale)
+
+    store = MemoryStore(layout, 4)
+    maker = PadMaker(Pad(), read_weights(checkpoint, config, "int8", check))
+    maker.fill(store, 1)
+    maker.fill(store, 2)
+    assert checked == [(0, "o_proj"), (2, "down_proj")]
+    assert store.available == 3
+
+
+def test_weights_that_fail_their_check_make_no_pads_however_often_they_are_asked_for(
+    saved_model: Models,
+) -> None:
+    directory = saved_model("llama").directory
+    config = read_config(directory)
+
+    def check(site: Site, weights: QuantizedLinear) -> None:
+        if site == (1, "down_proj"):
+            raise CalibrationError("down_proj in layer 1", got="others", expected="the same")
+
+    store = MemoryStore(PadLayout.of(config), 4)
+    maker = PadMaker(Pad(), read_weights(Checkpoint(directory), config, "int8", check))
+    for _ in range(2):
+        with pytest.raises(CalibrationError, match="down_proj in layer 1"):
+            maker.fill(store, 1)
+    assert (store.available, store.room) == (0, 4)
+
+
+def test_weights_in_memory_are_used_instead_of_read(saved_model: Models) -> None:
+    directory = saved_model("llama").directory
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    layout = PadLayout.of(config, [(0, "o_proj"), (1, "o_proj")])
+    held: dict[Site, QuantizedLinear] = {}
+    read: list[Site] = []
+
+    def streamed(shape: SiteShape) -> torch.Tensor:
+        read.append(shape.site)
+        return load_quantized(checkpoint, config, *shape.site).weight
+
+    store = MemoryStore(layout, 8)
+    maker = PadMaker(Pad(), held_or(held, streamed))
+    maker.fill(store, 1)
+    assert read == [(0, "o_proj"), (1, "o_proj")]
+    # Held later than the maker was made, and other weights than those on disk, to tell them apart.
+    held[1, "o_proj"] = load_quantized(checkpoint, config, 2, "o_proj")
+    read.clear()
+    maker.fill(store, 2)
+    assert read == [(0, "o_proj")]
+    store.take(1)
+    indices = store.take(2)
+    for site, layer in ((1, 0), (5, 2)):
+        r, u = store.factors(indices, site)
+        weight = load_quantized(checkpoint, config, layer, "o_proj").weight
+        assert torch.equal(u, (r.long() @ weight.long().t()).to(torch.int32))
 
 
 def test_missing_weights_are_named_before_anything_is_made(

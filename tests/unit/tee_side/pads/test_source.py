@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +16,13 @@ from tee_side.masks.float_noise import FloatNoise
 from tee_side.masks.mask import AdditiveMask, Factors
 from tee_side.masks.pad import Pad
 from tee_side.pads.maker import PadMaker
-from tee_side.pads.source import BATCH_TOKENS, IDLE_BATCH_TOKENS, Pads, WhenOut
+from tee_side.pads.source import (
+    BATCH_TOKENS,
+    FIRST_BATCH_TOKENS,
+    IDLE_BATCH_TOKENS,
+    Pads,
+    WhenOut,
+)
 from tee_side.pads.store import MemoryStore, PadStore
 from tee_side.randomness import Keystream
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
@@ -179,6 +186,49 @@ def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyP
     assert torch.equal(factors.r, store.r(range(2, 3), 1))
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
+    """Not even factors that were read ahead before the fork: the parent will send them."""
+    pads, store, _ = _pads(12)
+    pads.draw(*FIRST, rows)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        outcome = b"drawn"
+        try:
+            pads.draw(*SECOND, rows)
+        except RuntimeError as error:
+            outcome = str(error).encode()
+        finally:
+            os.write(writer, outcome)
+            os._exit(0)
+    os.close(writer)
+    told = os.read(reader, 200)
+    os.close(reader)
+    assert os.waitpid(child, 0)[1] == 0
+    assert b"copied by fork" in told
+    factors = pads.draw(*SECOND, rows)
+    assert factors is not None
+    assert torch.equal(factors.r, store.r(range(rows), 1))
+
+
+def test_a_closed_store_ends_the_step_even_where_it_was_read_ahead() -> None:
+    pads, store, _ = _pads(2)
+    pads.draw(*FIRST, 1)
+    store.close()
+    with pytest.raises(RuntimeError, match="closed store"):
+        pads.draw(*SECOND, 1)
+
+
+def test_factors_do_not_show_in_messages() -> None:
+    pads, _, _ = _pads(1)
+    factors = pads.draw(*FIRST, 1)
+    assert factors is not None
+    for value in (*factors.r.flatten().tolist(), *factors.u.flatten().tolist()):
+        assert str(value) not in repr(factors)
+    assert "tensor" not in repr(factors)
+
+
 # -------------------------------------------------------------------------------- pads are out
 
 
@@ -248,12 +298,35 @@ def test_wait_makes_more_and_says_how_many_are_missing() -> None:
     pads, store, maker = _pads(2, "wait", capacity=16, on_wait=told.append)
     assert None not in _step(pads, 5)
     assert told == [3]
-    # As many as there is room for: the next steps need some, too.
-    assert maker.asked == [14]
+    # More than are missing: the next steps need some, too.
+    assert maker.asked == [FIRST_BATCH_TOKENS]
     assert store.taken == [range(5)]
     assert (pads.waited, pads.in_tee) == (1, 0)
     _step(pads, 5)
     assert pads.waited == 1
+
+
+def test_the_longer_a_run_the_more_it_makes_at_a_time() -> None:
+    """A short one does not pay for a long one's pads."""
+    pads, _, maker = _pads(0, "wait", capacity=4 * BATCH_TOKENS)
+    for used in range(1, 301):
+        _step(pads, 1)
+        assert pads.available < used + FIRST_BATCH_TOKENS
+    assert maker.asked == [8, 16, 32, *[BATCH_TOKENS] * 4]
+    assert pads.waited == len(maker.asked)
+    assert (maker.asked[0], maker.asked[3]) == (FIRST_BATCH_TOKENS, BATCH_TOKENS)
+
+
+def test_a_step_with_many_rows_gets_them_in_one_batch_and_no_more_than_there_is_room_for() -> None:
+    pads, _, maker = _pads(1, "wait", capacity=41)
+    _step(pads, 41)
+    assert maker.asked == [40]
+    _step(pads, 1)
+    assert maker.asked == [40, 2 * FIRST_BATCH_TOKENS]
+    pads, _, maker = _pads(0, "wait", capacity=10)
+    for rows in (1, 7, 1):
+        _step(pads, rows)
+    assert maker.asked == [FIRST_BATCH_TOKENS, 10]
 
 
 def test_wait_makes_at_most_a_batch_at_a_time() -> None:
@@ -261,7 +334,7 @@ def test_wait_makes_at_most_a_batch_at_a_time() -> None:
     rows = 2 * BATCH_TOKENS + 5
     pads, store, maker = _pads(0, "wait", capacity=3 * BATCH_TOKENS, on_wait=told.append)
     assert None not in _step(pads, rows)
-    assert maker.asked == [BATCH_TOKENS] * 3
+    assert maker.asked == [BATCH_TOKENS, BATCH_TOKENS, 4 * FIRST_BATCH_TOKENS]
     assert told == [rows, rows - BATCH_TOKENS, rows - 2 * BATCH_TOKENS]
     assert store.taken == [range(rows)]
     assert pads.waited == 1
@@ -366,23 +439,76 @@ def test_leaving_the_block_waits_for_the_batch_in_work_and_starts_no_other(
     assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
 
 
-def test_what_the_thread_raises_is_raised_when_the_block_is_left() -> None:
-    class Broken:
-        def fill(self, store: PadStore, tokens: int) -> None:
-            raise ModelError("model", got="another one", expected="the same")
+class Full(Maker):
+    """Fails as a bank on a full disk does, until there is space."""
 
-    pads, _, _ = _pads(0, maker=Broken())
-    with pytest.raises(ModelError, match="another one"), pads.filling():
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = False
+        self.tried = threading.Event()
+
+    def fill(self, store: PadStore, tokens: int) -> None:
+        self.tried.set()
+        if not self.space:
+            raise PadBankError("bank", got="0 bytes available", expected="4096 bytes")
+        super().fill(store, tokens)
+
+
+def test_a_full_disk_does_not_end_a_run_that_has_pads_left() -> None:
+    pads, store, maker = _pads(2, "wait", maker=Full())
+    for _ in range(2):
+        maker.tried.clear()
+        with pads.filling():
+            assert maker.tried.wait(30)
+        assert None not in _step(pads, 1)
+    assert store.taken == [range(1), range(1, 2)]
+    # None left: now it matters.
+    for operator in (FIRST, SECOND):
+        with pytest.raises(PadBankError, match="0 bytes available"):
+            pads.draw(*operator, 1)
+    maker.space = True
+    assert None not in _step(pads, 1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
+
+
+def test_a_run_that_does_not_wait_is_told_why_no_more_pads_were_made() -> None:
+    pads, _, maker = _pads(1, "fail", maker=Full())
+    with pads.filling():
+        assert maker.tried.wait(30)
+    assert None not in _step(pads, 1)
+    with pytest.raises(PadsExhaustedError) as caught:
+        pads.draw(*FIRST, 1)
+    assert caught.value.got == (
+        "0 left; making more failed: bank: got 0 bytes available, expected 4096 bytes"
+    )
+    assert isinstance(caught.value.__cause__, PadBankError)
+    # A later attempt that succeeds is the end of it.
+    maker.space = True
+    while pads.available < 16:
+        with pads.filling():
+            pass
+    _step(pads, 16)
+    with pytest.raises(PadsExhaustedError) as caught:
+        pads.draw(*FIRST, 1)
+    assert caught.value.got == "0 left"
+
+
+class Mistaken:
+    """Raises what no input and no disk can bring about."""
+
+    def fill(self, store: PadStore, tokens: int) -> None:
+        raise RuntimeError("pads: got a second batch")
+
+
+def test_a_mistake_in_the_thread_is_raised_when_the_block_is_left() -> None:
+    pads, _, _ = _pads(3, maker=Mistaken())
+    with pytest.raises(RuntimeError, match="a second batch"), pads.filling():
         pass
     assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
 
 
 def test_an_error_of_the_block_itself_wins_and_the_thread_ends() -> None:
-    class Broken:
-        def fill(self, store: PadStore, tokens: int) -> None:
-            raise ModelError("model", got="another one", expected="the same")
-
-    pads, _, _ = _pads(0, maker=Broken())
+    pads, _, _ = _pads(0, maker=Mistaken())
     with pytest.raises(KeyError), pads.filling():
         raise KeyError
     assert not [thread for thread in threading.enumerate() if thread.name == "pads"]

@@ -11,30 +11,30 @@ import pytest
 import torch
 
 from protocol.errors import PadsExhaustedError
-from tee_side.pads.store import IndexedStore, MemoryStore
+from tee_side.pads.store import MemoryStore, PadStore
 from tests.unit.tee_side.pads.tiny import LAYOUT, create, fill, product, put_all, use
 
 CAPACITY = 8
 
 
 @pytest.fixture(params=["memory", "bank"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IndexedStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PadStore]:
     """Each kind of store, empty."""
-    made: IndexedStore = (
+    made: PadStore = (
         MemoryStore(LAYOUT, CAPACITY) if request.param == "memory" else create(tmp_path, CAPACITY)
     )
     with made:
         yield made
 
 
-def test_empty_store(store: IndexedStore) -> None:
+def test_empty_store(store: PadStore) -> None:
     assert (store.available, store.room, store.capacity) == (0, CAPACITY, CAPACITY)
     assert store.layout == LAYOUT
     with pytest.raises(PadsExhaustedError, match="got 0 pads, expected 1"):
         store.take(1)
 
 
-def test_pads_are_right_and_used_once(store: IndexedStore) -> None:
+def test_pads_are_right_and_used_once(store: PadStore) -> None:
     fill(store, 5)
     assert (store.available, store.room) == (5, CAPACITY - 5)
     indices = store.take(3)
@@ -45,7 +45,7 @@ def test_pads_are_right_and_used_once(store: IndexedStore) -> None:
         store.factors(indices, LAYOUT.sites[0].number)
 
 
-def test_exhausted_store_hands_nothing_out(store: IndexedStore) -> None:
+def test_exhausted_store_hands_nothing_out(store: PadStore) -> None:
     fill(store, 3)
     store.take(1)
     with pytest.raises(PadsExhaustedError) as caught:
@@ -55,7 +55,7 @@ def test_exhausted_store_hands_nothing_out(store: IndexedStore) -> None:
     assert store.take(2) == range(1, 3)
 
 
-def test_slots_are_used_again_with_fresh_pads(store: IndexedStore) -> None:
+def test_slots_are_used_again_with_fresh_pads(store: PadStore) -> None:
     seen = set()
     next_index = 0
     for count in (8, 3, 5, 8, 1, 7, 8):
@@ -69,7 +69,7 @@ def test_slots_are_used_again_with_fresh_pads(store: IndexedStore) -> None:
     assert len(seen) == next_index * len(LAYOUT.sites)
 
 
-def test_room_waits_for_what_is_in_use(store: IndexedStore) -> None:
+def test_room_waits_for_what_is_in_use(store: PadStore) -> None:
     fill(store, CAPACITY)
     first, second = store.take(2), store.take(3)
     assert store.room == 0
@@ -85,7 +85,7 @@ def test_room_waits_for_what_is_in_use(store: IndexedStore) -> None:
     use(store, store.take(CAPACITY))
 
 
-def test_released_indices_make_room_and_are_gone(store: IndexedStore) -> None:
+def test_released_indices_make_room_and_are_gone(store: PadStore) -> None:
     fill(store, CAPACITY)
     indices = store.take(2)
     store.factors(indices, LAYOUT.sites[0].number)
@@ -96,7 +96,7 @@ def test_released_indices_make_room_and_are_gone(store: IndexedStore) -> None:
         store.factors(indices, LAYOUT.sites[1].number)
 
 
-def test_only_taken_indices_have_factors(store: IndexedStore) -> None:
+def test_only_taken_indices_have_factors(store: PadStore) -> None:
     fill(store, 4)
     store.take(2)
     site = LAYOUT.sites[0].number
@@ -107,7 +107,7 @@ def test_only_taken_indices_have_factors(store: IndexedStore) -> None:
     assert torch.equal(u, product(site, r))
 
 
-def test_unknown_site_and_bad_counts(store: IndexedStore) -> None:
+def test_unknown_site_and_bad_counts(store: PadStore) -> None:
     fill(store, 1)
     with pytest.raises(ValueError, match="site 0"):
         store.factors(store.take(1), 0)
@@ -118,7 +118,7 @@ def test_unknown_site_and_bad_counts(store: IndexedStore) -> None:
             store.begin(count)
 
 
-def test_abandoned_batch_is_not_available_and_filled_again(store: IndexedStore) -> None:
+def test_abandoned_batch_is_not_available_and_filled_again(store: PadStore) -> None:
     with store.begin(4) as batch:
         put_all(batch)
         assert store.room == CAPACITY - 4
@@ -134,7 +134,7 @@ def test_abandoned_batch_is_not_available_and_filled_again(store: IndexedStore) 
     use(store, store.take(6))
 
 
-def test_incomplete_batch_cannot_be_committed(store: IndexedStore) -> None:
+def test_incomplete_batch_cannot_be_committed(store: PadStore) -> None:
     with store.begin(2) as batch:
         batch.put(1, product(1, batch.r(1)))
         with pytest.raises(RuntimeError, match="1 sites not put"):
@@ -144,7 +144,7 @@ def test_incomplete_batch_cannot_be_committed(store: IndexedStore) -> None:
     assert store.available == 2
 
 
-def test_batch_refuses_what_does_not_fit(store: IndexedStore) -> None:
+def test_batch_refuses_what_does_not_fit(store: PadStore) -> None:
     with store.begin(2) as batch:
         with pytest.raises(RuntimeError, match="second batch"):
             store.begin(1)
@@ -163,7 +163,7 @@ def test_batch_refuses_what_does_not_fit(store: IndexedStore) -> None:
             batch.put(1, product(1, batch.r(1)))
 
 
-def test_put_takes_tensors_that_are_not_contiguous(store: IndexedStore) -> None:
+def test_put_takes_tensors_that_are_not_contiguous(store: PadStore) -> None:
     with store.begin(2) as batch:
         for site in LAYOUT.sites:
             u = product(site.number, batch.r(site.number))
@@ -172,16 +172,7 @@ def test_put_takes_tensors_that_are_not_contiguous(store: IndexedStore) -> None:
     use(store, store.take(2))
 
 
-def test_digits_are_those_of_r(store: IndexedStore) -> None:
-    with store.begin(3) as batch:
-        digits = batch.r_digits(4)
-        assert digits.shape == (4, 3, 2)
-        assert digits.dtype == torch.int8
-        value = sum(digits[k].to(torch.int64) << 8 * k for k in range(4))
-        assert not ((value - batch.r(4)) % 2**32).any()
-
-
-def test_closed_store_does_nothing(store: IndexedStore) -> None:
+def test_closed_store_does_nothing(store: PadStore) -> None:
     fill(store, 2)
     indices = store.take(1)
     batch = store.begin(1)
@@ -190,6 +181,7 @@ def test_closed_store_does_nothing(store: IndexedStore) -> None:
         lambda: store.take(1),
         lambda: store.factors(indices, 1),
         lambda: store.begin(1),
+        store.check_usable,
         lambda: batch.put(1, torch.zeros(1, 2, dtype=torch.int32)),
         batch.commit,
     ):
@@ -200,20 +192,26 @@ def test_closed_store_does_nothing(store: IndexedStore) -> None:
 
 
 def test_copy_in_a_forked_child_is_refused(
-    store: IndexedStore, monkeypatch: pytest.MonkeyPatch
+    store: PadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(store, 4)
     taken = store.take(2)
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    for call in (lambda: store.take(1), lambda: store.factors(taken, 1), lambda: store.begin(1)):
+    for call in (
+        lambda: store.take(1),
+        lambda: store.factors(taken, 1),
+        lambda: store.begin(1),
+        store.check_usable,
+    ):
         with pytest.raises(RuntimeError, match="copied by fork"):
             call()
     monkeypatch.undo()
+    store.check_usable()
     use(store, taken)
 
 
-def test_one_thread_fills_while_another_takes(store: IndexedStore) -> None:
+def test_one_thread_fills_while_another_takes(store: PadStore) -> None:
     total, seen = 300, list[int]()
     failed: list[Exception] = []
     changed = threading.Condition()

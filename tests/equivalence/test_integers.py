@@ -1,0 +1,135 @@
+"""Integer policies compute, at every site, what int64 arithmetic does; and nothing ever wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protocol.errors import ActivationRangeError, CalibrationError
+from protocol.messages import FUSED_MODULES, Request, Response, RingLinearRequest, TensorReply
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.quantized import QuantizedLinear, load_quantized
+from protocol.tensors import to_torch
+from tee_side.assembly import MaskSettings
+from tee_side.vocabulary import Site
+from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
+from tsqp.calibrate import calibrate_on
+from tsqp.cli.program import model_directory
+
+Models = Callable[..., SavedModel]
+HALF_RING = 2**31
+
+
+class Watched(LoopbackChannel):
+    """Compares every product with int64, modulo the ring and, in the clear, without it."""
+
+    def __init__(self, directory: Path, *, clear: bool) -> None:
+        super().__init__(directory)
+        config, checkpoint = read_config(directory), Checkpoint(directory)
+        self.weights: dict[Site, QuantizedLinear] = {
+            (layer, operator): load_quantized(checkpoint, config, layer, operator)
+            for layer in range(config.num_hidden_layers)
+            for operator in FUSED_MODULES
+        }
+        self.seen: set[Site] = set()
+        self.largest = 0
+        self._clear = clear
+
+    def answer(self, request: Request) -> Response:
+        reply = super().answer(request)
+        assert isinstance(request, RingLinearRequest)
+        assert isinstance(reply, TensorReply)
+        site = next(
+            (request.layer_idx, operator)
+            for operator, modules in FUSED_MODULES.items()
+            if modules == request.module_names
+        )
+        exact = to_torch(request.elements).long() @ self.weights[site].weight.long().t()
+        assert torch.equal(to_torch(reply.output), exact.to(torch.int32))
+        if self._clear:
+            assert int(exact.abs().max()) < HALF_RING
+            self.largest = max(self.largest, int(exact.abs().max()))
+        self.seen.add(site)
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("policy", "clear"), [("quantized-clear", True), ("shielded-prefill", False)]
+)
+def test_every_site_of_the_demo_model_equals_int64(policy: str, clear: bool) -> None:
+    demo = model_directory("demo")
+    channel = Watched(demo, clear=clear)
+    tee = assemble(demo, policy, channel=channel)
+    tee.greedy(token_ids(24, vocab_size=1000), 8)
+    assert channel.seen == channel.weights.keys()
+
+
+OUTLIERS = [3, 17, 29, 41]
+
+
+def _with_outliers(model: SavedModel, target: Path, *, moved: bool) -> Path:
+    """Make four channels behind every norm 1,000 times as large; `moved`: undo it in weights."""
+    target.mkdir()
+    (target / "config.json").write_bytes((model.directory / "config.json").read_bytes())
+    tensors = load_file(model.directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[OUTLIERS] *= 1000
+        elif moved and name.endswith(("q_proj.weight", "k_proj.weight", "gate_proj.weight")):
+            tensor[:, OUTLIERS] /= 1000
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_outlier_channels_a_thousand_times_the_median_do_not_wrap(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    directory = _with_outliers(saved_model("llama"), tmp_path / "model", moved=False)
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    ids = token_ids(48, seed=3)
+    calibration = calibrate_on(config, checkpoint, [ids])
+    calibration.save(tmp_path / "scales")
+    channel = Watched(directory, clear=True)
+    masks = MaskSettings(calibration=tmp_path / "scales")
+    assemble(directory, "quantized-clear", channel=channel, masks=masks).logits(ids)
+    assert channel.seen == channel.weights.keys()
+    # The outliers take most of 2^24, and the other channels still have steps of their own.
+    assert channel.largest > 2**24
+    others = [channel_ for channel_ in range(config.hidden_size) if channel_ not in OUTLIERS]
+    for request in channel.requests:
+        assert isinstance(request, RingLinearRequest)
+        if "q_proj" in request.module_names:
+            assert int(to_torch(request.elements)[:, others].abs().median()) >= 32
+
+
+def test_outliers_that_int8_weights_cannot_follow_are_refused(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    directory = _with_outliers(saved_model("llama"), tmp_path / "model", moved=True)
+    with pytest.raises(CalibrationError, match="qkv_proj in layer 0: error of the integer product"):
+        calibrate_on(read_config(directory), Checkpoint(directory), [token_ids(48)])
+
+
+def test_a_row_that_calibration_did_not_foresee_is_an_error_and_not_another_text(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    model = saved_model("llama")
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    calibration = calibrate_on(config, checkpoint, [token_ids(48)])
+    # As if nothing had ever been larger than a thousandth of what there is.
+    narrow = {
+        site: replace(scales, input_scale=scales.input_scale / 4000)
+        for site, scales in calibration.sites.items()
+    }
+    smaller = {site: norm / 4000 for site, norm in calibration.max_norms.items()}
+    replace(calibration, sites=narrow, max_norms=smaller).save(tmp_path / "scales")
+    masks = MaskSettings(calibration=tmp_path / "scales")
+    tee = assemble(model.directory, "shielded-prefill", masks=masks)
+    with pytest.raises(ActivationRangeError, match=r"\w+ in layer \d: length of an input row"):
+        tee.logits(token_ids(8))
