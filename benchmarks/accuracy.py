@@ -6,8 +6,8 @@ Every document is scored on its own, as `tsqp train-demo` scored the model: perp
 tokens, and how often the likeliest next token is that of float32. `quantized-clear` is the policy
 itself, against a gpu-service process. The other variants run in this process and say where the
 loss comes from: linear operators alone, the LM head alone with an input of 16 bits or of 8 (as the
-policy has it). The sweep makes the inputs of all linear operators coarser, to as many steps as it says
-for a typical input; `tsqp.calibrate` takes its numbers from there.
+policy has it). The sweep makes the inputs of all linear operators coarser, to as many steps as it
+says for a typical input; `tsqp.calibrate` takes its numbers from there.
 """
 
 from __future__ import annotations

@@ -95,9 +95,7 @@ def test_a_row_that_is_not_finite_or_far_too_large_is_refused(value: float, row:
     scales = SiteScales(0.5, torch.ones(1), 1e6)
     x_TI = torch.ones(3, 8)
     x_TI[row, 5] = value
-    with pytest.raises(
-        ActivationRangeError, match=r"length of an input row: got .*expected"
-    ):
+    with pytest.raises(ActivationRangeError, match=r"length of an input row: got .*expected"):
         scales.encode(x_TI)
 
 
