@@ -9,33 +9,29 @@ forgets what it was doing; a real accelerator answers in a fraction of one. Init
 
 from __future__ import annotations
 
-import functools
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgpack
 import torch
+import zmq
 
 from gpu_side.operators import Operators
 from gpu_side.weights import BOTH, load_weights
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_reply, open_request, read_request
-from protocol.messages import (
-    InitReply,
-    InitRequest,
-    LinearRequest,
-    ModuleName,
-    Request,
-    Response,
-    RingLinearRequest,
-    TensorReply,
-    Timing,
-)
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, Form, encode_reply
+from protocol.messages import PROTOCOL_VERSION, InitReply, InitRequest
 from protocol.model.config import ModelConfig, read_config
-from protocol.tensors import from_torch, torch_dtype
-from protocol.zmq_channel import ZmqListener
+from protocol.tensors import ITEMSIZE, Buffer, torch_dtype
 
 
 class AtOnce:
-    """Answers Init like a service, and linear operators with zeros of the right shape."""
+    """Answers Init like a service, and linear operators with zeros of the right shape.
+
+    Nothing is checked and as little as possible is done: the header is read for what it asks, and
+    the zeros of each shape are made once.
+    """
 
     def __init__(self, model: Path) -> None:
         self._config: ModelConfig = read_config(model)
@@ -49,41 +45,44 @@ class AtOnce:
         if not isinstance(reply, InitReply):
             raise TypeError(f"Init: got {type(reply).__name__}, expected InitReply")
         self._init = reply.model_copy(update={"arithmetic": BOTH})
+        self._zeros: dict[tuple[object, ...], tuple[dict[str, object], bytes]] = {}
 
-    def answer(self, request: Request) -> Response:
-        """Return the reply to Init, Linear or RingLinear."""
-        match request:
-            case InitRequest():
-                return self._init
-            case LinearRequest():
-                return self._zeros(request.hidden_states.shape, request.module_names, "bfloat16")
-            case RingLinearRequest():
-                return self._zeros(request.elements.shape, request.module_names, "int32")
-        raise ValueError(f"got {request.method}, expected a linear operator")
-
-    @functools.cache  # noqa: B019 - one instance, for the life of the process
-    def _zeros(
-        self, shape: tuple[int, ...], modules: tuple[ModuleName, ...], dtype: str
-    ) -> TensorReply:
-        size = sum(self._config.module_shape(module)[0] for module in modules)
-        element = torch.int32 if dtype == "int32" else torch_dtype(dtype)
-        return TensorReply(output=from_torch(torch.zeros(*shape[:-1], size, dtype=element)))
+    def answer(self, frames: list[bytes]) -> Sequence[Buffer]:
+        """Return the frames of the reply to Init, Linear or RingLinear."""
+        header = msgpack.unpackb(frames[0])
+        request_id, method, body = header["request_id"], header["method"], header["request"]
+        if method == "Init":
+            return encode_reply(Form.FRAMED, request_id, method, self._init)
+        tensor = body["hidden_states" if method == "Linear" else "elements"]
+        key = (tensor["dtype"], *tensor["shape"], *body["module_names"])
+        if key not in self._zeros:
+            size = sum(self._config.module_shape(name)[0] for name in body["module_names"])
+            shape = [*tensor["shape"][:-1], size]
+            output = {"dtype": tensor["dtype"], "shape": shape, "frame": 1}
+            data = bytes(math.prod(shape) * ITEMSIZE[tensor["dtype"]])
+            self._zeros[key] = {"output": output}, data
+        response, data = self._zeros[key]
+        reply = {
+            "version": PROTOCOL_VERSION,
+            "request_id": request_id,
+            "method": method,
+            "status": "success",
+            "response": response,
+            "timing": {"queue_us": 0, "compute_us": 0},
+        }
+        return [msgpack.packb(reply), data]
 
 
 def main() -> None:
     """Serve."""
     model, endpoint = Path(sys.argv[1]), sys.argv[2]
     service = AtOnce(model)
-    listener = ZmqListener(endpoint, max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES)
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(endpoint)
     print("ready", flush=True)
     while True:
-        listener.wait()
-        while incoming := listener.receive():
-            opened = open_request(incoming.frames, DEFAULT_MAX_MESSAGE_BYTES)
-            reply = service.answer(read_request(opened))
-            timing = Timing(queue_us=0, compute_us=0)
-            frames = encode_reply(opened.form, opened.request_id, opened.method, reply, timing)
-            listener.send(incoming.route, frames)
+        client, *frames = socket.recv_multipart()
+        socket.send_multipart([client, *service.answer(frames)])
 
 
 if __name__ == "__main__":

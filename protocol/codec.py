@@ -58,21 +58,21 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
         )
     containers = 0
 
-    def count() -> None:
+    def on_array(items: list[Any]) -> list[Any]:
         nonlocal containers
         containers += 1
         if containers > max_containers:
             raise _RefusedError(f"more than {max_containers} maps and arrays")
-
-    def on_array(items: list[Any]) -> list[Any]:
-        count()
         for item in items:
             if isinstance(item, (list, dict)):
                 raise _RefusedError("an array of containers")
         return items
 
     def on_map(pairs: list[tuple[Any, Any]]) -> _Map:
-        count()
+        nonlocal containers
+        containers += 1
+        if containers > max_containers:
+            raise _RefusedError(f"more than {max_containers} maps and arrays")
         result = _Map(pairs)
         if len(result) != len(pairs):
             raise _RefusedError("a duplicate key")

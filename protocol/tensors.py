@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
@@ -102,6 +103,7 @@ class WireTensor:
         return WireTensor(name, tuple(shape), data)
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a short name; KeyError-free because names are checked before."""
     import torch
@@ -116,6 +118,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
+@cache
 def short_name(dtype: torch.dtype) -> str:
     """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -143,9 +146,10 @@ def from_torch(tensor: torch.Tensor) -> WireTensor:
     """
     import torch
 
-    contiguous = tensor.detach().to("cpu").contiguous()
-    raw: Any = contiguous.reshape(-1).view(torch.uint8).numpy()
-    return WireTensor(short_name(tensor.dtype), tuple(tensor.shape), memoryview(raw))
+    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    # numpy has no bfloat16; the others need no second view.
+    raw: Any = (flat.view(torch.uint8) if flat.dtype is torch.bfloat16 else flat).numpy()
+    return WireTensor(short_name(tensor.dtype), tuple(tensor.shape), memoryview(raw).cast("B"))
 
 
 def require_little_endian() -> None:

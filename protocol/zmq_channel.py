@@ -239,6 +239,8 @@ class ZmqChannel:
         A request sent into the void would be known to be lost only at its deadline.
         """
         self._note_events()
+        if not self._lost:
+            return
         until = time.monotonic() + patience_s
         while self._lost:
             if not self._events.poll(max(0, int((until - time.monotonic()) * 1000))):

@@ -189,17 +189,15 @@ def _checked(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     reply = exchange.response
-    where = f"{operator} reply from {channel.endpoint}"
-    if not isinstance(reply, TensorReply):
-        raise ReplyError(where, got=type(reply).__name__, expected="a tensor")
-    expected = (short_name(dtype), shape)
-    if (reply.output.dtype, reply.output.shape) != expected:
-        raise ReplyError(
-            where,
-            got=f"{reply.output.dtype} {list(reply.output.shape)}",
-            expected=f"{expected[0]} {list(shape)}",
-        )
-    return to_torch(reply.output)
+    name = short_name(dtype)
+    if isinstance(reply, TensorReply):
+        output = reply.output
+        if output.dtype == name and output.shape == shape:
+            return to_torch(output)
+        got, expected = f"{output.dtype} {list(output.shape)}", f"{name} {list(shape)}"
+    else:
+        got, expected = type(reply).__name__, "a tensor"
+    raise ReplyError(f"{operator} reply from {channel.endpoint}", got=got, expected=expected)
 
 
 def _as_it_is(y: torch.Tensor) -> torch.Tensor:
