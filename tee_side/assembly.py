@@ -131,6 +131,7 @@ class Assembly:
                 channels[: mask.services if mask else 1],
                 self._config,
                 self._model.dtype,
+                mask_name=f"mask {mask.name}" if mask else "no mask",
                 hide=linear_masking(
                     mask,
                     randomness,

@@ -134,6 +134,10 @@ class FeatureKey(BaseModel):
         except ValidationError as error:
             # The version first: with another one the other fields may be other ones, too.
             faults = error.errors(include_url=False)
+            if faults[0]["type"] == "json_invalid":
+                raise FeatureKeyError(
+                    where, got="no JSON", expected="a key that tsqp provision wrote"
+                ) from None
             first = next((fault for fault in faults if fault["loc"] == ("version",)), faults[0])
             field = ".".join(str(part) for part in first["loc"])
             missing = first["type"] == "missing"

@@ -54,12 +54,6 @@ def check_service(
     where = f"model at {channel.endpoint}"
     _compare(where, reply.config.model_dump(), _published_sizes(config))
     _compare(where, _rotary(reply), _own_rotary(config))
-    if arithmetic not in reply.arithmetic:
-        raise ModelMismatchError(
-            f"{where}: arithmetic",
-            got=" and ".join(reply.arithmetic) or "none",
-            expected=f"{arithmetic} (start gpu-service with --arithmetic {arithmetic} or both)",
-        )
     if key is not None:
         expected = {"provision_id": key.provision_id, "linear_digest": key.server_linear_digest}
         theirs = {"provision_id": reply.provision_id, "linear_digest": reply.linear_digest}
@@ -72,6 +66,12 @@ def check_service(
         )
     else:
         _compare_weights(where, reply, config, checkpoint, model, linear)
+    if arithmetic not in reply.arithmetic:
+        raise ModelMismatchError(
+            f"{where}: arithmetic",
+            got=" and ".join(reply.arithmetic) or "none",
+            expected=f"{arithmetic} (start gpu-service with --arithmetic {arithmetic} or both)",
+        )
     # A larger message would not be answered at all: ZeroMQ drops the connection.
     channel.limit_messages(reply.max_message_bytes)
     return reply.instance_id

@@ -32,7 +32,9 @@ def refusal(got: str, expected: str, where: str = "") -> PydanticCustomError:
 
 def first_problem(error: ValidationError) -> Problem:
     """Return the first problem of several."""
-    first = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    # A misspelt key is a missing one, too; it says more by its own name.
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     kind, path, context = first["type"], first["loc"], first.get("ctx", {})
     if kind == _OURS:
         return Problem(path, context["where"], context["got"], context["expected"])

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from protocol.channel import Channel, Exchange
-from protocol.errors import ReplyError
+from protocol.errors import MaskError, ReplyError
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
@@ -41,9 +41,10 @@ OnExchanges = Callable[[Operator, Sequence[Exchange]], None]
 class RemoteOperators(FusedOperators):
     """Asks one service, or several that get a share each, under one mask.
 
-    `sites`: None where the service shall do all of it, bias included, in the clear. `rows`: the
-    mask, if it is one that also hides token ids, attention and the LM head. `without_factors`:
-    computes a linear operator in the TEE when there is nothing to mask it with.
+    `mask_name`: for errors of the mask's. `sites`: None where the service shall do all of it, bias
+    included, in the clear. `rows`: the mask, if it is one that also hides token ids, attention and
+    the LM head. `without_factors`: computes a linear operator in the TEE when there is nothing to
+    mask it with.
     `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published schema, instead of
     together with what shares their input.
 
@@ -57,6 +58,7 @@ class RemoteOperators(FusedOperators):
         dtype: torch.dtype,
         *,
         hide: HideLinear,
+        mask_name: str = "mask",
         sites: Sites | None = None,
         rows: RowMask | None = None,
         randomness: Randomness | None = None,
@@ -69,6 +71,7 @@ class RemoteOperators(FusedOperators):
         self._config = config
         self._dtype = dtype
         self._hide = hide
+        self._mask_name = mask_name
         self._sites = sites
         self._rows = rows
         self._randomness = randomness or Randomness()
@@ -97,8 +100,39 @@ class RemoteOperators(FusedOperators):
             if self._without_factors is None:
                 raise LookupError("no unmasking factors, and nothing to compute with instead")
             return self._without_factors.linear(layer, operator, x_TI)
+        self._check_sent(operator, encoded_TI, masked)
         y_TO = masked.unmask(*self._products(layer, operator, masked.sent))
+        self._check_unmasked(operator, encoded_TI, y_TO)
         return y_TO if self._sites is None else self._sites.decode(layer, operator, y_TO)
+
+    def _check_sent(self, operator: LinearOperator, x_TI: torch.Tensor, masked: object) -> None:
+        """Refuse what a mask must not send, before it is sent. Raises MaskError."""
+        where, expected = f"{self._mask_name}: {operator}", f"{len(self._channels)} tensors"
+        if not isinstance(masked, Masked) or not isinstance(masked.sent, tuple):
+            raise MaskError(where, got=type(masked).__name__, expected="Masked((tensor,), unmask)")
+        if len(masked.sent) != len(self._channels):
+            raise MaskError(where, got=f"{len(masked.sent)} tensors to send", expected=expected)
+        for sent in masked.sent:
+            if sent.dtype != x_TI.dtype or sent.dim() != 2 or sent.shape[1] != x_TI.shape[1]:
+                raise MaskError(
+                    where,
+                    got=f"{short_name(sent.dtype)} {list(sent.shape)} to send",
+                    expected=f"{short_name(x_TI.dtype)} [rows, {x_TI.shape[1]}]",
+                )
+
+    def _check_unmasked(
+        self, operator: LinearOperator, x_TI: torch.Tensor, y_TO: torch.Tensor | None
+    ) -> None:
+        """Refuse a result that is not one. Raises MaskError."""
+        shape, dtype = (len(x_TI), sum(self._sizes[operator])), x_TI.dtype
+        if y_TO is None or tuple(y_TO.shape) != shape or y_TO.dtype != dtype:
+            raise MaskError(
+                f"{self._mask_name}: {operator}",
+                got="nothing from unmask"
+                if y_TO is None
+                else f"{short_name(y_TO.dtype)} {list(y_TO.shape)} from unmask",
+                expected=f"{short_name(dtype)} {list(shape)}",
+            )
 
     def attn_scores(self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor) -> torch.Tensor:
         """Q K^T. GPU sees: scaled queries and the sequence's whole key cache, masked."""

@@ -125,6 +125,7 @@ class Generation:
         self._shown: list[str] = []
         self._arrived: deque[Sampled] = deque()
         self._before = runner.traffic
+        self._pads_before = runner.pads
         self._started = time.perf_counter()
         self._first: float | None = None
         self._last = self._started
@@ -182,6 +183,18 @@ class Generation:
             bytes_received=now.bytes_received - self._before.bytes_received,
         )
 
+    @property
+    def pads(self) -> PadTotals | None:
+        """How the pads stand, and how often they were out so far."""
+        now, before = self._runner.pads, self._pads_before
+        if now is None or before is None:
+            return None
+        return PadTotals(
+            available=now.available,
+            waited=now.waited - before.waited,
+            in_tee=now.in_tee - before.in_tee,
+        )
+
     def close(self) -> None:
         """Give the sequence's place back."""
         self._runner.forget(self._sequence)
@@ -206,7 +219,7 @@ class Generation:
             ),
             policy=self._runner.policy.name,
             rpc=self.rpc,
-            pads=self._runner.pads,
+            pads=self.pads,
         )
 
 

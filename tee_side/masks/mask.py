@@ -101,6 +101,12 @@ class Mask(BaseModel):
                 got=f"no {', '.join(missing)}",
                 expected="what every mask of its kind has to say and do",
             )
+        if not isinstance(cls.broken, bool) or not cls.tolerance >= 0:
+            raise MaskError(
+                f"mask {cls.__name__}",
+                got=f"broken = {cls.broken!r}, tolerance = {cls.tolerance!r}",
+                expected="True or False, and a number from 0",
+            )
         # Not inherited: a subclass that sends something else would claim it without a word.
         cls.uniform = bool(cls.__dict__.get("uniform", False))
         if cls.uniform and cls.broken:

@@ -56,7 +56,10 @@ def generate(
     demo_service: Service, second_service: Service, provisioned: dict[str, tuple[str, ...]]
 ) -> Any:
     """Return a function that runs `tee-runner generate`, once a policy and its options."""
-    both = ("--gpu", demo_service.endpoint, "--gpu", second_service.endpoint)
+    services = {
+        1: ("--gpu", demo_service.endpoint),
+        2: ("--gpu", demo_service.endpoint, "--gpu", second_service.endpoint),
+    }
     found: dict[tuple[str, ...], tuple[dict[str, Any], torch.Tensor, str]] = {}
 
     def run(policy: str, folder: Path, *options: str) -> tuple[dict[str, Any], torch.Tensor, str]:
@@ -64,7 +67,8 @@ def generate(
             logits = folder / "logits"
             result = call(
                 "tee-runner",
-                *("generate", "demo", "--policy", policy, *provisioned.get(policy, both)),
+                *("generate", "demo", "--policy", policy),
+                *provisioned.get(policy, services[max(1, load_policy(policy).services)]),
                 *("--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--dtype", "float32"),
                 *("--json", "--save-logits", str(logits), *options),
             )
@@ -200,3 +204,42 @@ def test_one_service_under_two_names_does_not_get_both_shares(demo_service: Serv
     )
     assert result.returncode == 2
     assert "one and the same, expected two that do not collude" in result.stderr
+
+
+@pytest.mark.parametrize("when_out", ["tee", "fail"])
+def test_pads_that_never_would_be_are_refused_before_anything_runs(when_out: str) -> None:
+    result = call("tee-runner", *("generate", "demo", "--prompt", PROMPT, "--when-out", when_out))
+    assert result.returncode == 2
+    assert f"--when-out: got {when_out} without --bank, expected wait" in result.stderr
+
+
+def test_more_services_than_the_policy_has_a_part_for_are_refused(demo_service: Service) -> None:
+    result = call(
+        "tee-runner",
+        *("generate", "demo", "--prompt", PROMPT, "--gpu", demo_service.endpoint),
+        *("--gpu", "tcp://127.0.0.1:9"),
+    )
+    assert result.returncode == 2
+    assert "--gpu: got 2 endpoints, expected 1 for policy shielded" in result.stderr
+
+
+def test_pads_are_not_made_from_a_directory_without_an_embedding(
+    provisioned: dict[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    key = Path(provisioned["stip"][-1])
+    server, bank = key.parent / "stip", tmp_path / "bank"
+    result = call("tee-runner", "pads", "make", str(server), "--tokens", "4", "--bank", str(bank))
+    assert result.returncode == 2
+    assert "model.embed_tokens.weight: got no such tensor" in result.stderr
+    assert not bank.exists()
+
+
+def test_a_refused_run_leaves_an_old_report_as_it_was(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text("old")
+    result = call(
+        "tee-runner",
+        *("generate", "demo", "--policy", "nope", "--prompt", PROMPT, "--report", str(report)),
+    )
+    assert result.returncode == 2
+    assert report.read_text() == "old"

@@ -104,7 +104,8 @@ def make(
     """
     import torch
 
-    from protocol.model.checkpoint import Checkpoint
+    from protocol.integer import check_kernels
+    from protocol.model.checkpoint import Checkpoint, light_tensors
     from protocol.model.config import read_config
     from protocol.model.identity import linear_digest, model_digest
     from tee_side.pads.bank import BankFile
@@ -118,6 +119,9 @@ def make(
     chosen = load_policy(policy)
     chosen.check(config.num_hidden_layers)
     mask, layout = _padded(chosen, config)
+    checkpoint.require(light_tensors(config))
+    # A bank of wrong products would be sealed like any other.
+    check_kernels(torch.device("cpu"))
     check_sites(checkpoint, config, layout)
     described: dict[str, Any] = {
         "layout": layout,
@@ -178,9 +182,12 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
     wanted = min(tokens, store.room)
     if wanted < tokens:
         click.echo(
-            f"{store.capacity} tokens fit, {store.available} are there: making {wanted} more",
+            f"{store.capacity} tokens fit, {store.available} are there: making {wanted} more"
+            " (a larger bank is a new file, with --capacity)",
             err=True,
         )
+    if wanted == 0:
+        return
     sites = len(store.layout.sites)
     batches = [min(BATCH_TOKENS, wanted - start) for start in range(0, wanted, BATCH_TOKENS)]
     started = time.perf_counter()

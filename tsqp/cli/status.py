@@ -51,7 +51,7 @@ class StatusLine:
             self._draw(f"{self._policy}: out of pads, making more ({missing} missing)")
             self._drawn = 0.0
 
-    def update(self, generation: Generation, pads: PadTotals | None = None) -> None:
+    def update(self, generation: Generation) -> None:
         """Redraw after a token, ten times a second at most."""
         now = time.perf_counter()
         if not self._enabled or now - self._drawn < _INTERVAL_S:
@@ -59,7 +59,7 @@ class StatusLine:
         self._drawn = now
         rate = generation.token_count / (now - self._started)
         tokens = f"tokens {generation.token_count}, {rate:.1f} a second"
-        self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}{pads_left(pads)}")
+        self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}{pads_left(generation.pads)}")
 
     def _give_back(self) -> None:
         self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
@@ -91,9 +91,13 @@ def pads_left(pads: PadTotals | None) -> str:
     """Render how the pads stand; nothing for policies that need none."""
     if pads is None:
         return ""
-    out = [f"waited {pads.waited} times for more"] if pads.waited else []
+    out = [f"waited {_times(pads.waited)} for more"] if pads.waited else []
     out += [f"{pads.in_tee} steps in the TEE for lack of them"] if pads.in_tee else []
     return f", {pads.available} pads left{' (' + ', '.join(out) + ')' if out else ''}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def bytes_for_people(size: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 import click
@@ -148,12 +149,12 @@ def command() -> None:
 @click.option("--prompt-token-ids", metavar="1,2,3")
 @click.option(
     "--report",
-    type=click.File("wb", lazy=False),
+    type=click.File("ab", lazy=False),
     help="Write the JSON object, with totals per operator, to this file.",
 )
 @click.option(
     "--save-logits",
-    type=click.File("wb", lazy=False),
+    type=click.File("ab", lazy=False),
     help="Write the logits of every new token to this safetensors file, to compare them.",
 )
 @shared_options
@@ -239,7 +240,7 @@ def chat(
     policy = load_policy(settings["policy"])
     tokenizer = _load_tokenizer(model)
     try:
-        with _open_runner(model, policy, settings, None, tokenizer) as runner:
+        with _open_runner(model, policy, settings, None, tokenizer, idles=True) as runner:
             while (line := _next_turn(runner)) is not None:
                 if not line.strip():
                     continue
@@ -283,10 +284,13 @@ def _open_runner(
     settings: dict[str, Any],
     table: OperatorTable | None,
     tokenizer: Tokenizer | None,
+    *,
+    idles: bool = False,
 ) -> Runner:
     from tee_side.assembly import MaskSettings
     from tee_side.runner import Runner, RunnerSettings
 
+    _check_use(policy, settings, idles=idles)
     masks = MaskSettings(
         calibration=settings["calibration"],
         key=settings["key"],
@@ -320,6 +324,24 @@ def _open_runner(
     return runner
 
 
+def _check_use(policy: Policy, settings: dict[str, Any], *, idles: bool) -> None:
+    """Refuse what could not do what was asked for: pads that never are, services without a part."""
+    from tee_side.masks.mask import AdditiveMask
+
+    padded = any(isinstance(mask, AdditiveMask) for mask in policy.masks)
+    useful = ("wait", "tee") if idles else ("wait",)
+    if padded and settings["bank"] is None and settings["when_out"] not in useful:
+        raise SettingsError(
+            "--when-out",
+            got=f"{settings['when_out']} without --bank",
+            expected=" or ".join(useful) + ", or a --bank: else pads are made by waiting only",
+        )
+    if (given := len(settings["gpu"])) > (needed := max(1, policy.services)):
+        raise SettingsError(
+            "--gpu", got=f"{given} endpoints", expected=f"{needed} for policy {policy.name}"
+        )
+
+
 def _sampling(settings: dict[str, Any]) -> SamplingSettings:
     from pydantic import ValidationError
 
@@ -347,14 +369,21 @@ def _stream(
     show: bool,
     keep_logits: list[torch.Tensor] | None,
 ) -> GenerationResult:
-    with StatusLine(runner.policy.name, enabled=show) as status:
-        runner.on_wait = status.waiting
-        for sampled, text in generation.steps():
-            if show and text:
-                click.echo(text, nl=False)
-            if keep_logits is not None:
-                keep_logits.append(sampled.logits_V)
-            status.update(generation, runner.pads)
+    shown = False
+    try:
+        with StatusLine(runner.policy.name, enabled=show) as status:
+            runner.on_wait = status.waiting
+            for sampled, text in generation.steps():
+                if show and text:
+                    click.echo(text, nl=False)
+                    shown = True
+                if keep_logits is not None:
+                    keep_logits.append(sampled.logits_V)
+                status.update(generation)
+    except BaseException:
+        if shown:  # what is said next begins a line
+            click.echo()
+        raise
     result = generation.result()
     if show:
         if result.text is None:
@@ -403,6 +432,9 @@ def _write_logits(file: BinaryIO, logits: list[torch.Tensor]) -> None:
 def _write(file: BinaryIO, content: bytes) -> None:
     """Write and flush, because click drops errors of closing. Raises OSError with the name."""
     try:
+        # Opened for appending, so that a run that is refused leaves the old file as it was.
+        with suppress(OSError):  # a device has no length
+            file.truncate(0)
         file.write(content)
         file.flush()
     except OSError as error:

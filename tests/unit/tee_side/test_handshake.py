@@ -245,7 +245,7 @@ def test_the_service_that_a_policy_needs_is_accepted(saved_model: Models, name: 
 
 @pytest.mark.parametrize(
     ("policy", "held", "field"),
-    [("shielded", "float", "int8"), ("tsqp", "int8", "float"), ("stip", "int8", "float")],
+    [("shielded", "float", "int8"), ("tsqp", "int8", "float")],
 )
 def test_a_service_without_the_arithmetic_is_refused_with_both(
     saved_model: Models, policy: str, held: str, field: str

@@ -13,6 +13,7 @@ from protocol.channel import Exchange
 from protocol.errors import (
     DeadlineExceededError,
     ErrorCode,
+    MaskError,
     ReplyError,
     ServiceError,
     TsqpError,
@@ -31,7 +32,7 @@ from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch, to_torch
 from tee_side.masking import linear_masking
-from tee_side.masks.mask import Mask, RowMask
+from tee_side.masks.mask import Mask, Masked, RowMask
 from tee_side.masks.row_mix import RowMix
 from tee_side.masks.row_permutation import RowPermutation
 from tee_side.masks.shares import Shares
@@ -390,4 +391,35 @@ def test_a_reply_with_the_plain_number_of_rows_is_refused_under_dummy_rows(
     channel = ChangingChannel(model.directory, lambda output: output[:3])
     remote = _remote(model, [channel], RowPermutation(dummy_rows=3), sites=FloatSites({}))
     with pytest.raises(ReplyError, match=r"got float32 \[3, 48\], expected float32 \[6, 48\]"):
+        remote.o_proj(0, torch.ones(3, 96))
+
+
+@pytest.mark.parametrize(
+    ("masked", "said"),
+    [
+        (lambda x: x, "got Tensor, expected Masked"),
+        (lambda x: Masked(x, lambda y: y), "got Masked, expected Masked"),
+        (lambda x: Masked((x, x), lambda y: y), "got 2 tensors to send, expected 1 tensors"),
+        (
+            lambda x: Masked((x.double(),), lambda y: y),
+            "got float64 .3, 96. to send",
+        ),
+        (lambda x: Masked((x[:, :5],), lambda y: y), "got float32 .3, 5. to send, expected floa"),
+        (lambda x: Masked((x,), lambda y: None), "got nothing from unmask, expected float32"),
+        (lambda x: Masked((x,), lambda y: y.double()), "got float64 .3, 48. from unmask"),
+        (lambda x: Masked((x,), lambda y: y[:2]), "got float32 .2, 48. from unmask, expected floa"),
+    ],
+)
+def test_a_mask_that_is_wrong_is_named_with_its_operator(
+    saved_model: Models, masked: Callable[[torch.Tensor], Any], said: str
+) -> None:
+    model = saved_model("llama")
+    remote = RemoteOperators(
+        [LoopbackChannel(model.directory)],
+        read_config(model.directory),
+        torch.float32,
+        hide=lambda _layer, _operator, x_TI: masked(x_TI),
+        mask_name="mask mine",
+    )
+    with pytest.raises(MaskError, match=f"mask mine: o_proj: {said}"):
         remote.o_proj(0, torch.ones(3, 96))

@@ -177,7 +177,7 @@ def test_a_gain_that_cannot_be_folded_is_refused(bad: float) -> None:
 def _noise(operator: str, sigma: float) -> torch.Tensor:
     site = _site(operator)
     x = _input(site, 2000)
-    (noisy,) = FeatureRotation(sigma=sigma).cloak(site).mask(x, Randomness()).sent
+    (noisy,) = FeatureRotation(sigma=sigma).cloak(site).mask(x, Randomness(bytes(32))).sent
     (clean,) = FeatureRotation().cloak(_site(operator)).mask(x, Randomness()).sent
     return (noisy - clean) / (
         1 if site.gain is not None else clean.square().mean(-1).sqrt()[:, None]
