@@ -156,6 +156,9 @@ def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
     refused = call(*generate, "60", "--when-out", "fail")
     assert refused.returncode == 2
     assert "pads: got 0 left, expected 1" in refused.stderr
+    # Text was shown before; what is said next begins a line.
+    assert refused.stdout.strip()
+    assert refused.stdout.endswith("\n")
 
     waited = call(*generate, "60", "--when-out", "wait")
     assert waited.returncode == 0, waited.stderr
@@ -243,3 +246,17 @@ def test_a_refused_run_leaves_an_old_report_as_it_was(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert report.read_text() == "old"
+
+
+def test_no_bank_is_made_where_int8_products_saturate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exact = torch._int_mm
+    monkeypatch.setattr(
+        torch, "_int_mm", lambda *given, **out: exact(*given, **out).clamp_(-(2**15), 2**15 - 1)
+    )
+    bank = tmp_path / "bank"
+    result = call("tee-runner", "pads", "make", "demo", "--tokens", "4", "--bank", str(bank))
+    assert result.returncode == 2
+    assert "int8 products on cpu: got wrong numbers" in result.stderr
+    assert not bank.exists()

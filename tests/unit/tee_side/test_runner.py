@@ -409,3 +409,15 @@ def test_pads_need_a_bank_or_the_weights(
         Runner(replace(given, model=tmp_path / "light"))
     assert caught.value.where == "policy shielded-prefill: mask pad"
     assert caught.value.got.startswith("no --bank, and not all linear weights in ")
+
+
+def test_a_generation_counts_only_its_own_waits(
+    saved_model: Models, loopback: dict[str, Path]
+) -> None:
+    with Runner(_offloading(saved_model("llama"), "shielded", loopback)) as runner:
+        first, second = _generate(runner, 6), _generate(runner, 2)
+    assert first.pads is not None
+    assert second.pads is not None
+    # Eight were made for the first; five of them were used, and the second took one more.
+    assert (first.pads.waited, first.pads.available) == (1, 3)
+    assert (second.pads.waited, second.pads.available) == (0, 2)
