@@ -2,11 +2,12 @@
 
 *Framed* (our client): a multipart message. Frame 0 is a small msgpack map
 
-    request  {version, request_id, timeout_ms, method, request}
-    reply    {version, request_id, method, status, response | error, timing}
+    request  {request_id, timeout_ms, version, method, request}
+    reply    {request_id, timing, version, method, status, response | error}
 
-and every tensor in it is `{dtype, shape, frame}`, pointing at a raw frame of its own that is never
-copied (`protocol.framed`). *Inline* (the published schema, any REQ socket in any language): one
+in which every tensor is `{dtype, shape, frame}`, pointing at a raw frame of its own that is never
+copied (`protocol.framed`). The order is free; in ours a header that came before is cheap to read
+(`protocol.header_memo`). *Inline* (the published schema, any REQ socket in any language): one
 msgpack map `{method, request}` or `{status, response | error}` with the tensor bytes inside
 (`protocol.inline`). A message is framed if and only if its map has the key `version`.
 
@@ -17,9 +18,8 @@ under its own id: `open_request` reads the envelope, `read_request` the message 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,14 +31,24 @@ from protocol.codec import (
     unpack,
 )
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
-from protocol.framed import read_framed, to_framed
+from protocol.framed import framed_key, read_framed, to_framed
+from protocol.header_memo import HeaderMemo, KnownMessage, known_message
+from protocol.header_numbers import (
+    pack_template,
+    reply_header,
+    request_header,
+    split_reply,
+    split_request,
+)
 from protocol.inline import read_inline, to_inline
 from protocol.messages import (
     MAX_TIMEOUT_MS,
+    MAX_TIMING_US,
     PROTOCOL_VERSION,
     REQUEST_TYPES,
     Request,
     Response,
+    TensorReply,
     Timing,
     response_type,
 )
@@ -49,6 +59,15 @@ DEFAULT_MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 MAX_REQUEST_FRAMES = 4
 MAX_REPLY_HEADER_BYTES = 2 * 1024 * 1024
 MAX_REPLY_FRAMES = 2 * 4096 + 4
+
+# The templates of what we send, by what they depend on, and what those of our peers say.
+_sent_requests: HeaderMemo[tuple[object, ...], bytes] = HeaderMemo()
+_sent_replies: HeaderMemo[tuple[object, ...], bytes] = HeaderMemo()
+_known_requests: HeaderMemo[bytes, KnownMessage[Request]] = HeaderMemo()
+_known_replies: HeaderMemo[bytes, KnownMessage[Response]] = HeaderMemo()
+
+# Timing(...) with less of pydantic's Python around it, and no less of its checks.
+_checked_timing = Timing.__pydantic_validator__.validate_python
 
 
 class Form(Enum):
@@ -87,9 +106,11 @@ class _ReplyHeader(BaseModel):
     timing: Timing | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedRequest:
-    """A request's envelope; `timeout_ms` is None in the inline form, which has no deadline."""
+class OpenedRequest(NamedTuple):
+    """A request's envelope; `timeout_ms` is None in the inline form, which has no deadline.
+
+    `known`: what the header was found to say when it came before, None the first time.
+    """
 
     form: Form
     request_id: int
@@ -97,10 +118,10 @@ class OpenedRequest:
     method: str
     body: Mapping[str, Any]
     frames: Sequence[Buffer]
+    known: KnownMessage[Request] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """A decoded framed reply: exactly one of `response` and `error` is set."""
 
     request_id: int
@@ -116,14 +137,15 @@ class Reply:
 def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[Buffer]:
     """Encode a request in the framed form; tensor data is referenced, not copied."""
     frames: list[Buffer] = [b""]
-    header = {
-        "version": PROTOCOL_VERSION,
-        "request_id": request_id,
-        "timeout_ms": timeout_ms,
-        "method": message.method,
-        "request": to_framed(message, frames),
-    }
-    frames[0] = pack(header)
+    key = framed_key(message, frames)
+    template = _sent_requests.recall(key)
+    if template is None:
+        body = to_framed(message, [b""])
+        template = pack_template(
+            {"version": PROTOCOL_VERSION, "method": message.method, "request": body}
+        )
+        _sent_requests.remember(key, template)
+    frames[0] = request_header(request_id, timeout_ms, template)
     return frames
 
 
@@ -139,6 +161,8 @@ def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
             expected=f"1 to {MAX_REQUEST_FRAMES}",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
+    if (known := _open_known(frames)) is not None:
+        return known
     limit = max_bytes if len(frames) == 1 else MAX_HEADER_BYTES
     envelope = unpack(
         frames[0], where="request", max_bytes=limit, max_containers=MAX_REQUEST_CONTAINERS
@@ -150,6 +174,19 @@ def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
         given = envelope.get("request_id")
         request_id = given if type(given) is int and 0 < given < 2**63 else 0
         raise EnvelopeError(error, likely_form(frames, envelope), request_id) from None
+
+
+def _open_known(frames: Sequence[Buffer]) -> OpenedRequest | None:
+    """Open a request whose header came before with other numbers; None if it did not."""
+    if len(frames) == 1 or (split := split_request(frames[0])) is None:
+        return None
+    request_id, timeout_ms, template = split
+    known = _known_requests.recall(template)
+    if known is None or not (0 < request_id < 2**63 and 0 < timeout_ms <= MAX_TIMEOUT_MS):
+        return None
+    return OpenedRequest(
+        Form.FRAMED, request_id, timeout_ms, known.method, known.body, frames, known
+    )
 
 
 def likely_form(frames: Sequence[Buffer], envelope: Mapping[str, Any] | None = None) -> Form:
@@ -196,6 +233,8 @@ def _open_inline(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRe
 
 def read_request(opened: OpenedRequest) -> Request:
     """Decode and check the message in an opened envelope. Raises ProtocolError."""
+    if opened.known is not None and (built := opened.known.build(opened.frames)) is not None:
+        return built
     cls = REQUEST_TYPES.get(opened.method)
     if cls is None:
         raise ProtocolError(
@@ -205,7 +244,12 @@ def read_request(opened: OpenedRequest) -> Request:
             code=ErrorCode.UNKNOWN_METHOD,
         )
     if opened.form is Form.FRAMED:
-        return read_framed(cls, opened.body, opened.frames, opened.method)
+        message = read_framed(cls, opened.body, opened.frames, opened.method)
+        if (split := split_request(opened.frames[0])) is not None:
+            known = known_message(opened.method, opened.body, message)
+            if known is not None:
+                _known_requests.remember(split[-1], known)
+        return message
     return read_inline(cls, opened.body, opened.method)
 
 
@@ -220,20 +264,41 @@ def encode_reply(
     timing: Timing | None = None,
 ) -> list[Buffer]:
     """Encode a good reply, or an error reply that carries nothing but the code."""
+    if form is Form.INLINE:
+        return [pack(_inline_reply(result))]
     frames: list[Buffer] = [b""]
-    reply: dict[str, Any]
-    if isinstance(result, ErrorCode):
-        reply = {"status": "error", "error": result.value}
-    elif form is Form.INLINE:
-        reply = {"status": "success", "response": to_inline(result)}
+    if timing is None:
+        # Error replies, which are not repeated.
+        frames[0] = pack({"request_id": request_id, **_framed_reply(method, result, frames)})
+        return frames
+    if type(result) is TensorReply:
+        output = result.output
+        frames.append(output.data)
+        key = (method, output.dtype, output.shape)
+        template = _sent_replies.recall(key)
+        if template is None:
+            template = pack_template(_framed_reply(method, result, [b""]))
+            _sent_replies.remember(key, template)
     else:
-        reply = {"status": "success", "response": to_framed(result, frames)}
-    if form is Form.FRAMED:
-        reply |= {"version": PROTOCOL_VERSION, "request_id": request_id, "method": method}
-        if timing is not None:
-            reply["timing"] = timing.model_dump()
-    frames[0] = pack(reply)
+        template = pack_template(_framed_reply(method, result, frames))
+    frames[0] = reply_header(request_id, timing.queue_us, timing.compute_us, template)
     return frames
+
+
+def _inline_reply(result: Response | ErrorCode) -> dict[str, Any]:
+    if isinstance(result, ErrorCode):
+        return {"status": "error", "error": result.value}
+    return {"status": "success", "response": to_inline(result)}
+
+
+def _framed_reply(
+    method: str, result: Response | ErrorCode, frames: list[Buffer]
+) -> dict[str, Any]:
+    """Return a reply's fields but for the numbers, and append its tensors' frames."""
+    fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "method": method}
+    if isinstance(result, ErrorCode):
+        return fields | {"status": "error", "error": result.value}
+    return fields | {"status": "success", "response": to_framed(result, frames)}
 
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
@@ -245,6 +310,8 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
             expected=f"1 to {MAX_REPLY_FRAMES}",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
+    if (known := _decode_known(frames)) is not None:
+        return known
     envelope = unpack(
         frames[0],
         where="reply",
@@ -270,4 +337,26 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
     response: Response | None = None
     if header.response is not None:
         response = read_framed(response_type(header.method), header.response, frames, header.method)
+        if (split := split_reply(frames[0])) is not None:
+            to_remember = known_message(header.method, header.response, response)
+            if to_remember is not None:
+                _known_replies.remember(split[-1], to_remember)
     return Reply(header.request_id, header.method, response, header.error, header.timing)
+
+
+def _decode_known(frames: Sequence[Buffer]) -> Reply | None:
+    """Decode a good reply whose header came before with other numbers; None if it did not."""
+    if (split := split_reply(frames[0])) is None:
+        return None
+    request_id, queue_us, compute_us, template = split
+    known = _known_replies.recall(template)
+    if (
+        known is None
+        or request_id >= 2**63
+        or queue_us > MAX_TIMING_US
+        or compute_us > MAX_TIMING_US
+        or (response := known.build(frames)) is None
+    ):
+        return None
+    timing: Timing = _checked_timing({"queue_us": queue_us, "compute_us": compute_us})
+    return Reply(request_id, known.method, response, None, timing)

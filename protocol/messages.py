@@ -15,6 +15,7 @@ from protocol.tensors import WireTensor
 PROTOCOL_VERSION = 1
 MAX_LAYERS = 4096
 MAX_TIMEOUT_MS = 3_600_000
+MAX_TIMING_US = 2**53
 
 ModuleName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FloatDtype = Literal["float32", "float16", "bfloat16"]
@@ -174,8 +175,8 @@ class Timing(Message):
     the operator itself.
     """
 
-    queue_us: Annotated[int, Field(ge=0, le=2**53)]
-    compute_us: Annotated[int, Field(ge=0, le=2**53)]
+    queue_us: Annotated[int, Field(ge=0, le=MAX_TIMING_US)]
+    compute_us: Annotated[int, Field(ge=0, le=MAX_TIMING_US)]
 
 
 Request: TypeAlias = (

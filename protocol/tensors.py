@@ -136,7 +136,7 @@ def to_torch(tensor: WireTensor) -> torch.Tensor:
     if isinstance(data, bytes) or (isinstance(data, memoryview) and data.readonly):
         data = bytearray(data)
     flat = torch.frombuffer(data, dtype=torch_dtype(tensor.dtype))
-    return flat.reshape(tensor.shape)
+    return flat if len(tensor.shape) == 1 else flat.view(*tensor.shape)
 
 
 def from_torch(tensor: torch.Tensor) -> WireTensor:
@@ -146,9 +146,13 @@ def from_torch(tensor: torch.Tensor) -> WireTensor:
     """
     import torch
 
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
-    # numpy has no bfloat16; the others need no second view.
-    raw: Any = (flat.view(torch.uint8) if flat.dtype is torch.bfloat16 else flat).numpy()
+    held = tensor.detach() if tensor.requires_grad else tensor
+    if not held.is_cpu:
+        held = held.to("cpu")
+    if not held.is_contiguous():
+        held = held.contiguous()
+    # numpy has no bfloat16; a view of the same width asks nothing of the strides.
+    raw: Any = (held.view(torch.int16) if held.dtype is torch.bfloat16 else held).numpy()
     return WireTensor(short_name(tensor.dtype), tuple(tensor.shape), memoryview(raw).cast("B"))
 
 

@@ -119,6 +119,11 @@ class ModelConfig(BaseModel):
             return int(self.max_position_embeddings * max(1.0, self.rope.factor))
         return self.max_position_embeddings
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Number of query heads, number of key/value heads, and the size of each."""
+        return self.num_attention_heads, self.num_key_value_heads, self.head_dim
+
     def module_shape(self, module: ModuleName) -> tuple[int, int]:
         """Return (out_features, in_features) of one linear module."""
         query = self.num_attention_heads * self.head_dim

@@ -68,7 +68,7 @@ junk = st.one_of(
     st.lists(st.integers(-2, 9), max_size=5),
     st.dictionaries(st.sampled_from(["frame", "dtype", "shape", "x"]), st.integers(-1, 5)),
     st.dictionaries(st.binary(max_size=3), st.none(), max_size=2),
-    st.lists(st.lists(st.integers(), max_size=1), max_size=2),
+    st.lists(st.lists(st.integers(-(2**63), 2**64 - 1), max_size=1), max_size=2),
 )
 
 

@@ -150,6 +150,16 @@ def test_sending_a_view_that_is_not_contiguous_copies() -> None:
     assert torch.equal(to_torch(wire), tensor.T)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sending_a_column_aliases_it(dtype: torch.dtype) -> None:
+    tensor = torch.arange(35).to(dtype).reshape(7, 5).T[..., :1]
+    assert tensor.stride() == (1, 5)  # contiguous all the same: no second element stands there
+    wire = from_torch(tensor)
+    assert isinstance(wire.data, memoryview)
+    assert (wire.shape, _address(wire.data)) == ((5, 1), tensor.data_ptr())
+    assert torch.equal(to_torch(wire), tensor)
+
+
 def test_gradients_stay_behind() -> None:
     tensor = torch.ones(3, requires_grad=True)
     assert bytes(from_torch(tensor).data) == bytes(from_torch(torch.ones(3)).data)

@@ -1,31 +1,25 @@
-"""Tests of the client's end, against a ROUTER socket that the test itself plays."""
+"""Tests of what is ZeroMQ's own, against sockets that the test itself plays.
+
+What it has in common with the other transports is in `tests/contract/test_transports.py`.
+"""
 
 from __future__ import annotations
 
-import threading
-import time
+import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgpack
 import pytest
 import torch
 import zmq
 
 from protocol.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
-from protocol.errors import (
-    DeadlineExceededError,
-    EndpointError,
-    ErrorCode,
-    ProtocolError,
-    ReplyError,
-    ServiceError,
-)
+from protocol.endpoint import check_endpoint
+from protocol.errors import EndpointError, ErrorCode
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.tensors import Buffer, from_torch, to_torch
-from protocol.zmq_channel import ZmqChannel
-
-TINY_S = 0.05
+from protocol.zmq_channel import ZmqChannel, ZmqListener
 
 
 class Peer:
@@ -105,141 +99,6 @@ def test_exchange_counts_every_byte(peer: Peer, channel: ZmqChannel, elements: i
     assert channel.traffic.bytes_received == exchange.bytes_received
 
 
-def test_replies_out_of_order_reach_their_own_requests(peer: Peer, channel: ZmqChannel) -> None:
-    ids = [channel.submit(_request()) for _ in range(5)]
-    assert len(set(ids)) == 5
-    assert [peer.receive().request_id for _ in ids] == ids
-    for request_id in reversed(ids):
-        peer.reply(request_id, torch.tensor([float(request_id)]))
-    for request_id in (ids[2], ids[0], ids[4], ids[1], ids[3]):
-        assert _output(channel.wait(request_id).response).item() == request_id
-    assert channel.traffic.round_trips == 5
-
-
-def test_reply_to_another_operator_is_refused(peer: Peer, channel: ZmqChannel) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(request_id, torch.ones(1), method="Linear")
-    with pytest.raises(ReplyError, match="got Linear, expected LMHead"):
-        channel.wait(request_id)
-
-
-@pytest.mark.parametrize("offset", [1, 1000])
-def test_reply_to_an_id_never_sent_is_refused(peer: Peer, channel: ZmqChannel, offset: int) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(request_id + offset, torch.ones(1))
-    with pytest.raises(ProtocolError, match=f"got request id {request_id + offset}"):
-        channel.wait(request_id)
-
-
-def test_error_reply_without_an_id_names_its_code(peer: Peer, channel: ZmqChannel) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(0, ErrorCode.UNSUPPORTED_VERSION, method="")
-    with pytest.raises(ProtocolError, match="request id 0 with UNSUPPORTED_VERSION"):
-        channel.wait(request_id)
-
-
-@pytest.mark.parametrize("code", list(ErrorCode))
-def test_error_reply_is_a_service_error(peer: Peer, channel: ZmqChannel, code: ErrorCode) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.reply(request_id, code)
-    with pytest.raises(ServiceError, match=f"LMHead at {peer.endpoint}.*{code.value}") as info:
-        channel.wait(request_id)
-    assert info.value.code is code
-    assert channel.traffic.round_trips == 0
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b""],
-        [b"garbage"],
-        [b"\x80"],
-        [msgpack.packb({"status": "error", "error": "INTERNAL"})],
-        [msgpack.packb({"status": "success", "response": {}}), b"x"],
-        [b"", b"", b""],
-    ],
-)
-def test_undecodable_reply_is_a_protocol_error(
-    peer: Peer, channel: ZmqChannel, frames: list[bytes]
-) -> None:
-    request_id = channel.submit(_request())
-    peer.receive()
-    peer.send(*frames)
-    with pytest.raises(ProtocolError):
-        channel.wait(request_id)
-    second = channel.submit(_request())
-    peer.receive()
-    peer.reply(second, torch.tensor([2.0]))
-    assert _output(channel.wait(second).response).item() == 2.0
-
-
-def test_silence_is_a_deadline_exceeded(peer: Peer, channel: ZmqChannel) -> None:
-    request_id = channel.submit(_request(), timeout_s=TINY_S)
-    with pytest.raises(DeadlineExceededError, match=r"no reply to LMHead within 0\.05 s"):
-        channel.wait(request_id)
-
-
-def test_nobody_there_is_a_deadline_exceeded(tmp_path: Path) -> None:
-    with (
-        ZmqChannel(f"ipc://{tmp_path}/nobody", timeout_s=TINY_S) as channel,
-        pytest.raises(DeadlineExceededError),
-    ):
-        channel.call(InitRequest())
-
-
-def test_late_reply_is_dropped(peer: Peer, channel: ZmqChannel) -> None:
-    first = channel.submit(_request(), timeout_s=TINY_S)
-    with pytest.raises(DeadlineExceededError):
-        channel.wait(first)
-    second = channel.submit(_request())
-    assert [peer.receive().request_id for _ in range(2)] == [first, second]
-    peer.reply(first, torch.tensor([1.0]))
-    peer.reply(second, torch.tensor([2.0]))
-    assert _output(channel.wait(second).response).item() == 2.0
-
-
-def test_deadline_holds_while_stale_replies_keep_coming(peer: Peer, channel: ZmqChannel) -> None:
-    first = channel.submit(_request(), timeout_s=TINY_S)
-    with pytest.raises(DeadlineExceededError):
-        channel.wait(first)
-    second = channel.submit(_request(), timeout_s=0.2)
-    assert [peer.receive().request_id for _ in range(2)] == [first, second]
-    given_up, unnoticed = threading.Event(), threading.Event()
-    stale = encode_reply(Form.FRAMED, first, "LMHead", ErrorCode.INTERNAL)
-
-    def flood() -> None:
-        until = time.monotonic() + 3.0  # for a client that would never end
-        while not given_up.is_set() and not unnoticed.is_set():
-            peer.send(*stale)
-            if time.monotonic() > until:
-                unnoticed.set()
-
-    thread = threading.Thread(target=flood)
-    thread.start()
-    try:
-        with pytest.raises(DeadlineExceededError):
-            channel.wait(second)
-    finally:
-        given_up.set()
-        thread.join()
-    assert not unnoticed.is_set()
-
-
-def test_too_large_request_names_the_limit(peer: Peer) -> None:
-    with (
-        ZmqChannel(peer.endpoint, max_message_bytes=1000) as channel,
-        pytest.raises(
-            ProtocolError, match=r"LMHead to .*: got \d+ bytes, expected at most 1000"
-        ) as info,
-    ):
-        channel.submit(_request(elements=1000))
-    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
-
-
 def test_too_large_reply_is_never_received(peer: Peer) -> None:
     with ZmqChannel(peer.endpoint, timeout_s=60, max_message_bytes=1000) as channel:
         request_id = channel.submit(_request())
@@ -248,16 +107,6 @@ def test_too_large_reply_is_never_received(peer: Peer) -> None:
         # ZeroMQ closes the connection at the first byte too many.
         with pytest.raises(EndpointError, match="a lost connection while LMHead was waiting"):
             channel.wait(request_id)
-
-
-def test_a_peer_that_dies_is_noticed_long_before_the_deadline(peer: Peer) -> None:
-    with ZmqChannel(peer.endpoint, timeout_s=3600) as channel:
-        request_id = channel.submit(_request())
-        peer.receive()
-        peer.socket.close()
-        with pytest.raises(EndpointError, match="a lost connection") as info:
-            channel.wait(request_id)
-    assert info.value.retryable
 
 
 def test_a_peer_that_died_between_requests_is_noticed_at_the_next_one(
@@ -315,3 +164,82 @@ def test_memory_is_not_reused_before_a_large_request_is_sent(
     assert torch.equal(to_torch(message.hidden_states), torch.full((2**18,), 9.0))
     peer.reply(request_id, torch.ones(1))
     channel.wait(request_id)
+
+
+@contextmanager
+def _listening(endpoint: str) -> Iterator[ZmqListener]:
+    listener = ZmqListener(endpoint)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def test_wildcard_port_becomes_a_real_one() -> None:
+    with _listening("tcp://127.0.0.1:*") as listener:
+        assert int(listener.endpoint.rpartition(":")[2]) > 0
+        check_endpoint(listener.endpoint)
+
+
+def test_taken_tcp_port_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(EndpointError, match="got Address already in use") as info:
+            ZmqListener(endpoint)
+        assert info.value.where == endpoint
+        assert info.value.retryable
+
+
+def test_live_ipc_socket_is_not_taken_over(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    wakeup, writer = socket.socketpair()
+    with wakeup, writer, _listening(endpoint) as first:
+        with pytest.raises(EndpointError, match="got Address already in use"):
+            ZmqListener(endpoint)
+        with ZmqChannel(endpoint) as channel:
+            channel.submit(InitRequest())
+            assert first.wait(wakeup=wakeup, timeout_ms=10_000)
+
+
+def test_stale_ipc_socket_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.exists()
+    with _listening(f"ipc://{path}") as listener:
+        assert listener.endpoint == f"ipc://{path}"
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///no/such/directory/s", "tcp://192.0.2.1:5555"])
+def test_address_that_is_not_ours_is_refused(endpoint: str) -> None:
+    with pytest.raises(EndpointError, match="expected an address to bind"):
+        ZmqListener(endpoint)
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
+def test_reply_finds_its_way_to_both_kinds_of_client(kind: int) -> None:
+    reader, writer = socket.socketpair()
+    context = zmq.Context()
+    with reader, writer, _listening("tcp://127.0.0.1:*") as listener:
+        with context.socket(kind) as client:
+            client.setsockopt(zmq.LINGER, 0)
+            client.connect(listener.endpoint)
+            client.send_multipart([b"a", b"b"])
+            assert listener.wait(wakeup=reader, timeout_ms=10_000)
+            incoming = listener.receive()
+            assert incoming is not None
+            assert [bytes(frame) for frame in incoming.frames] == [b"a", b"b"]
+            assert len(incoming.route) == (2 if kind == zmq.REQ else 1)
+            assert listener.send(incoming.route, [b"c", memoryview(b"d")])
+            assert client.poll(10_000)
+            assert client.recv_multipart() == [b"c", b"d"]
+        assert not listener.send((b"nobody",), [b"x"])
+    context.term()
+
+
+@pytest.mark.parametrize("endpoint", ["unix:///tmp/s", "vsock://2:5"])
+def test_streams_are_refused(endpoint: str) -> None:
+    with pytest.raises(EndpointError, match="got a stream"):
+        ZmqChannel(endpoint)
+    with pytest.raises(EndpointError, match="got a stream"):
+        ZmqListener(endpoint)

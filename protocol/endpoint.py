@@ -1,0 +1,130 @@
+"""Endpoints: where a service listens and a client connects, and over which transport.
+
+tcp://HOST:PORT     ZeroMQ over TCP; HOST may be * and PORT * or 0 to bind
+ipc://PATH          ZeroMQ over a Unix socket; ipc://@NAME is in the abstract namespace
+unix://PATH         a plain Unix stream socket; unix://@NAME is in the abstract namespace
+vsock://CID:PORT    a stream between a virtual machine and its host; to bind, CID may be any
+                    and PORT *
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import zmq
+
+from protocol.errors import EndpointError
+
+Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "vsock"]
+# What a socket of the standard library connects to: a path, or (CID, port).
+StreamAddress: TypeAlias = str | tuple[int, int]
+
+SPELLINGS = "tcp://HOST:PORT, ipc://PATH, unix://PATH or vsock://CID:PORT"
+# sockaddr_un has 108 bytes, one of which ends the path.
+UNIX_PATH_MAX_BYTES = 107
+VSOCK_ANY = 2**32 - 1
+
+_TCP = re.compile(
+    r"tcp://(?P<host>[A-Za-z0-9._-]+|\*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])"
+    r":(?P<port>\*|[0-9]{1,5})"
+)
+_VSOCK = re.compile(r"vsock://(?P<cid>any|[0-9]{1,10}):(?P<port>\*|[0-9]{1,10})")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A checked endpoint: the text as it was given, its scheme, and a stream's address."""
+
+    text: str
+    scheme: Scheme
+    address: StreamAddress | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether plain stream sockets carry it, not ZeroMQ."""
+        return self.address is not None
+
+    @property
+    def socket_path(self) -> str | None:
+        """The path of the Unix socket's file; None where there is no file."""
+        if self.scheme not in ("ipc", "unix"):
+            return None
+        path = self.text.partition("://")[2]
+        return None if path.startswith("@") else path
+
+
+def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
+    """Read an endpoint to connect to, or to bind. Raises EndpointError."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "tcp" and _is_tcp(endpoint, for_bind):
+        return Endpoint(endpoint, "tcp")
+    if scheme == "ipc" and _is_path(endpoint, rest, zmq.IPC_PATH_MAX_LEN):
+        return Endpoint(endpoint, "ipc")
+    if scheme == "unix" and _is_path(endpoint, rest, UNIX_PATH_MAX_BYTES):
+        return Endpoint(endpoint, "unix", unix_address(rest))
+    if scheme == "vsock" and (address := _vsock_address(endpoint, for_bind)) is not None:
+        return Endpoint(endpoint, "vsock", address)
+    raise EndpointError("endpoint", got=repr(endpoint), expected=SPELLINGS)
+
+
+def check_endpoint(endpoint: str, *, for_bind: bool = False) -> None:
+    """Refuse anything but an endpoint of this module's grammar. Raises EndpointError."""
+    parse_endpoint(endpoint, for_bind=for_bind)
+
+
+def unix_address(path: str) -> str:
+    """Turn a path, or @NAME, into what the socket module takes."""
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def refuse_live_socket(endpoint: Endpoint) -> None:
+    """Raise EndpointError where a live service owns the Unix socket.
+
+    A file whose service is dead can be replaced; a live one's must not be taken over silently.
+    """
+    if endpoint.scheme not in ("ipc", "unix"):
+        return
+    address = unix_address(endpoint.text.partition("://")[2])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        # A live service whose backlog is full does not answer, and is no less alive.
+        probe.setblocking(False)
+        try:
+            probe.connect(address)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return
+    raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
+
+
+def _is_tcp(endpoint: str, for_bind: bool) -> bool:
+    if (tcp := _TCP.fullmatch(endpoint)) is None:
+        return False
+    host, port = tcp["host"], tcp["port"]
+    good_port = for_bind if port in ("*", "0") else port != "*" and 0 < int(port) < 2**16
+    return good_port and (for_bind or host != "*")
+
+
+def _is_path(endpoint: str, path: str, limit: int) -> bool:
+    size = len(os.fsencode(path))
+    if size > limit:
+        raise EndpointError(endpoint, got=f"a path of {size} bytes", expected=f"at most {limit}")
+    return path not in ("", "@") and "\0" not in path
+
+
+def _vsock_address(endpoint: str, for_bind: bool) -> tuple[int, int] | None:
+    if (match := _VSOCK.fullmatch(endpoint)) is None:
+        return None
+    cid = VSOCK_ANY if match["cid"] == "any" else int(match["cid"])
+    port = VSOCK_ANY if match["port"] == "*" else int(match["port"])
+    named = match["cid"] != "any" and match["port"] != "*"
+    # The largest number means "any", which has a spelling of its own.
+    if not (named or for_bind) or int(cid != VSOCK_ANY) + int(port != VSOCK_ANY) < (
+        (match["cid"] != "any") + (match["port"] != "*")
+    ):
+        return None
+    return (cid, port) if cid <= VSOCK_ANY and port <= VSOCK_ANY else None

@@ -1,0 +1,148 @@
+"""A network link that is not there: what a step would cost if the service were further away."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from protocol.channel import Channel, Exchange
+from protocol.errors import DeadlineExceededError, SettingsError
+from protocol.messages import Request
+from protocol.tensors import WireTensor
+
+# The last part of a wait is spent looking at the clock: to be woken up takes this long at times.
+_SPIN_NS = 200_000
+# Of a request; the channel says how large a message was only with the reply.
+_HEADER_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`gbps`: bandwidth of each direction in 10^9 bits per second (None: unlimited).
+
+    `rtt_us`: round-trip time of an empty message, half of it each way, in microseconds.
+    """
+
+    gbps: float | None
+    rtt_us: float
+
+    def __post_init__(self) -> None:
+        if self.gbps is not None and not 0 < self.gbps < float("inf"):
+            raise SettingsError("link.gbps", got=str(self.gbps), expected="a positive number")
+        if not 0 <= self.rtt_us < float("inf"):
+            raise SettingsError("link.rtt_us", got=str(self.rtt_us), expected="0 or more")
+
+    @property
+    def one_way_ns(self) -> int:
+        """How long an empty message is on its way in one direction, in nanoseconds."""
+        return round(self.rtt_us * 500)
+
+    @staticmethod
+    def of(gbps: float | None, rtt_us: float) -> Link | None:
+        """Return the link of two settings; None where neither slows anything down."""
+        return None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us)
+
+    def transfer_ns(self, size: int) -> int:
+        """Return how long `size` bytes take to leave one end, in nanoseconds."""
+        return 0 if self.gbps is None else round(size * 8 / self.gbps)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request under way. `arrival_ns`: when its last bit would be at the service."""
+
+    method: str
+    arrival_ns: int
+    deadline_ns: int
+    timeout_s: float
+
+
+class ModelledLink:
+    """A `Channel` over which no reply comes earlier than over `link`, whatever carries it.
+
+    Requests queue behind each other on the way there, and replies, in the order in which they are
+    waited for, on the way back. In between lies what the service says that it took. A reply that
+    really comes later comes later here too: the link is laid over the real transport, not added.
+
+    Not modelled: loss, congestion and slow start; packets and their headers; other traffic; the
+    processor's work for a real network card; and that requests which come apart over a slow link
+    would wait less for each other at the service than they do here.
+
+    `timeout_s`: the deadline of a request that names none, the same as that of `channel`.
+    """
+
+    def __init__(self, channel: Channel, link: Link, *, timeout_s: float = 30.0) -> None:
+        self.endpoint = channel.endpoint
+        self.traffic = channel.traffic
+        self.link = link
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._sent: dict[int, _Sent] = {}
+        # When the last bit of what is under way has left, in each direction.
+        self._there_free_ns = 0
+        self._back_free_ns = 0
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """See `Channel.submit`."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        request_id = self._channel.submit(request, timeout_s)
+        now_ns = time.perf_counter_ns()
+        begin_ns = max(self._there_free_ns, now_ns)
+        self._there_free_ns = begin_ns + self.link.transfer_ns(_message_bytes(request))
+        self._sent[request_id] = _Sent(
+            request.method,
+            self._there_free_ns + self.link.one_way_ns,
+            now_ns + int(timeout_s * 1e9),
+            timeout_s,
+        )
+        return request_id
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`. `elapsed_ns` of the exchange includes the link."""
+        sent = self._sent.pop(request_id)
+        exchange = self._channel.wait(request_id)
+        timing = exchange.timing
+        service_ns = 0 if timing is None else (timing.queue_us + timing.compute_us) * 1000
+        begin_ns = max(self._back_free_ns, sent.arrival_ns + service_ns)
+        self._back_free_ns = begin_ns + self.link.transfer_ns(exchange.bytes_received)
+        due_ns = self._back_free_ns + self.link.one_way_ns
+        _sleep_until(min(due_ns, sent.deadline_ns))
+        if due_ns > sent.deadline_ns:
+            raise DeadlineExceededError(
+                self.endpoint,
+                got=f"no reply to {sent.method} within {sent.timeout_s:g} s over a modelled link",
+                expected="a faster link, or more time",
+            )
+        arrived_ns = max(due_ns, exchange.sent_ns + exchange.elapsed_ns)
+        return exchange._replace(elapsed_ns=arrived_ns - exchange.sent_ns)
+
+    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
+        """See `Channel.call`."""
+        return self.wait(self.submit(request, timeout_s))
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`. What it sent still takes its time on the link."""
+        self._sent.pop(request_id, None)
+        self._channel.abandon(request_id)
+
+    def limit_messages(self, max_message_bytes: int) -> None:
+        """See `Channel.limit_messages`."""
+        self._channel.limit_messages(max_message_bytes)
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._channel.close()
+
+
+def _message_bytes(request: Request) -> int:
+    """Return about how large a request is on the wire: its tensors, and a header."""
+    values = (getattr(request, name) for name in type(request).model_fields)
+    return _HEADER_BYTES + sum(v.payload_bytes for v in values if isinstance(v, WireTensor))
+
+
+def _sleep_until(due_ns: int) -> None:
+    left_ns = due_ns - time.perf_counter_ns()
+    if left_ns > _SPIN_NS:
+        time.sleep((left_ns - _SPIN_NS) / 1e9)
+    while time.perf_counter_ns() < due_ns:
+        pass

@@ -1,0 +1,271 @@
+"""The client's end of a stream transport: Unix sockets, and vsock between a VM and its host."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from math import ceil
+
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
+from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
+from protocol.errors import DeadlineExceededError, EndpointError
+from protocol.memory_pool import MemoryPool
+from protocol.pending import RECONNECT_S, PendingChannel, Received
+from protocol.spin import AdaptiveSpin
+from protocol.stream_wire import MessageReader, MessageWriter
+from protocol.tensors import Buffer
+
+# Asked of the kernel, which gives what net.core.wmem_max allows: what fits is on its way at once,
+# also while the service computes and does not read.
+SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
+# How long a peer that reads may keep us from going on; what it has not read by then waits.
+SEND_PATIENCE_S = 0.002
+# Requests of which some bytes still wait here because the service does not read.
+QUEUED_REQUESTS = 64
+_READ_INTERVAL_S = 1.0
+_CONNECT_INTERVAL_S = 0.01
+
+# What says that nobody listens there yet, or not at this moment.
+_ABSENT = frozenset(
+    {
+        errno.ENOENT,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EPIPE,
+        errno.EAGAIN,
+        errno.ETIMEDOUT,
+        errno.ENODEV,
+    }
+)
+
+
+def set_timeout(connection: socket.socket, option: int, timeout_s: float) -> None:
+    """Let the kernel itself end a blocking call: no poll before each one.
+
+    `option`: SO_RCVTIMEO or SO_SNDTIMEO. Zero would mean for ever, so it is taken for the shortest.
+    """
+    micros = max(1000, ceil(timeout_s * 1e6))
+    value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
+    connection.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def prepare(connection: socket.socket) -> None:
+    """Set a connected socket up as both ends want it."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    set_timeout(connection, socket.SO_SNDTIMEO, SEND_PATIENCE_S)
+
+
+class StreamChannel(PendingChannel):
+    """Our client over a stream socket.
+
+    It connects at the first request, and waits for the service to appear as long as that request
+    may take. `spin_us`: see `protocol.spin`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout_s: float = 30.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        spin_us: float = 0.0,
+    ) -> None:
+        address = parse_endpoint(endpoint).address
+        if address is None:
+            raise EndpointError(endpoint, got="no stream", expected=f"a stream of {SPELLINGS}")
+        super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
+        self._address: StreamAddress = address
+        # A reply may be as large as the service's limit allows, which we know only after the first
+        # one: so `limit_messages` does not touch it.
+        self._max_reply_bytes = max_message_bytes
+        self._spin = AdaptiveSpin(spin_us)
+        self._pool = MemoryPool()
+        self._socket: socket.socket | None = None
+        self._was_connected = False
+        self._poll = select.poll()
+        self._read_timeout_s = 0.0
+        self._reader: MessageReader
+        self._writer: MessageWriter
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._disconnect()
+
+    # ------------------------------------------------------------------------- connection
+
+    def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
+        while True:
+            try:
+                connection = _connected(self._address, give_up - time.monotonic())
+                break
+            except OSError as error:
+                if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
+                    raise EndpointError(
+                        self.endpoint,
+                        got=os.strerror(error.errno or 0),
+                        expected="an address to connect to",
+                    ) from None
+                if time.monotonic() >= give_up:
+                    raise self._nobody_there(method, timeout_s) from None
+            time.sleep(_CONNECT_INTERVAL_S)
+        late = self._reader.messages if self._was_connected else ()
+        self._reader = MessageReader(
+            connection,
+            self._pool,
+            where=self.endpoint,
+            max_frames=MAX_REPLY_FRAMES,
+            max_message_bytes=self._max_reply_bytes,
+        )
+        self._reader.messages.extend(late)
+        self._writer = MessageWriter(connection)
+        self._read_timeout_s = 0.0
+        self._poll = select.poll()
+        self._socket, self._was_connected = connection, True
+        return connection
+
+    def _nobody_there(self, method: str, timeout_s: float) -> EndpointError | DeadlineExceededError:
+        if self._was_connected:
+            return self._connection_lost(f"before {method} could be sent")
+        return DeadlineExceededError(
+            self.endpoint,
+            got=f"no connection for {method} within {timeout_s:g} s",
+            expected="a gpu-service that answers there",
+        )
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+            self._connection += 1
+
+    # ---------------------------------------------------------------------------- sending
+
+    def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
+        give_up = 0.0
+        while True:
+            try:
+                if self._socket is None or self._writer.unsent_messages:
+                    give_up = give_up or time.monotonic() + self._patience_s(timeout_s)
+                    self._make_ready(method, size, timeout_s, give_up)
+                sent_ns = time.perf_counter_ns()
+                # What is not written by now goes out in `wait`, or before the next request.
+                self._writer.send(frames)
+            except OSError:
+                # The service has not got all of it, so it is safe to send again.
+                self._disconnect()
+                if give_up:
+                    if time.monotonic() >= give_up:
+                        raise self._nobody_there(method, timeout_s) from None
+                    time.sleep(_CONNECT_INTERVAL_S)
+            else:
+                return sent_ns
+
+    def _patience_s(self, timeout_s: float) -> float:
+        return min(RECONNECT_S, timeout_s) if self._was_connected else timeout_s
+
+    def _make_ready(self, method: str, size: int, timeout_s: float, give_up: float) -> None:
+        if self._socket is None:
+            self._connect(method, timeout_s, give_up)
+        self._make_room(size, give_up)
+
+    def _make_room(self, size: int, give_up: float) -> None:
+        """Wait for a service that does not read. It may be waiting for us to read: we do."""
+        writer = self._writer
+        while writer.unsent_messages:
+            full = (
+                writer.unsent_messages >= QUEUED_REQUESTS
+                or writer.unsent_bytes + size > self._max_message_bytes
+            )
+            # Replies to requests that wait, and as many that came too late.
+            reading = len(self._reader.messages) < QUEUED_REQUESTS + len(self._pending)
+            left_s = give_up - time.monotonic() if full else 0.0
+            self._read_and_write(left_s, reading=reading)
+            if self._socket is None:
+                raise ConnectionResetError
+            if not full:
+                return
+            if left_s <= 0 and writer.unsent_messages:
+                raise EndpointError(
+                    self.endpoint, got="a full send queue", expected="a service that reads"
+                )
+
+    # -------------------------------------------------------------------------- receiving
+
+    def _receive(self, deadline: float) -> Received | None:
+        messages = self._reader.messages
+        if not messages and self._socket is not None:
+            try:
+                self._read_more(deadline)
+            except OSError:
+                self._disconnect()
+            except BaseException:
+                # Where the next message begins is not known any more.
+                self._disconnect()
+                raise
+        return messages.popleft() if messages else None
+
+    def _read_more(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic() if deadline else 0.0
+        if self._writer.unsent_messages:
+            self._read_and_write(left_s, reading=True)
+        elif not self._spin.is_on:
+            self._read_blocking(left_s)
+        else:
+            started_ns = time.perf_counter_ns()
+            if not (self._spin.expects_soon and self._spin.until(self._read_now)):
+                self._read_blocking(left_s)
+            self._spin.waited(started_ns)
+
+    def _read_blocking(self, left_s: float) -> None:
+        flags = socket.MSG_WAITALL if self._reader.in_large_message else 0
+        if left_s <= 0:
+            flags = socket.MSG_DONTWAIT
+        elif self._read_timeout_s != (timeout_s := min(left_s, _READ_INTERVAL_S)):
+            self._set_read_timeout(timeout_s)
+        try:
+            if not self._reader.read(flags):
+                self._disconnect()
+        except BlockingIOError:
+            pass
+
+    def _read_now(self) -> bool:
+        try:
+            if not self._reader.read(socket.MSG_DONTWAIT):
+                self._disconnect()
+        except BlockingIOError:
+            return False
+        return True
+
+    def _set_read_timeout(self, timeout_s: float) -> None:
+        if self._socket is not None:
+            set_timeout(self._socket, socket.SO_RCVTIMEO, timeout_s)
+            self._read_timeout_s = timeout_s
+
+    def _read_and_write(self, timeout_s: float, *, reading: bool) -> None:
+        if self._socket is None:
+            return
+        self._poll.register(self._socket, select.POLLOUT | (select.POLLIN if reading else 0))
+        for _, events in self._poll.poll(max(0.0, timeout_s) * 1000):
+            if reading and events & ~select.POLLOUT:
+                self._read_now()
+            if events & select.POLLOUT and self._socket is not None:
+                self._writer.flush(socket.MSG_DONTWAIT)
+
+
+def _connected(address: StreamAddress, timeout_s: float) -> socket.socket:
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_VSOCK
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(max(0.001, timeout_s))
+        connection.connect(address)
+        prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,588 @@
+"""What every transport does, however it carries the bytes: a real channel to a real listener."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+
+from protocol.channel import Channel, Incoming, Listener
+from protocol.connect import open_channel, open_listener
+from protocol.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    ProtocolError,
+    ReplyError,
+    ServiceError,
+)
+from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.tensors import Buffer, from_torch, to_torch
+
+TINY_S = 0.05
+LARGE = 2**20  # elements: four times what a socket of this machine may hold by default
+_names = itertools.count()
+
+
+def _vsock_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as probe:
+            probe.bind((socket.VMADDR_CID_LOCAL, socket.VMADDR_PORT_ANY))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+TRANSPORTS = ["tcp", "ipc", "unix", "abstract"]
+if VSOCK_LOOPBACK := _vsock_loopback():
+    TRANSPORTS.append("vsock")
+
+
+@pytest.mark.skipif(
+    not VSOCK_LOOPBACK, reason="this kernel has no vsock loopback (module vsock_loopback)"
+)
+def test_vsock_is_among_the_transports() -> None:
+    assert "vsock" in TRANSPORTS
+
+
+class Peer:
+    """A service on a listener, that answers what the test tells it to."""
+
+    def __init__(self, endpoint: str, max_message_bytes: int = 2**30) -> None:
+        self.listener: Listener = open_listener(endpoint, max_message_bytes=max_message_bytes)
+        self.endpoint = self.listener.endpoint.replace("vsock://any:", "vsock://1:")
+        self.max_message_bytes = max_message_bytes
+        self.route: tuple[bytes, ...] = ()
+
+    def incoming(self) -> Incoming:
+        assert self.listener.wait(timeout_ms=10_000), "no request came"
+        incoming = self.listener.receive()
+        assert incoming is not None
+        self.route = incoming.route
+        return incoming
+
+    def receive(self) -> OpenedRequest:
+        return open_request(self.incoming().frames, 2**30)
+
+    def reply(
+        self,
+        request_id: int,
+        result: torch.Tensor | ErrorCode,
+        method: str = "LMHead",
+        timing: Timing | None = None,
+    ) -> None:
+        good = TensorReply(output=from_torch(result)) if isinstance(result, torch.Tensor) else None
+        frames = encode_reply(Form.FRAMED, request_id, method, good or ErrorCode(result), timing)
+        assert self.listener.send(self.route, frames)
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+@contextmanager
+def _echoing(peer: Peer) -> Iterator[None]:
+    """Answer every request of a peer with its own tensor, on a thread."""
+    reader, writer = socket.socketpair()
+
+    def serve() -> None:
+        while peer.listener.wait(wakeup=reader):
+            while (incoming := peer.listener.receive()) is not None:
+                opened = open_request(incoming.frames, 2**30)
+                message = read_request(opened)
+                assert isinstance(message, LMHeadRequest)
+                output = TensorReply(output=from_torch(to_torch(message.hidden_states)))
+                frames = encode_reply(opened.form, opened.request_id, opened.method, output)
+                peer.listener.send(incoming.route, frames)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with reader, writer:
+        yield
+        writer.send(b"x")
+        thread.join()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return {
+        "tcp": "tcp://127.0.0.1:*",
+        "ipc": f"ipc://{tmp_path}/s",
+        "unix": f"unix://{tmp_path}/s",
+        "abstract": f"unix://@tsqp-test-{os.getpid()}-{next(_names)}",
+        "vsock": "vsock://any:*",
+    }[request.param]
+
+
+@pytest.fixture
+def peer(address: str) -> Iterator[Peer]:
+    made = Peer(address)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def channel(peer: Peer) -> Iterator[Channel]:
+    with _connected(peer) as made:
+        yield made
+
+
+@contextmanager
+def _connected(
+    peer: Peer, timeout_s: float = 20.0, max_message_bytes: int = 2**30, spin_us: float = 0.0
+) -> Iterator[Channel]:
+    made = open_channel(
+        peer.endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, spin_us=spin_us
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _request(value: float = 1.0, elements: int = 4) -> LMHeadRequest:
+    return LMHeadRequest(hidden_states=from_torch(torch.full((elements,), value)))
+
+
+def _output(reply: object) -> torch.Tensor:
+    assert isinstance(reply, TensorReply)
+    return to_torch(reply.output)
+
+
+def _one_round_trip(peer: Peer, channel: Channel) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.reply(request_id, torch.ones(1))
+    channel.wait(request_id)
+
+
+# -------------------------------------------------------------------------------- what is sent
+
+
+# Around the sizes from which a transport copies less, and beyond every buffer.
+@pytest.mark.parametrize("elements", [1, 4000, 8200, 16_350, 32_800, LARGE, LARGE + 1])
+@pytest.mark.parametrize("spin_us", [0.0, 500.0])
+def test_what_is_sent_comes_back(peer: Peer, elements: int, spin_us: float) -> None:
+    sent = torch.arange(elements, dtype=torch.float32)
+    with _echoing(peer), _connected(peer, spin_us=spin_us) as channel:
+        for count in range(1, 4):
+            exchange = channel.call(LMHeadRequest(hidden_states=from_torch(sent)))
+            received = _output(exchange.response)
+            assert torch.equal(received, sent)
+            received.add_(1)  # its memory is ours
+            assert torch.equal(sent, torch.arange(elements, dtype=torch.float32))
+            assert exchange.bytes_sent > 4 * elements
+            assert exchange.bytes_received > 4 * elements
+            assert channel.traffic.round_trips == count
+    assert channel.traffic.bytes_sent == 3 * exchange.bytes_sent
+
+
+def test_what_was_received_outlives_the_next_messages(peer: Peer) -> None:
+    sizes = [5, 5, 9000, 9000, 40_000, 40_000, LARGE, LARGE, 7]
+    with _echoing(peer), _connected(peer) as channel:
+        kept = [_output(channel.call(_request(n, size)).response) for n, size in enumerate(sizes)]
+    for n, (tensor, size) in enumerate(zip(kept, sizes, strict=True)):
+        assert torch.equal(tensor, torch.full((size,), float(n)))
+
+
+def test_an_exchange_says_what_it_cost(peer: Peer, channel: Channel) -> None:
+    before_ns = time.perf_counter_ns()
+    request_id = channel.submit(_request(3.0), timeout_s=7.5)
+    opened = peer.receive()
+    assert (opened.request_id, opened.timeout_ms) == (request_id, 7500)
+    timing = Timing(queue_us=11, compute_us=22)
+    peer.reply(request_id, torch.full((2,), 5.0), timing=timing)
+    exchange = channel.wait(request_id)
+    assert torch.equal(_output(exchange.response), torch.full((2,), 5.0))
+    assert exchange.bytes_sent == sum(map(len, opened.frames))
+    assert exchange.timing == timing
+    assert before_ns + exchange.encode_ns <= exchange.sent_ns
+    assert exchange.sent_ns + exchange.elapsed_ns <= time.perf_counter_ns()
+    assert channel.traffic.round_trips == 1
+    assert channel.traffic.bytes_sent == exchange.bytes_sent
+    assert channel.traffic.bytes_received == exchange.bytes_received
+
+
+def test_memory_is_not_reused_before_a_large_request_is_sent(peer: Peer, channel: Channel) -> None:
+    # Nobody reads yet, and the tensors are gone at once.
+    ids = [channel.submit(_request(float(n), LARGE)) for n in range(4)]
+    torch.zeros(LARGE)
+    with _echoing(peer):
+        for n, request_id in enumerate(ids):
+            received = _output(channel.wait(request_id).response)
+            assert torch.equal(received, torch.full((LARGE,), float(n)))
+
+
+def test_too_large_request_names_the_limit(peer: Peer) -> None:
+    with _connected(peer, max_message_bytes=1000) as channel:
+        with pytest.raises(
+            ProtocolError, match=r"LMHead to .*: got \d+ bytes, expected at most 1000"
+        ) as info:
+            channel.submit(_request(elements=1000))
+        assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+        _one_round_trip(peer, channel)
+
+
+def test_a_limit_can_only_be_lowered(peer: Peer, channel: Channel) -> None:
+    channel.limit_messages(1000)
+    channel.limit_messages(2000)
+    with pytest.raises(ProtocolError, match="expected at most 1000"):
+        channel.submit(_request(elements=300))
+    # It is a limit for what is sent: a reply may be as large as the channel was made for.
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.reply(request_id, torch.ones(1000))
+    assert _output(channel.wait(request_id).response).numel() == 1000
+
+
+# ------------------------------------------------------------------------------------ in flight
+
+
+def test_replies_out_of_order_reach_their_own_requests(peer: Peer, channel: Channel) -> None:
+    ids = [channel.submit(_request()) for _ in range(5)]
+    assert len(set(ids)) == 5
+    assert [peer.receive().request_id for _ in ids] == ids
+    for request_id in reversed(ids):
+        peer.reply(request_id, torch.tensor([float(request_id)]))
+    for request_id in (ids[2], ids[0], ids[4], ids[1], ids[3]):
+        assert _output(channel.wait(request_id).response).item() == request_id
+    assert channel.traffic.round_trips == 5
+
+
+@pytest.mark.parametrize("elements", [10, LARGE])
+def test_many_in_flight_are_all_answered(peer: Peer, elements: int) -> None:
+    # Large ones fill every buffer in both directions: nobody may wait for the other to read.
+    with _echoing(peer), _connected(peer) as channel:
+        ids = [channel.submit(_request(float(n), elements)) for n in range(12)]
+        for n, request_id in reversed(list(enumerate(ids))):
+            assert torch.equal(
+                _output(channel.wait(request_id).response), torch.full((elements,), float(n))
+            )
+
+
+def test_abandoned_request_is_forgotten(peer: Peer, channel: Channel) -> None:
+    first, second, third = (channel.submit(_request()) for _ in range(3))
+    channel.abandon(first)
+    for _ in range(3):
+        peer.receive()
+    for request_id in (first, second, third):
+        peer.reply(request_id, torch.tensor([float(request_id)]))
+    assert _output(channel.wait(third).response).item() == third
+    channel.abandon(second)  # has arrived already
+    channel.abandon(12345)
+    _one_round_trip(peer, channel)
+    with pytest.raises(KeyError):
+        channel.wait(first)
+
+
+def test_several_clients_get_their_own_replies(peer: Peer) -> None:
+    with _connected(peer) as first, _connected(peer) as second:
+        ids = {}
+        routes = {}
+        for client, value in ((first, 1.0), (second, 2.0)):
+            ids[client] = client.submit(_request(value))
+            message = peer.incoming()
+            routes[client] = message.route
+        assert routes[first] != routes[second]
+        for client, value in ((second, 20.0), (first, 10.0)):
+            peer.route = routes[client]
+            peer.reply(ids[client], torch.tensor([value]))
+        assert _output(first.wait(ids[first]).response).item() == 10.0
+        assert _output(second.wait(ids[second]).response).item() == 20.0
+
+
+def test_a_client_that_does_not_read_does_not_stop_the_others(peer: Peer) -> None:
+    output = TensorReply(output=from_torch(torch.zeros(LARGE)))
+    with _connected(peer) as lazy, _connected(peer) as other:
+        request_id = lazy.submit(_request())
+        lazy_route = peer.incoming().route
+        frames = encode_reply(Form.FRAMED, request_id, "LMHead", output)
+        # What is not read is kept for a while, and then no more is taken.
+        assert any(not peer.listener.send(lazy_route, frames) for _ in range(2000))
+        with _echoing(peer):
+            received = _output(other.call(_request(7.0, 100)).response)
+            assert torch.equal(received, torch.full((100,), 7.0))
+            # It gets the reply once it reads.
+            assert _output(lazy.wait(request_id).response).numel() == LARGE
+
+
+# -------------------------------------------------------------------------------- wrong replies
+
+
+def test_reply_to_another_operator_is_refused(peer: Peer, channel: Channel) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.reply(request_id, torch.ones(1), method="Linear")
+    with pytest.raises(ReplyError, match="got Linear, expected LMHead"):
+        channel.wait(request_id)
+    _one_round_trip(peer, channel)
+
+
+@pytest.mark.parametrize("offset", [1, 1000])
+def test_reply_to_an_id_never_sent_is_refused(peer: Peer, channel: Channel, offset: int) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.reply(request_id + offset, torch.ones(1))
+    with pytest.raises(ProtocolError, match=f"got request id {request_id + offset}"):
+        channel.wait(request_id)
+
+
+def test_error_reply_without_an_id_names_its_code(peer: Peer, channel: Channel) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.reply(0, ErrorCode.UNSUPPORTED_VERSION, method="")
+    with pytest.raises(ProtocolError, match="request id 0 with UNSUPPORTED_VERSION"):
+        channel.wait(request_id)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.INTERNAL, ErrorCode.SHUTTING_DOWN])
+def test_error_reply_is_a_service_error(peer: Peer, channel: Channel, code: ErrorCode) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.reply(request_id, code)
+    with pytest.raises(ServiceError, match=rf"LMHead at {peer.endpoint}.*{code.value}") as info:
+        channel.wait(request_id)
+    assert info.value.code is code
+    assert channel.traffic.round_trips == 0
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"garbage"],
+        [b"\x80"],
+        [msgpack.packb({"status": "error", "error": "INTERNAL"})],
+        [msgpack.packb({"status": "success", "response": {}}), b"x"],
+        [b"", b"", b""],
+    ],
+)
+def test_undecodable_reply_is_a_protocol_error(
+    peer: Peer, channel: Channel, frames: list[Buffer]
+) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    assert peer.listener.send(peer.route, frames)
+    with pytest.raises(ProtocolError):
+        channel.wait(request_id)
+    _one_round_trip(peer, channel)
+
+
+def test_too_large_reply_is_never_received(peer: Peer) -> None:
+    with _connected(peer, timeout_s=60, max_message_bytes=1000) as channel:
+        request_id = channel.submit(_request())
+        peer.receive()
+        peer.reply(request_id, torch.ones(1000))
+        # The connection is closed at the first byte too many.
+        with pytest.raises(
+            (EndpointError, ProtocolError), match=r"a lost connection while LMHead|at most 1000"
+        ):
+            channel.wait(request_id)
+
+
+# ------------------------------------------------------------------------------------ deadlines
+
+
+def test_silence_is_a_deadline_exceeded(peer: Peer, channel: Channel) -> None:
+    request_id = channel.submit(_request(), timeout_s=TINY_S)
+    with pytest.raises(DeadlineExceededError, match=r"no reply to LMHead within 0\.05 s") as info:
+        channel.wait(request_id)
+    assert info.value.retryable
+    with pytest.raises(KeyError):
+        channel.wait(request_id)
+
+
+def test_nobody_there_is_a_deadline_exceeded(peer: Peer) -> None:
+    peer.close()
+    with _connected(peer, timeout_s=TINY_S) as channel, pytest.raises(DeadlineExceededError):
+        channel.call(InitRequest())
+
+
+def test_a_service_that_starts_later_is_waited_for(peer: Peer) -> None:
+    peer.close()
+    with _connected(peer, timeout_s=30) as channel:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(channel.call(_request(4.0))))
+        thread.start()
+        late = Peer(peer.endpoint.replace("vsock://1:", "vsock://any:"))
+        with _echoing(late):
+            thread.join()
+        late.close()
+    assert torch.equal(_output(answers[0].response), torch.full((4,), 4.0))
+
+
+def test_late_reply_is_dropped(peer: Peer, channel: Channel) -> None:
+    first = channel.submit(_request(), timeout_s=TINY_S)
+    with pytest.raises(DeadlineExceededError):
+        channel.wait(first)
+    second = channel.submit(_request())
+    assert [peer.receive().request_id for _ in range(2)] == [first, second]
+    peer.reply(first, torch.tensor([1.0]))
+    peer.reply(second, torch.tensor([2.0]))
+    assert _output(channel.wait(second).response).item() == 2.0
+
+
+def test_deadline_holds_while_stale_replies_keep_coming(peer: Peer, channel: Channel) -> None:
+    first = channel.submit(_request(), timeout_s=TINY_S)
+    with pytest.raises(DeadlineExceededError):
+        channel.wait(first)
+    second = channel.submit(_request(), timeout_s=0.2)
+    assert [peer.receive().request_id for _ in range(2)] == [first, second]
+    given_up, unnoticed = threading.Event(), threading.Event()
+    stale = encode_reply(Form.FRAMED, first, "LMHead", ErrorCode.INTERNAL)
+
+    def flood() -> None:
+        until = time.monotonic() + 3.0  # for a client that would never end
+        while not given_up.is_set() and not unnoticed.is_set():
+            peer.listener.send(peer.route, stale)
+            if time.monotonic() > until:
+                unnoticed.set()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        with pytest.raises(DeadlineExceededError):
+            channel.wait(second)
+    finally:
+        given_up.set()
+        thread.join()
+    assert not unnoticed.is_set()
+
+
+# ----------------------------------------------------------------------------- lost connections
+
+
+def test_a_peer_that_dies_is_noticed_long_before_the_deadline(peer: Peer) -> None:
+    with _connected(peer, timeout_s=3600) as channel:
+        ids = [channel.submit(_request()) for _ in range(3)]
+        for _ in ids:
+            peer.receive()
+        peer.close()
+        for request_id in ids:
+            with pytest.raises(EndpointError, match="a lost connection while LMHead") as info:
+                channel.wait(request_id)
+            assert info.value.retryable
+
+
+def test_a_peer_that_comes_back_is_used_again(peer: Peer) -> None:
+    with _connected(peer, timeout_s=3600) as channel:
+        _one_round_trip(peer, channel)
+        lost = channel.submit(_request())
+        peer.receive()
+        peer.close()
+        with pytest.raises(EndpointError, match="a lost connection"):
+            channel.wait(lost)
+        successor = Peer(peer.endpoint.replace("vsock://1:", "vsock://any:"))
+        _one_round_trip(successor, channel)
+        successor.close()
+
+
+def test_a_request_of_a_lost_connection_is_not_waited_for_on_a_new_one(peer: Peer) -> None:
+    with _connected(peer, timeout_s=3600) as channel:
+        first, second = channel.submit(_request()), channel.submit(_request())
+        peer.receive()
+        peer.close()
+        with pytest.raises(EndpointError):
+            channel.wait(first)
+        successor = Peer(peer.endpoint.replace("vsock://1:", "vsock://any:"))
+        _one_round_trip(successor, channel)
+        with pytest.raises(EndpointError, match="a lost connection while LMHead"):
+            channel.wait(second)
+        successor.close()
+
+
+# -------------------------------------------------------------------------------- the listener
+
+
+def test_wakeup_ends_waiting_and_no_message_is_none(peer: Peer) -> None:
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        assert peer.listener.receive() is None
+        assert not peer.listener.wait(wakeup=reader, timeout_ms=0)
+        assert not peer.listener.wait(timeout_ms=0)
+        writer.send(b"x")
+        assert not peer.listener.wait(wakeup=reader)
+        assert peer.listener.receive() is None
+
+
+def test_all_that_has_arrived_is_handed_out(peer: Peer, channel: Channel) -> None:
+    ids = [channel.submit(_request()) for _ in range(5)]
+    received: list[int] = []
+    while len(received) < 5:
+        assert peer.listener.wait(timeout_ms=10_000)
+        while (incoming := peer.listener.receive()) is not None:
+            received.append(open_request(incoming.frames, 2**30).request_id)
+            assert incoming.received_ns <= time.perf_counter_ns()
+            assert incoming.peer
+    assert received == ids
+
+
+def test_a_reply_to_nobody_is_not_sent(peer: Peer) -> None:
+    assert not peer.listener.send((b"nobody",), [b"x"])
+    with _connected(peer) as channel:
+        channel.submit(_request())
+        peer.receive()
+    # The client is gone; ZeroMQ may take a moment to know.
+    until = time.monotonic() + 10
+    while peer.listener.send(peer.route, [b"x"]):
+        assert not peer.listener.wait(timeout_ms=1)
+        assert time.monotonic() < until
+
+
+def test_a_client_that_vanishes_leaves_the_others_alone(peer: Peer, channel: Channel) -> None:
+    for _ in range(3):
+        with _connected(peer) as passing:
+            passing.submit(_request(elements=LARGE))
+    with _echoing(peer):
+        channel.call(_request())
+
+
+def test_a_request_larger_than_the_service_takes_ends_the_connection(address: str) -> None:
+    small = Peer(address, max_message_bytes=2000)
+    with _connected(small, timeout_s=60) as channel:
+        with _echoing(small), pytest.raises(EndpointError, match="a lost connection"):
+            channel.call(_request(elements=2000))
+        _one_round_trip(small, channel)
+    small.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 64, b"\x01\0\0\0" + b"\xff" * 64],
+    ids=["http", "zeros", "ones", "huge"],
+)
+def test_garbage_from_one_client_leaves_the_others_alone(
+    peer: Peer, channel: Channel, garbage: bytes
+) -> None:
+    scheme, _, rest = peer.endpoint.partition("://")
+    with _echoing(peer), _raw(scheme, rest) as raw:
+        channel.call(_request())
+        raw.sendall(garbage)
+        channel.call(_request())
+        raw.settimeout(10)
+        if scheme in ("unix", "vsock"):
+            assert raw.recv(100) == b""
+        channel.call(_request())
+
+
+def _raw(scheme: str, rest: str) -> socket.socket:
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        return socket.create_connection((host, int(port)))
+    if scheme == "vsock":
+        cid, _, number = rest.partition(":")
+        raw = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+        raw.connect((int(cid), int(number)))
+        return raw
+    raw = socket.socket(socket.AF_UNIX)
+    raw.connect("\0" + rest[1:] if rest.startswith("@") else rest)
+    return raw

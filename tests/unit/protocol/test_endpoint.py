@@ -1,0 +1,155 @@
+"""Tests of the grammar of endpoints, and of sockets that must not be taken over."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol.endpoint import (
+    UNIX_PATH_MAX_BYTES,
+    check_endpoint,
+    parse_endpoint,
+    refuse_live_socket,
+)
+from protocol.errors import EndpointError
+
+MALFORMED = [
+    "",
+    "tcp",
+    "tcp://",
+    "tcp://127.0.0.1",
+    "tcp://127.0.0.1:",
+    "tcp://:5555",
+    "tcp://127.0.0.1:70000",
+    "tcp://127.0.0.1:-1",
+    "tcp://127.0.0.1:http",
+    "tcp://127.0.0.1:5555/",
+    "tcp://127.0.0.1:5555/path",
+    "tcp://127.0.0.1:5555?x=1",
+    "tcp://127.0.0.1:5555#x",
+    "tcp://user@127.0.0.1:5555",
+    "tcp://[::1:5555",
+    "tcp://127.0.0.1:55\n55",
+    "tcp://a b:5555",
+    "TCP://127.0.0.1:5555",
+    "127.0.0.1:5555",
+    "http://127.0.0.1:5555",
+    "inproc://x",
+    "udp://127.0.0.1:5555",
+    "pgm://127.0.0.1:5555",
+    "ipc://",
+    "ipc://@",
+    "unix://",
+    "unix://@",
+    "unix://" + "x" * 200,
+    "unix:///tmp/a\0b",
+    "unix:/tmp/s",
+    "vsock://",
+    "vsock://3",
+    "vsock://3:",
+    "vsock://:5",
+    "vsock://-1:5",
+    "vsock://3:-1",
+    "vsock://4294967296:5",
+    "vsock://3:4294967296",
+    "vsock://4294967295:5",
+    "vsock://3:4294967295",
+    "vsock://host:5",
+    "vsock://3:5/",
+    "ipc://" + "x" * 200,
+]
+
+
+@pytest.mark.parametrize("endpoint", MALFORMED)
+@pytest.mark.parametrize("for_bind", [False, True])
+def test_malformed_endpoint_is_refused(endpoint: str, for_bind: bool) -> None:
+    with pytest.raises(EndpointError) as info:
+        check_endpoint(endpoint, for_bind=for_bind)
+    assert info.value.retryable
+
+
+def test_refusal_names_every_spelling() -> None:
+    with pytest.raises(EndpointError, match=r"tcp://.*ipc://.*unix://.*vsock://CID:PORT"):
+        check_endpoint("http://here")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:*",
+        "tcp://*:5555",
+        "vsock://any:5",
+        "vsock://3:*",
+        "vsock://any:*",
+    ],
+)
+def test_wildcard_is_for_binding_only(endpoint: str) -> None:
+    check_endpoint(endpoint, for_bind=True)
+    with pytest.raises(EndpointError):
+        check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "scheme", "address", "path"),
+    [
+        ("tcp://127.0.0.1:5555", "tcp", None, None),
+        ("tcp://host:1", "tcp", None, None),
+        ("tcp://[::1]:5555", "tcp", None, None),
+        ("tcp://[fe80::1%eth0]:5555", "tcp", None, None),
+        ("ipc:///run/s", "ipc", None, "/run/s"),
+        ("ipc://@name", "ipc", None, None),
+        ("unix:///run/s", "unix", "/run/s", "/run/s"),
+        ("unix://s", "unix", "s", "s"),
+        ("unix://@name", "unix", "\0name", None),
+        ("vsock://2:5000", "vsock", (2, 5000), None),
+        ("vsock://0:4294967294", "vsock", (0, 4294967294), None),
+    ],
+)
+def test_good_endpoint_is_read(
+    endpoint: str, scheme: str, address: object, path: str | None
+) -> None:
+    for for_bind in (False, True):
+        parsed = parse_endpoint(endpoint, for_bind=for_bind)
+        assert (parsed.text, parsed.scheme, parsed.address) == (endpoint, scheme, address)
+        assert parsed.socket_path == path
+        assert parsed.is_stream == (scheme in ("unix", "vsock"))
+
+
+def test_any_is_the_largest_number() -> None:
+    assert parse_endpoint("vsock://any:*", for_bind=True).address == (2**32 - 1, 2**32 - 1)
+    assert parse_endpoint("vsock://any:7", for_bind=True).address == (2**32 - 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "limit"), [("ipc", zmq.IPC_PATH_MAX_LEN), ("unix", UNIX_PATH_MAX_BYTES)]
+)
+def test_too_long_path_names_the_limit(scheme: str, limit: int) -> None:
+    check_endpoint(f"{scheme}://" + "x" * limit)
+    with pytest.raises(EndpointError, match=f"{limit + 1} bytes, expected at most {limit}$"):
+        check_endpoint(f"{scheme}://" + "x" * (limit + 1))
+    # Bytes of the file system, not characters.
+    with pytest.raises(EndpointError):
+        check_endpoint(f"{scheme}://" + "é" * (limit - 5))
+
+
+def test_the_longest_unix_path_can_be_bound(tmp_path: Path) -> None:
+    path = f"{tmp_path}/".ljust(UNIX_PATH_MAX_BYTES, "x")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(parse_endpoint(f"unix://{path}").address))
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "unix"])
+def test_only_a_live_socket_is_refused(scheme: str, tmp_path: Path) -> None:
+    endpoint = parse_endpoint(f"{scheme}://{tmp_path}/s", for_bind=True)
+    refuse_live_socket(endpoint)
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(f"{tmp_path}/s")
+        refuse_live_socket(endpoint)
+        service.listen()
+        with pytest.raises(EndpointError, match="got Address already in use"):
+            refuse_live_socket(endpoint)
+    refuse_live_socket(endpoint)
