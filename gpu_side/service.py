@@ -1,8 +1,8 @@
 """The service process: bind, load, answer until told to stop.
 
-One thread does everything. Whatever has arrived is picked up between two requests; ROUTER takes
-messages from its clients in turn. What waits in ZeroMQ while a product runs is not seen before the
-product is done, so the queueing time in a reply is a lower bound. A malformed message gets an error
+One thread does everything. Whatever has arrived is picked up between two requests, from its clients
+in turn. What waits in the transport while a product runs is not seen before the product is done, so
+the queueing time in a reply is a lower bound. A malformed message gets an error
 reply with a code and a line in the log; nothing that a client sends ends the service.
 """
 
@@ -22,8 +22,13 @@ from typing import Literal
 
 import torch
 
+from gpu_side.devices import Device, NullDevice, parse_device
+from gpu_side.holdings import BOTH, Holdings, read_holdings
+from gpu_side.kernels import NullWeights
 from gpu_side.operators import Operators
-from gpu_side.weights import BOTH, check_integers, load_weights
+from gpu_side.weights import check_integers, load_weights
+from protocol.channel import Incoming, Listener
+from protocol.connect import open_listener
 from protocol.encoding import (
     DEFAULT_MAX_MESSAGE_BYTES,
     EnvelopeError,
@@ -33,15 +38,14 @@ from protocol.encoding import (
     open_request,
     read_request,
 )
-from protocol.errors import ErrorCode, KernelError, ProtocolError, SettingsError
+from protocol.errors import ErrorCode, KernelError, ProtocolError
 from protocol.messages import Arithmetic, Timing
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
-from protocol.zmq_channel import Incoming, ZmqListener
 
 log = logging.getLogger("gpu_service")
 
-# Picked up but not yet started. Beyond it messages wait in ZeroMQ's own bounded queues.
+# Picked up but not yet started. Beyond it messages wait in the transport's bounded queues.
 MAX_QUEUED_REQUESTS = 64
 _STOPPING_S = 0.1
 
@@ -50,8 +54,10 @@ _STOPPING_S = 0.1
 class ServiceSettings:
     """What `gpu-service` is told. `dtype`: a short name, or None for the model's own.
 
-    `arithmetic`: which linear weights to hold; "both" does without int8 ones where the device's
-    int8 products are not exact, or the weights are transformed for a feature mask.
+    `device`: as `parse_device` reads it. `arithmetic`: which linear weights to hold; "both" does
+    without int8 ones where the device's int8 products are not exact, or the weights are transformed
+    for a feature mask. `spin_us`: how long to look for the next message before blocking, as long as
+    messages come that fast.
     """
 
     model: Path
@@ -61,21 +67,7 @@ class ServiceSettings:
     threads: int | None = None
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     arithmetic: Literal["float", "int8", "both"] = "both"
-
-
-def parse_device(name: str) -> torch.device:
-    """Read `cpu`, `cuda` or `cuda:N`. Raises SettingsError when it is not there."""
-    kind, _, index = name.partition(":")
-    if (kind, index) == ("cpu", ""):
-        return torch.device("cpu")
-    if kind != "cuda" or (index and not index.isdecimal()) or name.endswith(":"):
-        raise SettingsError("--device", got=repr(name), expected="cpu, cuda or cuda:N")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
-        raise SettingsError(
-            "--device", got=f"{name!r} with {count} CUDA devices here", expected="a device there is"
-        )
-    return torch.device(name)
+    spin_us: float = 0.0
 
 
 def serve(settings: ServiceSettings) -> None:
@@ -91,7 +83,11 @@ def serve(settings: ServiceSettings) -> None:
     device = parse_device(settings.device)
     with _stop_signals() as stop:
         # Bound before loading, so that a taken address is known at once and not minutes later.
-        listener = ZmqListener(settings.bind, max_message_bytes=settings.max_message_bytes)
+        listener = open_listener(
+            settings.bind,
+            max_message_bytes=settings.max_message_bytes,
+            spin_us=settings.spin_us,
+        )
         try:
             log.info("bound", extra={"fields": {"endpoint": listener.endpoint}})
             service = _load(settings, device, stop)
@@ -143,8 +139,9 @@ class _StoppedWhileLoadingError(Exception):
     """A stop signal came before the weights were read."""
 
 
-def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) -> _Service | None:
+def _load(settings: ServiceSettings, device: Device, stop: _StopSignal) -> _Service | None:
     """Read the weights; None if a stop signal came meanwhile."""
+    began = time.monotonic()
     config = read_config(settings.model)
     dtype = settings.dtype or config.dtype
     log.info(
@@ -159,7 +156,16 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
             }
         },
     )
+    limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device)
+    if isinstance(device, NullDevice):
+        held, _ = read_holdings(settings.model, arithmetic, weights=False)
+        log.warning(
+            "null_device",
+            extra={"fields": {"device": str(device), "computes": "nothing", "replies": "zeros"}},
+        )
+        _log_loaded(held, 0, time.monotonic() - began)
+        return _Service(Operators(NullWeights(held, device, torch_dtype(dtype)), limit), limit)
     logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -170,7 +176,6 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
             logged = time.monotonic()
             log.info("loading", extra={"fields": {"layers_done": done, "layers": total}})
 
-    began = time.monotonic()
     try:
         weights = load_weights(
             settings.model,
@@ -181,30 +186,33 @@ def _load(settings: ServiceSettings, device: torch.device, stop: _StopSignal) ->
         )
     except _StoppedWhileLoadingError:
         return None
+    _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
+    return _Service(Operators(weights, limit), limit)
+
+
+def _log_loaded(held: Holdings, weight_bytes: int, load_s: float) -> None:
     log.info(
         "loaded",
         extra={
             "fields": {
-                "weight_bytes": weights.weight_bytes,
-                "load_s": round(time.monotonic() - began, 2),
-                "digest": weights.model_digest[:16],
-                "arithmetic": "+".join(weights.arithmetic),
-                **({} if weights.provision is None else {"mask": weights.provision.mask}),
+                "weight_bytes": weight_bytes,
+                "load_s": round(load_s, 2),
+                "digest": held.model_digest[:16],
+                "arithmetic": "+".join(held.arithmetic),
+                **({} if held.provision is None else {"mask": held.provision.mask}),
             }
         },
     )
-    limit = settings.max_message_bytes
-    return _Service(Operators(weights, limit), limit)
 
 
 def _arithmetic(
-    settings: ServiceSettings, config: ModelConfig, device: torch.device
+    settings: ServiceSettings, config: ModelConfig, device: Device
 ) -> tuple[Arithmetic, ...]:
     """Decide which linear weights to hold. Raises KernelError where int8 was insisted on."""
     if settings.arithmetic == "float":
         return ("float",)
     try:
-        check_integers(config, device)
+        check_integers(config, None if isinstance(device, NullDevice) else device)
     except KernelError as error:
         if settings.arithmetic == "int8":
             raise
@@ -220,15 +228,25 @@ class _Service:
         self._operators = operators
         self._max_message_bytes = max_message_bytes
 
-    def run(self, listener: ZmqListener, stop: _StopSignal) -> None:
+    def run(self, listener: Listener, stop: _StopSignal) -> None:
+        """Answer until told to stop."""
+        with torch.inference_mode():
+            self._run(listener, stop)
+
+    def _run(self, listener: Listener, stop: _StopSignal) -> None:
         queue: deque[Incoming] = deque()
         while not stop.requested:
-            if not queue and not listener.wait(wakeup=stop.reader):
-                break
-            while len(queue) < MAX_QUEUED_REQUESTS and (incoming := listener.receive()):
-                queue.append(incoming)
             if queue:
-                self._answer(listener, queue.popleft())
+                incoming: Incoming | None = queue.popleft()
+            elif listener.wait(wakeup=stop.reader):
+                incoming = listener.receive()
+            else:
+                break
+            if incoming is not None:
+                self._answer(listener, incoming)
+            # After the reply, not before it: finding nothing takes time, too.
+            while len(queue) < MAX_QUEUED_REQUESTS and (later := listener.receive()):
+                queue.append(later)
         # Requests that arrive in the moment of stopping get an answer, not a passed deadline.
         # Bounded, so that a client that goes on sending cannot keep the service from stopping.
         until = time.monotonic() + _STOPPING_S
@@ -239,7 +257,7 @@ class _Service:
             if incoming is not None:
                 self._refuse_while_stopping(listener, incoming)
 
-    def _answer(self, listener: ZmqListener, incoming: Incoming) -> None:
+    def _answer(self, listener: Listener, incoming: Incoming) -> None:
         started_ns = time.perf_counter_ns()
         form, request_id, method = likely_form(incoming.frames), 0, ""
         try:
@@ -281,7 +299,7 @@ class _Service:
                 "client_gone", extra={"fields": {"peer": incoming.peer, "request_id": request_id}}
             )
 
-    def _refuse_while_stopping(self, listener: ZmqListener, incoming: Incoming) -> None:
+    def _refuse_while_stopping(self, listener: Listener, incoming: Incoming) -> None:
         try:
             opened = open_request(incoming.frames, self._max_message_bytes)
         except ProtocolError:

@@ -12,65 +12,36 @@ from pathlib import Path
 
 import torch
 
-from protocol.errors import KernelError, ModelError
+from gpu_side.holdings import BOTH, OPERATOR_OF, Holdings, read_holdings
+from protocol.errors import KernelError
 from protocol.integer import MAX_IN_FEATURES, check_kernels
-from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator, ModuleName
-from protocol.model.checkpoint import (
-    EMBEDDING,
-    FINAL_NORM,
-    Checkpoint,
-    light_tensors,
-    linear_tensors,
-    lm_head_name,
-    norm_names,
-)
-from protocol.model.config import ModelConfig, read_config
-from protocol.model.identity import linear_digest, model_digest
-from protocol.model.provision import PROVISION_FILE, Provision, read_provision
+from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
+from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
+from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import FusedLinear, load_linear, load_tensor
 
 Progress = Callable[[int, int], None]
 
-# Which fused operator a module belongs to.
-OPERATOR_OF: dict[ModuleName, LinearOperator] = {
-    module: operator for operator, modules in FUSED_MODULES.items() for module in modules
-}
-
-
 FloatLinears = list[dict[LinearOperator, FusedLinear]]
 IntegerLinears = list[dict[LinearOperator, QuantizedLinear]]
 
-BOTH: tuple[Arithmetic, ...] = ("float", "int8")
 
-
-@dataclass(frozen=True)
-class ServiceWeights:
+@dataclass(frozen=True, kw_only=True)
+class ServiceWeights(Holdings):
     """Everything that the service multiplies by, on `device`; floats in `dtype`.
 
     `embedding`, `lm_head`: [vocab_size, hidden_size] (one tensor if tied), None where the
-    directory holds weights for somebody's feature mask (`provision`). `linears[layer]` and
-    `integers[layer]` by fused operator, None where the service was not told to hold them; not both
-    are None. `norms`: float32 on the CPU, only handed out in Init.
+    directory holds weights for somebody's feature mask. `linears[layer]` and `integers[layer]` by
+    fused operator, None where `arithmetic` lacks float or int8.
     """
 
-    config: ModelConfig
-    model_digest: str
-    linear_digest: str
-    provision: Provision | None
     device: torch.device
     dtype: torch.dtype
     embedding: torch.Tensor | None
     lm_head: torch.Tensor | None
     linears: FloatLinears | None
     integers: IntegerLinears | None
-    norms: dict[str, torch.Tensor]
-
-    @property
-    def arithmetic(self) -> tuple[Arithmetic, ...]:
-        """Which linear weights are held."""
-        held = {"float": self.linears, "int8": self.integers}
-        return tuple(kind for kind in BOTH if held[kind] is not None)
 
     @property
     def weight_bytes(self) -> int:
@@ -100,29 +71,12 @@ def load_weights(
     `arithmetic`: which linear weights to hold; a directory for a feature mask has float ones only.
     Raises ModelError that names file and tensor.
     """
-    config = read_config(directory)
-    provision = read_provision(directory)
-    checkpoint = Checkpoint(directory)
-    needed = linear_tensors(config, FUSED_MODULES)
-    if provision is None:
-        needed = light_tensors(config) | needed
-    elif "float" not in arithmetic:
-        raise ModelError(
-            f"{directory / PROVISION_FILE}: mask {provision.mask}",
-            got=f"arithmetic {', '.join(arithmetic)}",
-            expected="float: transformed weights have no integers",
-        )
-    else:
-        arithmetic = ("float",)
-    checkpoint.require(needed)
-    checkpoint.refuse_extra(config)
-
-    # Before the weights: the pages that these map would come on top of them.
-    digest = model_digest(config, checkpoint) if provision is None else provision.provision_id
-    digests = digest, linear_digest(config, checkpoint) or ""
+    # Before the weights: the pages that its digests map would come on top of them.
+    held, checkpoint = read_holdings(directory, arithmetic)
+    config, arithmetic = held.config, held.arithmetic
 
     embedding = lm_head = None
-    if provision is None:
+    if held.provision is None:
         embedding, lm_head = _read_vocabulary(config, checkpoint, dtype, device)
     linears: FloatLinears = []
     integers: IntegerLinears = []
@@ -147,21 +101,21 @@ def load_weights(
         if progress is not None:
             progress(layer + 1, config.num_hidden_layers)
     return ServiceWeights(
-        config,
-        *digests,
-        provision,
-        device,
-        dtype,
-        embedding,
-        lm_head,
-        linears or None,
-        integers or None,
-        _read_norms(config, checkpoint) if provision is None else {},
+        **vars(held),
+        device=device,
+        dtype=dtype,
+        embedding=embedding,
+        lm_head=lm_head,
+        linears=linears or None,
+        integers=integers or None,
     )
 
 
-def check_integers(config: ModelConfig, device: torch.device) -> None:
-    """Check that this device computes this model's int8 products exactly. Raises KernelError."""
+def check_integers(config: ModelConfig, device: torch.device | None) -> None:
+    """Check that this device computes this model's int8 products exactly. Raises KernelError.
+
+    `device`: None for a null one, which has no products: then only the widths must fit.
+    """
     widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
     if widest > MAX_IN_FEATURES:
         raise KernelError(
@@ -169,7 +123,8 @@ def check_integers(config: ModelConfig, device: torch.device) -> None:
             got=f"{widest} in_features",
             expected=f"at most {MAX_IN_FEATURES}",
         )
-    check_kernels(device)
+    if device is not None:
+        check_kernels(device)
 
 
 def _read_vocabulary(
@@ -182,18 +137,3 @@ def _read_vocabulary(
         return embedding, embedding
     name = lm_head_name(config)
     return embedding, load_tensor(checkpoint, name, shape, dtype=dtype, device=device)
-
-
-def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Read the norms under the names of the wire schema, which knows no q_norm and k_norm."""
-    size = (config.hidden_size,)
-
-    def read(name: str) -> torch.Tensor:
-        return load_tensor(checkpoint, name, size, dtype=torch.float32)
-
-    norms = {"final_norm": read(FINAL_NORM)}
-    for layer in range(config.num_hidden_layers):
-        names = norm_names(config, layer)
-        for short in ("input_layernorm", "post_attention_layernorm"):
-            norms[f"layer_{layer}_{short}"] = read(names[short])
-    return norms

@@ -7,7 +7,7 @@ from typing import Literal, NoReturn
 import click
 
 from tsqp.cli.program import DEFAULT_ENDPOINT, model_directory, run, setup_logging
-from tsqp.cli.settings import DTYPES, THREADS, config_option, version_option
+from tsqp.cli.settings import DTYPES, THREADS, FiniteFloatRange, config_option, version_option
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -16,9 +16,16 @@ from tsqp.cli.settings import DTYPES, THREADS, config_option, version_option
     "--bind",
     default=DEFAULT_ENDPOINT,
     metavar="ENDPOINT",
-    help="Where to listen: tcp://HOST:PORT (PORT * takes a free one) or ipc://PATH.",
+    help="Where to listen: tcp://HOST:PORT (PORT * takes a free one) or ipc://PATH over ZeroMQ, or"
+    " unix://PATH or vsock://CID:PORT, plain streams that cost less, on one machine.",
 )
-@click.option("--device", default="cpu", help="cpu, cuda or cuda:N.")
+@click.option(
+    "--device",
+    default="cpu",
+    help="cpu, cuda or cuda:N. For measurements, null answers zeros at once and model:PROFILE after"
+    " as long as an accelerator would take: h100, h200, a100, l4, rtx-4090, or a TOML file that"
+    " describes one. Both compute nothing.",
+)
 @click.option("--dtype", type=DTYPES, help="What to compute in; default: the model's own dtype.")
 @click.option(
     "--arithmetic",
@@ -35,6 +42,13 @@ from tsqp.cli.settings import DTYPES, THREADS, config_option, version_option
     help="Larger messages are refused.",
 )
 @click.option(
+    "--spin-us",
+    type=FiniteFloatRange(0, 1_000_000),
+    default=0.0,
+    help="Look for the next message for so many microseconds before sleeping, as long as messages"
+    " come that fast. Answers sooner and takes a core.",
+)
+@click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"
 )
 @config_option
@@ -48,6 +62,7 @@ def command(
     arithmetic: Literal["float", "int8", "both"],
     threads: int | None,
     max_message_mib: int,
+    spin_us: float,
     log_level: str,
 ) -> None:
     """Hold the weights of MODEL and do the heavy operators for tee-runner.
@@ -67,6 +82,7 @@ def command(
             arithmetic=arithmetic,
             threads=threads,
             max_message_bytes=max_message_mib * 1024 * 1024,
+            spin_us=spin_us,
         )
     )
 

@@ -237,6 +237,53 @@ def test_matmul_broadcasts_like_torch(
     torch.testing.assert_close(output, expected, rtol=_tolerance(dtype), atol=_tolerance(dtype))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,)])
+def test_one_row_gives_the_same_whether_or_not_it_is_multiplied_twice(
+    directory: Path,
+    model: transformers.PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    twice: bool,
+) -> None:
+    capabilities = {"avx512_bf16": twice}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    counted: list[int] = []
+    held = load_weights(directory, device=torch.device("cpu"), dtype=torch.bfloat16)
+    operators = Operators(held, LIMIT)
+
+    def count(hidden: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        counted.append(hidden.numel() // HIDDEN)
+        return torch.nn.functional.linear(hidden, *rest)
+
+    monkeypatch.setattr("protocol.model.weights.linear", count)
+    monkeypatch.setattr("gpu_side.kernels.linear", count)
+    hidden = torch.randn(*shape, HIDDEN).bfloat16()
+    output = _apply(operators, _linear(hidden, "gate_proj", "up_proj"))
+    head = _apply(operators, LMHeadRequest(hidden_states=from_torch(hidden)))
+    assert (output.shape, head.shape) == ((*shape, 192), (*shape, VOCAB))
+    assert counted == ([2, 2] if twice or shape == (2,) else [1, 1])
+    block = model.model.layers[1].mlp
+    expected = torch.cat([block.gate_proj(hidden.float()), block.up_proj(hidden.float())], dim=-1)
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=5e-2)
+    torch.testing.assert_close(head.float(), model.lm_head(hidden.float()), rtol=2e-2, atol=5e-2)
+
+
+def test_one_row_of_float32_is_multiplied_once(
+    operators: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Size] = []
+
+    def look(hidden: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        seen.append(hidden.shape)
+        return torch.nn.functional.linear(hidden, *rest)
+
+    monkeypatch.setattr("protocol.model.weights.linear", look)
+    _apply(operators, _linear(torch.randn(1, HIDDEN), "q_proj"))
+    assert seen == [(1, HIDDEN)]
+
+
 def test_init_says_what_is_there(operators: Operators, model: transformers.PreTrainedModel) -> None:
     reply = operators.apply(InitRequest())
     assert isinstance(reply, InitReply)

@@ -20,15 +20,14 @@ from gpu_side.service import (
     _arithmetic,
     _Service,
     _StopSignal,
-    parse_device,
     serve,
 )
+from protocol.channel import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
-from protocol.errors import KernelError, SettingsError
+from protocol.errors import KernelError
 from protocol.messages import MatmulRequest, Request, TensorReply
 from protocol.model.config import read_config
 from protocol.tensors import Buffer, WireTensor, from_torch
-from protocol.zmq_channel import Incoming
 from tests.support import SavedModel
 
 REQUEST = MatmulRequest(a=from_torch(torch.ones(1, 1)), b=from_torch(torch.ones(1, 1)))
@@ -172,6 +171,40 @@ def test_a_client_that_goes_on_sending_cannot_keep_the_service_from_stopping() -
     stop.writer.close()
 
 
+def test_a_request_is_answered_before_others_are_looked_for() -> None:
+    events: list[str] = []
+
+    class Noting(Listener):
+        def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
+            events.append("wait")
+            return super().wait()
+
+        def receive(self) -> Incoming | None:
+            incoming = super().receive()
+            events.append("nothing" if incoming is None else "message")
+            return incoming
+
+        def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+            events.append("send")
+            return super().send(route, frames)
+
+    _run(Noting([_incoming(1)]), lambda request: RESULT)
+    assert events[:5] == ["wait", "message", "send", "nothing", "wait"]
+
+
+def test_everything_that_has_arrived_is_picked_up_between_two_requests() -> None:
+    listener = Listener([_incoming(n) for n in (1, 2, 3)])
+    left: list[int] = []
+
+    def answer(request: Request) -> TensorReply:
+        left.append(len(listener.incoming))
+        return RESULT
+
+    _run(listener, answer)
+    assert left == [2, 0, 0]
+    assert [request_id for request_id, _ in _errors(listener)] == [1, 2, 3]
+
+
 def test_client_that_has_gone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         _run(Listener([_incoming(1)], gone=True), lambda request: RESULT)
@@ -224,15 +257,3 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
     # The address is free again.
     with pytest.raises(KernelError):
         serve(ServiceSettings(saved_model().directory, endpoint, arithmetic="int8"))
-
-
-@pytest.mark.parametrize(
-    "name", ["", "CPU", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cuda:999", "mps", "meta"]
-)
-def test_device_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(SettingsError, match="--device"):
-        parse_device(name)
-
-
-def test_cpu_is_a_device() -> None:
-    assert parse_device("cpu") == torch.device("cpu")

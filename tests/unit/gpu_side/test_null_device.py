@@ -1,0 +1,438 @@
+"""Tests of the null device: it answers as a real service would, but for the numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_side.devices import NullDevice
+from gpu_side.holdings import BOTH, NO_LINEAR_DIGEST, read_holdings
+from gpu_side.kernels import NullKernels, NullWeights, request_us
+from gpu_side.operators import Operators
+from gpu_side.plans import Computed, Plan, Planner
+from gpu_side.profiles import DeviceProfile
+from gpu_side.service import ServiceSettings, _load, _StopSignal
+from gpu_side.weights import load_weights
+from protocol.channel import Traffic
+from protocol.connect import open_channel
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.errors import ErrorCode, ModelError, ModelMismatchError, ProtocolError
+from protocol.messages import (
+    Arithmetic,
+    EmbeddingRequest,
+    InitReply,
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    Response,
+    RingLinearRequest,
+    TensorReply,
+)
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.provision import Provision, write_provision
+from protocol.tensors import from_torch, to_torch
+from tee_side.handshake import check_service
+from tee_side.model import load_tee_model
+from tests.support import SIZES, LoopbackChannel, assemble, make_model, run, running_service
+
+CPU = torch.device("cpu")
+LIMIT = 2**26
+HIDDEN, VOCAB, LAYERS = SIZES["hidden_size"], SIZES["vocab_size"], SIZES["num_hidden_layers"]
+PROFILE = DeviceProfile(
+    name="slow", tflops=1.0, int8_tops=2.0, gb_per_s=100.0, launch_us=3.0, pcie_gb_per_s=10.0
+)
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+REQUESTS: dict[str, Computed] = {
+    "qkv": LinearRequest(
+        layer_idx=0,
+        module_names=("q_proj", "k_proj", "v_proj"),
+        hidden_states=from_torch(_floats(2, 5, HIDDEN)),
+    ),
+    "down": LinearRequest(
+        layer_idx=2, module_names=("down_proj",), hidden_states=from_torch(_floats(96).half())
+    ),
+    "ring": RingLinearRequest(
+        layer_idx=1,
+        module_names=("gate_proj", "up_proj"),
+        elements=from_torch(torch.ones(3, HIDDEN, dtype=torch.int32)),
+    ),
+    "matmul": MatmulRequest(a=from_torch(_floats(6, 2, 16)), b=from_torch(_floats(1, 16, 7))),
+    "head": LMHeadRequest(hidden_states=from_torch(_floats(4, HIDDEN).bfloat16())),
+    "embedding": EmbeddingRequest(
+        input_ids=from_torch(torch.tensor([[1, 2, VOCAB - 1]])), dtype="bfloat16"
+    ),
+}
+REFUSED: dict[str, Computed] = {
+    "layer": LinearRequest(
+        layer_idx=LAYERS, module_names=("q_proj",), hidden_states=from_torch(_floats(2, HIDDEN))
+    ),
+    "width": LinearRequest(
+        layer_idx=0, module_names=("q_proj",), hidden_states=from_torch(_floats(2, HIDDEN + 1))
+    ),
+    "modules": LinearRequest(
+        layer_idx=0, module_names=("k_proj", "q_proj"), hidden_states=from_torch(_floats(HIDDEN))
+    ),
+    "dtype": RingLinearRequest(
+        layer_idx=0, module_names=("q_proj",), elements=from_torch(_floats(2, HIDDEN))
+    ),
+    "id": EmbeddingRequest(input_ids=from_torch(torch.tensor([VOCAB])), dtype="float32"),
+    "limit": MatmulRequest(a=from_torch(_floats(5000, 1)), b=from_torch(_floats(1, 5000))),
+}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("full")
+    make_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def light(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without its linear weights."""
+    directory = tmp_path_factory.mktemp("light")
+    shutil.copy(full / "config.json", directory)
+    tensors = load_file(full / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "_proj." not in n}, _weights(directory))
+    return directory
+
+
+def _weights(directory: Path) -> Path:
+    return directory / "model.safetensors"
+
+
+def _null(
+    directory: Path,
+    arithmetic: tuple[Arithmetic, ...] = BOTH,
+    device: NullDevice | None = None,
+    limit: int = LIMIT,
+) -> Operators:
+    held, _ = read_holdings(directory, arithmetic, weights=False)
+    return Operators(NullWeights(held, device or NullDevice(), torch.float32), limit)
+
+
+class NullChannel(LoopbackChannel):
+    """A loopback to a null device."""
+
+    def __init__(self, directory: Path, arithmetic: tuple[Arithmetic, ...] = BOTH) -> None:
+        self._null = _null(directory, arithmetic)
+        self._replies = {}
+        self.requests = []
+        self.traffic = Traffic()
+
+    def answer(self, request: Request) -> Response:
+        return self._null.apply(request)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("where", ["full", "light"])
+def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
+    full: Path, light: Path, name: str, where: str
+) -> None:
+    real = Operators(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
+    expected = real.apply(REQUESTS[name])
+    reply = _null({"full": full, "light": light}[where]).apply(REQUESTS[name])
+    assert isinstance(reply, TensorReply)
+    assert isinstance(expected, TensorReply)
+    assert (reply.output.dtype, reply.output.shape) == (
+        expected.output.dtype,
+        expected.output.shape,
+    )
+    assert len(reply.output.data) == len(expected.output.data)
+    assert not to_torch(reply.output).any()
+    assert to_torch(expected.output).any()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_real_service_refuses_is_refused(full: Path, light: Path, name: str) -> None:
+    limit = 2**20
+    real = Operators(load_weights(full, device=CPU, dtype=torch.float32), limit)
+    null = _null(light, limit=limit)
+    errors = []
+    for operators in (real, null, null):  # a refusal is not remembered as an answer
+        with pytest.raises(ProtocolError) as caught:
+            operators.apply(REFUSED[name])
+        errors.append((str(caught.value), caught.value.code))
+    assert errors[0] == errors[1] == errors[2]
+
+
+def test_init_is_that_of_a_real_service(full: Path) -> None:
+    real = Operators(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
+    expected, reply = real.apply(InitRequest()), _null(full).apply(InitRequest())
+    assert isinstance(expected, InitReply)
+    assert isinstance(reply, InitReply)
+    assert reply.arithmetic == ("float", "int8")
+    plain = [r.model_dump(exclude={"instance_id", "norm_weights"}) for r in (expected, reply)]
+    for fields in plain:
+        del fields["rotary_emb_params"]
+    assert plain[0] == plain[1]
+    assert set(reply.norm_weights) == set(expected.norm_weights)
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "int8"])
+def test_a_runner_accepts_it_for_a_directory_without_linear_weights(
+    light: Path, arithmetic: Arithmetic
+) -> None:
+    config, checkpoint = read_config(light), Checkpoint(light)
+    model = load_tee_model(config, checkpoint, torch.float32)
+    check_service(
+        NullChannel(light), config, checkpoint, model, arithmetic=arithmetic, timeout_s=1.0
+    )
+    other: Arithmetic = "int8" if arithmetic == "float" else "float"
+    with pytest.raises(ModelMismatchError, match="arithmetic"):
+        check_service(
+            NullChannel(light, (other,)),
+            config,
+            checkpoint,
+            model,
+            arithmetic=arithmetic,
+            timeout_s=1.0,
+        )
+
+
+def test_a_forward_pass_runs_against_it(light: Path) -> None:
+    tee = assemble(light, "tsqp", channel=NullChannel(light))
+    logits = tee.logits([3, 1, 4, 1, 5])
+    assert logits.shape == (5, VOCAB)
+    assert not logits.any()
+
+
+def test_its_linear_digest_is_what_the_directory_allows(
+    full: Path, light: Path, tmp_path: Path
+) -> None:
+    own, _ = read_holdings(full)
+    assert own.linear_digest not in (NO_LINEAR_DIGEST, "")
+    assert read_holdings(light, weights=False)[0].linear_digest == NO_LINEAR_DIGEST
+    copy = Path(shutil.copytree(light, tmp_path / "copy"))
+    path = copy / "calibration.safetensors"
+    save_file({"x": torch.zeros(1)}, path, metadata={"linear_digest": "ab" * 32})
+    assert read_holdings(copy, weights=False)[0].linear_digest == "ab" * 32
+    # The weights themselves go before what a calibration says of them.
+    shutil.copy(_weights(full), _weights(copy))
+    assert read_holdings(copy, weights=False)[0].linear_digest == own.linear_digest
+
+
+@pytest.mark.parametrize("metadata", [None, {"linear_digest": "x"}, {"other": "ab" * 32}])
+def test_a_calibration_that_does_not_say_is_refused(
+    light: Path, tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    copy = Path(shutil.copytree(light, tmp_path / "copy"))
+    save_file({"x": torch.zeros(1)}, copy / "calibration.safetensors", metadata=metadata)
+    with pytest.raises(ModelError, match="linear_digest"):
+        read_holdings(copy, weights=False)
+
+
+def test_a_damaged_calibration_is_refused(light: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(light, tmp_path / "copy"))
+    (copy / "calibration.safetensors").write_bytes(b"no safetensors")
+    with pytest.raises(ModelError, match="does not parse"):
+        read_holdings(copy, weights=False)
+
+
+def test_a_real_service_still_needs_the_weights(light: Path) -> None:
+    with pytest.raises(ModelError, match="q_proj"):
+        read_holdings(light)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_the_light_tensors_are_needed(light: Path, tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(light, tmp_path / "copy"))
+    tensors = load_file(_weights(light))
+    del tensors[name]
+    save_file(tensors, _weights(copy))
+    with pytest.raises(ModelError, match=name):
+        read_holdings(copy, weights=False)
+
+
+def test_linear_weights_of_another_shape_are_refused(full: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(full, tmp_path / "copy"))
+    tensors = load_file(_weights(full))
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    save_file(tensors, _weights(copy))
+    with pytest.raises(ModelError, match="up_proj"):
+        read_holdings(copy, weights=False)
+
+
+def test_a_provisioned_directory(full: Path, tmp_path: Path) -> None:
+    shutil.copy(full / "config.json", tmp_path)
+    tensors = load_file(_weights(full))
+    save_file({n: t for n, t in tensors.items() if "_proj." in n}, _weights(tmp_path))
+    write_provision(tmp_path, Provision(mask="feature-rotation", provision_id="5a" * 32))
+    null = _null(tmp_path)
+    reply = null.apply(InitRequest())
+    assert isinstance(reply, InitReply)
+    assert (reply.provision_id, reply.arithmetic) == ("5a" * 32, ("float",))
+    assert reply.linear_digest == read_holdings(full)[0].linear_digest
+    assert isinstance(null.apply(REQUESTS["qkv"]), TensorReply)
+    for name in ("ring", "head", "embedding"):
+        with pytest.raises(ProtocolError) as caught:
+            null.apply(REQUESTS[name])
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+    with pytest.raises(ModelError, match="transformed weights have no integers"):
+        _null(tmp_path, ("int8",))
+
+
+def test_equal_requests_share_one_answer_and_zeros_are_never_written_to(light: Path) -> None:
+    null = _null(light)
+    first, again = null.apply(REQUESTS["qkv"]), null.apply(REQUESTS["qkv"])
+    assert again is first
+    assert isinstance(first, TensorReply)
+    assert isinstance(first.output.data, memoryview)
+    assert first.output.data.readonly
+    null.apply(REQUESTS["head"])  # larger: more zeros, and the old ones stay valid
+    assert not to_torch(first.output).any()
+
+
+class Waits:
+    """A clock that stands still, and what was waited for."""
+
+    def __init__(self) -> None:
+        self.now, self.until = 5000, list[int]()
+
+    def clock(self) -> int:
+        return self.now
+
+    def wait(self, deadline_ns: int) -> None:
+        self.until.append(deadline_ns)
+        self.now = deadline_ns
+
+
+def _plan(directory: Path, name: str) -> Plan:
+    return Planner(read_holdings(directory, weights=False)[0], LIMIT).plan(REQUESTS[name])
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_model_of_an_accelerator_answers_after_its_time(light: Path, name: str) -> None:
+    waits = Waits()
+    kernels = NullKernels(NullDevice(PROFILE), 2, clock=waits.clock, wait=waits.wait)
+    plan = _plan(light, name)
+    first = kernels.compute(REQUESTS[name], plan)
+    assert kernels.compute(REQUESTS[name], plan) is first
+    took_ns = request_us(PROFILE, plan, 2) * 1000
+    # One after the other.
+    assert waits.until == [pytest.approx(5000 + n * took_ns, abs=n) for n in (1, 2)]
+    assert took_ns > 9000  # three launches
+    assert not to_torch(first.output).any()
+
+
+def test_at_once_means_that_no_clock_is_read(light: Path) -> None:
+    waits = Waits()
+    kernels = NullKernels(NullDevice(), 2, clock=waits.clock, wait=waits.wait)
+    kernels.compute(REQUESTS["qkv"], _plan(light, "qkv"))
+    assert waits.until == []
+
+
+def test_the_time_of_a_request_is_its_kernels_and_both_copies(light: Path) -> None:
+    def took(name: str) -> float:
+        return request_us(PROFILE, _plan(light, name), 2)
+
+    def copies(*sizes: int) -> float:
+        return sum(PROFILE.transfer_us(size) for size in sizes)
+
+    # 10 rows in float32 on the bus, bfloat16 weights; q, k and v together have 160 outputs.
+    assert took("qkv") == pytest.approx(
+        PROFILE.linear_us(10, 48, 160, 2) + copies(10 * 48 * 4, 10 * 160 * 4)
+    )
+    assert took("ring") == pytest.approx(
+        PROFILE.linear_us(3, 48, 192, 2, integer=True) + copies(3 * 48 * 4, 3 * 192 * 4)
+    )
+    assert took("head") == pytest.approx(
+        PROFILE.linear_us(4, 48, 320, 2) + copies(4 * 48 * 2, 4 * 320 * 2)
+    )
+    assert took("matmul") == pytest.approx(
+        PROFILE.matmul_us(6, 2, 16, 7, 2) + copies((6 * 2 + 7) * 16 * 4, 6 * 2 * 7 * 4)
+    )
+    assert took("embedding") == pytest.approx(
+        PROFILE.embedding_us(3, 48, 2) + copies(3 * 8, 3 * 48 * 2)
+    )
+
+
+@pytest.mark.parametrize("device", [NullDevice(), NullDevice(PROFILE)])
+def test_the_log_says_that_nothing_is_computed(
+    light: Path, caplog: pytest.LogCaptureFixture, device: NullDevice
+) -> None:
+    stop = _StopSignal()
+    settings = ServiceSettings(light, "", dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        assert _load(settings, device, stop) is not None
+    stop.reader.close()
+    stop.writer.close()
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.getMessage() == "null_device"
+    fields = vars(warning)["fields"]
+    assert (fields["device"], fields["computes"]) == (str(device), "nothing")
+    (loaded,) = [record for record in caplog.records if record.getMessage() == "loaded"]
+    assert vars(loaded)["fields"]["weight_bytes"] == 0
+
+
+def test_a_model_too_wide_for_int8_products_is_served_in_floats(
+    light: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Path(shutil.copytree(light, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text()) | {"intermediate_size": 2**17}
+    (copy / "config.json").write_text(json.dumps(config))
+    stop = _StopSignal()
+    service = _load(ServiceSettings(copy, ""), NullDevice(), stop)
+    stop.reader.close()
+    stop.writer.close()
+    assert service is not None
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "no_int8",
+        "null_device",
+    ]
+
+
+def test_the_limit_of_a_message_is_told(light: Path) -> None:
+    reply = _null(light, limit=DEFAULT_MAX_MESSAGE_BYTES).apply(InitRequest())
+    assert isinstance(reply, InitReply)
+    assert reply.max_message_bytes == DEFAULT_MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("scheme", "device"),
+    [("ipc://{0}/s", "null"), ("unix://{0}/s", "null"), ("tcp://127.0.0.1:*", "model:l4")],
+)
+def test_a_process_with_it_answers_over_every_transport(
+    light: Path, tmp_path: Path, scheme: str, device: str
+) -> None:
+    endpoint = scheme.format(tmp_path)
+    with running_service(light, endpoint, "--device", device, "--spin-us", "50") as service:
+        channel = open_channel(service.endpoint, timeout_s=20)
+        for _ in range(3):
+            response = channel.call(REQUESTS["qkv"]).response
+            assert isinstance(response, TensorReply)
+            assert response.output.shape == (2, 5, 160)
+        channel.close()
+        assert any("null_device" in line and "computes=nothing" in line for line in service.log)
+    assert service.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "model:h1000"), "expected a100, h100, h200, l4, rtx-4090"),
+        (("--device", "nul"), "--device: got 'nul', expected cpu, cuda, cuda:N, null or model:"),
+        (("--spin-us", "-1"), "--spin-us"),
+        (("--spin-us", "nan"), "--spin-us"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    light: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    ended = run("gpu-service", str(light), "--bind", f"ipc://{tmp_path}/s", *arguments)
+    assert ended.returncode == 2
+    assert said in ended.stderr

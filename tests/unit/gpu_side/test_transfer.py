@@ -1,0 +1,78 @@
+"""Tests of the copies to and from a device, with a stand-in for CUDA's pinned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_side.transfer import InPlace, PinnedStaging, transfer_to
+
+
+class Pinned:
+    """Stands in for pinned memory on a device that finishes its copies when it is waited for."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+        self.waits = 0
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        self.made.append(torch.empty(shape, dtype=dtype))
+        return self.made[-1]
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def _staging(pinned: Pinned) -> PinnedStaging:
+    return PinnedStaging(torch.device("cpu"), empty=pinned.empty, wait=pinned.wait)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) -> None:
+    pinned, sent = Pinned(), torch.randn(3, 4)
+    there = _staging(pinned).to_device(sent, dtype)
+    assert torch.equal(there, sent.to(dtype))
+    assert there.dtype == dtype
+    (staged,) = pinned.made
+    assert staged.dtype == sent.dtype
+    assert torch.equal(staged, sent)
+    assert pinned.waits == 0
+
+
+def test_what_is_on_its_way_does_not_alias_the_request() -> None:
+    sent = torch.ones(4)
+    pinned = Pinned()
+    _staging(pinned).to_device(sent, torch.float32)
+    sent.zero_()
+    assert torch.equal(pinned.made[0], torch.ones(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_back_is_pinned_converted_and_waited_for(dtype: torch.dtype) -> None:
+    pinned, output = Pinned(), torch.randn(3, 4)
+    here = _staging(pinned).to_host(output, dtype)
+    (made,) = pinned.made
+    assert here.data_ptr() == made.data_ptr()
+    assert torch.equal(here, output.to(dtype))
+    assert pinned.waits == 1
+
+
+def test_every_reply_has_memory_of_its_own() -> None:
+    pinned = Pinned()
+    staging = _staging(pinned)
+    first = staging.to_host(torch.ones(4), torch.float32)
+    staging.to_host(torch.zeros(4), torch.float32)
+    assert torch.equal(first, torch.ones(4))
+
+
+def test_on_the_cpu_nothing_is_copied_without_need() -> None:
+    transfer, tensor = InPlace(), torch.randn(3)
+    assert transfer.to_device(tensor, torch.float32) is tensor
+    assert transfer.to_host(tensor, torch.float32) is tensor
+    assert transfer.to_device(tensor, torch.bfloat16).dtype == torch.bfloat16
+    assert transfer.to_host(tensor, torch.float16).dtype == torch.float16
+
+
+def test_cuda_is_staged_and_the_cpu_is_not() -> None:
+    assert isinstance(transfer_to(torch.device("cpu")), InPlace)
+    assert isinstance(transfer_to(torch.device("cuda", 0)), PinnedStaging)
