@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,11 +25,14 @@ from protocol.model.quantized import QuantizedLinear
 from protocol.model.weights import CPU
 from tee_side.calibration import Calibration, calibration_path
 from tee_side.feature_key import FeatureKey
-from tee_side.local_operators import load_local_operators, sites_here
+from tee_side.light import LightOperators
+from tee_side.local_operators import LocalOperators, load_local_operators, sites_here
 from tee_side.masking import linear_masking
 from tee_side.masks.mask import AdditiveMask, Cloak, Mask, RowMask
 from tee_side.model import TeeModel
-from tee_side.operators import Observer, Operators, PlacedOperators, place
+from tee_side.observed import ObservedLight, ObservedRemoteOperators
+from tee_side.observer import Observer, Observers
+from tee_side.operators import Operators, PlacedOperators, place
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
 from tee_side.pads.maker import PadMaker, held_or, read_weights
@@ -105,47 +109,60 @@ class Assembly:
             self.close()
             raise
 
-    def operators(
+    def lanes(
         self,
         channels: Sequence[Channel],
-        observer: Observer | None = None,
+        observers: Observers | None = None,
         randomness: Randomness | None = None,
-    ) -> PlacedOperators:
-        """Load the weights that stay, and build the tables. `channels`: one a service."""
+        *,
+        micro_batches: int = 1,
+    ) -> list[PlacedOperators]:
+        """Build the tables for each micro-batch of a step.
+
+        `channels`: one a service. The first call loads the weights that stay.
+        """
         randomness = randomness or Randomness()
-        local = load_local_operators(
-            self._config,
-            self._checkpoint,
-            self.policy,
-            self._model.dtype,
-            sites=self._local_sites,
-            integers=self._integers,
-            held=self._held,
-        )
-        remote: dict[Mask | None, Operators] = {}
-        for mask in {placement.mask: None for _, placement in self.policy.leaving()}:
-            sites: Sites | None = self._integers
-            if sites is None and mask is not None:
-                sites = self._floats
-            remote[mask] = RemoteOperators(
-                channels[: mask.services if mask else 1],
-                self._config,
-                self._model.dtype,
-                mask_name=f"mask {mask.name}" if mask else "no mask",
-                hide=linear_masking(
-                    mask,
-                    randomness,
-                    pads=self.pads.get(mask) if mask else None,
-                    cloaks=self._cloaks(mask),
-                ),
-                sites=sites,
-                rows=mask if isinstance(mask, RowMask) else None,
-                randomness=randomness,
-                without_factors=local,
-                one_rpc_per_module=self.policy.one_rpc_per_module,
-                on_exchanges=observer.exchanges if observer else None,
-            )
-        return place(self.policy, self._config.num_hidden_layers, local, remote, observer)
+        local, cloaks = self._local_operators, self._cloaks
+        eps = self._config.rms_norm_eps
+        lanes = []
+        for index in range(micro_batches):
+            told = observers.lane(index) if observers else None
+            remote: dict[Mask | None, Operators] = {
+                mask: self._remote(mask, channels, local, cloaks, randomness, told)
+                for mask in {placement.mask: None for _, placement in self.policy.leaving()}
+            }
+            light = LightOperators(eps) if told is None else ObservedLight(eps, told)
+            layers = self._config.num_hidden_layers
+            lanes.append(place(self.policy, layers, local, remote, light, told))
+        return lanes
+
+    def _remote(
+        self,
+        mask: Mask | None,
+        channels: Sequence[Channel],
+        local: LocalOperators,
+        cloaks: Mapping[Site, Cloak] | None,
+        randomness: Randomness,
+        observer: Observer | None,
+    ) -> RemoteOperators:
+        sites: Sites | None = self._integers
+        if sites is None and mask is not None:
+            sites = self._floats
+        # Two lanes never draw from one stretch of pads.
+        pads = self.pads[mask].lane() if mask in self.pads else None
+        settings: dict[str, Any] = {
+            "mask_name": f"mask {mask.name}" if mask else "no mask",
+            "hide": linear_masking(mask, randomness, pads=pads, cloaks=cloaks),
+            "sites": sites,
+            "rows": mask if isinstance(mask, RowMask) else None,
+            "randomness": randomness,
+            "without_factors": local,
+            "one_rpc_per_module": self.policy.one_rpc_per_module,
+        }
+        given = (channels[: mask.services if mask else 1], self._config, self._model.dtype)
+        if observer is None:
+            return RemoteOperators(*given, **settings)
+        return ObservedRemoteOperators(*given, **settings, observer=observer)
 
     def close(self) -> None:
         """Let go of the pad bank."""
@@ -229,9 +246,22 @@ class Assembly:
         key.check(self._config, self._checkpoint, mask)
         return key
 
-    def _cloaks(self, mask: Mask | None) -> dict[Site, Cloak] | None:
+    @cached_property
+    def _local_operators(self) -> LocalOperators:
+        return load_local_operators(
+            self._config,
+            self._checkpoint,
+            self.policy,
+            self._model.dtype,
+            sites=self._local_sites,
+            integers=self._integers,
+            held=self._held,
+        )
+
+    @cached_property
+    def _cloaks(self) -> dict[Site, Cloak] | None:
         feature = self.policy.feature_mask
-        if self.key is None or feature is None or mask != feature:
+        if self.key is None or feature is None:
             return None
         gains = [
             (norms.input_layernorm, norms.post_attention_layernorm) for norms in self._model.norms

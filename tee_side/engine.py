@@ -9,6 +9,7 @@ differently, a step holds sequences of one phase only, and the phases take turns
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
+from collections.abc import Sequence as Lanes
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,11 +17,12 @@ import torch
 
 from protocol.errors import PromptError
 from tee_side.batch import Batch
-from tee_side.forward import forward
 from tee_side.kv_cache import KVCache
+from tee_side.light import LightOperators
 from tee_side.model import TeeModel
 from tee_side.operators import PlacedOperators
 from tee_side.sampling import Sampler, SamplingSettings
+from tee_side.step import run_step
 from tee_side.vocabulary import PHASES, Phase
 
 DEFAULT_STEP_TOKENS = 512
@@ -67,9 +69,9 @@ class Sequence:
         """Prefill while tokens of the prompt are pending, decode afterwards."""
         return "prefill" if self.cache.length < self._prompt_tokens else "decode"
 
-    def sample(self, logits_V: torch.Tensor) -> int:
+    def sample(self, logits_V: torch.Tensor, light: LightOperators) -> int:
         """Choose the next token; nothing but the random generator changes."""
-        return self._sampler.sample(logits_V, self._ids)
+        return light.sample(None, self._sampler, logits_V, self._ids)
 
     def append(self, token_id: int) -> None:
         """Take a token, and finish on EOS or at the length limit."""
@@ -94,13 +96,20 @@ class Sampled:
 
 
 class Engine:
-    """Holds the running sequences. One thread; errors of the channel pass through `step`."""
+    """Holds the running sequences. One thread; errors of the channel pass through `step`.
+
+    `lanes`: operators for as many micro-batches as a step may be cut into.
+    """
 
     def __init__(
-        self, model: TeeModel, ops: PlacedOperators, *, step_tokens: int = DEFAULT_STEP_TOKENS
+        self,
+        model: TeeModel,
+        lanes: Lanes[PlacedOperators],
+        *,
+        step_tokens: int = DEFAULT_STEP_TOKENS,
     ) -> None:
         self._model = model
-        self._ops = ops
+        self.lanes = lanes
         self._step_tokens = step_tokens
         self._running: list[Sequence] = []
         self._last_phase: Phase = "decode"
@@ -164,10 +173,11 @@ class Engine:
         if not parts:
             return []
         batch = Batch.of([(s.cache, ids, left) for s, ids, left in parts])
-        logits_NV = forward(batch, self._model, self._ops[phase])
+        logits_NV = run_step(batch, self._model, self.lanes, phase)
         complete = [sequence for sequence, _, left in parts if left == 0]
+        light = self.lanes[0].light
         sampled = [
-            Sampled(sequence, sequence.sample(logits_V), logits_V)
+            Sampled(sequence, sequence.sample(logits_V, light), logits_V)
             for sequence, logits_V in zip(complete, logits_NV, strict=True)
         ]
         # From here on nothing can fail: the step counts for every sequence, or for none.
@@ -180,7 +190,7 @@ class Engine:
     def _next(self) -> tuple[Phase, tuple[Sequence, ...]]:
         """Return the next step's phase and the sequences that may join it."""
         running = self.running
-        if self._ops.one_table:
+        if self.lanes[0].one_table:
             return "decode", running
         turn: Phase = "decode" if self._last_phase == "prefill" else "prefill"
         found = {phase: tuple(s for s in running if s.phase == phase) for phase in PHASES}

@@ -1,95 +1,114 @@
 """The forward pass of LLaMA, Mistral, Qwen2 and Qwen3 on one screen.
 
-`ops.*` may leave the TEE, as the placement policy says; nothing else can. Shape suffixes:
+`ops.*` may leave the TEE, as the placement policy says; `tee.*` and everything else cannot. At an
+`await` another micro-batch may have its turn. Shape suffixes:
 
     T  tokens in this step, of all sequences together      N  rows whose logits are wanted
     D  hidden size            F  intermediate size         V  vocabulary size
     H  query heads            K  key/value heads           G  query heads per key/value head
     C  head dim               S  context length of one sequence
-    R  G * T rows of one key/value head                    X  heads side by side: H * C or K * C
+    R  G * T rows of one key/value head                    X  several heads, or heads side by side
 
 A step is a flat batch, one row per token; only attention looks at sequences separately.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from protocol.errors import ReplyError
 from tee_side.batch import Batch, Chunk
-from tee_side.functional import apply_rope, causal_mask, silu_mul, softmax
+from tee_side.functional import causal_mask
+from tee_side.light import LightOperators
 from tee_side.model import TeeModel
 from tee_side.operators import Operators
+from tee_side.overlap import until
 
 
-@torch.inference_mode()
-def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
-    """Run one step and return the logits [N, V] of the batch's output rows.
+async def forward(
+    batch: Batch, model: TeeModel, ops: Operators, tee: LightOperators
+) -> torch.Tensor:
+    """Run one step, or a micro-batch of it; return the logits [N, V] of the batch's output rows.
 
     Equal to `transformers`' *ForCausalLM of the same architecture. The caches hold the new rows but
     do not count them before the caller commits the batch. Errors of `ops` pass through; ReplyError
     for logits that are not finite.
     """
-    h_TD = ops.embedding(batch.token_ids_T)
-    for layer in range(model.config.num_hidden_layers):
-        norms = model.norms[layer]
-        h_TD = h_TD + attention(model.normed(h_TD, norms.input_layernorm), layer, batch, model, ops)
-        h_TD = h_TD + mlp(model.normed(h_TD, norms.post_attention_layernorm), layer, ops)
-    h_ND = model.normed(h_TD[list(batch.output_rows)], model.final_norm)
-    logits_NV = ops.lm_head(h_ND) if batch.output_rows else h_ND.new_empty(0, 0)
-    if not logits_NV.isfinite().all():
-        # A service may send anything, and float16 may overflow.
+    rope = model.rope.of_batch(batch, model.dtype)
+    h_TD = await ops.embedding(batch.token_ids_T)
+    for layer, norms in enumerate(model.norms):
+        normed_TD = tee.rms_norm(layer, h_TD, norms.input_layernorm)
+        attended_TD = await attention(normed_TD, layer, batch, rope, model, ops, tee)
+        h_TD = tee.residual(layer, h_TD, attended_TD)
+        normed_TD = tee.rms_norm(layer, h_TD, norms.post_attention_layernorm)
+        h_TD = tee.residual(layer, h_TD, await mlp(normed_TD, layer, ops, tee))
+    if not batch.output_rows:
+        return h_TD.new_empty(0, 0)
+    h_ND = tee.rms_norm(None, h_TD[list(batch.output_rows)], model.final_norm)
+    logits_NV = await ops.lm_head(h_ND)
+    if not logits_NV.sum(dtype=torch.float32).isfinite():
+        # A service may send anything, and float16 may overflow. A sum is a tenth of the work of
+        # looking at each.
         raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
     return logits_NV
 
 
-def mlp(h_TD: torch.Tensor, layer: int, ops: Operators) -> torch.Tensor:
+async def mlp(h_TD: torch.Tensor, layer: int, ops: Operators, tee: LightOperators) -> torch.Tensor:
     """Gated MLP."""
-    gate_TF, up_TF = ops.gate_up_proj(layer, h_TD)
-    return ops.down_proj(layer, silu_mul(gate_TF, up_TF))
+    gate_TF, up_TF = await ops.gate_up_proj(layer, h_TD)
+    return await ops.down_proj(layer, tee.silu_mul(layer, gate_TF, up_TF))
 
 
-def attention(
-    h_TD: torch.Tensor, layer: int, batch: Batch, model: TeeModel, ops: Operators
+async def attention(
+    h_TD: torch.Tensor,
+    layer: int,
+    batch: Batch,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    model: TeeModel,
+    ops: Operators,
+    tee: LightOperators,
 ) -> torch.Tensor:
     """Grouped-query self-attention over each sequence's own cache."""
-    C = model.config.head_dim
-    q_TX, k_TX, v_TX = ops.qkv_proj(layer, h_TD)
-    q_THC, k_TKC, v_TKC = (x_TX.view(len(x_TX), -1, C) for x_TX in (q_TX, k_TX, v_TX))
+    H, K, C = model.config.heads
+    qkv_TX = await ops.qkv_proj(layer, h_TD)
+    # q, k and v are heads of one tensor, in this order; RoPE turns the first H + K of them.
+    qk_TXC, v_TKC = qkv_TX.view(-1, H + 2 * K, C).split((H + K, K), dim=1)
     if model.config.qk_norm:
-        q_THC = model.normed(q_THC, model.norms[layer].q_norm)
-        k_TKC = model.normed(k_TKC, model.norms[layer].k_norm)
-    outputs = [
-        attend(q_THC[c.rows], k_TKC[c.rows], v_TKC[c.rows], layer, c, model, ops)
-        for c in batch.chunks
-    ]
-    return ops.o_proj(layer, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        qk_TXC[:, :H] = tee.rms_norm(layer, qk_TXC[:, :H], model.norms[layer].q_norm)
+        qk_TXC[:, H:] = tee.rms_norm(layer, qk_TXC[:, H:], model.norms[layer].k_norm)
+    q_THC, k_TKC = tee.rope(layer, qk_TXC, *rope).split((H, K), dim=1)
+    outputs = []
+    for chunk in batch.chunks:
+        # Rows of the same sequence in an earlier micro-batch: it is seldom behind, but may be.
+        await until(partial(chunk.follows, layer))
+        cached = tee.kv_cache(layer, chunk, k_TKC[chunk.rows], v_TKC[chunk.rows])
+        outputs.append(await attend(q_THC[chunk.rows], *cached, layer, chunk, model, ops, tee))
+    return await ops.o_proj(layer, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 
-def attend(
+async def attend(
     q_THC: torch.Tensor,
-    k_TKC: torch.Tensor,
-    v_TKC: torch.Tensor,
+    k_KSC: torch.Tensor,
+    v_KSC: torch.Tensor,
     layer: int,
     chunk: Chunk,
     model: TeeModel,
     ops: Operators,
+    tee: LightOperators,
 ) -> torch.Tensor:
     """Attention of one sequence's new rows over everything in its cache: [T, H * C]."""
-    T, H, C = q_THC.shape
-    K = k_TKC.shape[1]
-    cos_TC, sin_TC = model.rope.cos_sin(
-        chunk.cache.length, chunk.context, chunk.known_length, q_THC.dtype
-    )
-    q_THC, k_TKC = apply_rope(q_THC, cos_TC, sin_TC), apply_rope(k_TKC, cos_TC, sin_TC)
-    k_KSC, v_KSC = chunk.cache.append(layer, k_TKC, v_TKC)
-
+    window = model.config.sliding_windows[layer]
+    if ops.attention_stays(layer):
+        return tee.attention(layer, q_THC, k_KSC, v_KSC, window)
     # The G query heads that share a key/value head stand below each other: no copy of K and V.
     # Scaling q, not the scores, keeps float16 in range wherever the product is computed.
+    (H, K, C), T = model.config.heads, chunk.tokens
     G = H // K
     q_KGTC = (q_THC * C**-0.5).view(T, K, G, C).permute(1, 2, 0, 3)
-    scores_KRS = ops.attn_scores(layer, q_KGTC.reshape(K, G * T, C), k_KSC)
-    mask_TS = causal_mask(T, chunk.context, model.config.sliding_windows[layer])
-    probs_KGTS = softmax(scores_KRS.view(K, G, T, -1), mask_TS)
-    out_KRC = ops.attn_values(layer, probs_KGTS.view(K, G * T, -1), v_KSC)
+    scores_KRS = await ops.attn_scores(layer, q_KGTC.reshape(K, G * T, C), k_KSC)
+    mask_TS = causal_mask(T, chunk.context, window)
+    probs_KGTS = tee.softmax(layer, scores_KRS.view(K, G, T, -1), mask_TS)
+    out_KRC = await ops.attn_values(layer, probs_KGTS.view(K, G * T, -1), v_KSC)
     return out_KRC.view(K, G, T, C).permute(2, 0, 1, 3).reshape(T, H * C)

@@ -18,29 +18,30 @@ class FusedOperators(ABC):
             operator: [config.module_shape(module)[0] for module in modules]
             for operator, modules in FUSED_MODULES.items()
         }
+        self._widths = {operator: sum(sizes) for operator, sizes in self._sizes.items()}
 
     @abstractmethod
-    def linear(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+    async def linear(
+        self, layer: int, operator: LinearOperator, x_TI: torch.Tensor
+    ) -> torch.Tensor:
         """Return the outputs of an operator's modules side by side, biases included."""
 
-    def qkv_proj(
-        self, layer: int, h_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v as views of one product."""
-        q, k, v = self.linear(layer, "qkv_proj", h_TD).split(self._sizes["qkv_proj"], dim=-1)
-        return q, k, v
+    async def qkv_proj(self, layer: int, h_TD: torch.Tensor) -> torch.Tensor:
+        """Return q, k and v side by side: all heads of q, of k, of v."""
+        return await self.linear(layer, "qkv_proj", h_TD)
 
-    def o_proj(self, layer: int, out_TX: torch.Tensor) -> torch.Tensor:
+    async def o_proj(self, layer: int, out_TX: torch.Tensor) -> torch.Tensor:
         """Project the heads' outputs back to [T, D]."""
-        return self.linear(layer, "o_proj", out_TX)
+        return await self.linear(layer, "o_proj", out_TX)
 
-    def gate_up_proj(self, layer: int, h_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    async def gate_up_proj(
+        self, layer: int, h_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return gate and up as views of one product."""
-        gate, up = self.linear(layer, "gate_up_proj", h_TD).split(
-            self._sizes["gate_up_proj"], dim=-1
-        )
+        gate_up = await self.linear(layer, "gate_up_proj", h_TD)
+        gate, up = gate_up.split(self._sizes["gate_up_proj"], dim=-1)
         return gate, up
 
-    def down_proj(self, layer: int, a_TF: torch.Tensor) -> torch.Tensor:
+    async def down_proj(self, layer: int, a_TF: torch.Tensor) -> torch.Tensor:
         """Project back to [T, D]."""
-        return self.linear(layer, "down_proj", a_TF)
+        return await self.linear(layer, "down_proj", a_TF)

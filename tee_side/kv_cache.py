@@ -29,6 +29,8 @@ class KVCache:
         )
         self.length = 0
         self.capacity = capacity
+        # Rows behind `length` that each layer has written in this step.
+        self._written = [0] * config.num_hidden_layers
         try:
             self._keys = torch.empty(shape, dtype=dtype)
             self._values = torch.empty(shape, dtype=dtype)
@@ -39,18 +41,38 @@ class KVCache:
                 expected="fewer tokens (lower --max-new-tokens)",
             ) from None
 
+    def begin_step(self) -> None:
+        """Forget what has been written behind `length`, by a step that failed."""
+        self._written = [0] * len(self._written)
+
+    def written(self, layer: int) -> int:
+        """Return how many rows behind `length` a layer has written in this step."""
+        return self._written[layer]
+
     def append(
-        self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor
+        self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor, *, behind: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one layer's new rows behind `length`; return all keys and values [K, S, C]."""
-        end = self.length + k_TKC.shape[0]
+        """Write one layer's new rows; return all keys and values [K, S, C] up to them.
+
+        `behind`: how many rows of the same step stand between `length` and these. IndexError if
+        they have not been written yet, or if there is no room: both are mistakes of the caller.
+        """
+        start = self.length + behind
+        end = start + k_TKC.shape[0]
         if end > self.capacity:
             # torch would drop a single row silently: it broadcasts to an empty slice.
             raise IndexError(f"KV cache: got {end} tokens, expected at most {self.capacity}")
-        self._keys[layer, :, self.length : end] = k_TKC.transpose(0, 1)
-        self._values[layer, :, self.length : end] = v_TKC.transpose(0, 1)
+        if behind > self._written[layer]:
+            raise IndexError(
+                f"KV cache: got rows behind {behind} others, expected at most"
+                f" {self._written[layer]}, which are there"
+            )
+        self._written[layer] = behind + k_TKC.shape[0]
+        self._keys[layer, :, start:end] = k_TKC.transpose(0, 1)
+        self._values[layer, :, start:end] = v_TKC.transpose(0, 1)
         return self._keys[layer, :, :end], self._values[layer, :, :end]
 
     def commit(self, tokens: int) -> None:
         """Count the rows that every layer has written."""
         self.length += tokens
+        self.begin_step()

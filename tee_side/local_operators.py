@@ -22,6 +22,7 @@ from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.fused import FusedOperators
 from tee_side.policy import Policy
 from tee_side.sites import IntegerSites
+from tee_side.threads import threads
 from tee_side.vocabulary import PHASES, Site, is_linear
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -48,26 +49,42 @@ class LocalOperators(FusedOperators):
         self._products = products
         self._embedding = token_embedding
         self._lm_head = lm_head
+        # A small step leaves all but one to others; weights are read with all of them.
+        self._threads = torch.get_num_threads()
 
-    def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def attention_stays(self, layer: int) -> bool:
+        """Say that attention is computed here, like everything else."""
+        return True
+
+    async def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Look up [T, D]."""
         return embedding(token_ids_T, _held(self._embedding))
 
-    def linear(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+    async def linear(
+        self, layer: int, operator: LinearOperator, x_TI: torch.Tensor
+    ) -> torch.Tensor:
         """Compute a linear operator, biases included."""
-        return _held(self._products.get((layer, operator)))(x_TI)
+        product = _held(self._products.get((layer, operator)))
+        with threads(self._threads):
+            return product(x_TI)
 
-    def attn_scores(self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor) -> torch.Tensor:
+    async def attn_scores(
+        self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor
+    ) -> torch.Tensor:
         """Q K^T."""
         return _attention_product(q_KRC, k_KSC.transpose(1, 2))
 
-    def attn_values(self, layer: int, p_KRS: torch.Tensor, v_KSC: torch.Tensor) -> torch.Tensor:
+    async def attn_values(
+        self, layer: int, p_KRS: torch.Tensor, v_KSC: torch.Tensor
+    ) -> torch.Tensor:
         """P V."""
         return _attention_product(p_KRS, v_KSC)
 
-    def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
+    async def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V]."""
-        return _held(self._lm_head)(h_ND)
+        lm_head = _held(self._lm_head)
+        with threads(self._threads):
+            return lm_head(h_ND)
 
 
 def sites_here(policy: Policy, config: ModelConfig) -> list[Site]:

@@ -18,7 +18,7 @@ from tee_side.masks.mask import (
     RowMask,
     SharingMask,
 )
-from tee_side.pads.source import Pads
+from tee_side.pads.source import PadLane
 from tee_side.randomness import Randomness
 from tee_side.vocabulary import Site
 
@@ -30,7 +30,7 @@ def linear_masking(
     mask: Mask | None,
     randomness: Randomness,
     *,
-    pads: Pads | None = None,
+    pads: PadLane | None = None,
     cloaks: Mapping[Site, Cloak] | None = None,
 ) -> HideLinear:
     """Return how a mask hides the inputs of linear operators.
@@ -55,7 +55,7 @@ def linear_masking(
                 )
 
             def hide(layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked | None:
-                factors = pads.draw(layer, operator, len(x_TI))
+                factors = pads.draw(layer, operator, x_TI.shape[0])
                 return None if factors is None else mask.mask(x_TI, factors)
 
             return hide

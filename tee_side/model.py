@@ -9,7 +9,6 @@ import torch
 from protocol.model.checkpoint import FINAL_NORM, Checkpoint, light_tensors, norm_names
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from tee_side.functional import rms_norm
 from tee_side.rope import Rope
 
 _UNUSED = torch.empty(0)
@@ -34,10 +33,6 @@ class TeeModel:
     norms: list[LayerNorms]
     final_norm: torch.Tensor
     rope: Rope
-
-    def normed(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm with this model's epsilon."""
-        return rms_norm(h, weight, self.config.rms_norm_eps)
 
 
 def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> TeeModel:

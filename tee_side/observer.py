@@ -1,21 +1,69 @@
-"""An observer that adds everything up per operator, for reports."""
+"""What an observer is told, and one that adds everything up per operator."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol, TypeAlias
 
 from protocol.channel import Exchange
-from tee_side.vocabulary import OPERATORS, Operator, Place
+from tee_side.vocabulary import (
+    LIGHT_OPERATORS,
+    OPERATORS,
+    LightOperator,
+    Operator,
+    Place,
+    TeeStage,
+)
+
+# Everything that reports give a row of its own.
+AnyOperator: TypeAlias = Operator | LightOperator
+
+
+class Observer(Protocol):
+    """Told about every operator; reports and traces are built on it.
+
+    Times are those of `time.perf_counter_ns`. `layer`: None for an operator that no layer has.
+    """
+
+    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
+        """Count a call of an operator, and note where it runs."""
+        ...
+
+    def spent(
+        self,
+        operator: AnyOperator,
+        layer: int | None,
+        stage: TeeStage,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        """Count a stretch of time in the TEE."""
+        ...
+
+    def exchanged(
+        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
+    ) -> None:
+        """Take note of round trips made side by side: one, or one a service."""
+        ...
+
+
+class Observers(Protocol):
+    """One for each micro-batch of a step."""
+
+    def lane(self, index: int) -> Observer:
+        """Return who is told about a micro-batch."""
+        ...
 
 
 @dataclass(slots=True)
 class OperatorTotals:
     """What one operator cost so far.
 
-    `place`: both where layers or phases differ. `gpu_ns` and `queue_ns` are the service's own
-    claim; what is left of a round trip is the wire.
+    `place`: both where layers or phases differ. `tee_ns`: computing, masking and checking in the
+    TEE, encoding and decoding messages included. `gpu_ns` and `queue_ns` are the service's own
+    claim; what is left of a round trip is the wire. Of round trips side by side, the slowest is the
+    time that they took.
     """
 
     place: Place | Literal["both"] = "tee"
@@ -23,7 +71,7 @@ class OperatorTotals:
     round_trips: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    total_ns: int = 0
+    tee_ns: int = 0
     round_trip_ns: int = 0
     queue_ns: int = 0
     gpu_ns: int = 0
@@ -33,34 +81,46 @@ class OperatorTotals:
         """Round trips less what the service says it spent."""
         return max(0, self.round_trip_ns - self.queue_ns - self.gpu_ns)
 
-    @property
-    def tee_ns(self) -> int:
-        """Time in the TEE: the operator itself, or encoding and decoding its messages."""
-        return max(0, self.total_ns - self.round_trip_ns)
-
 
 @dataclass(slots=True)
 class OperatorTable:
-    """Totals per operator. Satisfies `tee_side.operators.Observer`."""
+    """Totals per operator. An `Observer` of all micro-batches, which count alike."""
 
-    totals: dict[Operator, OperatorTotals] = field(
-        default_factory=lambda: {name: OperatorTotals() for name in OPERATORS}
+    totals: dict[AnyOperator, OperatorTotals] = field(
+        default_factory=lambda: {name: OperatorTotals() for name in (*OPERATORS, *LIGHT_OPERATORS)}
     )
 
-    def operator(self, operator: Operator, place: Place, elapsed_ns: int) -> None:
-        """Count one call."""
+    def lane(self, index: int) -> OperatorTable:
+        """See `Observers.lane`."""
+        return self
+
+    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
+        """See `Observer.called`."""
         totals = self.totals[operator]
         totals.place = place if totals.calls == 0 or totals.place == place else "both"
         totals.calls += 1
-        totals.total_ns += elapsed_ns
 
-    def exchanges(self, operator: Operator, exchanges: Sequence[Exchange]) -> None:
-        """Count round trips; of several at once, the slowest is the time that they took."""
+    def spent(
+        self,
+        operator: AnyOperator,
+        layer: int | None,
+        stage: TeeStage,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        """See `Observer.spent`."""
+        self.totals[operator].tee_ns += ended_ns - started_ns
+
+    def exchanged(
+        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
+    ) -> None:
+        """See `Observer.exchanged`."""
         totals = self.totals[operator]
         for exchange in exchanges:
             totals.round_trips += 1
             totals.bytes_sent += exchange.bytes_sent
             totals.bytes_received += exchange.bytes_received
+            totals.tee_ns += exchange.encode_ns + exchange.decode_ns
         slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
         totals.round_trip_ns += slowest.elapsed_ns
         if slowest.timing is not None:

@@ -7,7 +7,7 @@ are right is not checked here (docs/limitations.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -30,12 +30,13 @@ from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch, short_name, to_torch
 from tee_side.fused import FusedOperators
 from tee_side.masking import HideLinear
-from tee_side.masks.mask import Masked, RowMask
+from tee_side.masks.mask import Masked, MaskedProduct, RowMask
+from tee_side.overlap import replies
 from tee_side.randomness import Randomness
 from tee_side.sites import Sites
 from tee_side.vocabulary import Operator
 
-OnExchanges = Callable[[Operator, Sequence[Exchange]], None]
+M = TypeVar("M", Masked, MaskedProduct)
 
 
 class RemoteOperators(FusedOperators):
@@ -64,7 +65,6 @@ class RemoteOperators(FusedOperators):
         randomness: Randomness | None = None,
         without_factors: FusedOperators | None = None,
         one_rpc_per_module: bool = False,
-        on_exchanges: OnExchanges | None = None,
     ) -> None:
         super().__init__(config)
         self._channels = channels
@@ -77,32 +77,139 @@ class RemoteOperators(FusedOperators):
         self._randomness = randomness or Randomness()
         self._without_factors = without_factors
         self._one_rpc_per_module = one_rpc_per_module
-        self._on_exchanges = on_exchanges
 
-    def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def attention_stays(self, layer: int) -> bool:
+        """Say that attention is asked for."""
+        return False
+
+    async def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Look up [T, D]. GPU sees: the token ids, as the mask leaves them."""
-        config = self._config
-        masked = Masked((token_ids_T,), _as_it_is)
-        if self._rows is not None:
-            masked = self._rows.mask_ids(token_ids_T, config.vocab_size, self._randomness)
+        config, rows = self._config, self._rows
+        masked = self._mask_rows(
+            "embedding",
+            None,
+            lambda: (
+                Masked((token_ids_T,), _as_it_is)
+                if rows is None
+                else rows.mask_ids(token_ids_T, config.vocab_size, self._randomness)
+            ),
+        )
         (ids,) = masked.sent
         request = EmbeddingRequest(
             input_ids=from_torch(ids), dtype=cast(FloatDtype, short_name(self._dtype))
         )
+        exchanges = await self._ask("embedding", None, [request])
         shape = (*ids.shape, config.hidden_size)
-        return masked.unmask(*self._ask("embedding", [request], shape, self._dtype))
+        outputs = self._verify("embedding", None, exchanges, shape, self._dtype)
+        return self._unmask("embedding", None, masked, outputs)
 
-    def linear(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+    async def linear(
+        self, layer: int, operator: LinearOperator, x_TI: torch.Tensor
+    ) -> torch.Tensor:
         """Compute a linear operator. GPU sees: its input, as the mask leaves it."""
-        encoded_TI = x_TI if self._sites is None else self._sites.encode(layer, operator, x_TI)
-        masked = self._hide(layer, operator, encoded_TI)
+        encoded_TI = self._encode(layer, operator, x_TI)
+        masked = self._mask(layer, operator, encoded_TI)
         if masked is None:
-            if self._without_factors is None:
-                raise LookupError("no unmasking factors, and nothing to compute with instead")
-            return self._without_factors.linear(layer, operator, x_TI)
-        self._check_sent(operator, encoded_TI, masked)
-        y_TO = masked.unmask(*self._products(layer, operator, masked.sent))
+            # The others may be waiting for nothing but their turn to send.
+            await replies(())
+            return await self._compute_here(layer, operator, x_TI)
+        outputs = await self._products(layer, operator, masked.sent)
+        y_TO = self._unmask(operator, layer, masked, outputs)
         self._check_unmasked(operator, encoded_TI, y_TO)
+        return self._decode(layer, operator, y_TO)
+
+    async def attn_scores(
+        self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor
+    ) -> torch.Tensor:
+        """Q K^T. GPU sees: scaled queries and the sequence's whole key cache, masked."""
+        return await self._matmul("attn_scores", layer, q_KRC, k_KSC.transpose(1, 2))
+
+    async def attn_values(
+        self, layer: int, p_KRS: torch.Tensor, v_KSC: torch.Tensor
+    ) -> torch.Tensor:
+        """P V. GPU sees: attention probabilities and the whole value cache, masked."""
+        return await self._matmul("attn_values", layer, p_KRS, v_KSC)
+
+    async def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, V]. GPU sees: the final hidden states, as the mask leaves them."""
+        rows = self._rows
+        masked = self._mask_rows(
+            "lm_head",
+            None,
+            lambda: (
+                Masked((h_ND,), _as_it_is) if rows is None else rows.mask(h_ND, self._randomness)
+            ),
+        )
+        (sent_ND,) = masked.sent
+        request = LMHeadRequest(hidden_states=from_torch(sent_ND))
+        exchanges = await self._ask("lm_head", None, [request])
+        shape = (*sent_ND.shape[:-1], self._config.vocab_size)
+        outputs = self._verify("lm_head", None, exchanges, shape, sent_ND.dtype)
+        return self._unmask("lm_head", None, masked, outputs)
+
+    # The stages of a call, one method each: `tee_side.observed` times them.
+
+    def _encode(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return what the weight is multiplied by."""
+        return x_TI if self._sites is None else self._sites.encode(layer, operator, x_TI)
+
+    def _mask(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked | None:
+        """Hide it; None if there is nothing left to hide it with."""
+        masked = self._hide(layer, operator, x_TI)
+        if masked is not None:
+            self._check_sent(operator, x_TI, masked)
+        return masked
+
+    def _mask_rows(self, operator: Operator, layer: int | None, mask: Callable[[], M]) -> M:
+        """Hide what is no input of a linear operator."""
+        return mask()
+
+    async def _compute_here(
+        self, layer: int, operator: LinearOperator, x_TI: torch.Tensor
+    ) -> torch.Tensor:
+        if self._without_factors is None:
+            raise LookupError("no unmasking factors, and nothing to compute with instead")
+        return await self._without_factors.linear(layer, operator, x_TI)
+
+    async def _ask(
+        self, operator: Operator, layer: int | None, requests: Sequence[Request]
+    ) -> list[Exchange]:
+        """Send one request a service, all before waiting for any."""
+        waiting: list[tuple[Channel, int]] = []
+        try:
+            for channel, request in zip(self._channels, requests, strict=True):
+                waiting.append((channel, channel.submit(request)))
+        except BaseException:
+            for channel, request_id in waiting:
+                channel.abandon(request_id)
+            raise
+        return await replies(waiting)
+
+    def _verify(
+        self,
+        operator: Operator,
+        layer: int | None,
+        exchanges: Sequence[Exchange],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        """Check every reply. Raises ReplyError."""
+        return [
+            _checked(operator, channel, exchange, shape, dtype)
+            for channel, exchange in zip(self._channels, exchanges, strict=True)
+        ]
+
+    def _unmask(
+        self,
+        operator: Operator,
+        layer: int | None,
+        masked: Masked | MaskedProduct,
+        outputs: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        return masked.unmask(*outputs)
+
+    def _decode(self, layer: int, operator: LinearOperator, y_TO: torch.Tensor) -> torch.Tensor:
+        """Return the operator's output from the product."""
         return y_TO if self._sites is None else self._sites.decode(layer, operator, y_TO)
 
     def _check_sent(self, operator: LinearOperator, x_TI: torch.Tensor, masked: object) -> None:
@@ -124,7 +231,7 @@ class RemoteOperators(FusedOperators):
         self, operator: LinearOperator, x_TI: torch.Tensor, y_TO: torch.Tensor | None
     ) -> None:
         """Refuse a result that is not one. Raises MaskError."""
-        shape, dtype = (len(x_TI), sum(self._sizes[operator])), x_TI.dtype
+        shape, dtype = (x_TI.shape[0], self._widths[operator]), x_TI.dtype
         if y_TO is None or tuple(y_TO.shape) != shape or y_TO.dtype != dtype:
             raise MaskError(
                 f"{self._mask_name}: {operator}",
@@ -134,25 +241,7 @@ class RemoteOperators(FusedOperators):
                 expected=f"{short_name(dtype)} {list(shape)}",
             )
 
-    def attn_scores(self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor) -> torch.Tensor:
-        """Q K^T. GPU sees: scaled queries and the sequence's whole key cache, masked."""
-        return self._matmul("attn_scores", q_KRC, k_KSC.transpose(1, 2))
-
-    def attn_values(self, layer: int, p_KRS: torch.Tensor, v_KSC: torch.Tensor) -> torch.Tensor:
-        """P V. GPU sees: attention probabilities and the whole value cache, masked."""
-        return self._matmul("attn_values", p_KRS, v_KSC)
-
-    def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V]. GPU sees: the final hidden states, as the mask leaves them."""
-        masked = Masked((h_ND,), _as_it_is)
-        if self._rows is not None:
-            masked = self._rows.mask(h_ND, self._randomness)
-        (sent_ND,) = masked.sent
-        request = LMHeadRequest(hidden_states=from_torch(sent_ND))
-        shape = (*sent_ND.shape[:-1], self._config.vocab_size)
-        return masked.unmask(*self._ask("lm_head", [request], shape, sent_ND.dtype))
-
-    def _products(
+    async def _products(
         self, layer: int, operator: LinearOperator, sent: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return each service's product with the fused weight, for what it was sent."""
@@ -160,7 +249,7 @@ class RemoteOperators(FusedOperators):
         wire = [from_torch(x_TI) for x_TI in sent]
         rows, dtype = sent[0].shape[:-1], sent[0].dtype
 
-        def ask(names: tuple[ModuleName, ...], size: int) -> list[torch.Tensor]:
+        async def ask(names: tuple[ModuleName, ...], size: int) -> list[torch.Tensor]:
             requests: list[Request] = [
                 RingLinearRequest(layer_idx=layer, module_names=names, elements=tensor)
                 if dtype is torch.int32
@@ -172,47 +261,32 @@ class RemoteOperators(FusedOperators):
                 )
                 for tensor in wire
             ]
-            return self._ask(operator, requests, (*rows, size), dtype)
+            exchanges = await self._ask(operator, layer, requests)
+            return self._verify(operator, layer, exchanges, (*rows, size), dtype)
 
         if not self._one_rpc_per_module or len(modules) == 1:
-            return ask(modules, sum(sizes))
-        parts = [ask((module,), size) for module, size in zip(modules, sizes, strict=True)]
-        return [torch.cat(replies, dim=-1) for replies in zip(*parts, strict=True)]
+            return await ask(modules, self._widths[operator])
+        parts = [await ask((module,), size) for module, size in zip(modules, sizes, strict=True)]
+        return [torch.cat(outputs, dim=-1) for outputs in zip(*parts, strict=True)]
 
-    def _matmul(self, operator: Operator, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        unmask: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
-        if self._rows is not None:
-            masked = self._rows.mask_product(a, b, self._randomness)
-            a, b, unmask = masked.a, masked.b, masked.unmask
-        request = MatmulRequest(a=from_torch(a), b=from_torch(b))
-        (product,) = self._ask(operator, [request], (*a.shape[:-1], b.shape[-1]), a.dtype)
-        return unmask(product)
-
-    def _ask(
-        self,
-        operator: Operator,
-        requests: Sequence[Request],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        """Send one request a service, all before waiting for any, and check every reply."""
-        waiting: list[tuple[Channel, int]] = []
-        exchanges = []
-        try:
-            for channel, request in zip(self._channels, requests, strict=True):
-                waiting.append((channel, channel.submit(request)))
-            while waiting:
-                channel, request_id = waiting.pop(0)
-                exchanges.append(channel.wait(request_id))
-        finally:
-            for channel, request_id in waiting:
-                channel.abandon(request_id)
-        if self._on_exchanges is not None:
-            self._on_exchanges(operator, exchanges)
-        return [
-            _checked(operator, channel, exchange, shape, dtype)
-            for channel, exchange in zip(self._channels, exchanges, strict=True)
-        ]
+    async def _matmul(
+        self, operator: Operator, layer: int, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        rows = self._rows
+        masked = self._mask_rows(
+            operator,
+            layer,
+            lambda: (
+                MaskedProduct(a, b, _as_it_is)
+                if rows is None
+                else rows.mask_product(a, b, self._randomness)
+            ),
+        )
+        request = MatmulRequest(a=from_torch(masked.a), b=from_torch(masked.b))
+        exchanges = await self._ask(operator, layer, [request])
+        shape = (*masked.a.shape[:-1], masked.b.shape[-1])
+        outputs = self._verify(operator, layer, exchanges, shape, masked.a.dtype)
+        return self._unmask(operator, layer, masked, outputs)
 
 
 def _checked(

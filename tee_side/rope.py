@@ -6,6 +6,7 @@ import torch
 
 from protocol.model.config import ModelConfig
 from protocol.model.rope import rope_frequencies
+from tee_side.batch import Batch
 
 _MAX_TABLES = 256
 
@@ -24,6 +25,15 @@ class Rope:
         self._tables: dict[
             tuple[int, int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]
         ] = {}
+
+    def of_batch(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos [T, 1, C] and half of sin [T, 1, C / 2], its two halves being the same."""
+        tables = [
+            self.cos_sin(chunk.start, chunk.context, chunk.known_length, dtype)
+            for chunk in batch.chunks
+        ]
+        cos_TC, sin_TC = (torch.cat(parts) for parts in zip(*tables, strict=True))
+        return cos_TC.unsqueeze(1), sin_TC[:, None, : sin_TC.shape[1] // 2]
 
     def cos_sin(
         self, start: int, end: int, length: int, dtype: torch.dtype

@@ -13,18 +13,20 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from protocol.channel import Channel, Traffic
+from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import PromptError, SettingsError
+from protocol.link import Link
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.tensors import require_little_endian, torch_dtype
-from protocol.zmq_channel import ZmqChannel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine import DEFAULT_STEP_TOKENS, Engine, FinishReason, Sampled
 from tee_side.engine import Sequence as EngineSequence
 from tee_side.handshake import check_service
 from tee_side.model import load_tee_model
-from tee_side.operators import Observer
+from tee_side.observer import Observers
+from tee_side.operators import PlacedOperators
 from tee_side.policy import Policy
 from tee_side.sampling import SamplingSettings
 from tee_side.text_stream import StopStrings
@@ -36,6 +38,8 @@ class RunnerSettings:
     """What `tee-runner` is told. `dtype`: a short name, or None for the model's own.
 
     `gpu`: endpoints of services; those that the policy has no use for are not connected to.
+    `micro_batches`: into how many parts a step is cut that overlap. `spin_us`: how long to look for
+    a reply before sleeping, where the last one came as soon. `link`: a slower one to model.
     """
 
     model: Path
@@ -45,6 +49,9 @@ class RunnerSettings:
     dtype: str | None = None
     threads: int | None = None
     step_tokens: int = DEFAULT_STEP_TOKENS
+    micro_batches: int = 1
+    spin_us: float = 0.0
+    link: Link | None = None
     connect_timeout_s: float = 10.0
     request_timeout_s: float = 60.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
@@ -169,6 +176,11 @@ class Generation:
         return text
 
     @property
+    def arrived(self) -> bool:
+        """Whether tokens were sampled that nobody has taken yet."""
+        return bool(self._arrived)
+
+    @property
     def token_count(self) -> int:
         """Tokens generated so far."""
         return len(self._sequence.token_ids) - len(self._arrived)
@@ -233,7 +245,7 @@ class Runner:
     def __init__(
         self,
         settings: RunnerSettings,
-        observer: Observer | None = None,
+        observer: Observers | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         require_little_endian()
@@ -245,6 +257,7 @@ class Runner:
         self._tokenizer = tokenizer
         self._generations: dict[EngineSequence, Generation] = {}
         self._model_directory = settings.model
+        self._micro_batches = settings.micro_batches
         _check_endpoints(policy, settings.gpu)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -253,7 +266,7 @@ class Runner:
         checkpoint = Checkpoint(settings.model)
         checkpoint.require(light_tensors(config))
         model = load_tee_model(config, checkpoint, dtype)
-        self.config = config
+        self.config, self.dtype = config, dtype
         try:
             self._assembly = assembly = Assembly(
                 policy,
@@ -267,10 +280,12 @@ class Runner:
             self._closing.callback(assembly.close)
             instances: dict[str, str] = {}
             for endpoint in settings.gpu[: policy.services]:
-                channel = ZmqChannel(
+                channel = open_channel(
                     endpoint,
                     timeout_s=settings.request_timeout_s,
                     max_message_bytes=settings.max_message_bytes,
+                    spin_us=settings.spin_us,
+                    link=settings.link,
                 )
                 self._closing.callback(channel.close)
                 self._channels.append(channel)
@@ -287,11 +302,11 @@ class Runner:
                 if instance in instances:
                     raise _one_service(instances[instance], endpoint)
                 instances[instance] = endpoint
-            ops = assembly.operators(self._channels, observer)
+            lanes = self._lanes(observer)
         except BaseException:
             self.close()
             raise
-        self._engine = Engine(model, ops, step_tokens=settings.step_tokens)
+        self._engine = Engine(model, lanes, step_tokens=settings.step_tokens)
 
     def __enter__(self) -> Runner:
         return self
@@ -333,6 +348,13 @@ class Runner:
         for pads in self._assembly.pads.values():
             idle.enter_context(pads.filling())
         return idle
+
+    def observe(self, observer: Observers | None) -> None:
+        """Tell another observer, or none, from the next step on."""
+        self._engine.lanes = self._lanes(observer)
+
+    def _lanes(self, observer: Observers | None) -> list[PlacedOperators]:
+        return self._assembly.lanes(self._channels, observer, micro_batches=self._micro_batches)
 
     def step(self) -> None:
         """Run one step of every running sequence, and hand the tokens to their generations."""

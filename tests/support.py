@@ -37,14 +37,15 @@ from tee_side.assembly import Assembly, MaskSettings
 from tee_side.batch import Batch, Chunk
 from tee_side.calibration import CALIBRATION_FILE
 from tee_side.engine import DEFAULT_STEP_TOKENS, Engine
-from tee_side.forward import forward
 from tee_side.kv_cache import KVCache
 from tee_side.masks.mask import FeatureMask
 from tee_side.model import TeeModel, load_tee_model
-from tee_side.operators import Observer, PlacedOperators
+from tee_side.observer import Observers
+from tee_side.operators import PlacedOperators
 from tee_side.policy import Policy, load_policy
 from tee_side.provisioning import provision
 from tee_side.randomness import Randomness
+from tee_side.step import run_step
 from tee_side.vocabulary import Phase
 from tsqp.calibrate import calibrate_on
 
@@ -220,6 +221,7 @@ class LoopbackChannel:
             elapsed_ns=4000,
             decode_ns=0,
             timing=reply.timing,
+            sent_ns=0,
         )
         return request_id
 
@@ -265,7 +267,7 @@ class Tee:
     """The trusted side, put together as `Runner` does, over a `LoopbackChannel`."""
 
     model: TeeModel
-    ops: PlacedOperators
+    lanes: list[PlacedOperators]
     channels: list[LoopbackChannel]
     assembly: Assembly
 
@@ -276,7 +278,7 @@ class Tee:
 
     def engine(self, step_tokens: int = DEFAULT_STEP_TOKENS) -> Engine:
         """Return an engine of its own."""
-        return Engine(self.model, self.ops, step_tokens=step_tokens)
+        return Engine(self.model, self.lanes, step_tokens=step_tokens)
 
     def cache(self, capacity: int) -> KVCache:
         """Return an empty KV cache."""
@@ -298,7 +300,7 @@ class Tee:
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
-        logits = forward(batch, self.model, self.ops[phase])
+        logits = run_step(batch, self.model, self.lanes, phase)
         batch.commit()
         return logits
 
@@ -318,10 +320,11 @@ def assemble(
     *,
     channel: LoopbackChannel | None = None,
     channels: list[LoopbackChannel] | None = None,
-    observer: Observer | None = None,
+    observer: Observers | None = None,
     masks: MaskSettings | None = None,
     step_tokens: int = DEFAULT_STEP_TOKENS,
     randomness: Randomness | None = None,
+    micro_batches: int = 1,
 ) -> Tee:
     """Put the trusted side together; a policy that needs a service gets a loopback one."""
     chosen = load_policy(policy) if isinstance(policy, str) else policy
@@ -334,7 +337,8 @@ def assemble(
     while len(given) < chosen.services:
         given.append(LoopbackChannel(directory, dtype))
     given = given[: chosen.services]
-    return Tee(model, assembly.operators(given, observer, randomness), given, assembly)
+    lanes = assembly.lanes(given, observer, randomness, micro_batches=micro_batches)
+    return Tee(model, lanes, given, assembly)
 
 
 @dataclass(frozen=True)
@@ -384,9 +388,10 @@ class SavedModel:
         dtype: str = "float32",
         *,
         channels: list[LoopbackChannel] | None = None,
-        observer: Observer | None = None,
+        observer: Observers | None = None,
         step_tokens: int = DEFAULT_STEP_TOKENS,
         randomness: Randomness | None = None,
+        micro_batches: int = 1,
         **settings: Any,
     ) -> Tee:
         """Assemble any policy, with the files and the services that it needs.
@@ -403,6 +408,7 @@ class SavedModel:
             masks=self.masks(chosen, **settings),
             step_tokens=step_tokens,
             randomness=randomness,
+            micro_batches=micro_batches,
         )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:

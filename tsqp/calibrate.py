@@ -43,8 +43,10 @@ from tee_side.batch import Batch
 from tee_side.calibration import HEADROOM, Calibration, SiteScales, norm_limit
 from tee_side.forward import forward
 from tee_side.kv_cache import KVCache
+from tee_side.light import LightOperators
 from tee_side.local_operators import LocalOperators
 from tee_side.model import load_tee_model
+from tee_side.overlap import run
 from tee_side.tokenizer import Tokenizer
 from tee_side.vocabulary import Site
 
@@ -120,7 +122,9 @@ def calibrate_on(
     )
     # One token is left for a later step: nobody wants logits.
     parts = [(KVCache(config, len(ids), torch.float32), ids, 1) for ids in chunks]
-    forward(Batch.of(parts), load_tee_model(config, checkpoint, torch.float32), ops)
+    model = load_tee_model(config, checkpoint, torch.float32)
+    with torch.inference_mode():
+        run(forward(Batch.of(parts), model, ops, LightOperators(config.rms_norm_eps)))
     digest = linear_digest(config, checkpoint)
     if digest is None:
         raise LookupError("a directory whose linear weights have been read has none")

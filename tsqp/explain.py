@@ -48,6 +48,7 @@ from tee_side.masks.mask import (
     Masked,
     RowMask,
 )
+from tee_side.overlap import run
 from tee_side.pads.bank_format import segment_bytes
 from tee_side.pads.layout import PadLayout
 from tee_side.policy import LayerRange, Placement, Policy
@@ -289,7 +290,7 @@ class _Recorder:
 
     def wait(self, request_id: int) -> Exchange:
         """Return the zeros."""
-        return Exchange(self._replies.pop(request_id), 0, 0, 0, 0, 0, None)
+        return Exchange(self._replies.pop(request_id), 0, 0, 0, 0, 0, None, 0)
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """Submit and wait."""
@@ -413,15 +414,15 @@ class _Measurement:
         self._log.clear()
         if is_linear(operator):
             _, in_features = config.module_shape(FUSED_MODULES[operator][0])
-            remote.linear(0, operator, self._zeros(rows, in_features))
+            run(remote.linear(0, operator, self._zeros(rows, in_features)))
         elif operator == "attn_scores":
-            remote.attn_scores(0, self._zeros(K, R, C), self._zeros(K, context, C))
+            run(remote.attn_scores(0, self._zeros(K, R, C), self._zeros(K, context, C)))
         elif operator == "attn_values":
-            remote.attn_values(0, self._zeros(K, R, context), self._zeros(K, context, C))
+            run(remote.attn_values(0, self._zeros(K, R, context), self._zeros(K, context, C)))
         elif operator == "embedding":
-            remote.embedding(torch.zeros(rows, dtype=torch.int64))
+            run(remote.embedding(torch.zeros(rows, dtype=torch.int64)))
         else:
-            remote.lm_head(self._zeros(outputs, config.hidden_size))
+            run(remote.lm_head(self._zeros(outputs, config.hidden_size)))
         return list(self._log)
 
     def _count(self, captured: _Captured, layer: int) -> Cost:

@@ -35,13 +35,10 @@ _ROWS_READ_AHEAD = 8
 class Pads:
     """The pads of a run, for one additive mask.
 
-    A step with T rows takes T token indices the first time one of its operators asks; each
-    operator then gets the factors of its own site for these indices, once. An operator that asks
-    again, because a step is repeated or a new one began, gets new indices: no factor is ever used
-    for two inputs. `when_out`: make more while the run waits, let the TEE compute the step's
-    linear operators itself, or raise PadsExhaustedError. `maker`: None in a TEE without linear
-    weights, which cannot make any. `ahead`: tokens that `filling` keeps pads ready for, None for
-    all that the store has room for. `on_wait` is told how many are missing.
+    Micro-batches draw from a `PadLane` each. `when_out`: make more while the run waits, let the TEE
+    compute the step's linear operators itself, or raise PadsExhaustedError. `maker`: None in a TEE
+    without linear weights, which cannot make any. `ahead`: tokens that `filling` keeps pads ready
+    for, None for all that the store has room for. `on_wait` is told how many are missing.
     """
 
     def __init__(
@@ -60,10 +57,6 @@ class Pads:
         self._when_out = when_out
         self._ahead = store.capacity if ahead is None else ahead
         self._on_wait = on_wait
-        self._indices: range | None = None
-        self._used: set[int] = set()
-        self._ready: dict[int, Factors] = {}
-        self._rows = 0
         self._batch_tokens = FIRST_BATCH_TOKENS
         # What the thread of `filling` met last, unless a later attempt succeeded.
         self._failure: TsqpError | None = None
@@ -76,41 +69,19 @@ class Pads:
         """Tokens that pads are ready for."""
         return self._store.available
 
-    def draw(self, layer: int, operator: LinearOperator, rows: int) -> Factors | None:
-        """Return factors for `rows` rows of a site; None where the TEE shall compute.
+    def lane(self) -> PadLane:
+        """Return what one micro-batch draws from."""
+        return PadLane(self, self._store)
 
-        Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
-        in a process that was forked, or after the store was closed.
-        """
-        # Factors that were read ahead are in a forked child, too, and the store is not asked for
-        # them again.
-        self._store.check_usable()
-        site = site_number(layer, operator)
-        if site in self._used or rows != self._rows:
-            if self._indices is not None:
-                self._store.release(self._indices)
-            # No rows: where this fails the step is over, and whoever asks next starts one.
-            self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
-            self._indices = self._take(rows)
-            self._ready = self._read_ahead(self._indices)
-            self._rows = rows
-        self._used.add(site)
-        if self._indices is None:
-            return None
-        return self._ready.pop(site, None) or self._read(self._indices, site)
-
-    def _read_ahead(self, indices: range | None) -> dict[int, Factors]:
-        if indices is None or len(indices) > _ROWS_READ_AHEAD:
-            return {}
-        return {site.number: self._read(indices, site.number) for site in self._store.layout.sites}
-
-    def _read(self, indices: range, site: int) -> Factors:
+    def read(self, indices: range, site: int) -> Factors:
+        """Return the factors of a site for indices that were taken, once."""
         words_TI, u_TO = self._store.factors(indices, site)
         if self._mask.arithmetic == "float":
             u_TO = u_TO.view(torch.float32)
         return Factors(self._mask.draw(words_TI), u_TO)
 
-    def _take(self, rows: int) -> range | None:
+    def take(self, rows: int) -> range | None:
+        """Take indices for a step's rows; None where the TEE shall compute. See `PadLane.draw`."""
         if self._store.available < rows:
             if self._when_out == "fail":
                 failure = f"; making more failed: {self._failure}" if self._failure else ""
@@ -182,3 +153,51 @@ class Pads:
 
     def _missing_ahead(self) -> int:
         return min(self._store.room, self._ahead - self._store.available)
+
+
+class PadLane:
+    """Draws pads for one micro-batch after another.
+
+    A step with T rows takes T token indices the first time one of its operators asks; each
+    operator then gets the factors of its own site for these indices, once. An operator that asks
+    again, because a step is repeated or a new one began, gets new indices: no factor is ever used
+    for two inputs.
+    """
+
+    def __init__(self, pads: Pads, store: PadStore) -> None:
+        self._pads = pads
+        self._store = store
+        self._indices: range | None = None
+        self._used: set[int] = set()
+        self._ready: dict[int, Factors] = {}
+        self._rows = 0
+
+    def draw(self, layer: int, operator: LinearOperator, rows: int) -> Factors | None:
+        """Return factors for `rows` rows of a site; None where the TEE shall compute.
+
+        Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
+        in a process that was forked, or after the store was closed.
+        """
+        # Factors that were read ahead are in a forked child, too, and the store is not asked for
+        # them again.
+        self._store.check_usable()
+        site = site_number(layer, operator)
+        if site in self._used or rows != self._rows:
+            if self._indices is not None:
+                self._store.release(self._indices)
+            # No rows: where this fails the step is over, and whoever asks next starts one.
+            self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
+            self._indices = self._pads.take(rows)
+            self._ready = self._read_ahead(self._indices)
+            self._rows = rows
+        self._used.add(site)
+        if self._indices is None:
+            return None
+        return self._ready.pop(site, None) or self._pads.read(self._indices, site)
+
+    def _read_ahead(self, indices: range | None) -> dict[int, Factors]:
+        if indices is None or len(indices) > _ROWS_READ_AHEAD:
+            return {}
+        return {
+            site.number: self._pads.read(indices, site.number) for site in self._store.layout.sites
+        }

@@ -19,6 +19,7 @@ from protocol.tensors import to_torch
 from tee_side.engine import Engine
 from tee_side.masks.mask import Factors
 from tee_side.pads.layout import site_number
+from tee_side.pads.source import PadLane
 from tee_side.policy import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
@@ -244,18 +245,19 @@ def test_one_service_cannot_get_both_shares(model: SavedModel) -> None:
 
 
 class UnreliableChannel(LoopbackChannel):
-    """Loses every 13th request, and every 17th reply."""
+    """Loses every 13th request, and every 17th reply; a `rarely`-th of them."""
 
     failures = 0
+    rarely = 1
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         request_id = super().submit(request, timeout_s)
-        self._lose(request_id % 13 == 0)
+        self._lose(request_id % (13 * self.rarely) == 0)
         return request_id
 
     def wait(self, request_id: int) -> Exchange:
         exchange = super().wait(request_id)
-        self._lose(request_id % 17 == 0)
+        self._lose(request_id % (17 * self.rarely) == 0)
         return exchange
 
     def _lose(self, lost: bool) -> None:
@@ -272,38 +274,46 @@ def _step_until_done(engine: Engine) -> None:
             continue
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("policy", ["shielded", "shielded-prefill"])
 def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
-    saved_model: Models, policy: str, monkeypatch: pytest.MonkeyPatch
+    saved_model: Models, policy: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = saved_model("llama")
-    channel = UnreliableChannel(model.directory)
-    tee = model.tee(policy, channels=[channel])
-    (pads,) = tee.assembly.pads.values()
+    drawing: set[int] = set()
     used: list[tuple[int, int]] = []
     read: list[tuple[int, int]] = []
     rows: list[bytes] = []
-    draw, factors = pads.draw, pads._store.factors
+    draw = PadLane.draw
+
+    def drawn(lane: PadLane, layer: int, operator: LinearOperator, count: int) -> Factors | None:
+        found = draw(lane, layer, operator, count)
+        assert found is not None
+        assert lane._indices is not None
+        drawing.add(id(lane))
+        used.extend((index, site_number(layer, operator)) for index in lane._indices)
+        rows.extend(row.numpy().tobytes() for row in found.r)
+        return found
+
+    # Before the lanes are made: each keeps the method that it found.
+    monkeypatch.setattr(PadLane, "draw", drawn)
+    model = saved_model("llama")
+    channel = UnreliableChannel(model.directory)
+    channel.rarely = micro_batches  # a step sends as many times as much, and must get through
+    tee = model.tee(policy, channels=[channel], micro_batches=micro_batches)
+    (pads,) = tee.assembly.pads.values()
+    factors = pads._store.factors
 
     def read_and_noted(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         read.extend((index, site) for index in indices)
         return factors(indices, site)
 
-    def drawn(layer: int, operator: LinearOperator, count: int) -> Factors | None:
-        found = draw(layer, operator, count)
-        assert found is not None
-        assert pads._indices is not None
-        used.extend((index, site_number(layer, operator)) for index in pads._indices)
-        rows.extend(row.numpy().tobytes() for row in found.r)
-        return found
-
     monkeypatch.setattr(pads._store, "factors", read_and_noted)
-    monkeypatch.setattr(pads, "draw", drawn)
-    engine = tee.engine(step_tokens=6)
-    for seed in range(3):
+    engine = tee.engine(step_tokens=6 * micro_batches)
+    for seed in range(3 * micro_batches):
         engine.add(token_ids(5 + seed, seed), max_new_tokens=12, eos_token_ids=frozenset())
     _step_until_done(engine)
     assert channel.failures > 20
+    assert len(drawing) > 1 or micro_batches == 1
     assert len(used) == len(set(used)), "a pad was used for two inputs"
     assert len(read) == len(set(read)), "a pad was read twice"
     assert set(used) <= set(read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Lanes
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from protocol.errors import DeadlineExceededError, PromptError
 from protocol.messages import Request
 from tee_side.batch import Batch
 from tee_side.engine import Engine, Sequence
-from tee_side.forward import forward
 from tee_side.model import TeeModel
-from tee_side.operators import Operators
+from tee_side.operators import PlacedOperators
 from tee_side.policy import Policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.step import run_step
+from tee_side.vocabulary import OPERATORS, Phase
 from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -234,14 +235,15 @@ class _Steps:
         self.phases: list[str] = []
         self.rows: list[dict[int, int]] = []
         self._by_cache: dict[int, int] = {}
-        tables = engine._ops
 
-        def noted(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
-            self.phases.append("prefill" if ops is tables.prefill else "decode")
+        def noted(
+            batch: Batch, model: TeeModel, lanes: Lanes[PlacedOperators], phase: Phase
+        ) -> torch.Tensor:
+            self.phases.append(phase)
             self.rows.append({self._by_cache[id(c.cache)]: c.tokens for c in batch.chunks})
-            return forward(batch, model, ops)
+            return run_step(batch, model, lanes, phase)
 
-        monkeypatch.setattr("tee_side.engine.forward", noted)
+        monkeypatch.setattr("tee_side.engine.run_step", noted)
 
     def add(self, number: int, prompt: list[int], new_tokens: int) -> Sequence:
         sequence = self.engine.add(prompt, max_new_tokens=new_tokens, eos_token_ids=frozenset())

@@ -10,7 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 
-from tee_side.functional import apply_rope, causal_mask, rms_norm, silu_mul, softmax
+from tee_side.functional import (
+    apply_rope,
+    attention,
+    causal_mask,
+    residual,
+    rms_norm,
+    silu_mul,
+    softmax,
+)
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,14 +60,20 @@ def test_silu_mul_is_gate_times_its_sigmoid_times_up() -> None:
         [g / (1 + math.exp(-g)) * u for g, u in zip(gates, ups, strict=True)]
         for gates, ups in zip(gate.tolist(), up.tolist(), strict=True)
     ]
+    before = up.clone()
     torch.testing.assert_close(silu_mul(gate, up), torch.tensor(expected))
+    assert torch.equal(up, before)
+
+
+def _cos_sin(angles_Tc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what rotates by these angles, one a pair: cos [T, 1, C] and sin [T, 1, C / 2]."""
+    return angles_Tc.repeat(1, 2).cos().unsqueeze(1), angles_Tc.sin().unsqueeze(1)
 
 
 def test_rope_rotates_each_pair_of_halves_by_its_angle() -> None:
     tokens, heads, size = 4, 3, 8
     x, angles = _random(tokens, heads, size), _random(tokens, size // 2, seed=1)
-    doubled = angles.repeat(1, 2)
-    actual = apply_rope(x, doubled.cos(), doubled.sin())
+    actual = apply_rope(x, *_cos_sin(angles))
     for t in range(tokens):
         for h in range(heads):
             for i in range(size // 2):
@@ -74,8 +88,7 @@ def test_rope_makes_scores_depend_on_distance_only() -> None:
     inv_freq = torch.tensor([1.0, 0.3, 0.1, 0.01])
 
     def at(x: torch.Tensor, position: int) -> torch.Tensor:
-        angles = (position * inv_freq).repeat(1, 2)
-        return apply_rope(x, angles.cos(), angles.sin())
+        return apply_rope(x, *_cos_sin(position * inv_freq[None]))
 
     near, far = (at(q, 9) * at(k, 4)).sum(), (at(q, 105) * at(k, 100)).sum()
     torch.testing.assert_close(near, far, rtol=0, atol=1e-4)
@@ -125,3 +138,118 @@ def test_softmax_of_bfloat16_scores_is_computed_in_float32() -> None:
     probs = softmax(scores, None)
     assert probs.dtype == torch.bfloat16
     assert torch.equal(probs, scores.float().softmax(-1).bfloat16())
+
+
+# ---------------------------------------------------------------------------- attention whole
+
+# What one rounding of an output costs, and of the float32 sums behind it.
+STEPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def _attended(
+    q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Attention in float64, one query head at a time: [T, H * C]."""
+    T, H, C = q_THC.shape
+    K, S, _ = k_KSC.shape
+    query_T1, key_1S = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
+    hidden = key_1S > query_T1
+    if window is not None:
+        hidden |= query_T1 - key_1S >= window
+    heads = []
+    for head in range(H):
+        k_SC, v_SC = (x[head // (H // K)].double() for x in (k_KSC, v_KSC))
+        scores = q_THC[:, head].double() @ k_SC.T / math.sqrt(C)
+        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_SC)
+    return torch.cat(heads, dim=-1)
+
+
+def _operands(
+    tokens: int, context: int, dtype: torch.dtype, heads: int = 6, shared: int = 2, size: int = 16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v as the forward pass and the cache hand them over: k and v are views."""
+    q = (2 * _random(tokens, heads, size)).to(dtype)
+    cache = (2 * _random(2, shared, context + 9, size, seed=1)).to(dtype)
+    k, v = cache[:, :, :context].unbind(0)
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", STEPS)
+@pytest.mark.parametrize("window", [None, 1, 7, 150, 1000])
+@pytest.mark.parametrize("before", [0, 1, 40])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 128, 130, 300])
+def test_attention_is_that_of_each_head_alone(
+    tokens: int, before: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """On either side of the row counts at which it is computed another way."""
+    q, k, v = _operands(tokens, before + tokens, dtype)
+    actual = attention(q, k, v, window)
+    assert (actual.shape, actual.dtype) == ((tokens, 6 * 16), dtype)
+    exact = _attended(q, k, v, window)
+    # Rounding to the dtype once, of the output; of the probabilities, too, in fused kernels.
+    size = max(1.0, float(v.abs().max()))
+    assert float((actual.double() - exact).abs().max()) < 2 * STEPS[dtype] * size
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (8, 1), (6, 3), (1, 1)])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_query_heads_look_at_the_keys_that_they_share(tokens: int, heads: int, shared: int) -> None:
+    q, k, v = _operands(tokens, tokens + 4, torch.float32, heads, shared, size=24)
+    torch.testing.assert_close(
+        attention(q, k, v, None).double(), _attended(q, k, v, None), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17, 130])
+def test_a_hidden_key_weighs_nothing_whatever_it_is(tokens: int) -> None:
+    """Not even where its score or its value is as large as can be."""
+    window, context = 20, 200
+    q, k, v = _operands(tokens, context, torch.float32)
+    expected = attention(q, k, v, window)
+    seen = context - tokens - window + 1
+    k, v = k.clone(), v.clone()
+    k[:, :seen], v[:, :seen] = 1e4, -1e30
+    assert torch.equal(attention(q, k, v, window), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 17, 130])
+def test_attention_leaves_its_operands_as_they_were(tokens: int) -> None:
+    operands = _operands(tokens, tokens + 2, torch.float32)
+    before = [x.clone() for x in operands]
+    attention(*operands, None)
+    for x, same in zip(operands, before, strict=True):
+        assert torch.equal(x, same)
+
+
+@pytest.mark.parametrize("dtype", STEPS)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_scores_that_overflow_half_precision_are_no_trouble(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    """A sum of 16 products of 300 by 300 is 1.4 million, of which float16 has none."""
+    q = torch.full((tokens, 2, 16), 300.0, dtype=dtype)
+    k = torch.full((1, tokens + 5, 16), 300.0, dtype=dtype)
+    v = torch.full((1, tokens + 5, 16), 0.5, dtype=dtype)
+    assert torch.equal(attention(q, k, v, None), torch.full((tokens, 32), 0.5, dtype=dtype))
+
+
+def test_residual_is_a_sum_in_place() -> None:
+    h, y = _random(3, 5), _random(3, 5, seed=1)
+    expected = h + y
+    total = residual(h, y)
+    assert total is h
+    assert torch.equal(h, expected)
+
+
+@pytest.mark.parametrize("dtype", STEPS)
+def test_rope_leaves_what_it_rotates_as_it_was(dtype: torch.dtype) -> None:
+    """Queries and keys are views of one product."""
+    product = _random(4, 2 * 16).to(dtype)
+    before = product.clone()
+    x = product[:, :16].view(4, 2, 8)
+    cos, sin = (table.to(dtype) for table in _cos_sin(_random(4, 4, seed=1)))
+    actual = apply_rope(x, cos, sin)
+    assert torch.equal(product, before)
+    assert actual.dtype == dtype
+    exact = apply_rope(x.double(), cos.double(), sin.double())
+    assert float((actual.double() - exact).abs().max()) < 4 * max(STEPS[dtype], 2e-7)

@@ -205,7 +205,7 @@ class ConfusedChannel(LoopbackChannel):
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """Answer with something else."""
         output = from_torch(torch.ones(1))
-        return Exchange(TensorReply(output=output), 0, 0, 0, 0, 0, None)
+        return Exchange(TensorReply(output=output), 0, 0, 0, 0, 0, None, 0)
 
 
 def test_a_reply_that_is_no_init_reply_is_refused(saved_model: Models) -> None:

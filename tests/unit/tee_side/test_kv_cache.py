@@ -73,3 +73,79 @@ def test_a_full_cache_refuses_more_rows(config: ModelConfig, rows: int) -> None:
 def test_more_than_the_machine_has_is_refused(config: ModelConfig) -> None:
     with pytest.raises(PromptError, match="no memory for 1000000000000 tokens"):
         KVCache(config, 10**12, torch.float32)
+
+
+# ---------------------------------------------------------------- parts of one step in a row
+
+
+def test_rows_behind_others_of_the_same_step_stand_behind_them(config: ModelConfig) -> None:
+    """As a step that is cut in two does it: layer by layer, the later part behind the earlier."""
+    cut, whole = (KVCache(config, 10, torch.float32) for _ in range(2))
+    for cache in (cut, whole):
+        for layer in range(3):
+            cache.append(layer, _rows(2, 9), _rows(2, 9))
+        cache.commit(2)
+    rows = _rows(5, 0)
+    for layer in range(3):
+        expected = whole.append(layer, rows + layer, -rows)
+        first = cut.append(layer, rows[:3] + layer, -rows[:3])
+        assert all(torch.equal(f, e[:, :5]) for f, e in zip(first, expected, strict=True))
+        second = cut.append(layer, rows[3:] + layer, -rows[3:], behind=3)
+        assert all(torch.equal(s, e) for s, e in zip(second, expected, strict=True))
+    assert cut.length == 2
+    cut.commit(5)
+    keys, _ = cut.append(1, _rows(1, 3), _rows(1, 3))
+    assert torch.equal(keys[:, 2:7], (rows + 1).transpose(0, 1))
+
+
+def test_what_the_earlier_part_sees_does_not_change_when_the_later_is_written(
+    config: ModelConfig,
+) -> None:
+    cache = KVCache(config, 10, torch.float32)
+    keys, values = cache.append(0, _rows(3, 0), _rows(3, 1))
+    before = keys.clone(), values.clone()
+    cache.append(0, _rows(4, 2), _rows(4, 3), behind=3)
+    assert torch.equal(keys, before[0])
+    assert torch.equal(values, before[1])
+
+
+def test_rows_behind_others_that_are_not_there_yet_are_refused(config: ModelConfig) -> None:
+    """Per layer: it would look at keys that nobody has written, which look like any others."""
+    cache = KVCache(config, 10, torch.float32)
+    with pytest.raises(IndexError, match="behind 3 others, expected at most 0"):
+        cache.append(0, _rows(1, 0), _rows(1, 0), behind=3)
+    cache.append(0, _rows(3, 0), _rows(3, 0))
+    with pytest.raises(IndexError, match="behind 3 others, expected at most 0"):
+        cache.append(1, _rows(1, 0), _rows(1, 0), behind=3)
+    with pytest.raises(IndexError, match="behind 4 others, expected at most 3"):
+        cache.append(0, _rows(1, 0), _rows(1, 0), behind=4)
+    cache.append(0, _rows(1, 0), _rows(1, 0), behind=3)
+
+
+def test_what_was_committed_is_nothing_to_stand_behind(config: ModelConfig) -> None:
+    cache = KVCache(config, 10, torch.float32)
+    for layer in range(3):
+        cache.append(layer, _rows(3, 0), _rows(3, 0))
+    cache.commit(3)
+    with pytest.raises(IndexError, match="behind 1 others, expected at most 0"):
+        cache.append(0, _rows(1, 0), _rows(1, 0), behind=1)
+
+
+def test_a_step_that_is_repeated_stands_behind_its_own_rows(config: ModelConfig) -> None:
+    cache = KVCache(config, 10, torch.float32)
+    cache.append(0, _rows(3, 0), _rows(3, 0))
+    cache.append(0, _rows(4, 1), _rows(4, 1), behind=3)
+    # It failed. Repeated, its first part is shorter, and what is behind it is the old step's.
+    cache.append(0, _rows(2, 2), _rows(2, 2))
+    with pytest.raises(IndexError, match="behind 3 others, expected at most 2"):
+        cache.append(0, _rows(1, 3), _rows(1, 3), behind=3)
+    keys, _ = cache.append(0, _rows(1, 3), _rows(1, 3), behind=2)
+    assert torch.equal(keys, torch.cat((_rows(2, 2), _rows(1, 3))).transpose(0, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_full_cache_refuses_rows_behind_others(config: ModelConfig, rows: int) -> None:
+    cache = KVCache(config, 4, torch.float32)
+    cache.append(0, _rows(4, 0), _rows(4, 0))
+    with pytest.raises(IndexError, match=f"got {4 + rows} tokens, expected at most 4"):
+        cache.append(0, _rows(rows, 1), _rows(rows, 1), behind=4)

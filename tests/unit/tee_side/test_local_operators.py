@@ -15,6 +15,7 @@ from protocol.model.identity import model_digest
 from protocol.model.quantized import load_quantized
 from tee_side.calibration import Calibration
 from tee_side.local_operators import LocalOperators, load_local_operators, sites_here
+from tee_side.overlap import run
 from tee_side.policy import Policy, load_policy
 from tee_side.sites import IntegerSites, load_biases
 from tee_side.vocabulary import OPERATORS
@@ -84,7 +85,7 @@ def test_weights_that_the_policy_sends_away_are_not_held(saved_model: Models) ->
         lambda: local.lm_head(torch.ones(1, 48)),
     ):
         with pytest.raises(LookupError, match="placed on the GPU"):
-            call()
+            run(call())
 
 
 @pytest.mark.parametrize("arithmetic", ["float", "int8"])
@@ -95,7 +96,7 @@ def test_a_tied_lm_head_may_stay_where_the_embedding_leaves(
     local = _local(model, _policy({"embedding": "gpu"}, arithmetic))
     h = torch.randn(4, 48)
     expected = h @ model.reference.get_input_embeddings().weight.t()
-    assert (local.lm_head(h) - expected).norm() < 0.02 * expected.norm()
+    assert (run(local.lm_head(h)) - expected).norm() < 0.02 * expected.norm()
 
 
 # ----------------------------------------------------------------------------- integers
@@ -121,7 +122,7 @@ def test_integers_are_those_of_int64_at_every_site(
         expected = exact.float() * (weights.scale * scales[layer, operator].input_scale)
         if (bias := biases.get((layer, operator))) is not None:
             expected = expected + bias
-        assert torch.equal(local.linear(layer, operator, x), expected)
+        assert torch.equal(run(local.linear(layer, operator, x)), expected)
 
 
 def test_the_integer_lm_head_is_close_to_the_float_one_at_any_size(saved_model: Models) -> None:
@@ -129,7 +130,7 @@ def test_the_integer_lm_head_is_close_to_the_float_one_at_any_size(saved_model: 
     local, weight = _local(model, _policy(arithmetic="int8")), model.reference.lm_head.weight
     h = torch.randn(7, 48) * torch.logspace(-20, 20, 7)[:, None]
     expected = (h.double() @ weight.double().t()).detach()
-    error = (local.lm_head(h).double() - expected).norm(dim=1) / expected.norm(dim=1)
+    error = (run(local.lm_head(h)).double() - expected).norm(dim=1) / expected.norm(dim=1)
     # Eight bits of weight and of input: about half a percent each.
     assert error.max() < 0.02
 
@@ -139,9 +140,9 @@ def test_a_row_of_logits_does_not_depend_on_its_neighbours(saved_model: Models) 
     h = torch.randn(6, 48)
     h[2] *= 1000
     h[3] = 0
-    together = local.lm_head(h)
+    together = run(local.lm_head(h))
     for row in range(6):
-        assert torch.equal(local.lm_head(h[row : row + 1])[0], together[row])
+        assert torch.equal(run(local.lm_head(h[row : row + 1]))[0], together[row])
     assert torch.equal(together[3], torch.zeros(320))
 
 
@@ -151,7 +152,7 @@ def test_logits_of_what_is_no_number_are_no_numbers(saved_model: Models, value: 
     local = _local(saved_model("llama"), _policy(arithmetic="int8"))
     h = torch.randn(2, 48)
     h[0, 7] = value
-    logits = local.lm_head(h)
+    logits = run(local.lm_head(h))
     assert not logits[0].isfinite().any()
     assert logits[1].isfinite().all()
 
@@ -160,8 +161,8 @@ def test_logits_of_what_is_no_number_are_no_numbers(saved_model: Models, value: 
 def test_outputs_are_in_the_models_dtype(saved_model: Models, arithmetic: str) -> None:
     local = _local(saved_model("qwen2"), _policy(arithmetic=arithmetic), torch.bfloat16)
     x = torch.randn(3, 48).bfloat16()
-    assert {part.dtype for part in local.qkv_proj(0, x)} == {torch.bfloat16}
-    assert local.lm_head(x).dtype == torch.bfloat16
+    assert run(local.qkv_proj(0, x)).dtype == torch.bfloat16
+    assert run(local.lm_head(x)).dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------------------- attention
@@ -173,15 +174,15 @@ def test_attention_products_are_those_of_the_operands(
     saved_model: Models, dtype: torch.dtype, context: int
 ) -> None:
     """Short contexts and long ones may take different ways; the result is rounded once."""
-    ops = assemble(saved_model("llama").directory).ops["decode"]
+    ops = assemble(saved_model("llama").directory).lanes[0]["decode"]
     q, k = torch.randn(2, 3, 16).to(dtype), torch.randn(2, context, 16).to(dtype)
-    scores = ops.attn_scores(0, q, k)
+    scores = run(ops.attn_scores(0, q, k))
     exact = q.double() @ k.double().mT
     assert scores.dtype == dtype
     # One rounding to half precision, or one a product to float32.
     step = max(torch.finfo(dtype).eps, 1e-5)
     assert ((scores.double() - exact).abs() <= step * exact.abs().clamp(min=1)).all()
-    values = ops.attn_values(0, scores.softmax(-1), k)
+    values = run(ops.attn_values(0, scores.softmax(-1), k))
     assert values.dtype == dtype
     assert values.shape == (2, 3, 16)
     exact = scores.softmax(-1).double() @ k.double()

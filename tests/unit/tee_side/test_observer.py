@@ -11,7 +11,7 @@ from protocol.messages import TensorReply, Timing
 from protocol.tensors import WireTensor
 from tee_side.observer import OperatorTable, OperatorTotals
 from tee_side.policy import load_policy
-from tee_side.vocabulary import LAYERLESS, OPERATORS, is_linear
+from tee_side.vocabulary import LAYERLESS, LIGHT_OPERATORS, OPERATORS, PRODUCTS, is_linear
 from tests.support import POLICIES, SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -25,10 +25,14 @@ def test_a_forward_pass_is_counted_per_operator_and_place(saved_model: Models, n
     tee = assemble(saved_model("llama").directory, policy, observer=table)
     tee.logits(token_ids(8), chunk=4)
     rpcs_a_call = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
+    fused = not policy.on_gpu("attn_scores")
     for operator in OPERATORS:
         totals = table.totals[operator]
         assert totals.place == policy.at(operator, 0, "decode").place
-        assert totals.calls == (2 if operator in ("embedding", "lm_head") else 6)
+        if operator in PRODUCTS and fused:
+            assert totals.calls == 0
+            continue
+        assert totals.calls == (2 if operator in LAYERLESS else 6)
         trips = totals.calls * rpcs_a_call.get(operator, 1) if policy.on_gpu(operator) else 0
         assert totals.round_trips == trips
         assert (totals.bytes_sent > 0) == (totals.bytes_received > 0) == (trips > 0)
@@ -38,7 +42,15 @@ def test_a_forward_pass_is_counted_per_operator_and_place(saved_model: Models, n
             2000 * trips,
             4000 * trips,
         )
-        assert totals.total_ns > 0
+        assert totals.tee_ns > 0
+    # Two norms a layer and the last one; attention whole or its softmax.
+    counts = {"rms_norm": 14, "rope": 6, "residual": 12, "kv_cache": 6, "silu_mul": 6}
+    counts |= {"attention": 6 * fused, "softmax": 6 * (not fused), "sample": 0}
+    light = {operator: table.totals[operator] for operator in LIGHT_OPERATORS}
+    assert {operator: totals.calls for operator, totals in light.items()} == counts
+    for totals in light.values():
+        assert (totals.place, totals.round_trips) == ("tee", 0)
+        assert (totals.tee_ns > 0) == (totals.calls > 0)
 
 
 def test_the_table_and_the_channel_agree_on_the_traffic(saved_model: Models) -> None:
@@ -59,24 +71,42 @@ def test_an_observer_does_not_change_the_result(saved_model: Models) -> None:
     assert observed.tolist() == assemble(directory, "tsqp").logits(ids).tolist()
 
 
+def test_a_sampled_token_is_counted_where_it_is_chosen(saved_model: Models) -> None:
+    table = OperatorTable()
+    saved_model("llama").tee("tsqp", observer=table).greedy(token_ids(3), 5)
+    assert table.totals["sample"].calls == 5
+    assert table.totals["sample"].tee_ns > 0
+
+
 def test_an_exchange_without_timing_counts_as_wire(saved_model: Models) -> None:
     table = OperatorTable()
-    table.exchanges("o_proj", [Exchange(REPLY, 10, 20, 1, 5000, 2, None)])
+    table.exchanged("o_proj", 0, [Exchange(REPLY, 10, 20, 1, 5000, 2, None, 0)])
     timing = Timing(queue_us=1, compute_us=1)
-    table.exchanges("o_proj", [Exchange(REPLY, 1, 2, 1, 3000, 2, timing)])
+    table.exchanged("o_proj", 1, [Exchange(REPLY, 1, 2, 1, 3000, 2, timing, 0)])
     totals = table.totals["o_proj"]
     assert (totals.bytes_sent, totals.bytes_received) == (11, 22)
     assert (totals.queue_ns, totals.gpu_ns, totals.wire_ns) == (1000, 1000, 6000)
 
 
 def test_a_claim_of_more_time_than_the_round_trip_took_gives_no_negative_time() -> None:
-    totals = OperatorTotals(round_trip_ns=1000, gpu_ns=9000, total_ns=500)
+    totals = OperatorTotals(round_trip_ns=1000, queue_ns=500, gpu_ns=9000)
     assert totals.wire_ns == 0
-    assert totals.tee_ns == 0
 
 
-def test_time_in_the_tee_is_what_is_left_of_the_total() -> None:
-    assert OperatorTotals(round_trip_ns=1000, total_ns=1500).tee_ns == 500
+def test_time_in_the_tee_is_that_of_its_stages_and_of_encoding_and_decoding() -> None:
+    table = OperatorTable()
+    table.spent("o_proj", 0, "mask", 1000, 1070)
+    table.spent("o_proj", 2, "unmask", 5000, 5005)
+    table.exchanged("o_proj", 0, [Exchange(REPLY, 1, 2, 100, 3000, 2000, None, 0)] * 2)
+    assert table.totals["o_proj"].tee_ns == 70 + 5 + 2 * (100 + 2000)
+    assert table.totals["down_proj"].tee_ns == 0
+
+
+def test_micro_batches_are_counted_together() -> None:
+    table = OperatorTable()
+    for index in range(2):
+        table.lane(index).called("rope", 0, "tee")
+    assert table.totals["rope"].calls == 2
 
 
 def test_round_trips_are_those_of_the_phase_that_leaves(saved_model: Models) -> None:
@@ -85,16 +115,16 @@ def test_round_trips_are_those_of_the_phase_that_leaves(saved_model: Models) -> 
     tee.greedy(token_ids(7), 4)
     for operator in OPERATORS:
         totals, layers = table.totals[operator], 1 if operator in LAYERLESS else 3
-        assert totals.calls == 4 * layers
+        assert totals.calls == (0 if operator in PRODUCTS else 4 * layers)
         # One prefill step in the TEE, three decode steps out of it.
         assert totals.round_trips == (3 * layers if is_linear(operator) else 0)
 
 
 def test_round_trips_side_by_side_take_as_long_as_the_slowest() -> None:
     table = OperatorTable()
-    fast = Exchange(REPLY, 10, 20, 1, 3000, 2, Timing(queue_us=0, compute_us=2))
-    slow = Exchange(REPLY, 1, 2, 1, 5000, 2, Timing(queue_us=1, compute_us=1))
-    table.exchanges("o_proj", [fast, slow])
+    fast = Exchange(REPLY, 10, 20, 1, 3000, 2, Timing(queue_us=0, compute_us=2), 0)
+    slow = Exchange(REPLY, 1, 2, 1, 5000, 2, Timing(queue_us=1, compute_us=1), 0)
+    table.exchanged("o_proj", 0, [fast, slow])
     totals = table.totals["o_proj"]
     assert (totals.round_trips, totals.bytes_sent, totals.bytes_received) == (2, 11, 22)
     assert (totals.round_trip_ns, totals.queue_ns, totals.gpu_ns) == (5000, 1000, 1000)
@@ -102,7 +132,8 @@ def test_round_trips_side_by_side_take_as_long_as_the_slowest() -> None:
 
 def test_an_operator_in_both_places_says_so() -> None:
     table = OperatorTable()
-    table.operator("o_proj", "tee", 1)
-    assert table.totals["o_proj"].place == "tee"
-    table.operator("o_proj", "gpu", 1)
-    assert table.totals["o_proj"].place == "both"
+    for place, said in (("tee", "tee"), ("gpu", "both"), ("gpu", "both")):
+        table.called("o_proj", 0, place)
+        assert table.totals["o_proj"].place == said
+    table.called("down_proj", 0, "gpu")
+    assert table.totals["down_proj"].place == "gpu"

@@ -8,12 +8,15 @@ from typing import Any, cast
 import pytest
 
 from protocol.channel import Exchange
+from tee_side.light import LightOperators
 from tee_side.masks.mask import Mask
 from tee_side.masks.pad import Pad
 from tee_side.masks.row_permutation import RowPermutation
-from tee_side.operators import Operators, place
+from tee_side.observer import AnyOperator, Observer
+from tee_side.operators import Operators, PlacedOperators, place
+from tee_side.overlap import run
 from tee_side.policy import Policy
-from tee_side.vocabulary import LAYERLESS, OPERATORS, PHASES, Operator, Phase, Place
+from tee_side.vocabulary import LAYERLESS, OPERATORS, PHASES, Operator, Phase, Place, TeeStage
 
 LAYERS = 4
 
@@ -24,7 +27,7 @@ class Table:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _say(self, operator: str, *arguments: Any) -> tuple[Any, ...]:
+    async def _say(self, operator: str, *arguments: Any) -> tuple[Any, ...]:
         return (self._name, operator, *arguments)
 
 
@@ -40,17 +43,36 @@ class Noted:
     """An observer that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Operator, Place]] = []
+        self.calls: list[tuple[AnyOperator, int | None, Place]] = []
+        self.spans: list[tuple[AnyOperator, int | None, TeeStage]] = []
 
-    def operator(self, operator: Operator, place: Place, elapsed_ns: int) -> None:
-        assert elapsed_ns >= 0
-        self.calls.append((operator, place))
+    def lane(self, index: int) -> Noted:
+        raise AssertionError("the lane is chosen by who places")
 
-    def exchanges(self, operator: Operator, exchanges: Sequence[Exchange]) -> None:
+    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
+        self.calls.append((operator, layer, place))
+
+    def spent(
+        self,
+        operator: AnyOperator,
+        layer: int | None,
+        stage: TeeStage,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        assert 0 < started_ns <= ended_ns
+        self.spans.append((operator, layer, stage))
+
+    def exchanged(
+        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
+    ) -> None:
         raise AssertionError("no exchange is made here")
 
 
-def _placed(operators: dict[str, Any], observer: Any = None) -> Any:
+LIGHT = LightOperators(1e-5)
+
+
+def _placed(operators: dict[str, Any], observer: Observer | None = None) -> PlacedOperators:
     policy = Policy.model_validate(
         {
             "name": "n",
@@ -65,12 +87,12 @@ def _placed(operators: dict[str, Any], observer: Any = None) -> Any:
         Pad(): cast(Operators, Table("pad")),
         RowPermutation(): cast(Operators, Table("row")),
     }
-    return place(policy, LAYERS, cast(Operators, Table("tee")), remote, observer)
+    return place(policy, LAYERS, cast(Operators, Table("tee")), remote, LIGHT, observer)
 
 
 def _called(table: Any, operator: str, layer: int = 0) -> str:
     arguments = ("x",) if operator in LAYERLESS else (layer, "x")
-    found = getattr(table, operator)(*arguments)
+    found = run(getattr(table, operator)(*arguments))
     assert found[1:] == (operator, *arguments)
     return str(found[0])
 
@@ -80,6 +102,7 @@ def test_without_layers_and_phases_there_is_one_table(phase: Phase) -> None:
     ops = _placed({"embedding": "gpu", "o_proj": {"place": "gpu", "mask": "pad"}})
     assert ops.one_table
     assert ops.prefill is ops.decode is ops[phase]
+    assert ops.light is LIGHT
     found = {operator: _called(ops[phase], operator) for operator in OPERATORS}
     assert found == dict.fromkeys(OPERATORS, "tee") | {"embedding": "clear", "o_proj": "pad"}
 
@@ -113,6 +136,7 @@ def test_phases_have_tables_of_their_own() -> None:
         }
     )
     assert not ops.one_table
+    assert ops.light is LIGHT
     found = {
         phase: [_called(ops[phase], "o_proj", layer) for layer in range(LAYERS)] for phase in PHASES
     }
@@ -120,7 +144,8 @@ def test_phases_have_tables_of_their_own() -> None:
     assert {_called(ops[phase], "attn_scores") for phase in PHASES} == {"row"}
 
 
-def test_an_observer_is_told_the_place_of_every_call() -> None:
+def test_an_observer_is_told_of_what_runs_in_the_tee() -> None:
+    """What leaves tells it by itself, with the stages that only it knows."""
     noted = Noted()
     ops = _placed(
         {"down_proj": [{"place": "tee", "layers": 0}, {"place": "gpu", "layers": "1-"}]}, noted
@@ -128,12 +153,54 @@ def test_an_observer_is_told_the_place_of_every_call() -> None:
     for layer in range(3):
         _called(ops["decode"], "down_proj", layer)
     _called(ops["decode"], "lm_head")
-    assert noted.calls == [
-        ("down_proj", "tee"),
-        ("down_proj", "gpu"),
-        ("down_proj", "gpu"),
-        ("lm_head", "tee"),
-    ]
+    assert noted.calls == [("down_proj", 0, "tee"), ("lm_head", None, "tee")]
+    assert noted.spans == noted.calls
+
+
+def test_without_an_observer_the_table_holds_the_methods_themselves() -> None:
+    local = Table("tee")
+    policy = Policy.model_validate(
+        {"name": "n", "summary": "s", "operators": dict.fromkeys(OPERATORS, "tee")}
+    )
+    table = place(policy, LAYERS, cast(Operators, local), {}, LIGHT)["decode"]
+    assert [getattr(table, operator).__self__ for operator in OPERATORS] == [local] * 8
+
+
+@pytest.mark.parametrize(
+    ("products", "stays"),
+    [
+        ({}, [True, True, True, True]),
+        ({"attn_scores": "gpu"}, [False, False, False, False]),
+        ({"attn_values": "gpu"}, [False, False, False, False]),
+        (
+            {
+                "attn_scores": [{"place": "gpu", "layers": 0}, {"place": "tee", "layers": "1-"}],
+                "attn_values": [{"place": "tee", "layers": "0-2"}, {"place": "gpu", "layers": 3}],
+            },
+            [False, True, True, False],
+        ),
+    ],
+)
+def test_attention_stays_in_a_layer_that_keeps_both_of_its_products(
+    products: dict[str, Any], stays: list[bool]
+) -> None:
+    table = _placed(products)["decode"]
+    assert [table.attention_stays(layer) for layer in range(LAYERS)] == stays
+
+
+def test_attention_may_stay_in_one_phase_only() -> None:
+    ops = _placed(
+        {
+            "attn_values": [
+                {"place": "tee", "phase": "prefill"},
+                {"place": "gpu", "phase": "decode"},
+            ]
+        }
+    )
+    assert {phase: ops[phase].attention_stays(1) for phase in PHASES} == {
+        "prefill": True,
+        "decode": False,
+    }
 
 
 def test_a_placement_that_nothing_was_made_for_is_a_mistake_of_the_caller() -> None:

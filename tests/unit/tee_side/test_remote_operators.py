@@ -36,6 +36,7 @@ from tee_side.masks.mask import Mask, Masked, RowMask
 from tee_side.masks.row_mix import RowMix
 from tee_side.masks.row_permutation import RowPermutation
 from tee_side.masks.shares import Shares
+from tee_side.overlap import run
 from tee_side.randomness import Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sampling import SamplingSettings
@@ -50,7 +51,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 # Inputs of every operator for the model of `tests.support.SIZES`, and the shapes that come back.
 ARGUMENTS: dict[Operator, tuple[tuple[int | torch.Tensor, ...], list[tuple[int, ...]]]] = {
     "embedding": ((torch.tensor([1, 2, 3]),), [(3, 48)]),
-    "qkv_proj": ((0, torch.ones(3, 48)), [(3, 96), (3, 32), (3, 32)]),
+    "qkv_proj": ((0, torch.ones(3, 48)), [(3, 96 + 32 + 32)]),
     "attn_scores": ((0, torch.ones(2, 9, 16), torch.ones(2, 5, 16)), [(2, 9, 5)]),
     "attn_values": ((0, torch.ones(2, 9, 5), torch.ones(2, 5, 16)), [(2, 9, 16)]),
     "o_proj": ((0, torch.ones(3, 96)), [(3, 48)]),
@@ -100,8 +101,14 @@ def _call(
     model: SavedModel, operator: Operator, channel: LoopbackChannel, alone: bool
 ) -> list[torch.Tensor]:
     remote = _clear(model, channel, one_rpc_per_module=alone)
-    result = getattr(remote, operator)(*ARGUMENTS[operator][0])
+    result = run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
     return list(result) if isinstance(result, tuple) else [result]
+
+
+def _here(model: SavedModel, operator: Operator, arguments: tuple[Any, ...]) -> Any:
+    """Return what the TEE itself computes."""
+    (lane,) = assemble(model.directory).lanes
+    return run(getattr(lane["decode"], operator)(*arguments))
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -111,7 +118,7 @@ def test_every_operator_returns_what_the_tee_itself_computes(
 ) -> None:
     model = saved_model("llama")
     outputs = _call(model, operator, LoopbackChannel(model.directory), alone)
-    local = getattr(assemble(model.directory).ops["decode"], operator)(*ARGUMENTS[operator][0])
+    local = _here(model, operator, ARGUMENTS[operator][0])
     expected = list(local) if isinstance(local, tuple) else [local]
     assert [tuple(output.shape) for output in outputs] == ARGUMENTS[operator][1]
     for output, same in zip(outputs, expected, strict=True):
@@ -149,7 +156,7 @@ def test_a_request_that_the_service_refuses_is_a_service_error(saved_model: Mode
     model = saved_model("llama")
     remote = _clear(model, LoopbackChannel(model.directory))
     with pytest.raises(ServiceError) as caught:
-        remote.o_proj(99, torch.ones(3, 96))
+        run(remote.o_proj(99, torch.ones(3, 96)))
     assert caught.value.code is ErrorCode.INVALID_FIELD
     assert not caught.value.retryable
 
@@ -229,11 +236,12 @@ def test_in_the_clear_the_service_adds_biases_and_under_a_mask_it_must_not(
     model = saved_model("qwen2")
     x = torch.randn(3, 48)
     clear, masked = (LoopbackChannel(model.directory) for _ in range(2))
-    whole = _remote(model, [clear], None).linear(0, "qkv_proj", x)
+    whole = run(_remote(model, [clear], None).linear(0, "qkv_proj", x))
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     biases = load_biases(checkpoint, config, ["qkv_proj"], torch.float32)
     remote = _remote(model, [masked], RowMix(), sites=FloatSites(biases))
-    torch.testing.assert_close(remote.linear(0, "qkv_proj", x), whole, rtol=0, atol=1e-4)
+    found = run(remote.linear(0, "qkv_proj", x))
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-4)
     assert [r.bias for r in masked.requests if isinstance(r, LinearRequest)] == [False]
     assert [r.bias for r in clear.requests if isinstance(r, LinearRequest)] == [True]
 
@@ -244,7 +252,7 @@ def test_integers_are_asked_for_as_ring_elements(saved_model: Models, alone: boo
     channel = LoopbackChannel(model.directory)
     remote = _remote(model, [channel], None, sites=OneSite(torch.int32), one_rpc_per_module=alone)
     x = torch.arange(2 * 48.0).reshape(2, 48)
-    found = remote.linear(1, "qkv_proj", x)
+    found = run(remote.linear(1, "qkv_proj", x))
     weights = load_quantized(
         Checkpoint(model.directory), read_config(model.directory), 1, "qkv_proj"
     )
@@ -263,7 +271,7 @@ def test_ring_replies_of_another_shape_or_dtype_are_refused(
         channels[failing] = ChangingChannel(model.directory, changes[change])
         remote = _remote(model, channels, Shares(), sites=OneSite(torch.int32))
         with pytest.raises(ReplyError) as caught:
-            remote.linear(0, "o_proj", torch.ones(2, 96))
+            run(remote.linear(0, "o_proj", torch.ones(2, 96)))
         assert caught.value.expected == "int32 [2, 48]"
         assert not any(channel.pending for channel in channels)
 
@@ -281,17 +289,9 @@ def test_both_services_are_asked_before_either_is_waited_for(saved_model: Models
             return super().wait(request_id)
 
     channels: list[LoopbackChannel] = [Ordered(model.directory) for _ in range(2)]
-    seen: list[tuple[Operator, int]] = []
-    remote = _remote(
-        model,
-        channels,
-        Shares(),
-        sites=OneSite(torch.int32),
-        on_exchanges=lambda operator, exchanges: seen.append((operator, len(exchanges))),
-    )
-    remote.linear(0, "o_proj", torch.ones(1, 96))
+    remote = _remote(model, channels, Shares(), sites=OneSite(torch.int32))
+    run(remote.linear(0, "o_proj", torch.ones(1, 96)))
     assert order == ["submit", "submit", "wait", "wait"]
-    assert seen == [("o_proj", 2)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -315,7 +315,7 @@ def test_where_one_service_fails_the_other_is_not_waited_for(
     channels[failing] = Broken(model.directory)
     remote = _remote(model, channels, Shares(), sites=OneSite(torch.int32))
     with pytest.raises(DeadlineExceededError):
-        remote.linear(0, "o_proj", torch.ones(1, 96))
+        run(remote.linear(0, "o_proj", torch.ones(1, 96)))
     assert [channel.pending for channel in channels] == [0, 0]
 
 
@@ -324,7 +324,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
     channel = LoopbackChannel(model.directory)
 
     class Here:
-        def linear(self, layer: int, operator: str, x_TI: torch.Tensor) -> torch.Tensor:
+        async def linear(self, layer: int, operator: str, x_TI: torch.Tensor) -> torch.Tensor:
             return torch.full((len(x_TI), 48), float(layer))
 
     settings: dict[str, Any] = {"sites": OneSite(torch.int32)}
@@ -336,7 +336,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         without_factors=Here(),  # type: ignore[arg-type]
         **settings,
     )
-    assert torch.equal(remote.o_proj(2, torch.ones(3, 96)), torch.full((3, 48), 2.0))
+    assert torch.equal(run(remote.o_proj(2, torch.ones(3, 96))), torch.full((3, 48), 2.0))
     assert not channel.requests
     alone = RemoteOperators(
         [channel],
@@ -346,7 +346,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         **settings,
     )
     with pytest.raises(LookupError, match="no unmasking factors"):
-        alone.o_proj(2, torch.ones(3, 96))
+        run(alone.o_proj(2, torch.ones(3, 96)))
     assert not channel.requests
 
 
@@ -368,8 +368,8 @@ def test_every_operator_under_a_row_mask_is_what_it_is_without(
         torch.randn(a.shape) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in ARGUMENTS[operator][0]
     )
-    found = getattr(remote, operator)(*arguments)
-    local = getattr(assemble(model.directory).ops["decode"], operator)(*arguments)
+    found = run(getattr(remote, operator)(*arguments))
+    local = _here(model, operator, arguments)
     for output, same in zip(
         found if isinstance(found, tuple) else [found],
         local if isinstance(local, tuple) else [local],
@@ -391,7 +391,7 @@ def test_a_reply_with_the_plain_number_of_rows_is_refused_under_dummy_rows(
     channel = ChangingChannel(model.directory, lambda output: output[:3])
     remote = _remote(model, [channel], RowPermutation(dummy_rows=3), sites=FloatSites({}))
     with pytest.raises(ReplyError, match=r"got float32 \[3, 48\], expected float32 \[6, 48\]"):
-        remote.o_proj(0, torch.ones(3, 96))
+        run(remote.o_proj(0, torch.ones(3, 96)))
 
 
 @pytest.mark.parametrize(
@@ -422,4 +422,4 @@ def test_a_mask_that_is_wrong_is_named_with_its_operator(
         mask_name="mask mine",
     )
     with pytest.raises(MaskError, match=f"mask mine: o_proj: {said}"):
-        remote.o_proj(0, torch.ones(3, 96))
+        run(remote.o_proj(0, torch.ones(3, 96)))

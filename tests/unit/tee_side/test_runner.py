@@ -129,11 +129,11 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     held: dict[str, Path] = {}
 
     class Connected(LoopbackChannel):
-        def __init__(self, endpoint: str, *, timeout_s: float, max_message_bytes: int) -> None:
+        def __init__(self, endpoint: str, **_settings: object) -> None:
             super().__init__(held[endpoint])
             self.endpoint = endpoint
 
-    monkeypatch.setattr("tee_side.runner.ZmqChannel", Connected)
+    monkeypatch.setattr("tee_side.runner.open_channel", Connected)
     return held
 
 
@@ -315,6 +315,24 @@ def test_an_observer_sees_operators_and_exchanges_of_both_services(
     # Three layers, six steps, two services.
     assert trips["o_proj"] == 2 * table.totals["o_proj"].calls == 2 * 3 * 6
     assert trips["embedding"] == trips["attn_scores"] == trips["lm_head"] == 0
+
+
+@pytest.mark.parametrize("policy", ["two-server", "shielded-prefill"])
+def test_micro_batches_are_another_way_to_the_same_tokens(
+    saved_model: Models, loopback: dict[str, Path], policy: str
+) -> None:
+    one = _offloading(saved_model("llama"), policy, loopback)
+    results = []
+    for settings_ in (one, replace(one, micro_batches=2)):
+        with Runner(settings_) as runner:
+            prompt = [1 + number % 7 for number in range(20)]
+            generation = runner.generate(prompt, max_new_tokens=4, with_text=False)
+            list(generation)
+            results.append(generation.result())
+    assert results[0].token_ids == results[1].token_ids
+    # The prompt twice as often; a single token is not cut.
+    trips = [result.rpc.count for result in results]
+    assert trips[1] == trips[0] + 4 * 3 * (2 if policy == "two-server" else 1)
 
 
 def test_closing_lets_go_of_services_and_pads(

@@ -20,6 +20,7 @@ from tee_side.pads.source import (
     BATCH_TOKENS,
     FIRST_BATCH_TOKENS,
     IDLE_BATCH_TOKENS,
+    PadLane,
     Pads,
     WhenOut,
 )
@@ -95,8 +96,8 @@ def _pads(
     return source, spy, made
 
 
-def _step(pads: Pads, rows: int) -> list[Factors | None]:
-    return [pads.draw(layer, operator, rows) for layer, operator in SITES]
+def _step(lane: PadLane, rows: int) -> list[Factors | None]:
+    return [lane.draw(layer, operator, rows) for layer, operator in SITES]
 
 
 # ---------------------------------------------------------------------------------- one step
@@ -104,7 +105,8 @@ def _step(pads: Pads, rows: int) -> list[Factors | None]:
 
 def test_the_operators_of_a_step_share_indices_and_get_factors_of_their_own() -> None:
     pads, store, _ = _pads(8)
-    found = _step(pads, 3)
+    lane = pads.lane()
+    found = _step(lane, 3)
     assert store.taken == [range(3)]
     assert sorted(store.read) == [(i, site.number) for i in range(3) for site in LAYOUT.sites]
     for site, factors in zip(LAYOUT.sites, found, strict=True):
@@ -116,39 +118,43 @@ def test_the_operators_of_a_step_share_indices_and_get_factors_of_their_own() ->
 
 def test_the_next_step_gets_new_indices() -> None:
     pads, store, _ = _pads(8)
+    lane = pads.lane()
     for rows in (2, 2, 3):
-        _step(pads, rows)
+        _step(lane, rows)
     assert store.taken == [range(2), range(2, 4), range(4, 7)]
     assert len(store.read) == len(set(store.read)) == 14
 
 
 def test_a_step_of_another_size_gets_new_indices_even_if_the_last_one_was_not_finished() -> None:
     pads, store, _ = _pads(8)
-    pads.draw(*FIRST, 2)
-    pads.draw(*SECOND, 3)
+    lane = pads.lane()
+    lane.draw(*FIRST, 2)
+    lane.draw(*SECOND, 3)
     assert store.taken == [range(2), range(2, 5)]
 
 
 def test_a_step_that_is_repeated_gets_new_indices_and_the_old_ones_are_released() -> None:
     pads, store, _ = _pads(8)
-    first = pads.draw(*FIRST, 2)
-    again = pads.draw(*FIRST, 2)
+    lane = pads.lane()
+    first = lane.draw(*FIRST, 2)
+    again = lane.draw(*FIRST, 2)
     assert first is not None
     assert again is not None
     assert store.taken == [range(2), range(2, 4)]
     assert store.released == [range(2)]
     assert not torch.equal(first.r, again.r)
     # What was not used of the first two is gone, too: the second operator goes on with the new.
-    second = pads.draw(*SECOND, 2)
+    second = lane.draw(*SECOND, 2)
     assert second is not None
     assert torch.equal(second.r, store.r(range(2, 4), 1))
 
 
 def test_released_pads_make_room_for_new_ones() -> None:
     pads, store, _ = _pads(12, capacity=12)
-    pads.draw(*FIRST, 11)
+    lane = pads.lane()
+    lane.draw(*FIRST, 11)
     assert store.room == 0
-    pads.draw(*FIRST, 1)
+    lane.draw(*FIRST, 1)
     assert store.room >= 11
 
 
@@ -156,13 +162,14 @@ def test_released_pads_make_room_for_new_ones() -> None:
 def test_no_pad_is_handed_out_twice_however_steps_fail(rows: tuple[int, int]) -> None:
     """All beginnings of a step, in all orders of three, of sizes that are read ahead or not."""
     pads, _, _ = _pads(16, "wait", capacity=16)
+    lane = pads.lane()
     handed: list[tuple[int, bytes]] = []
     for count in (*rows, *rows):
         for first in (0, 1, 2):
             for second in (0, 1, 2):
                 for operators in (SITES[:first], SITES[:second], SITES):
                     for layer, operator in operators:
-                        factors = pads.draw(layer, operator, count)
+                        factors = lane.draw(layer, operator, count)
                         assert factors is not None
                         # Eight bytes of a word each: equal ones are a coincidence of 2^-64.
                         handed += [(layer, row.numpy().tobytes()) for row in factors.r]
@@ -172,7 +179,8 @@ def test_no_pad_is_handed_out_twice_however_steps_fail(rows: tuple[int, int]) ->
 def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is left of the step before nor half of the new one is handed out afterwards."""
     pads, store, _ = _pads(8)
-    pads.draw(*FIRST, 1)
+    lane = pads.lane()
+    lane.draw(*FIRST, 1)
 
     def tampered(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise PadBankError("bank", got="another record than was written", expected="its tag")
@@ -180,8 +188,8 @@ def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(store, "factors", tampered)
         with pytest.raises(PadBankError):
-            pads.draw(*FIRST, 1)
-    factors = pads.draw(*SECOND, 1)
+            lane.draw(*FIRST, 1)
+    factors = lane.draw(*SECOND, 1)
     assert factors is not None
     assert torch.equal(factors.r, store.r(range(2, 3), 1))
 
@@ -190,13 +198,14 @@ def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyP
 def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
     """Not even factors that were read ahead before the fork: the parent will send them."""
     pads, store, _ = _pads(12)
-    pads.draw(*FIRST, rows)
+    lane = pads.lane()
+    lane.draw(*FIRST, rows)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         outcome = b"drawn"
         try:
-            pads.draw(*SECOND, rows)
+            lane.draw(*SECOND, rows)
         except RuntimeError as error:
             outcome = str(error).encode()
         finally:
@@ -207,22 +216,24 @@ def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
     os.close(reader)
     assert os.waitpid(child, 0)[1] == 0
     assert b"copied by fork" in told
-    factors = pads.draw(*SECOND, rows)
+    factors = lane.draw(*SECOND, rows)
     assert factors is not None
     assert torch.equal(factors.r, store.r(range(rows), 1))
 
 
 def test_a_closed_store_ends_the_step_even_where_it_was_read_ahead() -> None:
     pads, store, _ = _pads(2)
-    pads.draw(*FIRST, 1)
+    lane = pads.lane()
+    lane.draw(*FIRST, 1)
     store.close()
     with pytest.raises(RuntimeError, match="closed store"):
-        pads.draw(*SECOND, 1)
+        lane.draw(*SECOND, 1)
 
 
 def test_factors_do_not_show_in_messages() -> None:
     pads, _, _ = _pads(1)
-    factors = pads.draw(*FIRST, 1)
+    lane = pads.lane()
+    factors = lane.draw(*FIRST, 1)
     assert factors is not None
     for value in (*factors.r.flatten().tolist(), *factors.u.flatten().tolist()):
         assert str(value) not in repr(factors)
@@ -234,8 +245,9 @@ def test_factors_do_not_show_in_messages() -> None:
 
 def test_fail_raises_with_what_is_left_and_what_is_needed() -> None:
     pads, store, maker = _pads(2, "fail")
+    lane = pads.lane()
     with pytest.raises(PadsExhaustedError) as caught:
-        pads.draw(*FIRST, 3)
+        lane.draw(*FIRST, 3)
     assert caught.value.got == "2 left"
     assert caught.value.expected.startswith("3 (")
     assert "--when-out" in caught.value.expected
@@ -245,21 +257,23 @@ def test_fail_raises_with_what_is_left_and_what_is_needed() -> None:
 
 def test_after_a_failure_what_is_left_serves_a_smaller_step() -> None:
     pads, store, _ = _pads(2, "fail")
+    lane = pads.lane()
     with pytest.raises(PadsExhaustedError):
-        pads.draw(*FIRST, 3)
-    assert None not in _step(pads, 2)
+        lane.draw(*FIRST, 3)
+    assert None not in _step(lane, 2)
     assert store.taken == [range(2)]
 
 
 def test_a_failure_in_the_middle_leaves_no_half_step_behind() -> None:
     """A step that found no pads is over: none of its operators is left to the TEE instead."""
     pads, _, _ = _pads(1, "fail")
-    pads.draw(*FIRST, 1)
+    lane = pads.lane()
+    lane.draw(*FIRST, 1)
     with pytest.raises(PadsExhaustedError):
-        pads.draw(*FIRST, 1)
+        lane.draw(*FIRST, 1)
     # As in a policy whose phases send different operators.
     with pytest.raises(PadsExhaustedError):
-        pads.draw(*SECOND, 1)
+        lane.draw(*SECOND, 1)
 
 
 def test_a_maker_that_fails_leaves_no_half_step_behind() -> None:
@@ -268,49 +282,54 @@ def test_a_maker_that_fails_leaves_no_half_step_behind() -> None:
             raise ModelError("model", got="another one", expected="the same")
 
     pads, _, _ = _pads(1, "wait", maker=Broken())
-    pads.draw(*FIRST, 1)
+    lane = pads.lane()
+    lane.draw(*FIRST, 1)
     for operator in (FIRST, SECOND):
         with pytest.raises(ModelError):
-            pads.draw(*operator, 1)
+            lane.draw(*operator, 1)
 
 
 def test_tee_returns_none_for_the_whole_step_and_takes_nothing() -> None:
     pads, store, maker = _pads(2, "tee")
-    assert _step(pads, 3) == [None, None]
-    assert _step(pads, 3) == [None, None]
+    lane = pads.lane()
+    assert _step(lane, 3) == [None, None]
+    assert _step(lane, 3) == [None, None]
     assert (pads.in_tee, pads.waited) == (2, 0)
     assert (store.taken, maker.asked) == ([], [])
-    assert None not in _step(pads, 2)
-    assert _step(pads, 2) == [None, None]
+    assert None not in _step(lane, 2)
+    assert _step(lane, 2) == [None, None]
     assert pads.in_tee == 3
 
 
 def test_a_step_in_the_tee_stays_there_when_pads_come_meanwhile() -> None:
     pads, store, _ = _pads(0, "tee")
-    assert pads.draw(*FIRST, 1) is None
+    lane = pads.lane()
+    assert lane.draw(*FIRST, 1) is None
     fill(store._store, 4)
-    assert pads.draw(*SECOND, 1) is None
-    assert None not in _step(pads, 1)
+    assert lane.draw(*SECOND, 1) is None
+    assert None not in _step(lane, 1)
 
 
 def test_wait_makes_more_and_says_how_many_are_missing() -> None:
     told: list[int] = []
     pads, store, maker = _pads(2, "wait", capacity=16, on_wait=told.append)
-    assert None not in _step(pads, 5)
+    lane = pads.lane()
+    assert None not in _step(lane, 5)
     assert told == [3]
     # More than are missing: the next steps need some, too.
     assert maker.asked == [FIRST_BATCH_TOKENS]
     assert store.taken == [range(5)]
     assert (pads.waited, pads.in_tee) == (1, 0)
-    _step(pads, 5)
+    _step(lane, 5)
     assert pads.waited == 1
 
 
 def test_the_longer_a_run_the_more_it_makes_at_a_time() -> None:
     """A short one does not pay for a long one's pads."""
     pads, _, maker = _pads(0, "wait", capacity=4 * BATCH_TOKENS)
+    lane = pads.lane()
     for used in range(1, 301):
-        _step(pads, 1)
+        _step(lane, 1)
         assert pads.available < used + FIRST_BATCH_TOKENS
     assert maker.asked == [8, 16, 32, *[BATCH_TOKENS] * 4]
     assert pads.waited == len(maker.asked)
@@ -319,13 +338,15 @@ def test_the_longer_a_run_the_more_it_makes_at_a_time() -> None:
 
 def test_a_step_with_many_rows_gets_them_in_one_batch_and_no_more_than_there_is_room_for() -> None:
     pads, _, maker = _pads(1, "wait", capacity=41)
-    _step(pads, 41)
+    lane = pads.lane()
+    _step(lane, 41)
     assert maker.asked == [40]
-    _step(pads, 1)
+    _step(lane, 1)
     assert maker.asked == [40, 2 * FIRST_BATCH_TOKENS]
     pads, _, maker = _pads(0, "wait", capacity=10)
+    lane = pads.lane()
     for rows in (1, 7, 1):
-        _step(pads, rows)
+        _step(lane, rows)
     assert maker.asked == [FIRST_BATCH_TOKENS, 10]
 
 
@@ -333,7 +354,8 @@ def test_wait_makes_at_most_a_batch_at_a_time() -> None:
     told: list[int] = []
     rows = 2 * BATCH_TOKENS + 5
     pads, store, maker = _pads(0, "wait", capacity=3 * BATCH_TOKENS, on_wait=told.append)
-    assert None not in _step(pads, rows)
+    lane = pads.lane()
+    assert None not in _step(lane, rows)
     assert maker.asked == [BATCH_TOKENS, BATCH_TOKENS, 4 * FIRST_BATCH_TOKENS]
     assert told == [rows, rows - BATCH_TOKENS, rows - 2 * BATCH_TOKENS]
     assert store.taken == [range(rows)]
@@ -342,12 +364,13 @@ def test_wait_makes_at_most_a_batch_at_a_time() -> None:
 
 def test_a_step_larger_than_all_the_space_is_refused() -> None:
     pads, store, maker = _pads(0, "wait", capacity=4)
+    lane = pads.lane()
     with pytest.raises(PadsExhaustedError) as caught:
-        pads.draw(*FIRST, 5)
+        lane.draw(*FIRST, 5)
     assert caught.value.got == "room for 4 tokens"
     assert "--step-tokens" in caught.value.expected
     assert (store.taken, maker.asked) == ([], [])
-    assert None not in _step(pads, 4)
+    assert None not in _step(lane, 4)
 
 
 def test_without_linear_weights_nothing_can_be_made() -> None:
@@ -355,9 +378,10 @@ def test_without_linear_weights_nothing_can_be_made() -> None:
     store = MemoryStore(LAYOUT, 8)
     fill(store, 2)
     pads = Pads(Pad(), store, None, "wait")
-    assert None not in _step(pads, 2)
+    lane = pads.lane()
+    assert None not in _step(lane, 2)
     with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
-        pads.draw(*FIRST, 1)
+        lane.draw(*FIRST, 1)
     with pads.filling():
         pass
     assert pads.available == 0
@@ -366,9 +390,10 @@ def test_without_linear_weights_nothing_can_be_made() -> None:
 def test_waiting_after_a_failed_step_finds_room_for_a_full_one() -> None:
     """What a failed step had taken must not keep its space."""
     pads, _, _ = _pads(4, "wait", capacity=4)
+    lane = pads.lane()
     for _ in range(3):
-        pads.draw(*FIRST, 4)
-    assert None not in _step(pads, 4)
+        lane.draw(*FIRST, 4)
+    assert None not in _step(lane, 4)
 
 
 # --------------------------------------------------------------------------------- float noise
@@ -384,7 +409,8 @@ def test_factors_of_float_masks_are_floats() -> None:
                 batch.commit()
 
     pads, _, _ = _pads(0, "wait", mask=FloatNoise(sigma=2.0), maker=FloatMaker())
-    factors = pads.draw(*FIRST, 4)
+    lane = pads.lane()
+    factors = lane.draw(*FIRST, 4)
     assert factors is not None
     assert factors.r.dtype == factors.u.dtype == torch.float32
     assert (factors.u == 1.5).all()
@@ -456,28 +482,30 @@ class Full(Maker):
 
 def test_a_full_disk_does_not_end_a_run_that_has_pads_left() -> None:
     pads, store, maker = _pads(2, "wait", maker=Full())
+    lane = pads.lane()
     for _ in range(2):
         maker.tried.clear()
         with pads.filling():
             assert maker.tried.wait(30)
-        assert None not in _step(pads, 1)
+        assert None not in _step(lane, 1)
     assert store.taken == [range(1), range(1, 2)]
     # None left: now it matters.
     for operator in (FIRST, SECOND):
         with pytest.raises(PadBankError, match="0 bytes available"):
-            pads.draw(*operator, 1)
+            lane.draw(*operator, 1)
     maker.space = True
-    assert None not in _step(pads, 1)
+    assert None not in _step(lane, 1)
     assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
 
 
 def test_a_run_that_does_not_wait_is_told_why_no_more_pads_were_made() -> None:
     pads, _, maker = _pads(1, "fail", maker=Full())
+    lane = pads.lane()
     with pads.filling():
         assert maker.tried.wait(30)
-    assert None not in _step(pads, 1)
+    assert None not in _step(lane, 1)
     with pytest.raises(PadsExhaustedError) as caught:
-        pads.draw(*FIRST, 1)
+        lane.draw(*FIRST, 1)
     assert caught.value.got == (
         "0 left; making more failed: bank: got 0 bytes available, expected 4096 bytes"
     )
@@ -487,9 +515,9 @@ def test_a_run_that_does_not_wait_is_told_why_no_more_pads_were_made() -> None:
     while pads.available < 16:
         with pads.filling():
             pass
-    _step(pads, 16)
+    _step(lane, 16)
     with pytest.raises(PadsExhaustedError) as caught:
-        pads.draw(*FIRST, 1)
+        lane.draw(*FIRST, 1)
     assert caught.value.got == "0 left"
 
 
@@ -516,12 +544,13 @@ def test_an_error_of_the_block_itself_wins_and_the_thread_ends() -> None:
 
 def test_after_filling_a_step_draws_what_was_made() -> None:
     pads, store, _ = _pads(0, "fail", capacity=8)
+    lane = pads.lane()
     with pads.filling():
         pass
     while pads.available < 8:  # the thread may not have had its turn
         with pads.filling():
             pass
-    _step(pads, 8)
+    _step(lane, 8)
     assert store.taken == [range(8)]
 
 

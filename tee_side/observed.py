@@ -1,0 +1,116 @@
+"""The operators once more, with an observer told what each of them costs.
+
+Without an observer none of this is there: a call of an operator then costs the call and no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from protocol.channel import Exchange
+from protocol.messages import LinearOperator, Request
+from tee_side.light import LightOperators
+from tee_side.masks.mask import Masked
+from tee_side.observer import AnyOperator, Observer
+from tee_side.remote_operators import RemoteOperators
+from tee_side.vocabulary import LAYERLESS, LIGHT_OPERATORS, Operator, TeeStage
+
+T = TypeVar("T")
+
+
+class ObservedLight(LightOperators):
+    """`LightOperators` that are timed."""
+
+    def __init__(self, rms_norm_eps: float, observer: Observer) -> None:
+        super().__init__(rms_norm_eps)
+        for operator in LIGHT_OPERATORS:
+            setattr(self, operator, _timed(getattr(self, operator), operator, observer))
+
+
+def _timed(method: Callable[..., T], operator: AnyOperator, observer: Observer) -> Callable[..., T]:
+    def call(layer: int | None, *arguments: Any) -> T:
+        observer.called(operator, layer, "tee")
+        started_ns = time.perf_counter_ns()
+        result = method(layer, *arguments)
+        observer.spent(operator, layer, "tee", started_ns, time.perf_counter_ns())
+        return result
+
+    return call
+
+
+def observed_local(
+    method: Callable[..., Any], operator: Operator, observer: Observer
+) -> Callable[..., Any]:
+    """Return a placed operator that runs in the TEE, timed."""
+    layerless = operator in LAYERLESS
+
+    async def call(*arguments: Any) -> Any:
+        layer = None if layerless else arguments[0]
+        observer.called(operator, layer, "tee")
+        started_ns = time.perf_counter_ns()
+        # Nothing in the TEE waits: no other micro-batch has its turn in between.
+        result = await method(*arguments)
+        observer.spent(operator, layer, "tee", started_ns, time.perf_counter_ns())
+        return result
+
+    return call
+
+
+class ObservedRemoteOperators(RemoteOperators):
+    """`RemoteOperators` with each of their stages timed."""
+
+    def __init__(self, *arguments: Any, observer: Observer, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._observer = observer
+
+    def _encode(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
+        self._observer.called(operator, layer, "gpu")
+        return self._time(operator, layer, "tee", super()._encode, layer, operator, x_TI)
+
+    def _mask(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked | None:
+        return self._time(operator, layer, "mask", super()._mask, layer, operator, x_TI)
+
+    def _mask_rows(self, operator: Operator, layer: int | None, mask: Callable[..., T]) -> T:
+        self._observer.called(operator, layer, "gpu")
+        return self._time(operator, layer, "mask", mask)
+
+    async def _compute_here(
+        self, layer: int, operator: LinearOperator, x_TI: torch.Tensor
+    ) -> torch.Tensor:
+        started_ns = time.perf_counter_ns()
+        result = await super()._compute_here(layer, operator, x_TI)
+        self._observer.spent(operator, layer, "tee", started_ns, time.perf_counter_ns())
+        return result
+
+    async def _ask(
+        self, operator: Operator, layer: int | None, requests: Sequence[Request]
+    ) -> list[Exchange]:
+        exchanges = await super()._ask(operator, layer, requests)
+        self._observer.exchanged(operator, layer, exchanges)
+        return exchanges
+
+    def _verify(self, operator: Operator, layer: int | None, *arguments: Any) -> Any:
+        return self._time(operator, layer, "verify", super()._verify, operator, layer, *arguments)
+
+    def _unmask(self, operator: Operator, layer: int | None, *arguments: Any) -> Any:
+        return self._time(operator, layer, "unmask", super()._unmask, operator, layer, *arguments)
+
+    def _decode(self, layer: int, operator: LinearOperator, y_TO: torch.Tensor) -> torch.Tensor:
+        return self._time(operator, layer, "tee", super()._decode, layer, operator, y_TO)
+
+    def _time(
+        self,
+        operator: Operator,
+        layer: int | None,
+        stage: TeeStage,
+        method: Callable[..., T],
+        *arguments: Any,
+    ) -> T:
+        started_ns = time.perf_counter_ns()
+        result = method(*arguments)
+        self._observer.spent(operator, layer, stage, started_ns, time.perf_counter_ns())
+        return result

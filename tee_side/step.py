@@ -1,0 +1,49 @@
+"""One step of the engine: a flat batch, whole or as micro-batches that overlap.
+
+While a service works for one micro-batch, the TEE works on another. Micro-batches of several
+sequences are independent of each other; those of one long prompt follow each other through the
+layers as a wavefront, each a little behind the one whose keys it looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tee_side.batch import Batch
+from tee_side.forward import forward
+from tee_side.model import TeeModel
+from tee_side.operators import PlacedOperators
+from tee_side.overlap import run_overlapped
+from tee_side.threads import ONE_THREAD_ROWS, threads
+from tee_side.vocabulary import Phase
+
+# A smaller micro-batch costs hardly less than a larger one, in the TEE and at a service.
+MIN_MICRO_BATCH_ROWS = 4
+
+
+@torch.inference_mode()
+def run_step(
+    batch: Batch, model: TeeModel, lanes: Sequence[PlacedOperators], phase: Phase
+) -> torch.Tensor:
+    """Run a batch and return the logits [N, V] of its output rows; see `forward` for errors.
+
+    `lanes`: the operators of each micro-batch; one of them is no micro-batch at all.
+    """
+    rows = batch.token_ids_T.shape[0]
+    parts = max(1, min(len(lanes), rows // MIN_MICRO_BATCH_ROWS))
+    micro_batches = [batch] if parts == 1 else batch.split(parts)
+    for chunk in batch.chunks:
+        chunk.cache.begin_step()
+    count = torch.get_num_threads() if rows > ONE_THREAD_ROWS else 1
+    with threads(count):
+        logits = run_overlapped(
+            [
+                forward(part, model, lane[phase], lane.light)
+                for part, lane in zip(micro_batches, lanes, strict=False)
+            ]
+        )
+    # A part without output rows has no logits, not even their width.
+    wanted = [part_NV for part_NV in logits if len(part_NV)] or logits[:1]
+    return wanted[0] if len(wanted) == 1 else torch.cat(wanted)

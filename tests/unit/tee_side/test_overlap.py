@@ -1,0 +1,262 @@
+"""Coroutines that wait for replies take turns; what one of them leaves behind is cleaned up."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import pytest
+
+from protocol.channel import Channel, Exchange
+from protocol.errors import DeadlineExceededError
+from protocol.messages import TensorReply
+from protocol.tensors import WireTensor
+from tee_side.overlap import Waiting, replies, run, run_overlapped
+
+LOST = DeadlineExceededError("it", got="no reply", expected="one")
+
+
+class Recorder:
+    """A channel that notes what is done with requests; reply number n is as long as n."""
+
+    def __init__(self, name: str = "it", order: list[str] | None = None) -> None:
+        self.name = name
+        self.order: list[str] = [] if order is None else order
+        self.open: set[int] = set()
+        self.losing: set[int] = set()
+        self.refusing: BaseException = LOST
+        self._count = 0
+
+    def submit(self) -> int:
+        self._count += 1
+        self.open.add(self._count)
+        self.order.append(f"submit {self.name}{self._count}")
+        return self._count
+
+    def wait(self, request_id: int) -> Exchange:
+        self.order.append(f"wait {self.name}{request_id}")
+        self.open.remove(request_id)
+        if request_id in self.losing:
+            raise self.refusing
+        reply = TensorReply(output=WireTensor("float32", (1,), bytes(4)))
+        return Exchange(reply, request_id, 0, 0, 0, 0, None, 0)
+
+    def abandon(self, request_id: int) -> None:
+        """As in `Channel`: nothing for a request that is not under way."""
+        if request_id in self.open:
+            self.open.remove(request_id)
+            self.order.append(f"abandon {self.name}{request_id}")
+
+
+def _request(*channels: Recorder) -> Waiting:
+    return [(cast(Channel, channel), channel.submit()) for channel in channels]
+
+
+async def _asking(channel: Recorder, times: int, name: str = "") -> list[int]:
+    """Ask so many times, and return the numbers of the replies."""
+    got = []
+    for _ in range(times):
+        channel.order.append(f"compute {name}")
+        (exchange,) = await replies(_request(channel))
+        got.append(exchange.bytes_sent)
+    channel.order.append(f"end {name}")
+    return got
+
+
+def test_one_coroutine_gets_its_replies_and_returns_its_result() -> None:
+    channel = Recorder()
+    assert run(_asking(channel, 3)) == [1, 2, 3]
+    assert not channel.open
+
+
+def test_a_coroutine_that_waits_for_nothing_ends_at_once() -> None:
+    async def seven() -> int:
+        return 7
+
+    assert run(seven()) == 7
+    assert run_overlapped([seven(), seven()]) == [7, 7]
+    assert run_overlapped(cast("list[Coroutine[Waiting, Any, int]]", [])) == []
+
+
+def test_every_request_is_on_its_way_before_the_first_reply_is_waited_for() -> None:
+    """The order of turns, to the last event."""
+    channel = Recorder()
+    found = run_overlapped([_asking(channel, 2, "a"), _asking(channel, 2, "b")])
+    assert found == [[1, 3], [2, 4]]
+    assert channel.order == [
+        "compute a",
+        "submit it1",
+        "compute b",
+        "submit it2",
+        "wait it1",
+        "compute a",
+        "submit it3",
+        "wait it2",
+        "compute b",
+        "submit it4",
+        "wait it3",
+        "end a",
+        "wait it4",
+        "end b",
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_none_overtakes_the_one_before_it_where_all_wait_equally_often(count: int) -> None:
+    channel = Recorder()
+    at: dict[int, int] = dict.fromkeys(range(count), 0)
+
+    async def layers(index: int) -> int:
+        for layer in range(6):
+            at[index] = layer + 1
+            assert index == 0 or at[index - 1] >= layer + 1
+            assert index == 0 or at[index - 1] <= layer + 2
+            await replies(_request(channel) if layer % 2 else ())
+        return index
+
+    assert run_overlapped([layers(index) for index in range(count)]) == list(range(count))
+
+
+def test_results_stand_in_order_however_early_one_ends() -> None:
+    channel = Recorder()
+    lengths = [4, 0, 2, 1]
+    found = run_overlapped([_asking(channel, times) for times in lengths])
+    assert [len(got) for got in found] == lengths
+    assert sorted(number for got in found for number in got) == list(range(1, 8))
+    assert not channel.open
+
+
+def test_requests_side_by_side_are_waited_for_together_and_in_order() -> None:
+    order: list[str] = []
+    one, two = Recorder("one-", order), Recorder("two-", order)
+    two.submit()  # so that the numbers differ
+    order.clear()
+
+    async def both() -> list[int]:
+        return [exchange.bytes_sent for exchange in await replies(_request(one, two))]
+
+    assert run(both()) == [1, 2]
+    assert order == ["submit one-1", "submit two-2", "wait one-1", "wait two-2"]
+
+
+def test_waiting_for_nothing_lets_the_others_have_their_turn() -> None:
+    order: list[str] = []
+
+    async def turns(name: str) -> None:
+        for turn in range(2):
+            order.append(f"{name}{turn}")
+            assert await replies(()) == []
+
+    run_overlapped([turns("a"), turns("b")])
+    assert order == ["a0", "b0", "a1", "b1"]
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+def test_an_error_of_waiting_is_raised_where_the_coroutine_waits() -> None:
+    channel = Recorder()
+    channel.losing = {1}
+
+    async def again() -> int:
+        with pytest.raises(DeadlineExceededError) as caught:
+            await replies(_request(channel))
+        assert caught.value is LOST
+        (exchange,) = await replies(_request(channel))
+        return exchange.bytes_sent
+
+    assert run(again()) == 2
+    assert not channel.open
+
+
+def test_a_coroutine_that_handles_an_error_does_not_disturb_the_others() -> None:
+    channel = Recorder()
+    channel.losing = {1}
+
+    async def trying() -> str:
+        try:
+            await replies(_request(channel))
+        except DeadlineExceededError:
+            return "lost"
+        return "found"
+
+    assert run_overlapped([trying(), trying(), trying()]) == ["lost", "found", "found"]
+    assert channel.order.count("wait it1") == 1
+    assert not any(event.startswith("abandon") for event in channel.order)
+
+
+def test_where_one_of_two_replies_is_lost_the_other_is_not_waited_for() -> None:
+    order: list[str] = []
+    one, two = Recorder("one-", order), Recorder("two-", order)
+    one.losing = {1}
+
+    async def both() -> None:
+        await replies(_request(one, two))
+
+    with pytest.raises(DeadlineExceededError):
+        run(both())
+    assert order == ["submit one-1", "submit two-1", "wait one-1", "abandon two-1"]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_an_error_ends_all_and_abandons_exactly_what_is_under_way(failing: int, turn: int) -> None:
+    channel, closed = Recorder(), []
+
+    async def part(index: int) -> None:
+        try:
+            for now in range(4):
+                if (index, now) == (failing, turn):
+                    raise ValueError(f"{index} at {now}")
+                await replies(_request(channel))
+        finally:
+            closed.append(index)
+
+    parts = [part(index) for index in range(3)]
+    with pytest.raises(ValueError, match=f"{failing} at {turn}"):
+        run_overlapped(parts)
+    # Those before it have asked once more than it has; those behind it have not.
+    asked = [turn + 1 if index < failing else turn for index in range(3)]
+    waited = [event for event in channel.order if event.startswith("wait")]
+    abandoned = [event for event in channel.order if event.startswith("abandon")]
+    assert len(waited) + len(abandoned) == sum(asked)
+    assert len(abandoned) == (2 if turn else failing)
+    assert not channel.open
+    # Those that had begun ran their `finally`; none can be resumed.
+    begun = set(range(3)) if turn else set(range(failing + 1))
+    assert set(closed) == begun
+    for coroutine in parts:
+        with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+            coroutine.send(None)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_waiting_that_nobody_handles_ends_all(failing: int) -> None:
+    channel = Recorder()
+    channel.losing = {3 + failing}
+    with pytest.raises(DeadlineExceededError) as caught:
+        run_overlapped([_asking(channel, 5), _asking(channel, 5)])
+    assert caught.value is LOST
+    assert channel.order[-2:] == [f"wait it{3 + failing}", f"abandon it{4 + failing}"]
+    assert not channel.open
+
+
+def test_an_interrupt_while_waiting_leaves_no_request_behind() -> None:
+    channel = Recorder()
+    channel.losing, channel.refusing = {1}, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_overlapped([_asking(channel, 2), _asking(channel, 2)])
+    assert not channel.open
+    assert channel.order[-1] == "abandon it2"
+
+
+def test_an_error_before_the_others_have_begun_leaves_none_of_them_waiting() -> None:
+    """A coroutine that is dropped without a start would be a warning, which is an error here."""
+
+    async def broken() -> list[int]:
+        raise LookupError
+
+    channel = Recorder()
+    with pytest.raises(LookupError):
+        run_overlapped([broken(), _asking(channel, 1)])
+    assert channel.order == []
