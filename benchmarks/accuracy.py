@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from benchmarks.machine import describe_machine
 from benchmarks.memory import program
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
@@ -40,12 +39,15 @@ from tee_side.batch import Batch, Chunk
 from tee_side.calibration import Calibration, SiteScales, calibration_path
 from tee_side.forward import forward
 from tee_side.kv_cache import KVCache
+from tee_side.light import LightOperators
 from tee_side.local_operators import LocalOperators
 from tee_side.model import TeeModel, load_tee_model
 from tee_side.operators import Operators
+from tee_side.overlap import run
 from tee_side.policy import load_policy
 from tee_side.tokenizer import Tokenizer
 from tee_side.vocabulary import Site
+from tsqp.bench.machine import describe_machine
 from tsqp.calibrate import STEPS
 from tsqp.cli.program import model_directory
 from tsqp.train_demo.evaluation import VALIDATION_FILE
@@ -79,6 +81,7 @@ class Bench:
             model_digest(self.config, self.checkpoint),
             linear_digest(self.config, self.checkpoint),
         )
+        self._light = LightOperators(self.config.rms_norm_eps)
         tokenizer = Tokenizer(directory)
         lines = (directory / VALIDATION_FILE).read_text("utf-8").splitlines()[:documents]
         self.documents = [
@@ -101,7 +104,8 @@ class Bench:
             cache = KVCache(self.config, len(ids), torch.float32)
             chunk = Chunk(cache, slice(0, len(ids)), len(ids))
             batch = Batch(torch.tensor(ids), (chunk,), tuple(range(len(ids))))
-            logits_TV = forward(batch, self.model, ops)
+            with torch.inference_mode():
+                logits_TV = run(forward(batch, self.model, ops, self._light))
             wanted_T = batch.token_ids_T[1:]
             nats += cross_entropy(logits_TV[:-1].double(), wanted_T, reduction="sum").item()
             tokens += len(wanted_T)
@@ -190,7 +194,7 @@ def score_policy(bench: Bench, directory: Path) -> Score:
     with service(directory) as endpoint:
         channel = ZmqChannel(endpoint)
         try:
-            return bench.score(assembly.operators([channel])["prefill"])
+            return bench.score(assembly.lanes([channel])[0]["prefill"])
         finally:
             channel.close()
             assembly.close()
@@ -232,8 +236,8 @@ def main() -> None:
     print(f"float32: perplexity {math.exp(reference.nats / reference.tokens):.5f}", end=" ")
     print(f"over {reference.tokens} tokens of {len(bench.documents)} documents")
     rows: dict[str, dict[str, float]] = {}
-    for name, run in variants.items():
-        score = run()
+    for name, measure in variants.items():
+        score = measure()
         rows[name] = {
             "perplexity_ratio": math.exp((score.nats - reference.nats) / reference.tokens),
             "top_1_agreement": (score.top == reference.top).double().mean().item(),

@@ -16,9 +16,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.machine import describe_machine
-from benchmarks.random_model import LLAMA_3_2_1B, write_random_model
+from tsqp.bench.machine import describe_machine
+from tsqp.bench.random_model import write_random_model
+from tsqp.bench.shapes import find_shape
 
+SHAPE = find_shape("llama-3.2-1b")
 PROMPT = ",".join(str(1000 + 7 * i) for i in range(64))
 KIB = 1024
 
@@ -70,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        size = write_random_model(model, LLAMA_3_2_1B)
+        size = write_random_model(model, SHAPE.settings)
         imported = measure_import()
         service = subprocess.Popen(
             [
@@ -94,7 +96,7 @@ def main() -> None:
             service.communicate()
         alone, _ = measure_runner(model, "tee-only", "tcp://127.0.0.1:9")
 
-    embedding = LLAMA_3_2_1B["vocab_size"] * LLAMA_3_2_1B["hidden_size"] * 2
+    embedding = SHAPE.settings["vocab_size"] * SHAPE.settings["hidden_size"] * 2
     rows = {
         "model_bytes": size,
         "embedding_and_lm_head_bytes": embedding,

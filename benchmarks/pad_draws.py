@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe_machine
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout, SiteShape
 from tee_side.randomness import Keystream
+from tsqp.bench.machine import describe_machine
 
 CAPACITY = 8192
 WEIGHT = 12345

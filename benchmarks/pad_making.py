@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe_machine
 from benchmarks.memory import peak_bytes
-from benchmarks.random_model import LLAMA_3_2_1B, write_random_model
 from protocol.integer import DIGITS, empty_weight, ring_product
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -36,7 +34,11 @@ from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
 from tee_side.pads.maker import PadMaker, product_operations, read_weights
 from tee_side.randomness import Keystream
+from tsqp.bench.machine import describe_machine
+from tsqp.bench.random_model import write_random_model
+from tsqp.bench.shapes import find_shape
 
+SHAPE = find_shape("llama-3.2-1b")
 REPEATS = 3
 
 
@@ -121,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        write_random_model(model, LLAMA_3_2_1B)
+        write_random_model(model, SHAPE.settings)
         rows = {
             **_fresh(measure_kernel, model, options.tokens),
             **_fresh(measure_parts, model, options.tokens),

@@ -14,9 +14,11 @@ import pytest
 from tee_side.policy import load_policy
 from tests.e2e.in_process import call
 from tests.support import ENVIRONMENT, run
-from tsqp.demo import acts, processes
-from tsqp.demo.processes import DemoError, Services
+from tsqp import processes
+from tsqp.demo import acts
+from tsqp.demo.processes import Reach, Services
 from tsqp.demo.verdict import Tokens
+from tsqp.processes import ProcessError
 
 
 def words(text: str) -> str:
@@ -144,7 +146,7 @@ def test_a_service_that_says_nothing_is_given_up(
 ) -> None:
     stand_in(monkeypatch, tmp_path / "service", "exec sleep 60")
     monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.2)
-    with pytest.raises(DemoError, match="gpu-service: got no output, expected a line that says"):
+    with pytest.raises(ProcessError, match="gpu-service: got no output, expected a line that says"):
         start(tmp_path)
 
 
@@ -152,7 +154,7 @@ def test_a_service_that_ends_early_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, tmp_path / "service", "echo first >&2; echo 'no memory' >&2; exit 3")
-    with pytest.raises(DemoError, match="gpu-service: got no memory, expected"):
+    with pytest.raises(ProcessError, match="gpu-service: got no memory, expected"):
         start(tmp_path)
 
 
@@ -174,7 +176,7 @@ def test_a_talkative_service_is_not_blocked(
 
 
 def test_endpoints_and_key_become_options(tmp_path: Path) -> None:
-    reach = processes.Reach(("tcp://a", "tcp://b"), tmp_path / "key")
+    reach = Reach(("tcp://a", "tcp://b"), tmp_path / "key")
     key = ["--key", str(tmp_path / "key")]
     assert reach.options() == ["--gpu", "tcp://a", "--gpu", "tcp://b", *key]
     assert reach.options("tcp://tap") == ["--gpu", "tcp://tap", "--gpu", "tcp://b", *key]

@@ -141,13 +141,16 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(
     operators = report["operators"]
     assert operators["qkv_proj"]["place"] == "gpu"
     assert operators["qkv_proj"]["round_trips"] == LAYERS * 16
-    assert operators["attn_scores"] == {
+    # Scores, softmax and values in one.
+    assert operators["attn_scores"]["calls"] == operators["softmax"]["calls"] == 0
+    assert operators["attention"] == {
         **dict.fromkeys(("round_trips", "bytes_sent", "bytes_received"), 0),
         **dict.fromkeys(("wire_s", "queue_s", "gpu_s"), 0.0),
         "place": "tee",
         "calls": LAYERS * 16,
-        "tee_s": operators["attn_scores"]["tee_s"],
+        "tee_s": operators["attention"]["tee_s"],
     }
+    assert operators["attention"]["tee_s"] > 0
     total = sum(row["bytes_sent"] for row in operators.values())
     assert total == report["rpc"]["bytes_sent"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tsqp.cli.program import DEFAULT_POLICY, model_directory
-from tsqp.cli.settings import DTYPES, config_option
+from tsqp.cli.settings import DTYPES, complete_policy, config_option
 from tsqp.cli.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
@@ -19,18 +19,10 @@ if TYPE_CHECKING:
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 
-def _complete_policy(
-    _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    from tee_side.policy import policy_names
-
-    return [name for name in policy_names() if name.startswith(incomplete)]
-
-
 @click.command(context_settings=CONTEXT)
 @click.argument("model", envvar="TSQP_EXPLAIN_MODEL")
 @click.option(
-    "--policy", default=DEFAULT_POLICY, metavar="NAME|FILE", shell_complete=_complete_policy
+    "--policy", default=DEFAULT_POLICY, metavar="NAME|FILE", shell_complete=complete_policy
 )
 @click.option(
     "--context",

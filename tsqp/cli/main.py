@@ -8,9 +8,11 @@ from typing import NoReturn
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.bench import bench
 from tsqp.cli.calibrate import calibrate
 from tsqp.cli.catalogue import masks, policies
 from tsqp.cli.explain import explain
+from tsqp.cli.plan import plan
 from tsqp.cli.program import EXIT_FAILURE, run
 from tsqp.cli.prompts import require_utf8
 from tsqp.cli.provision import provision
@@ -115,7 +117,7 @@ def completion(shell: str) -> None:
         click.echo(generator(program, {}, name, variable).source())
 
 
-for _command in (policies, masks, explain, calibrate, provision):
+for _command in (policies, masks, explain, bench, plan, calibrate, provision):
     command.add_command(_command)
 
 

@@ -28,6 +28,15 @@ DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 _NO_SETTINGS = ("config", "help", "version")
 
 
+def complete_policy(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Return the names of policies that begin so; paths complete themselves."""
+    from tee_side.policy import policy_names
+
+    return [name for name in policy_names() if name.startswith(incomplete)]
+
+
 class FiniteFloatRange(click.FloatRange):
     """A `FloatRange` that also refuses nan, which no comparison refuses, and infinity."""
 

@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.pads import BANK_FILES, pads
-from tsqp.cli.program import DEFAULT_ENDPOINT, DEFAULT_POLICY, model_directory, run
+from tsqp.cli.pads import pads
+from tsqp.cli.program import model_directory, run
 from tsqp.cli.prompts import chosen_prompt, read_turn, require_utf8
+from tsqp.cli.runner_options import shared_options
 from tsqp.cli.settings import (
-    DTYPES,
-    PATH,
-    THREADS,
-    FiniteFloatRange,
-    StopText,
     config_option,
     version_option,
 )
@@ -36,96 +32,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Callable[..., Any])
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
-
-
-def _complete_policy(
-    _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    from tee_side.policy import policy_names
-
-    return [name for name in policy_names() if name.startswith(incomplete)]
-
-
-def shared_options(command: C) -> C:
-    """Add the settings that generate and chat have in common."""
-    options = [
-        click.option(
-            "--gpu",
-            multiple=True,
-            default=(DEFAULT_ENDPOINT,),
-            metavar="ENDPOINT",
-            help="Where gpu-service is; twice for a policy that needs two services.",
-        ),
-        click.option(
-            "--policy",
-            default=DEFAULT_POLICY,
-            metavar="NAME|FILE",
-            shell_complete=_complete_policy,
-            help="What leaves the TEE, and masked how; tsqp policies lists them.",
-        ),
-        click.option(
-            "--calibration",
-            type=PATH,
-            metavar="FILE",
-            help="Activation scales for int8 policies; default: calibration.safetensors in MODEL.",
-        ),
-        click.option(
-            "--key", type=PATH, metavar="FILE", help="Key of a feature mask, of tsqp provision."
-        ),
-        click.option(
-            "--bank",
-            type=PATH,
-            metavar="FILE",
-            help="Pads made ahead by tee-runner pads make; default: made in memory, on the way.",
-        ),
-        *BANK_FILES,
-        click.option(
-            "--when-out",
-            type=click.Choice(["wait", "tee", "fail"]),
-            default="wait",
-            help="With no pads left: make more, compute in the TEE, or give up.",
-        ),
-        click.option("--max-new-tokens", type=click.IntRange(min=1), default=256),
-        click.option(
-            "--temperature", type=FiniteFloatRange(0, 100), default=0.0, help="0 is greedy."
-        ),
-        click.option("--top-k", type=click.IntRange(min=0), default=0, help="0 is off."),
-        click.option("--top-p", type=FiniteFloatRange(0, 1, min_open=True), default=1.0),
-        click.option("--min-p", type=FiniteFloatRange(0, 1), default=0.0),
-        click.option("--repetition-penalty", type=FiniteFloatRange(0.01, 100), default=1.0),
-        click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Default: a fresh one."),
-        click.option(
-            "--stop",
-            type=StopText(),
-            multiple=True,
-            metavar="TEXT",
-            help="Stop string; repeatable, and one a line in the environment.",
-        ),
-        click.option("--dtype", type=DTYPES, help="In the TEE; default: the model's own dtype."),
-        click.option("--threads", type=THREADS, help="CPU threads for torch."),
-        click.option(
-            "--step-tokens",
-            type=click.IntRange(min=1),
-            default=512,
-            help="Tokens in one step: longer prompts are prefilled in chunks.",
-        ),
-        click.option(
-            "--connect-timeout-s", type=FiniteFloatRange(0, 3600, min_open=True), default=10.0
-        ),
-        click.option(
-            "--request-timeout-s", type=FiniteFloatRange(0, 3600, min_open=True), default=60.0
-        ),
-        click.option(
-            "--max-message-mib",
-            type=click.IntRange(1, 4096),
-            default=512,
-            help="Larger messages are neither sent nor taken; the service has its own limit.",
-        ),
-        click.option("--json", is_flag=True, help="One JSON object instead of text."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @click.group(context_settings=CONTEXT)
@@ -287,6 +193,7 @@ def _open_runner(
     *,
     idles: bool = False,
 ) -> Runner:
+    from protocol.link import Link
     from tee_side.assembly import MaskSettings
     from tee_side.runner import Runner, RunnerSettings
 
@@ -310,6 +217,9 @@ def _open_runner(
             step_tokens=settings["step_tokens"],
             connect_timeout_s=settings["connect_timeout_s"],
             request_timeout_s=settings["request_timeout_s"],
+            micro_batches=settings["micro_batches"],
+            spin_us=settings["spin_us"],
+            link=Link.of(settings["link_gbps"], settings["link_rtt_us"]),
             max_message_bytes=settings["max_message_mib"] * 1024 * 1024,
         ),
         table,

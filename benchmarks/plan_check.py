@@ -1,0 +1,225 @@
+"""`tsqp plan` against measurement: what it says of a model, from three layers, and what that does.
+
+    python -m benchmarks.plan_check [--case NAME ...] [--json FILE]
+
+The whole model runs as under `tsqp bench`, against a service that takes as long as the accelerator
+described and over a link that takes as long as the one described; both in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpu_side.profiles import DeviceProfile, find_profile
+from protocol.link import Link
+from tee_side.policy import load_policy
+from tee_side.vocabulary import PHASES, Phase
+from tsqp.bench.job import Plan
+from tsqp.bench.machine import describe_machine
+from tsqp.bench.model import PolicyRun
+from tsqp.bench.run import Bench
+from tsqp.bench.settings import BenchSettings
+from tsqp.plan.model import PolicyPlan
+from tsqp.plan.run import Planning, PlanSettings
+
+# As slow as a few cores, so that it matters beside them.
+SLOW = DeviceProfile(
+    name="slow", tflops=2.0, int8_tops=4.0, gb_per_s=25.0, launch_us=20.0, pcie_gb_per_s=4.0
+)
+TOLERANCE = 0.25
+_REPEATS = 5
+_DECODE_STEPS = 40
+_YARDSTICKS = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """One deployment, and which of its figures to compare."""
+
+    name: str
+    shape: str
+    policy: str
+    gpu: str
+    link: Link
+    prompt_tokens: int = 128
+    context: int = 128
+    batch: int = 1
+    micro_batches: int = 1
+
+
+CASES = (
+    Case("h100", "llama-3.2-1b", "attention-in-tee", "h100", Link(10.0, 100.0)),
+    Case("long-prompt", "llama-3.2-1b", "attention-in-tee", "h100", Link(10.0, 100.0), 512, 512),
+    Case("slow-gpu", "llama-3.2-1b", "attention-in-tee", "slow", Link(10.0, 100.0)),
+    Case("shielded", "llama-3.2-1b", "shielded", "h100", Link(10.0, 100.0)),
+    Case("batch-8", "tinyllama-1.1b", "attention-in-tee", "l4", Link(10.0, 100.0), batch=8),
+    Case("slow-link", "qwen2.5-0.5b", "attention-in-tee", "h100", Link(1.0, 1000.0)),
+    Case(
+        "micro-batches",
+        "tinyllama-1.1b",
+        "attention-in-tee",
+        "slow",
+        Link(10.0, 100.0),
+        256,
+        batch=16,
+        micro_batches=2,
+    ),
+)
+
+
+def check(case: Case, slow: Path) -> list[dict[str, object]]:
+    """Plan and measure a case; return a row for the prompt and one for decoding."""
+    policy = load_policy(case.policy)
+    cores = len(os.sched_getaffinity(0))
+    gpu = str(slow) if case.gpu == SLOW.name else case.gpu
+    planning = Planning(
+        PlanSettings(
+            policies=((case.policy, policy),),
+            profile=find_profile(gpu),
+            link=case.link,
+            cores=cores,
+            shape=case.shape,
+            prompt_tokens=case.prompt_tokens,
+            context=case.context,
+            batch=case.batch,
+            micro_batches=case.micro_batches,
+        ),
+        _say,
+    )
+    bench = Bench(
+        BenchSettings(
+            command="plan_check",
+            policies=((case.policy, policy),),
+            shape=case.shape,
+            device=f"model:{gpu}",
+            threads=cores,
+            gpu_threads=1,
+            micro_batches=case.micro_batches,
+            link_gbps=case.link.gbps,
+            link_rtt_us=case.link.rtt_us,
+            baselines=False,
+            plan=Plan(
+                prefill=(case.prompt_tokens,),
+                decode=((case.context, case.batch),),
+                generation=None,
+                repeats=_REPEATS,
+                decode_steps=_DECODE_STEPS,
+            ),
+        ),
+        _say,
+    )
+    steady = [yardstick_ms()]
+    (planned,) = planning.run().policies
+    steady.append(yardstick_ms())
+    bench.run()
+    steady.append(yardstick_ms())
+    (measured,) = bench.report().policies
+    rows = [_row(case, phase, planned, measured) for phase in PHASES]
+    return [{**row, "yardstick_ms": steady} for row in rows]
+
+
+def yardstick_ms() -> float:
+    """Return the time of a fixed product, before and after each part of a case.
+
+    Where it changes, the machine did something else, too, and the comparison says little.
+    """
+    weight = torch.ones(16384, 4096, dtype=torch.bfloat16)
+    row = torch.ones(1, 4096, dtype=torch.bfloat16)
+    times = []
+    for _ in range(_YARDSTICKS):
+        before = time.perf_counter()
+        torch.nn.functional.linear(row, weight)
+        times.append(time.perf_counter() - before)
+    return round(statistics.median(times) * 1e3, 2)
+
+
+def _row(case: Case, phase: Phase, planned: PolicyPlan, run: PolicyRun) -> dict[str, object]:
+    (found,) = (one for one in run.cases if one.phase == phase)
+    prediction = planned.prefill if phase == "prefill" else planned.decode
+    predicted_ms, bottleneck = prediction.total_us / 1e3, prediction.bottleneck
+    return {
+        "case": case.name,
+        "shape": case.shape,
+        "policy": case.policy,
+        "gpu": case.gpu,
+        "link_gbps": case.link.gbps,
+        "link_rtt_us": case.link.rtt_us,
+        "phase": phase,
+        "tokens": found.tokens,
+        "batch": found.batch,
+        "micro_batches": case.micro_batches,
+        "predicted_ms": round(predicted_ms, 3),
+        "measured_ms": round(found.step_ms.median, 3),
+        "low_ms": round(found.step_ms.low, 3),
+        "high_ms": round(found.step_ms.high, 3),
+        "runs": found.step_ms.runs,
+        "error": round(predicted_ms / found.step_ms.median - 1, 4),
+        "bottleneck": bottleneck,
+    }
+
+
+@contextmanager
+def _slow_profile() -> Iterator[Path]:
+    """Write the slow accelerator to a file, as `--device model:FILE` takes it."""
+    with tempfile.TemporaryDirectory(prefix="tsqp-profile-") as folder:
+        path = Path(folder) / "slow.toml"
+        fields = SLOW.model_dump()
+        path.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
+        yield path
+
+
+def _say(line: str) -> None:
+    print(f"plan_check: {line}", file=sys.stderr)
+
+
+def main() -> None:
+    """Check and print; exit status 1 if a prediction is further off than it may be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", action="append", choices=names, help="only this; repeatable")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    with _slow_profile() as slow:
+        for case in CASES:
+            if options.case and case.name not in options.case:
+                continue
+            for row in check(case, slow):
+                rows.append(row)
+                print(
+                    f"{row['case']:14} {row['phase']:8} predicted {row['predicted_ms']:9.2f} ms,"
+                    f" measured {row['measured_ms']:9.2f} ms ({row['error']:+.1%}),"
+                    f" bottleneck {row['bottleneck']}, yardstick {row['yardstick_ms']} ms",
+                    flush=True,
+                )
+    errors = [abs(float(str(row["error"]))) for row in rows]
+    print(
+        f"largest error {max(errors):.1%}, {sum(e <= TOLERANCE for e in errors)} of"
+        f" {len(errors)} within {TOLERANCE:.0%}"
+    )
+    if options.json:
+        result = {
+            "machine": describe_machine(),
+            "slow": SLOW.model_dump(),
+            "tolerance": TOLERANCE,
+            "largest_error": max(errors),
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    sys.exit(0 if max(errors) <= TOLERANCE else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What is needed is counted by policy, and too much of it is refused with the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from tee_side.policy import load_policy
+from tsqp.bench.memory_need import (
+    PROCESS_BYTES,
+    Need,
+    available_memory,
+    check_disk,
+    check_memory,
+    files_need,
+    gpu_need,
+    kv_bytes,
+    tee_need,
+    whole_model_need,
+)
+from tsqp.bench.random_model import required_bytes
+from tsqp.bench.shapes import find_shape
+
+ONE_B = find_shape("llama-3.2-1b").config()
+VOCABULARY = 128256 * 2048
+LINEAR = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
+OUTPUTS = 16 * (2048 + 2 * 512 + 2048 + 2 * 8192 + 2048)
+
+
+def _tee(policy: str, **settings: int) -> Need:
+    return tee_need(ONE_B, load_policy(policy), tokens=1024, **settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "vocabulary", "linear"),
+    [
+        ("tee-only", 2 * VOCABULARY, 2 * LINEAR),
+        ("attention-in-tee", 2 * VOCABULARY, 0),
+        ("tsqp", 0, 0),
+        ("quantized-clear", 3 * VOCABULARY + 4 * 128256, 0),
+        ("shielded", 3 * VOCABULARY + 4 * 128256, LINEAR + 4 * OUTPUTS),
+    ],
+)
+def test_weights_that_stay(policy: str, vocabulary: int, linear: int) -> None:
+    parts = _tee(policy).parts
+    assert parts["embedding and LM head"] == vocabulary
+    assert parts["linear weights"] == linear
+    assert parts["process"] == PROCESS_BYTES
+
+
+def test_an_untied_lm_head_is_held_beside_the_embedding() -> None:
+    config = find_shape("tinyllama-1.1b").config()
+    need = tee_need(config, load_policy("attention-in-tee"), tokens=8, itemsize=4)
+    assert need.parts["embedding and LM head"] == 2 * 4 * 32000 * 2048
+    assert gpu_need(config, ["float"], device="cpu", tokens=8).parts["embedding and LM head"] == (
+        2 * 2 * 32000 * 2048
+    )
+
+
+def test_pads_are_counted_for_the_rows_of_a_step() -> None:
+    weight = 16384 * 2048
+    assert _tee("attention-in-tee").parts["pads"] == 0
+    assert _tee("shielded").parts["pads"] == 128 * 4 * OUTPUTS + weight
+    assert _tee("shielded", sequences=200).parts["pads"] == 200 * 4 * OUTPUTS + weight
+    assert _tee("shielded-prefill").parts["pads"] == 512 * 4 * OUTPUTS + weight
+
+
+def test_the_kv_cache_grows_with_tokens_and_sequences() -> None:
+    assert kv_bytes(ONE_B, tokens=1) == 2 * 16 * 8 * 64 * 2
+    assert _tee("tsqp", sequences=4).parts["KV cache"] == kv_bytes(ONE_B, tokens=4096)
+    assert _tee("tsqp", sequences=4).total > _tee("tsqp").total
+
+
+def test_a_service_holds_what_its_device_and_arithmetic_say() -> None:
+    floats = gpu_need(ONE_B, ["float"], device="cpu", tokens=512)
+    both = gpu_need(ONE_B, ["float", "int8", "float"], device="cpu", tokens=512)
+    assert floats.parts["float weights"] == 2 * LINEAR
+    assert both.total - floats.total == LINEAR + 4 * OUTPUTS
+    null = gpu_need(ONE_B, ["float", "int8"], device="null", tokens=512)
+    assert set(null.parts) == {"process", "temporaries"}
+    alone = whole_model_need(ONE_B, "transformers", tokens=512)
+    matrices = alone.parts["embedding and LM head"] + alone.parts["linear weights"]
+    assert 0 < required_bytes(ONE_B) - matrices < 1_000_000  # the norms
+
+
+def test_too_little_memory_is_refused_with_the_figures() -> None:
+    needs = [Need("a", {"x": 2 * 10**9, "y": 1, "z": 0}), Need("b", {"x": 10**8})]
+    check_memory(needs, available_bytes=21 * 10**8 + 1)
+    with pytest.raises(SettingsError) as refused:
+        check_memory(needs, available_bytes=21 * 10**8)
+    assert str(refused.value) == (
+        "memory: got 2.1 GB available, expected at least 2.2 GB:"
+        " 2.1 GB for a (x 2.0 GB, y 1 MB); 100 MB for b (x 100 MB)"
+    )
+
+
+def test_the_machine_is_asked_where_nothing_is_given() -> None:
+    check_memory([Need("a", {"x": 1})])
+    with pytest.raises(SettingsError, match=r"expected at least 1000000000\.0 GB"):
+        check_memory([Need("a", {"x": 10**18})])
+
+
+def test_too_little_disk_is_refused(tmp_path: Path) -> None:
+    check_disk(tmp_path, 1)
+    with pytest.raises(SettingsError, match=r"disk space in .*: got .* free, .*TMPDIR"):
+        check_disk(tmp_path, 10**18)
+
+
+def test_files_on_a_tmpfs_are_memory(tmp_path: Path) -> None:
+    inside = tmp_path / "in-memory" / "deeper"
+    inside.mkdir(parents=True)
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"tmpfs {tmp_path / 'in-memory'} tmpfs rw 0 0\ndisk / ext4 rw 0 0\n", encoding="utf-8"
+    )
+    assert files_need(tmp_path, 10, mounts) == []
+    (need,) = files_need(inside, 10, mounts)
+    assert need.total == 10
+    with mounts.open("a", encoding="utf-8") as file:
+        file.write(f"disk {tmp_path / 'in-memory'} ext4 rw 0 0\n")
+    assert files_need(inside, 10, mounts) == []
+
+
+def test_available_memory_is_the_smaller_of_machine_and_control_group(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal:       9000 kB\nMemAvailable:   5000 kB\n", encoding="ascii"
+    )
+    assert available_memory(tmp_path) == 5000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n", encoding="ascii")
+    assert available_memory(tmp_path) == 5000 * 1024
+    (group / "memory.max").write_text("2000000\n", encoding="ascii")
+    (group / "memory.current").write_text("1500000\n", encoding="ascii")
+    stat = "anon 9\ninactive_file 300000\nactive_file 100000\nworkingset_refault_file 77\n"
+    (group / "memory.stat").write_text(stat, encoding="ascii")
+    assert available_memory(tmp_path) == 900_000

@@ -1,0 +1,176 @@
+"""Makes what a benchmark needs on disk: random weights, calibration, pads.
+
+Each in a process of its own, so that its memory is not counted with what is measured.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.errors import ModelError, PolicyError, SettingsError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint, linear_tensors
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.identity import linear_digest, model_digest
+from tee_side.assembly import sites_under
+from tee_side.calibration import CALIBRATION_FILE
+from tee_side.masks.mask import AdditiveMask
+from tee_side.pads.bank import BankFile
+from tee_side.pads.layout import PadLayout
+from tee_side.pads.maker import PadMaker, read_weights
+from tee_side.pads.source import BATCH_TOKENS
+from tee_side.policy import Policy
+from tee_side.vocabulary import PHASES
+from tsqp.bench.job import Plan
+from tsqp.bench.random_model import write_random_model
+from tsqp.bench.shapes import find_shape
+from tsqp.calibrate import calibrate_on
+
+# Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
+_CALIBRATION_TOKENS = 24
+
+
+def random_model(directory: Path, shape: str, *, linear: bool) -> None:
+    """Write a shape with random weights into an empty directory."""
+    in_fresh_process(_write_random_model, str(directory), shape, linear)
+
+
+def _write_random_model(directory: str, shape: str, linear: bool) -> None:
+    write_random_model(Path(directory), dict(find_shape(shape).settings), linear=linear)
+
+
+def calibration(model: Path, beside: Path) -> Path:
+    """Return a directory of the model with scales, made from random token ids if it has none.
+
+    `beside`: a folder to make it in: a model that was given is not written to.
+    """
+    if (model / CALIBRATION_FILE).exists():
+        return model
+    if not Checkpoint(model).holds(linear_tensors(read_config(model), FUSED_MODULES)):
+        raise ModelError(
+            str(model), got="no linear weights and no calibration", expected="one of them"
+        )
+    calibrated = beside / "calibrated"
+    calibrated.mkdir()
+    for file in model.iterdir():
+        (calibrated / file.name).symlink_to(file.resolve())
+    in_fresh_process(_calibrate, str(calibrated))
+    return calibrated
+
+
+def _calibrate(model: str) -> None:
+    directory = Path(model)
+    config = read_config(directory)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, config.vocab_size, (1, _CALIBRATION_TOKENS), generator=generator)
+    calibrate_on(config, Checkpoint(directory), ids.tolist()).save(directory / CALIBRATION_FILE)
+
+
+def pads_needed(policy: Policy, plan: Plan) -> int:
+    """Return how many pads a policy uses up in a plan, by no more than a few too many."""
+    phases = {
+        phase
+        for phase in PHASES
+        for _, placement in policy.leaving()
+        if isinstance(placement.mask, AdditiveMask) and placement.phase in (None, phase)
+    }
+    prompts = plan.repeats + 8
+    decodes = 3 * plan.decode_steps + 16
+    needed = 0
+    if "prefill" in phases:
+        needed += prompts * sum(plan.prefill)
+        needed += sum(context * batch for context, batch in plan.decode)
+        needed += plan.generation[0] if plan.generation else 0
+    if "decode" in phases:
+        needed += decodes * sum(batch for _, batch in plan.decode)
+        needed += plan.generation[1] if plan.generation else 0
+    return needed + 64
+
+
+def bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -> Path | None:
+    """Make pads ahead; None for a policy without any, or whose mask no bank can hold.
+
+    `zeros`: factors u = 0, for services that answer with zeros: unmasked, activations stay finite.
+    The work online is the same.
+    """
+    masks = [mask for mask in policy.masks if isinstance(mask, AdditiveMask)]
+    if not masks or masks[0].arithmetic != "int8":
+        return None
+    if len(masks) > 1:
+        raise PolicyError(
+            f"policy {policy.name}",
+            got=f"{len(masks)} masks with pads",
+            expected="one: a bank is made for one",
+        )
+    in_fresh_process(_write_bank, str(model), policy, tokens, str(path), zeros)
+    return path
+
+
+def _write_bank(model: str, policy: Policy, tokens: int, path: str, zeros: bool) -> None:
+    directory = Path(model)
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    (mask,) = (mask for mask in policy.masks if isinstance(mask, AdditiveMask))
+    layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+    store = BankFile.create(
+        Path(path),
+        layout=layout,
+        mask=mask.described(),
+        model_digest=model_digest(config, checkpoint),
+        linear_digest=linear_digest(config, checkpoint) or "",
+        capacity=tokens,
+    )
+    with store:
+        if not zeros:
+            PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)).fill(store, tokens)
+            return
+        for first in range(0, tokens, BATCH_TOKENS):
+            count = min(BATCH_TOKENS, tokens - first)
+            with store.begin(count) as batch:
+                for site in layout.sites:
+                    batch.put(site.number, torch.zeros(count, site.out_features, dtype=torch.int32))
+                batch.commit()
+
+
+def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
+    """Return about how much room a bank takes on disk."""
+    return (
+        sum(
+            PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask)).token_bytes
+            for mask in policy.masks
+            if isinstance(mask, AdditiveMask)
+        )
+        * tokens
+    )
+
+
+def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in a process of its own. Raises SettingsError if it fails."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    try:
+        process.join()
+    finally:
+        if process.is_alive():
+            process.terminate()
+            process.join()
+    if process.exitcode != 0:
+        raise SettingsError(
+            f"tsqp bench: {function.__name__.strip('_')}",
+            got=f"exit status {process.exitcode}",
+            expected="0 (its own message is above)",
+        )
+
+
+def remove(path: Path) -> None:
+    """Delete a bank with the files beside it."""
+    for file in path.parent.glob(f"{path.name}*"):
+        if file.is_dir():
+            shutil.rmtree(file)
+        else:
+            file.unlink()

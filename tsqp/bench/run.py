@@ -1,0 +1,406 @@
+"""Runs a benchmark: checks everything, starts what is needed, and collects a report.
+
+Every policy is measured by a process of its own (`tsqp.bench.worker`), as are the baselines. What
+is there when a run is interrupted is reported as far as it goes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from protocol.errors import SettingsError, TsqpError
+from protocol.messages import FUSED_MODULES, Arithmetic
+from protocol.model.checkpoint import Checkpoint, linear_tensors
+from protocol.model.config import ModelConfig, read_config
+from protocol.tensors import ITEMSIZE
+from tee_side.local_operators import sites_here
+from tee_side.policy import Policy, load_policy
+from tsqp.bench import prepare
+from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Progress
+from tsqp.bench.machine import describe_machine
+from tsqp.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
+from tsqp.bench.model import (
+    Baseline,
+    Case,
+    Generation,
+    PingPong,
+    PolicyRun,
+    Report,
+    Setup,
+    Timeline,
+)
+from tsqp.bench.procfs import peak_bytes
+from tsqp.bench.random_model import required_bytes
+from tsqp.bench.settings import BenchSettings
+from tsqp.bench.shapes import find_shape
+from tsqp.processes import ProcessError, child, start_service
+
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+_BASELINES = TypeAdapter(tuple[Baseline, ...])
+_PING_PONG = TypeAdapter(tuple[PingPong, ...])
+_TEE_ONLY = "tee-only"
+_LOADING_TIMEOUT_S = 600.0
+# Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
+_PUBLISHED_NEW_TOKENS = 64
+
+Say = Callable[[str], None]
+
+
+class Bench:
+    """One run. Everything is checked before anything is made or measured."""
+
+    def __init__(self, settings: BenchSettings, say: Say) -> None:
+        self._settings = settings
+        self._say = say
+        self._policies: list[PolicyRun] = []
+        self._baselines: list[Baseline] = []
+        self._ping_pong: list[PingPong] = []
+        self._incomplete: str | None = None
+        self._created = datetime.now(UTC)
+        self._config = self._read_config()
+        self._check()
+
+    def run(self) -> None:
+        """Measure. What ends it early is in the report, and raised."""
+        try:
+            with ExitStack() as closing:
+                self._run(closing)
+        except BaseException as error:
+            self._incomplete = str(error) if isinstance(error, TsqpError) else "interrupted"
+            raise
+
+    def report(self) -> Report:
+        """Return what has been measured so far."""
+        settings, config = self._settings, self._config
+        return Report(
+            setup=Setup(
+                command=settings.command,
+                created=self._created.isoformat(timespec="seconds"),
+                machine=describe_machine(),
+                model=settings.shape or (settings.model.name if settings.model else ""),
+                num_hidden_layers=config.num_hidden_layers,
+                dtype=settings.dtype or config.dtype,
+                device="given services" if settings.endpoints else settings.device,
+                transport=_scheme(settings.endpoints[0])
+                if settings.endpoints
+                else settings.transport,
+                link=settings.link,
+                tee_threads=settings.threads,
+                gpu_threads=settings.gpu_threads,
+            ),
+            policies=tuple(self._policies),
+            baselines=tuple(self._baselines),
+            ping_pong=tuple(self._ping_pong),
+            incomplete=self._incomplete,
+        )
+
+    # ------------------------------------------------------------------------- before the run
+
+    def _read_config(self) -> ModelConfig:
+        settings = self._settings
+        if (settings.model is None) == (settings.shape is None):
+            raise SettingsError(
+                "MODEL and --shape",
+                got="both" if settings.model else "neither",
+                expected="one of them",
+            )
+        if settings.shape is not None:
+            return find_shape(settings.shape).config()
+        return read_config(settings.model or Path())
+
+    def _check(self) -> None:
+        """Refuse what cannot work. Raises SettingsError, PolicyError, ModelError."""
+        settings, config, plan = self._settings, self._config, self._settings.plan
+        policies = self._all_policies()
+        for _, policy in policies:
+            policy.check(config.num_hidden_layers)
+            self._check_feature_mask(policy)
+        if plan.longest > config.context_length:
+            raise SettingsError(
+                "--prefill, --context",
+                got=f"sequences of up to {plan.longest} tokens",
+                expected=f"at most {config.context_length}, the model's context",
+            )
+        itemsize = ITEMSIZE[settings.dtype or config.dtype]
+        needs = [
+            tee_need(
+                config,
+                policy,
+                tokens=plan.longest,
+                sequences=plan.sequences,
+                itemsize=itemsize,
+                step_tokens=settings.step_tokens,
+            )
+            for _, policy in policies
+        ]
+        if not settings.endpoints and self._services():
+            service = gpu_need(
+                config,
+                self._arithmetic(),
+                device=settings.device,
+                tokens=plan.longest,
+                itemsize=itemsize,
+                step_tokens=settings.step_tokens,
+            )
+            largest = max(needs, key=lambda need: need.total)
+            check_memory([*[service] * self._services(), largest])
+        else:
+            check_memory([max(needs, key=lambda need: need.total)])
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        pads = max(
+            (
+                prepare.bank_bytes(self._config, policy, self._pads(policy))
+                for _, policy in self._all_policies()
+            ),
+            default=0,
+        )
+        weights = 0
+        if self._settings.shape is not None:
+            weights = required_bytes(self._config, linear=self._needs_linear())
+        check_disk(Path(tempfile.gettempdir()), pads + weights)
+
+    def _check_feature_mask(self, policy: Policy) -> None:
+        settings, mask = self._settings, policy.feature_mask
+        served = settings.server_model is not None or bool(settings.endpoints)
+        if mask is not None and (settings.key is None or not served):
+            raise SettingsError(
+                f"policy {policy.name}",
+                got="no --key, or no --server-model",
+                expected=f"both, as tsqp provision MODEL --mask {mask.name} writes them",
+            )
+
+    def _all_policies(self) -> list[tuple[str, Policy]]:
+        found = list(self._settings.policies)
+        if self._settings.baselines and all(policy.needs_service for _, policy in found):
+            found.append((_TEE_ONLY, load_policy(_TEE_ONLY)))
+        return found
+
+    def _services(self) -> int:
+        return max(policy.services for _, policy in self._all_policies())
+
+    def _arithmetic(self) -> list[Arithmetic]:
+        found = {policy.arithmetic for _, policy in self._all_policies() if policy.needs_service}
+        return sorted(found)
+
+    def _needs_linear(self) -> bool:
+        """Whether anybody needs linear weights: a service that computes, a TEE that keeps some."""
+        policies = self._all_policies()
+        return (
+            self._settings.baselines
+            or (self._settings.computes and not self._settings.endpoints)
+            or any(policy.arithmetic == "int8" for _, policy in policies)
+            or any(sites_here(policy, self._config) for _, policy in policies)
+        )
+
+    def _pads(self, policy: Policy) -> int:
+        return prepare.pads_needed(policy, self._settings.plan)
+
+    # --------------------------------------------------------------------------------- the run
+
+    def _run(self, closing: ExitStack) -> None:
+        settings = self._settings
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-bench-")))
+        model = settings.model or self._random_model(folder)
+        if any(policy.arithmetic == "int8" for _, policy in self._all_policies()):
+            self._say("choosing scales for int8 arithmetic")
+            model = prepare.calibration(model, folder)
+        for name, policy in self._all_policies():
+            # A service a policy: a fresh one, whose peak of memory is that policy's.
+            with ExitStack() as running:
+                self._measure(running, folder, model, name, policy)
+        if settings.baselines:
+            self._measure_baselines(folder, model)
+
+    def _random_model(self, folder: Path) -> Path:
+        directory = folder / "model"
+        directory.mkdir()
+        self._say(f"making random weights of {self._settings.shape}")
+        shape = self._settings.shape or ""
+        prepare.random_model(directory, shape, linear=self._needs_linear())
+        return directory
+
+    def _measure(
+        self, running: ExitStack, folder: Path, model: Path, name: str, policy: Policy
+    ) -> None:
+        settings = self._settings
+        services = self._start(running, folder, model, policy, settings.transport)
+        bank = folder / "pads"
+        if policy.masks:
+            self._say(f"{policy.name}: making what its masks need")
+        given = prepare.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
+        running.callback(prepare.remove, bank)
+        job = Job(
+            model=model,
+            policy=name,
+            endpoints=tuple(endpoint for _, endpoint in services),
+            service_pids=tuple(pid for pid, _ in services if pid),
+            key=settings.key if policy.feature_mask else None,
+            bank=given,
+            threads=settings.threads,
+            step_tokens=settings.step_tokens,
+            micro_batches=settings.micro_batches,
+            spin_us=settings.spin_us,
+            link_gbps=settings.link_gbps,
+            link_rtt_us=settings.link_rtt_us,
+            dtype=settings.dtype,
+            plan=settings.plan,
+        )
+        partial = _Partial(policy)
+        try:
+            for answer in self._answers(job):
+                partial.take(answer)
+                if isinstance(answer, Progress):
+                    self._say(f"{policy.name}: {answer.doing}")
+        finally:
+            with suppress(OSError):
+                partial.gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
+            if partial.any:
+                self._policies.append(partial.run())
+
+    def _start(
+        self, running: ExitStack, folder: Path, model: Path, policy: Policy, transport: str
+    ) -> list[tuple[int, str]]:
+        """Start the services of a policy; return process ids (0: not ours) and endpoints."""
+        settings = self._settings
+        if settings.endpoints:
+            return [(0, endpoint) for endpoint in settings.endpoints[: policy.services]]
+        served = settings.server_model if policy.feature_mask else None
+        return [
+            start_service(
+                running,
+                [
+                    *(str(served or model), "--device", settings.device),
+                    *("--bind", _bind(transport, folder, number)),
+                    *("--threads", str(settings.gpu_threads)),
+                    *("--arithmetic", policy.arithmetic),
+                    *("--spin-us", str(settings.spin_us)),
+                    *(("--dtype", settings.dtype) if settings.dtype else ()),
+                ],
+                timeout_s=_LOADING_TIMEOUT_S,
+            )
+            for number in range(policy.services)
+        ]
+
+    def _answers(self, job: Job) -> Iterator[Answer]:
+        """Run a worker, and yield what it says. Raises ProcessError if it fails."""
+        command = [sys.executable, "-m", "tsqp.bench.worker"]
+        with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as (process, errors):
+            if process.stdin is None or process.stdout is None:
+                raise ProcessError("worker", got="no pipes", expected="stdin and stdout")
+            with process.stdin:
+                process.stdin.write(job.model_dump_json().encode())
+            finished = False
+            for line in process.stdout:
+                answer = _ANSWER.validate_json(line)
+                if isinstance(answer, Failed):
+                    raise ProcessError(
+                        f"policy {job.policy}", got=answer.error, expected="a run to its end"
+                    )
+                finished = finished or isinstance(answer, Finished)
+                yield answer
+            process.wait()
+            errors.join()
+            if not finished:
+                raise ProcessError(
+                    f"policy {job.policy}", got=errors.last, expected="a run to its end"
+                )
+
+    # ------------------------------------------------------------------------------- baselines
+
+    def _measure_baselines(self, folder: Path, model: Path) -> None:
+        settings, config, plan = self._settings, self._config, self._settings.plan
+        lengths = ",".join(map(str, plan.prefill))
+        dtype = settings.dtype or config.dtype
+        if Checkpoint(model).holds(linear_tensors(config, FUSED_MODULES)):
+            self._say("baseline: transformers")
+            options = ["--tokens", lengths, "--dtype", dtype, "--repeats", str(plan.repeats)]
+            options += ["--threads", str(settings.threads)]
+            found = self._script("benchmarks.transformers_baseline", str(model), *options)
+            self._baselines += _BASELINES.validate_json(found)
+        if not settings.endpoints:
+            self._say("baseline: the published client")
+            with ExitStack() as running:
+                # Its socket is ZeroMQ's, whatever ours is.
+                policy = load_policy("tsqp")
+                against = "cpu" if settings.computes else "null"
+                ((_, endpoint),) = self._start(running, folder, model, policy, "tcp")
+                options = ["--tokens", lengths, "--threads", str(settings.threads)]
+                options += ["--against", against, "--new-tokens", str(_PUBLISHED_NEW_TOKENS)]
+                found = self._script("benchmarks.published_client", endpoint, *options)
+                self._baselines += _BASELINES.validate_json(found)
+        self._say("baseline: raw ping-pong")
+        self._ping_pong += _PING_PONG.validate_json(self._script("benchmarks.ping_pong"))
+
+    def _script(self, module: str, *arguments: str) -> str:
+        """Run one of our scripts, and return what it prints. Raises ProcessError."""
+        command = [sys.executable, "-m", module, *arguments]
+        with child(command, stdout=subprocess.PIPE) as (process, errors):
+            output = process.stdout.read().decode() if process.stdout else ""
+            status = process.wait()
+            errors.join()
+        if status != 0:
+            raise ProcessError(module, got=errors.last, expected="exit status 0")
+        return output
+
+
+class _Partial:
+    """A policy's run as its answers come in."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._cases: list[Case] = []
+        self._timelines: list[Timeline] = []
+        self._generation: Generation | None = None
+        self._finished: Finished | None = None
+        self.gpu_peak_bytes: int | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._cases or self._generation)
+
+    def take(self, answer: Answer) -> None:
+        """Keep what an answer says."""
+        if isinstance(answer, Finished):
+            self._finished = answer
+        elif isinstance(answer, Measured):
+            self._cases += [answer.case] if answer.case else []
+            self._timelines += [answer.timeline] if answer.timeline else []
+            self._generation = answer.generation or self._generation
+
+    def run(self) -> PolicyRun:
+        """Return what there is."""
+        finished = self._finished
+        return PolicyRun(
+            policy=self._policy.name,
+            summary=self._policy.summary,
+            disclosure=self._policy.disclosure(),
+            cases=tuple(self._cases),
+            generation=self._generation,
+            timelines=tuple(self._timelines),
+            tee_peak_bytes=finished.peak_bytes if finished else 0,
+            gpu_peak_bytes=self.gpu_peak_bytes,
+            kv_bytes=finished.kv_bytes if finished else 0,
+            vocabulary_bytes=finished.vocabulary_bytes if finished else 0,
+        )
+
+
+def _scheme(endpoint: str) -> str:
+    return endpoint.split("://", 1)[0]
+
+
+def _bind(transport: str, folder: Path, number: int) -> str:
+    """Return where a service is to listen."""
+    if transport == "tcp":
+        return "tcp://127.0.0.1:*"
+    return f"{transport}://{folder}/gpu-{number}.sock"

@@ -1,0 +1,434 @@
+"""What a report says, worked out from its figures for table, page and plots alike."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tee_side.vocabulary import PHASES, Phase
+from tsqp.bench.fit import PowerLaw, fit_exponent
+from tsqp.bench.model import (
+    STAGES,
+    Baseline,
+    Case,
+    OperatorCost,
+    PolicyRun,
+    Report,
+    Span,
+    Stages,
+    Timeline,
+)
+from tsqp.bench.units import duration, figures, percent
+
+STAGE_NAMES: dict[str, str] = {name: name.removesuffix("_us") for name in STAGES} | {
+    "gpu_us": "GPU",
+    "tee_us": "TEE",
+}
+# What a reader must know to read the columns.
+STAGE_MEANINGS: dict[str, str] = {
+    "tee_us": "the operator computed in the TEE, or scaling and rounding around a remote product",
+    "mask_us": "hiding what is sent",
+    "verify_us": "checking what came back",
+    "encode_us": "building the request",
+    "wire_us": "the round trip less what the service says it spent",
+    "queue_us": "waiting in the service, by its own claim",
+    "gpu_us": "computing in the service, by its own claim",
+    "decode_us": "reading the reply",
+    "unmask_us": "taking the mask off the reply",
+}
+# Who is busy during a stage, in the order of the timeline's lanes.
+RESOURCES: tuple[str, ...] = ("TEE", "wire", "GPU")
+_BUSY: dict[str, str] = {"wire": "wire", "queue": "GPU", "gpu": "GPU"}
+
+# The order in which a step meets its operators.
+_FLOW: tuple[str, ...] = (
+    "embedding",
+    "rms_norm",
+    "qkv_proj",
+    "rope",
+    "kv_cache",
+    "attention",
+    "attn_scores",
+    "softmax",
+    "attn_values",
+    "o_proj",
+    "residual",
+    "gate_up_proj",
+    "silu_mul",
+    "down_proj",
+    "lm_head",
+    "sample",
+)
+
+CaseKey = tuple[int, int, int]
+
+
+def resource(span: Span) -> str:
+    """Say who is busy during a span: TEE, wire or GPU."""
+    return _BUSY.get(span.stage.removesuffix("_us"), "TEE")
+
+
+def case_key(case: Case) -> CaseKey:
+    """Return what makes two cases of one phase comparable: tokens, batch, micro-batches."""
+    return case.tokens, case.batch, case.micro_batches
+
+
+def case_name(phase: Phase, tokens: int, batch: int = 1, micro_batches: int = 1) -> str:
+    """Return a short name: `prefill 512`, `decode at 512`, `decode 8 at 512, 2 micro`."""
+    name = phase if batch == 1 else f"{phase} {batch}"
+    joint = " " if batch == 1 else " x "
+    name += f"{joint}{tokens}" if phase == "prefill" else f" at {tokens}"
+    return name + (f", {micro_batches} micro" if micro_batches > 1 else "")
+
+
+def name_of(case: Case) -> str:
+    """Return the short name of a case."""
+    return case_name(case.phase, *case_key(case))
+
+
+def kinds(report: Report) -> list[tuple[Phase, CaseKey]]:
+    """Return each kind of case that some policy has: prefill first, then by batch and length."""
+    found = {(case.phase, case_key(case)) for run in report.policies for case in run.cases}
+    return sorted(
+        found, key=lambda kind: (PHASES.index(kind[0]), kind[1][1], kind[1][2], kind[1][0])
+    )
+
+
+def find_case(run: PolicyRun, phase: Phase, key: CaseKey) -> Case | None:
+    """Return a policy's case of that kind, None if it has none."""
+    return next((c for c in run.cases if c.phase == phase and case_key(c) == key), None)
+
+
+def main_kind(report: Report, phase: Phase) -> CaseKey | None:
+    """Return the kind of case by which policies are compared, None if there is no case.
+
+    The one that most policies have; of these, one sequence, undivided, and the longest.
+    """
+    counts = Counter(
+        case_key(case) for run in report.policies for case in run.cases if case.phase == phase
+    )
+    if not counts:
+        return None
+    return max(counts, key=lambda key: (counts[key], -key[1], -key[2], key[0]))
+
+
+def main_cases(report: Report, phase: Phase) -> list[tuple[PolicyRun, Case]]:
+    """Return the policies' cases of the main kind, those that have one."""
+    key = main_kind(report, phase)
+    if key is None:
+        return []
+    found = ((run, find_case(run, phase, key)) for run in report.policies)
+    return [(run, case) for run, case in found if case is not None]
+
+
+@dataclass(frozen=True)
+class OperatorTotal:
+    """An operator over all layers. `place`: `tee`, `gpu`, or both where layers differ."""
+
+    operator: str
+    place: str
+    calls: float
+    rpcs: float
+    bytes_sent: float
+    bytes_received: float
+    stages: Stages
+
+
+def by_operator(case: Case) -> list[OperatorTotal]:
+    """Add up the layers of each operator, in the order of a step."""
+    names = dict.fromkeys(cost.operator for cost in case.operators)
+    order = [name for name in _FLOW if name in names]
+    order += [name for name in names if name not in _FLOW]
+    return [_total(name, [c for c in case.operators if c.operator == name]) for name in order]
+
+
+def by_layer(case: Case) -> list[tuple[int | None, OperatorTotal, list[OperatorCost]]]:
+    """Return each layer (None last: what belongs to none), its total and its operators."""
+    layers = sorted({c.layer for c in case.operators if c.layer is not None})
+    found = []
+    for layer in (*layers, None):
+        costs = [c for c in case.operators if c.layer == layer]
+        costs.sort(key=lambda c: _FLOW.index(c.operator) if c.operator in _FLOW else len(_FLOW))
+        if costs:
+            name = "in no layer" if layer is None else f"layer {layer}"
+            found.append((layer, _total(name, costs), costs))
+    return found
+
+
+def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorTotal:
+    return OperatorTotal(
+        operator=name,
+        place="+".join(sorted({cost.place for cost in costs}, reverse=True)),
+        calls=math.fsum(cost.calls for cost in costs),
+        rpcs=math.fsum(cost.rpcs for cost in costs),
+        bytes_sent=math.fsum(cost.bytes_sent for cost in costs),
+        bytes_received=math.fsum(cost.bytes_received for cost in costs),
+        stages=sum_stages(cost.stages for cost in costs),
+    )
+
+
+def sum_stages(stages: Iterable[Stages]) -> Stages:
+    """Add up."""
+    return sum(stages, Stages())
+
+
+def case_stages(case: Case) -> Stages:
+    """Return where the time of a whole case went."""
+    return sum_stages(cost.stages for cost in case.operators)
+
+
+def largest_stage(stages: Stages) -> str:
+    """Return the name of the stage that took longest, as a field of Stages."""
+    return max(STAGES, key=lambda name: float(getattr(stages, name)))
+
+
+def tokens_per_step(case: Case) -> int:
+    """Return how many tokens a step handles: whole prompts, or one for each sequence."""
+    return case.tokens * case.batch if case.phase == "prefill" else case.batch
+
+
+# --- growth ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How one cost of one policy grows. `points`: pairs of x and cost, by x.
+
+    `scope`: which cases they are from: their batch, or their tokens.
+    """
+
+    policy: str
+    phase: Phase
+    cost: str
+    against: str
+    scope: str
+    points: tuple[tuple[float, float], ...]
+    law: PowerLaw | None
+
+
+_LENGTH: dict[Phase, str] = {"prefill": "prompt tokens", "decode": "context tokens"}
+# What is quadratic in a prompt's length; everything else should be linear.
+_ATTENTION = ("attention", "attn_scores", "softmax", "attn_values")
+
+
+def growth(report: Report) -> list[Growth]:
+    """Return how time grows with prompt, context and batch, wherever there are two sizes.
+
+    Time is that of a step less Embedding and LM head in the TEE (`overhead_ms`), in ms; beside it,
+    attention alone (scores, softmax and values).
+    """
+    found: list[Growth] = []
+    for run in report.policies:
+        for phase in PHASES:
+            cases = [case for case in run.cases if case.phase == phase]
+            for batch, micro in sorted({(c.batch, c.micro_batches) for c in cases}):
+                chosen = [c for c in cases if (c.batch, c.micro_batches) == (batch, micro)]
+                chosen.sort(key=lambda c: c.tokens)
+                scope = f"batch {batch}" + (f", {micro} micro" if micro > 1 else "")
+                steps = [(float(c.tokens), c.overhead_ms) for c in chosen]
+                attention = [(float(c.tokens), _attention_ms(c)) for c in chosen]
+                against = _LENGTH[phase]
+                found.append(_grown(run.policy, phase, "step", against, scope, steps))
+                found.append(_grown(run.policy, phase, "attention", against, scope, attention))
+            for tokens, micro in sorted({(c.tokens, c.micro_batches) for c in cases}):
+                chosen = [c for c in cases if (c.tokens, c.micro_batches) == (tokens, micro)]
+                chosen.sort(key=lambda c: c.batch)
+                scope = f"{tokens} {_LENGTH[phase]}" + (f", {micro} micro" if micro > 1 else "")
+                steps = [(float(c.batch), c.overhead_ms) for c in chosen]
+                found.append(_grown(run.policy, phase, "step", "batch", scope, steps))
+    return [g for g in found if len(g.points) > 1 and any(cost for _, cost in g.points)]
+
+
+def _attention_ms(case: Case) -> float:
+    costs = [c for c in case.operators if c.operator in _ATTENTION]
+    return sum_stages(c.stages for c in costs).total_us / 1e3
+
+
+def _grown(
+    policy: str,
+    phase: Phase,
+    cost: str,
+    against: str,
+    scope: str,
+    points: Sequence[tuple[float, float]],
+) -> Growth:
+    return Growth(policy, phase, cost, against, scope, tuple(points), fit_exponent(points))
+
+
+# --- baselines ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A baseline beside one policy. `ratio`: baseline / ours, None where they can't be compared."""
+
+    baseline: Baseline
+    policy: str | None
+    ours_ms: float | None
+    ratio: float | None
+
+
+def computes(device: str) -> bool | None:
+    """Say whether a device computes anything: `null` and `model:X` do not; None if unknown."""
+    kind = device.partition(":")[0]
+    return {"null": False, "model": False, "cpu": True, "cuda": True}.get(kind)
+
+
+def comparable(report: Report, run: PolicyRun, baseline: Baseline) -> bool:
+    """Say whether a baseline did the same work as a policy of this run."""
+    if not any(case.rpcs for case in run.cases):
+        # It computes everything itself, whatever the device.
+        return baseline.against != "null"
+    device = report.setup.device
+    if baseline.against == "null":
+        return device == "null"
+    return bool(computes(device)) and (baseline.against == "none" or device.startswith("cpu"))
+
+
+def compare(report: Report) -> list[Comparison]:
+    """Put each baseline beside each policy's same case; beside none (policy None) if it has none.
+
+    Against a service that answers at once, what is compared is the overhead; otherwise the step.
+    A baseline of a prompt and more new tokens than one is compared with the generation.
+    """
+    found: list[Comparison] = []
+    for baseline in report.baselines:
+        matched = [
+            (run, ours) for run in report.policies if (ours := _ours_ms(run, baseline)) is not None
+        ]
+        if not matched:
+            found.append(Comparison(baseline, None, None, None))
+        for run, ours in matched:
+            same = comparable(report, run, baseline) and ours > 0
+            ratio = baseline.step_ms.median / ours if same else None
+            found.append(Comparison(baseline, run.policy, ours, ratio))
+    return found
+
+
+def is_generation(baseline: Baseline) -> bool:
+    """Say whether a baseline timed a prompt and all its new tokens together."""
+    return baseline.phase == "prefill" and baseline.new_tokens > 1
+
+
+def _ours_ms(run: PolicyRun, baseline: Baseline) -> float | None:
+    if is_generation(baseline):
+        made = run.generation
+        same = made is not None and (made.prompt_tokens, made.new_tokens) == (
+            baseline.tokens,
+            baseline.new_tokens,
+        )
+        return made.total_ms if made is not None and same else None
+    case = find_case(run, baseline.phase, (baseline.tokens, 1, 1))
+    if case is None:
+        return None
+    return case.overhead_ms if baseline.against == "null" else case.step_ms.median
+
+
+def baseline_name(baseline: Baseline) -> str:
+    """Return the kind of step that a baseline timed."""
+    if is_generation(baseline):
+        return f"{baseline.tokens} + {baseline.new_tokens} new"
+    name = case_name(baseline.phase, baseline.tokens)
+    return f"{name} (mean of {baseline.new_tokens})" if baseline.new_tokens > 1 else name
+
+
+# --- timeline ----------------------------------------------------------------------------------
+
+
+def length_us(timeline: Timeline) -> float:
+    """Return how long the step took, from its start to the end of the last span."""
+    return max((span.start_us + span.duration_us for span in timeline.spans), default=0.0)
+
+
+def busy_us(spans: Iterable[Span]) -> float:
+    """Return for how long at least one of the spans ran."""
+    total, end = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start_us):
+        stop = span.start_us + span.duration_us
+        total += max(0.0, stop - max(end, span.start_us))
+        end = max(end, stop)
+    return total
+
+
+def lanes(timeline: Timeline) -> list[int]:
+    """Return the numbers of the micro-batches."""
+    return sorted({span.lane for span in timeline.spans})
+
+
+# --- words -------------------------------------------------------------------------------------
+
+
+def missing(report: Report) -> list[str]:
+    """Say what a report lacks, a sentence each; empty if it is complete."""
+    found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
+    if not report.policies:
+        found.append("No policy was measured.")
+    for run in report.policies:
+        lacking: list[str] = [
+            phase for phase in PHASES if not any(c.phase == phase for c in run.cases)
+        ]
+        lacking += ["generation"] if run.generation is None else []
+        lacking += ["timeline"] if not run.timelines else []
+        if lacking:
+            found.append(f"{run.policy} lacks: {', '.join(lacking)}.")
+    if not report.baselines:
+        found.append("No baseline was measured: ratios to other systems are missing.")
+    if not report.ping_pong:
+        found.append("No ping-pong was measured: the floor of the transport is unknown.")
+    return found
+
+
+def findings(report: Report, *, parts: bool = True) -> Iterator[str]:
+    """Say what to conclude, a sentence each, from the cases by which policies are compared.
+
+    `parts`: also what takes the time within each policy.
+    """
+    for phase in PHASES:
+        pairs = main_cases(report, phase)
+        if not pairs:
+            continue
+        ranked = sorted(pairs, key=lambda pair: pair[1].step_ms.median)
+        (best, case), (_, slowest) = ranked[0], ranked[-1]
+        text = (
+            f"{name_of(case).capitalize()}: {best.policy} takes"
+            f" {duration(case.step_ms.median * 1e3)} a step, {figures(case.tokens_per_s)} tokens/s"
+        )
+        others = [
+            f"{run.policy} {figures(other.step_ms.median / case.step_ms.median)} times as long"
+            for run, other in ranked[1:]
+            if slowest.step_ms.median > 0 and case.step_ms.median > 0
+        ]
+        yield text + (f"; {', '.join(others)}." if others else ".")
+        if parts:
+            yield from (dominant(run, case) for run, case in pairs)
+    groups: dict[int, list[Comparison]] = {}
+    for found in compare(report):
+        groups.setdefault(id(found.baseline), []).append(found)
+    for group in groups.values():
+        baseline = group[0].baseline
+        ratios = [f"{figures(f.ratio)} times {f.policy}" for f in group if f.ratio is not None]
+        if ratios:
+            yield (
+                f"The baseline {baseline.name} takes {duration(baseline.step_ms.median * 1e3)} for"
+                f" {baseline_name(baseline)}: {', '.join(ratios)}."
+            )
+
+
+def dominant(run: PolicyRun, case: Case) -> str:
+    """Say which stage and which operator of a case cost most."""
+    stages = case_stages(case)
+    operators = by_operator(case)
+    if not operators or stages.total_us <= 0:
+        return f"{run.policy}, {name_of(case)}: not split into operators."
+    whole_us = stages.total_us + max(case.rest_us, 0.0)
+    stage = largest_stage(stages)
+    largest = sorted(operators, key=lambda op: -op.stages.total_us)[:2]
+    names = " and ".join(
+        f"{op.operator} ({percent(op.stages.total_us / whole_us)})" for op in largest
+    )
+    return (
+        f"{run.policy}, {name_of(case)}: the largest stage is {STAGE_NAMES[stage]}"
+        f" ({percent(getattr(stages, stage) / whole_us)}), the largest operators are {names}."
+    )

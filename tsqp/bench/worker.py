@@ -1,0 +1,250 @@
+"""Measures one policy, in a process of its own: the TEE side as `tee-runner` puts it together.
+
+    python -m tsqp.bench.worker < JOB
+
+Reads a `Job` from stdin and prints `Answer`s, one a line. Every case is timed without an observer;
+where the time goes is measured in further steps, with one.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read once, when torch is imported; see tsqp/cli/program.py.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from protocol.errors import TsqpError
+from protocol.link import Link
+from protocol.model.config import ModelConfig
+from tee_side.assembly import MaskSettings
+from tee_side.policy import load_policy
+from tee_side.runner import Generation as Running
+from tee_side.runner import Runner, RunnerSettings
+from tee_side.vocabulary import Phase
+from tsqp.bench.collect import Collector
+from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Progress
+from tsqp.bench.memory_need import kv_bytes, vocabulary_bytes
+from tsqp.bench.model import Case, Generation, OperatorCost, Span, Spread, Timeline
+from tsqp.bench.procfs import cpu_ns, peak_bytes
+
+_WARM_UP = 2
+_OBSERVED = 3
+# Repeats of a slow case end here, once there are as many as a median needs.
+_BUDGET_S = 10.0
+_LEAST_REPEATS = 3
+
+
+def measure(job: Job, tell: Callable[[Answer], None]) -> None:
+    """Run a job. Raises TsqpError."""
+    policy = load_policy(job.policy)
+    settings = RunnerSettings(
+        model=job.model,
+        policy=policy,
+        gpu=job.endpoints,
+        masks=MaskSettings(key=job.key, bank=job.bank),
+        dtype=job.dtype,
+        threads=job.threads,
+        step_tokens=job.step_tokens,
+        micro_batches=job.micro_batches,
+        spin_us=job.spin_us,
+        link=Link.of(job.link_gbps, job.link_rtt_us),
+    )
+    tell(Progress(doing="loading"))
+    with Runner(settings) as runner:
+        gc.collect()
+        gc.freeze()  # as tee-runner does
+        bench = _Bench(runner, job, tell)
+        plan = job.plan
+        for tokens in plan.prefill:
+            bench.prefill(tokens, timeline=tokens == max(plan.prefill))
+        for context, batch in plan.decode:
+            bench.decode(context, batch, timeline=(context, batch) == plan.decode[0])
+        if plan.generation:
+            bench.generation(*plan.generation)
+        itemsize = torch.empty(0, dtype=runner.dtype).itemsize
+        tell(
+            Finished(
+                peak_bytes=peak_bytes(),
+                kv_bytes=kv_bytes(
+                    runner.config,
+                    tokens=plan.longest,
+                    sequences=plan.sequences,
+                    itemsize=itemsize,
+                ),
+                vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
+            )
+        )
+
+
+class _Bench:
+    """The cases of one policy."""
+
+    def __init__(self, runner: Runner, job: Job, tell: Callable[[Answer], None]) -> None:
+        self._runner = runner
+        self._job = job
+        self._tell = tell
+        self._prompts = _prompts(runner.config, job.plan.longest, job.plan.sequences)
+
+    def prefill(self, tokens: int, *, timeline: bool) -> None:
+        """Run whole prompts of a length, up to the first token."""
+        self._tell(Progress(doing=f"prefill {tokens}"))
+        self._measure(
+            "prefill", tokens, 1, lambda: self._prompt(tokens), self._job.plan.repeats, timeline
+        )
+
+    def decode(self, context: int, batch: int, *, timeline: bool) -> None:
+        """Run decode steps of some sequences, each with so many tokens behind it."""
+        self._tell(Progress(doing=f"decode {batch} x {context}"))
+        steps = self._job.plan.decode_steps
+        running = [
+            self._generate(index, context, 3 * steps + _WARM_UP + _OBSERVED)
+            for index in range(batch)
+        ]
+        while any(one.token_count == 0 and not one.arrived for one in running):
+            self._runner.step()
+        self._measure("decode", context, batch, self._runner.step, steps, timeline)
+        for one in running:
+            one.close()
+
+    def generation(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Run a request to its end, as somebody waits for it."""
+        self._tell(Progress(doing=f"generating {new_tokens} tokens"))
+        running = self._generate(0, prompt_tokens, new_tokens)
+        for _ in running.steps():
+            pass
+        timing = running.result().timing
+        self._tell(
+            Measured(
+                generation=Generation(
+                    prompt_tokens=prompt_tokens,
+                    new_tokens=new_tokens,
+                    ttft_ms=timing.ttft_s * 1e3,
+                    tpot_ms=(timing.tpot_s or 0.0) * 1e3,
+                    total_ms=timing.total_s * 1e3,
+                )
+            )
+        )
+
+    def _prompt(self, tokens: int) -> None:
+        for _ in self._generate(0, tokens, 1).steps():
+            pass
+
+    def _generate(self, index: int, prompt_tokens: int, new_tokens: int) -> Running:
+        return self._runner.generate(
+            self._prompts[index][:prompt_tokens], max_new_tokens=new_tokens, with_text=False
+        )
+
+    def _measure(
+        self,
+        phase: Phase,
+        tokens: int,
+        batch: int,
+        work: Callable[[], None],
+        repeats: int,
+        timeline: bool,
+    ) -> None:
+        for _ in range(_WARM_UP):
+            work()
+        pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
+        cpu_before = [cpu_ns(pid) for pid in pids]
+        traffic_before = self._runner.traffic
+        times_ms: list[float] = []
+        started = time.perf_counter()
+        while len(times_ms) < repeats:
+            if len(times_ms) >= _LEAST_REPEATS and time.perf_counter() - started > _BUDGET_S:
+                break
+            before = time.perf_counter_ns()
+            work()
+            times_ms.append((time.perf_counter_ns() - before) / 1e6)
+        count = len(times_ms)
+        tee, *services = [
+            (cpu_ns(pid) - before) / 1e6 / count
+            for pid, before in zip(pids, cpu_before, strict=True)
+        ]
+        traffic = self._runner.traffic
+        observed = min(_OBSERVED, count)
+        costs, observed_us, kept = self._observe(work, observed, timeline)
+        heavy_ms = sum(
+            cost.stages.tee_us / 1e3
+            for cost in costs
+            if cost.operator in ("embedding", "lm_head") and cost.place == "tee"
+        )
+        median = statistics.median(times_ms)
+        done = batch if phase == "decode" else tokens
+        case = Case(
+            phase=phase,
+            tokens=tokens,
+            batch=batch,
+            micro_batches=self._job.micro_batches,
+            step_ms=Spread(median=median, low=min(times_ms), high=max(times_ms), runs=count),
+            heavy_ms=heavy_ms,
+            overhead_ms=max(0.0, median - heavy_ms),
+            tokens_per_s=done / median * 1e3,
+            cpu_tee_ms=tee,
+            cpu_gpu_ms=sum(services),
+            rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
+            bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
+            bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
+            operators=costs,
+            rest_us=observed_us - sum(cost.stages.total_us for cost in costs),
+        )
+        spans = Timeline(phase=phase, tokens=tokens, batch=batch, spans=kept) if kept else None
+        self._tell(Measured(case=case, timeline=spans))
+
+    def _observe(
+        self, work: Callable[[], None], times: int, timeline: bool
+    ) -> tuple[tuple[OperatorCost, ...], float, tuple[Span, ...]]:
+        """Return the mean costs of some runs, their mean time, and the pieces of one more."""
+        collector = Collector()
+        self._runner.observe(collector)
+        work()
+        collector.reset(time.perf_counter_ns())
+        before = time.perf_counter_ns()
+        for _ in range(times):
+            work()
+        elapsed_us = (time.perf_counter_ns() - before) / 1e3 / times
+        costs = collector.costs(times)
+        spans: tuple[Span, ...] = ()
+        if timeline:
+            collector.keep_spans = True
+            collector.reset(time.perf_counter_ns())
+            work()
+            spans = collector.spans()
+        self._runner.observe(None)
+        return costs, elapsed_us, spans
+
+
+def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
+    """Return random token ids: what they say makes no difference to time."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[list[int]] = torch.randint(
+        0, config.vocab_size, (count, tokens), generator=generator
+    ).tolist()
+    return ids
+
+
+def main() -> None:
+    """Measure what stdin says."""
+
+    def tell(answer: Answer) -> None:
+        sys.stdout.write(answer.model_dump_json() + "\n")
+        sys.stdout.flush()
+
+    job = Job.model_validate_json(sys.stdin.read())
+    try:
+        measure(job, tell)
+    except TsqpError as error:
+        tell(Failed(error=str(error)))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

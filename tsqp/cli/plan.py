@@ -1,0 +1,224 @@
+"""`tsqp plan`: what a deployment would reach, and what holds it back."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from protocol.errors import SettingsError
+from tsqp.cli.program import DEFAULT_POLICY, model_directory
+from tsqp.cli.settings import DTYPES, THREADS, FiniteFloatRange, config_option
+from tsqp.cli.tables import definitions, open_console, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from protocol.link import Link
+    from tsqp.plan.model import PlanReport, PolicyPlan, Prediction
+
+_TERMS = (
+    ("TEE weights", "LM head, and linear layers that stay in the TEE"),
+    ("TEE operators", "everything else computed there: attention, norms, sampling"),
+    ("messages", "encoding and decoding, at both ends"),
+    ("transport", "what handing messages over takes here beyond the link's own time"),
+    ("link", "bandwidth: bytes both ways; latency: one round trip an RPC"),
+    ("GPU", "kernels and copies on the accelerator described"),
+)
+CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+
+
+def _complete_shape(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from tsqp.bench.shapes import SHAPES
+
+    return [name for name in SHAPES if name.startswith(incomplete)]
+
+
+def _complete_policy(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    from tee_side.policy import policy_names
+
+    return [name for name in policy_names() if name.startswith(incomplete)]
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model", required=False, envvar="TSQP_PLAN_MODEL")
+@click.option(
+    "--shape",
+    metavar="NAME",
+    shell_complete=_complete_shape,
+    help="In place of MODEL: the shape of a known one; nothing is downloaded.",
+)
+@click.option(
+    "--gpu",
+    required=True,
+    metavar="PROFILE",
+    help="The accelerator: a name such as h100, or a TOML file that describes one.",
+)
+@click.option("--tee-cores", type=THREADS, help="Of the TEE side; default: as many as there are.")
+@click.option(
+    "--link",
+    metavar="GBPS,RTT_US",
+    help="Between the two: bandwidth in Gbit/s (or `any`) and round-trip time in microseconds."
+    " Default: none, both on one machine.",
+)
+@click.option(
+    "--policy",
+    multiple=True,
+    default=(DEFAULT_POLICY,),
+    metavar="NAME|FILE",
+    shell_complete=_complete_policy,
+    help="Repeatable.",
+)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, help="Of the prompt.")
+@click.option(
+    "--context", type=click.IntRange(min=1), default=128, help="Tokens behind a decoded one."
+)
+@click.option(
+    "--batch", type=click.IntRange(1, 1024), default=1, help="Sequences decoded together."
+)
+@click.option(
+    "--micro-batches", type=click.IntRange(1, 64), default=1, help="Into which a step is cut."
+)
+@click.option(
+    "--transport",
+    type=click.Choice(["tcp", "ipc", "unix"]),
+    default="tcp",
+    help="Whose round trip is measured: ZeroMQ's tcp or ipc, or a unix stream socket.",
+)
+@click.option("--step-tokens", type=click.IntRange(min=1), default=512, help="As tee-runner's.")
+@click.option("--dtype", type=DTYPES, help="Of both sides; default: the model's own.")
+@click.option("--spin-us", type=FiniteFloatRange(0, 1e6), default=0.0, help="As tee-runner's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@config_option
+def plan(
+    *,
+    model: str | None,
+    shape: str | None,
+    gpu: str,
+    tee_cores: int | None,
+    link: str | None,
+    policy: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Predict time to first token and tokens per second, and name the bottleneck.
+
+    MODEL is a Hugging Face directory, or "demo"; only its config.json is read. What the TEE side
+    and a round trip cost is measured here, on a few layers with random weights; the accelerator and
+    the link are computed from their descriptions. Predictions are of the median step.
+    """
+    from gpu_side.profiles import find_profile
+    from tee_side.policy import load_policy
+    from tsqp.plan.run import Planning, PlanSettings
+
+    # First, as the work takes a while.
+    console = None if as_json else open_console("tsqp plan")
+    settings = PlanSettings(
+        policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
+        profile=find_profile(gpu),
+        link=read_link(link),
+        cores=tee_cores or len(os.sched_getaffinity(0)),
+        model=model_directory(model) if model else None,
+        shape=shape,
+        **options,
+    )
+    report = Planning(settings, _say).run()
+    if console is None:
+        click.echo(report.model_dump_json(indent=1))
+        return
+    console.print(_title(report))
+    console.print()
+    console.print(definitions(_TERMS))
+    for found in report.policies:
+        console.print()
+        console.print(f"policy {found.policy}: {found.summary}")
+        console.print(found.disclosure or f"policy {found.policy}: nothing leaves the TEE")
+        console.print()
+        console.print(definitions(_figures(found, report)))
+        console.print()
+        prompt = f"Up to the first token of a prompt of {report.prompt_tokens}"
+        console.print(_parts(prompt, found.prefill))
+        together = "one sequence" if report.batch == 1 else f"{report.batch} sequences together"
+        step = f"One decode step of {together}, context {report.context}"
+        console.print(_parts(step, found.decode))
+        console.print("Assumed:")
+        console.print(definitions([("  -", line) for line in found.assumptions]))
+
+
+def read_link(text: str | None) -> Link:
+    """Read `GBPS,RTT_US`, where GBPS may be `any`; None is no link. Raises SettingsError."""
+    from protocol.link import Link
+
+    if text is None:
+        return Link(None, 0.0)
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        gbps, rtt_us = parts
+        return Link(None if gbps == "any" else float(gbps), float(rtt_us))
+    except ValueError:
+        raise SettingsError(
+            "--link", got=repr(text), expected="GBPS,RTT_US such as 10,100, or any,100"
+        ) from None
+
+
+def _title(report: PlanReport) -> str:
+    link = "no link between them"
+    if report.link_gbps is not None or report.link_rtt_us > 0:
+        rate = "any" if report.link_gbps is None else f"{report.link_gbps:g}"
+        link = f"a link of {rate} Gbit/s with {report.link_rtt_us:g} us round trip"
+    return (
+        f"{report.model}: {report.num_hidden_layers} layers, {report.dtype};"
+        f" TEE with {report.tee_cores} cores, accelerator {report.gpu}, {link};"
+        f" micro-batches: {report.micro_batches}"
+    )
+
+
+def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
+    from tsqp.cli.status import bytes_for_people
+
+    rate = f"{found.tokens_per_s_per_request:.1f} tokens/s"
+    if report.batch > 1:
+        rate += f" a sequence, {found.tokens_per_s:.1f} of all {report.batch} together"
+    return [
+        ("time to first token", f"{_ms(found.prefill.total_us)} ms{_held_back(found.prefill)}"),
+        ("decode", f"{rate}, {_ms(found.decode.total_us)} ms a step{_held_back(found.decode)}"),
+        ("TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"),
+    ]
+
+
+def _held_back(found: Prediction) -> str:
+    return f"; bottleneck: {found.bottleneck}" if found.bottleneck else ""
+
+
+def _parts(title: str, found: Prediction) -> Table:
+    columns = [("part", False), ("ms", True), ("share", True), ("without it, ms", True)]
+    columns += [("times as fast", True)]
+    rows = [
+        (
+            part.name + (" (bottleneck)" if part.name == found.bottleneck else ""),
+            _ms(part.busy_us),
+            f"{part.busy_us / found.total_us:.0%}",
+            _ms(part.without_us),
+            f"{found.total_us / part.without_us:.2f}" if part.without_us > 0 else "-",
+        )
+        for part in found.parts
+        if part.busy_us > 0
+    ]
+    traffic = (
+        f"{_ms(found.total_us)} ms, {found.rpcs} RPCs, {found.bytes_sent:,} bytes up,"
+        f" {found.bytes_received:,} down"
+    )
+    return table(f"{title}: {traffic}", columns, rows)
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:,.1f}" if us >= 1e4 else f"{us / 1e3:.2f}"
+
+
+def _say(line: str) -> None:
+    click.echo(f"tsqp plan: {line}", err=True)

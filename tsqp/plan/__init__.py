@@ -1,0 +1,1 @@
+"""Predicts what a deployment would do, from a few measured layers and described hardware."""

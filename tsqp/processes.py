@@ -1,0 +1,126 @@
+"""Starts our programs from other programs of ours, and ends them whatever happens."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from protocol.errors import TsqpError
+
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0
+
+
+class ProcessError(TsqpError):
+    """A process that we started ended before its work was done."""
+
+
+@contextmanager
+def child(
+    command: list[str], *, stdout: int, stdin: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], StderrReader]]:
+    """Start one of our programs, and end it when the block ends in whatever way."""
+    process = subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=_child_environment(),
+    )
+    reader = StderrReader(process.stderr)
+    try:
+        yield process, reader
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _child_environment() -> dict[str, str]:
+    """Return our environment without settings of the two programs: who starts them has their own.
+
+    With a temperature, for example, the demo's tokens would rightly differ from transformers'.
+    """
+    return {
+        **{
+            k: v for k, v in os.environ.items() if not k.startswith(("TEE_RUNNER_", "GPU_SERVICE_"))
+        },
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class StderrReader:
+    """Reads a child's stderr to its end in a thread of its own: a full pipe would block it.
+
+    `last`: the last line that was not empty.
+    """
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        self.last = "no output"
+        self._stream = stream
+        self._ready: queue.Queue[str | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
+        self._thread.start()
+
+    def ready_line(self, timeout_s: float) -> str | None:
+        """Return the line that says ready; None if the stream ends or time runs out before it."""
+        try:
+            return self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def join(self) -> None:
+        """Wait for the end of the stream, which comes when the child ends."""
+        self._thread.join(END_TIMEOUT_S)
+
+    def _read(self) -> None:
+        with self._stream or open(os.devnull, "rb") as stream:
+            for line in stream:
+                text = line.decode(errors="replace").strip()
+                self.last = text or self.last
+                if " ready " in text:
+                    self._ready.put(text)
+        self._ready.put(None)
+
+
+def program(name: str) -> str:
+    """Return the path of one of our own programs, beside this interpreter or on PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ProcessError(name, got="no such program", expected="it beside python or on PATH")
+    return found
+
+
+def start_service(
+    running: ExitStack, arguments: list[str], *, timeout_s: float | None = None
+) -> tuple[int, str]:
+    """Start a gpu-service that ends with `running`; return its process id and its endpoint.
+
+    Raises ProcessError with its last line if it does not say that it is ready.
+    """
+    command = [program("gpu-service"), *arguments]
+    process, log = running.enter_context(child(command, stdout=subprocess.DEVNULL))
+    patience_s = START_TIMEOUT_S if timeout_s is None else timeout_s
+    line = log.ready_line(patience_s)
+    if line is None:
+        raise ProcessError(
+            "gpu-service",
+            got=log.last,
+            expected=f"a line that says ready within {patience_s:g} s",
+        )
+    return process.pid, line.split("endpoint=", 1)[1].split()[0]
