@@ -6,7 +6,7 @@ The order is that of mistakes that show early: the policy against the model, fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -42,7 +42,7 @@ from tee_side.policy import Policy
 from tee_side.randomness import Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sites import FloatSites, IntegerSites, Sites, load_biases, tensors_of
-from tee_side.vocabulary import PHASES, Site
+from tee_side.vocabulary import PHASES, Operator, Site
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
@@ -116,10 +116,12 @@ class Assembly:
         randomness: Randomness | None = None,
         *,
         micro_batches: int = 1,
+        only: Collection[Operator] | None = None,
     ) -> list[PlacedOperators]:
         """Build the tables for each micro-batch of a step.
 
-        `channels`: one a service. The first call loads the weights that stay.
+        `channels`: one a service. `only`: what the observers are told of, where it runs in the TEE;
+        None for everything. The first call loads the weights that stay.
         """
         randomness = randomness or Randomness()
         local, cloaks = self._local_operators, self._cloaks
@@ -127,13 +129,14 @@ class Assembly:
         lanes = []
         for index in range(micro_batches):
             told = observers.lane(index) if observers else None
+            told_all = told if only is None else None
             remote: dict[Mask | None, Operators] = {
-                mask: self._remote(mask, channels, local, cloaks, randomness, told)
+                mask: self._remote(mask, channels, local, cloaks, randomness, told_all)
                 for mask in {placement.mask: None for _, placement in self.policy.leaving()}
             }
-            light = LightOperators(eps) if told is None else ObservedLight(eps, told)
+            light = LightOperators(eps) if told_all is None else ObservedLight(eps, told_all)
             layers = self._config.num_hidden_layers
-            lanes.append(place(self.policy, layers, local, remote, light, told))
+            lanes.append(place(self.policy, layers, local, remote, light, told, only))
         return lanes
 
     def _remote(
@@ -151,7 +154,7 @@ class Assembly:
         # Two lanes never draw from one stretch of pads.
         pads = self.pads[mask].lane() if mask in self.pads else None
         settings: dict[str, Any] = {
-            "mask_name": f"mask {mask.name}" if mask else "no mask",
+            "mask_name": f"mask {mask.name}" if mask else None,
             "hide": linear_masking(mask, randomness, pads=pads, cloaks=cloaks),
             "sites": sites,
             "rows": mask if isinstance(mask, RowMask) else None,

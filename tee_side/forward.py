@@ -74,17 +74,22 @@ async def attention(
     H, K, C = model.config.heads
     qkv_TX = await ops.qkv_proj(layer, h_TD)
     # q, k and v are heads of one tensor, in this order; RoPE turns the first H + K of them.
-    qk_TXC, v_TKC = qkv_TX.view(-1, H + 2 * K, C).split((H + K, K), dim=1)
+    qk_TXC, v_TKC = qkv_TX.view(-1, H + 2 * K, C).split_with_sizes((H + K, K), dim=1)
     if model.config.qk_norm:
         qk_TXC[:, :H] = tee.rms_norm(layer, qk_TXC[:, :H], model.norms[layer].q_norm)
         qk_TXC[:, H:] = tee.rms_norm(layer, qk_TXC[:, H:], model.norms[layer].k_norm)
-    q_THC, k_TKC = tee.rope(layer, qk_TXC, *rope).split((H, K), dim=1)
+    q_THC, k_TKC = tee.rope(layer, qk_TXC, *rope).split_with_sizes((H, K), dim=1)
     outputs = []
-    for chunk in batch.chunks:
+    sizes = [chunk.tokens for chunk in batch.chunks]
+    for chunk, q, k, v in zip(
+        batch.chunks,
+        *(x_TXC.split_with_sizes(sizes) for x_TXC in (q_THC, k_TKC, v_TKC)),
+        strict=True,
+    ):
         # Rows of the same sequence in an earlier micro-batch: it is seldom behind, but may be.
         await until(partial(chunk.follows, layer))
-        cached = tee.kv_cache(layer, chunk, k_TKC[chunk.rows], v_TKC[chunk.rows])
-        outputs.append(await attend(q_THC[chunk.rows], *cached, layer, chunk, model, ops, tee))
+        k_KSC, v_KSC = tee.kv_cache(layer, chunk, k, v)
+        outputs.append(await attend(q, k_KSC, v_KSC, layer, chunk, model, ops, tee))
     return await ops.o_proj(layer, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 

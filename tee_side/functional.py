@@ -10,9 +10,6 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-# Rows of a step up to which attention is two plain products: with one query row torch's fused
-# kernel takes up to six times as long, from some dozens of rows on it is the faster one.
-_PLAIN_ATTENTION_ROWS = 16
 # Query rows that the fused kernel gets at a time, with the keys that any of them may look at: it
 # computes what is hidden, too, which would be half of a long prompt.
 _QUERY_BLOCK = 128
@@ -21,16 +18,22 @@ _QUERY_BLOCK = 128
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last axis, in float32 inside; equals `LlamaRMSNorm`."""
     h32 = h.to(torch.float32)
-    # The norm is one pass without a temporary as large as the input.
+    # The norm is one pass without a temporary as large as the input; eps + norm^2 / D another.
     norm = torch.linalg.vector_norm(h32, dim=-1, keepdim=True)
-    scale = norm.square_().div_(h.shape[-1]).add_(eps).rsqrt_()
+    scale = torch.addcmul(_constant(eps), norm, norm, value=1 / h.shape[-1]).rsqrt_()
     scaled = h32 * scale if h32 is h else h32.mul_(scale).to(h.dtype)
     return scaled.mul_(weight)
 
 
+@lru_cache(maxsize=4)
+def _constant(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
 def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up. Overwrites `gate_TF`: in place it takes a quarter of the time."""
-    return silu(gate_TF, inplace=True) * up_TF
+    """silu(gate) * up."""
+    # In place where there is room already: fresh memory for a long prompt costs more than the sum.
+    return silu(gate_TF).mul_(up_TF)
 
 
 def residual(h_TD: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
@@ -95,44 +98,18 @@ def attention(
     """
     T, H, C = q_THC.shape
     K, S, _ = k_KSC.shape
-    # The G query heads that share a key/value head: no copy of K and V.
-    q_TKGC = q_THC.reshape(T, K, H // K, C)
-    if T <= _PLAIN_ATTENTION_ROWS:
-        out_TKGC = _plain_attention(q_TKGC, k_KSC, v_KSC, causal_mask(T, S, window))
-    else:
-        out_TKGC = _fused_attention(q_TKGC, k_KSC, v_KSC, _causal_bias(T, S, window, q_THC.dtype))
-    return out_TKGC.reshape(T, H * C)
-
-
-def _plain_attention(
-    q_TKGC: torch.Tensor,
-    k_KSC: torch.Tensor,
-    v_KSC: torch.Tensor,
-    hidden_TS: torch.Tensor | None,
-) -> torch.Tensor:
-    # In float32: kernels for half precision are compiled for every shape, and in decode the
-    # context's is new in each step. Rows are T * G here, not G * T: for one token, no copy.
-    T, K, G, C = q_TKGC.shape
-    q_KRC = (q_TKGC.float() * C**-0.5).transpose(0, 1).reshape(K, T * G, C)
-    scores_KRS = torch.bmm(q_KRC, k_KSC.float().transpose(1, 2))
-    if hidden_TS is not None:
-        hidden_T1S = hidden_TS.unsqueeze(1)
-        scores_KRS.view(K, T, G, -1).masked_fill_(hidden_T1S, float("-inf"))
-    out_KRC = torch.bmm(scores_KRS.softmax(-1), v_KSC.float())
-    return out_KRC.to(k_KSC.dtype).view(K, T, G, C).transpose(0, 1)
-
-
-def _fused_attention(
-    q_TKGC: torch.Tensor,
-    k_KSC: torch.Tensor,
-    v_KSC: torch.Tensor,
-    bias_TS: torch.Tensor | None,
-) -> torch.Tensor:
-    T, K, G, C = q_TKGC.shape
-    S, q_KGTC = k_KSC.shape[1], q_TKGC.permute(1, 2, 0, 3)
-    k_KGSC, v_KGSC = (x_KSC.unsqueeze(1).expand(K, G, S, C) for x_KSC in (k_KSC, v_KSC))
-    out_TKGC = torch.empty_like(q_TKGC)
-    out_KGTC = out_TKGC.permute(1, 2, 0, 3)
+    bias_TS = _causal_bias(T, S, window, q_THC.dtype)
+    if T == 1 and bias_TS is None:
+        # The G query heads that share a key/value head are rows of one product with it: a quarter
+        # of the time that the kernel takes for a row a head.
+        q_KGC = q_THC.reshape(1, K, H // K, C)
+        out_KGC = scaled_dot_product_attention(q_KGC, k_KSC.unsqueeze(0), v_KSC.unsqueeze(0))
+        return out_KGC.reshape(1, H * C)
+    q_KGTC = q_THC.reshape(T, K, H // K, C).permute(1, 2, 0, 3)
+    # One key/value head for G query heads, without a copy.
+    k_KGSC, v_KGSC = (x_KSC.unsqueeze(1).expand(K, H // K, S, C) for x_KSC in (k_KSC, v_KSC))
+    out_THC = torch.empty(T, H, C, dtype=q_THC.dtype)
+    out_KGTC = out_THC.view(T, K, H // K, C).permute(1, 2, 0, 3)
     for start in range(0, T, _QUERY_BLOCK):
         end = min(start + _QUERY_BLOCK, T)
         seen = S - T + end
@@ -142,4 +119,4 @@ def _fused_attention(
             v_KGSC[:, :, :seen],
             attn_mask=None if bias_TS is None else bias_TS[start:end, :seen],
         )
-    return out_TKGC
+    return out_THC.view(T, H * C)

@@ -39,7 +39,7 @@ class FusedOperators(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return gate and up as views of one product."""
         gate_up = await self.linear(layer, "gate_up_proj", h_TD)
-        gate, up = gate_up.split(self._sizes["gate_up_proj"], dim=-1)
+        gate, up = gate_up.chunk(2, dim=-1)
         return gate, up
 
     async def down_proj(self, layer: int, a_TF: torch.Tensor) -> torch.Tensor:

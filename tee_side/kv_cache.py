@@ -32,14 +32,14 @@ class KVCache:
         # Rows behind `length` that each layer has written in this step.
         self._written = [0] * config.num_hidden_layers
         try:
-            self._keys = torch.empty(shape, dtype=dtype)
-            self._values = torch.empty(shape, dtype=dtype)
+            keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
         except RuntimeError:  # torch has no more specific error for exhausted CPU memory
             raise PromptError(
                 "KV cache",
                 got=f"no memory for {capacity} tokens",
                 expected="fewer tokens (lower --max-new-tokens)",
             ) from None
+        self._layers = list(zip(keys, values, strict=True))
 
     def begin_step(self) -> None:
         """Forget what has been written behind `length`, by a step that failed."""
@@ -68,9 +68,10 @@ class KVCache:
                 f" {self._written[layer]}, which are there"
             )
         self._written[layer] = behind + k_TKC.shape[0]
-        self._keys[layer, :, start:end] = k_TKC.transpose(0, 1)
-        self._values[layer, :, start:end] = v_TKC.transpose(0, 1)
-        return self._keys[layer, :, :end], self._values[layer, :, :end]
+        keys, values = self._layers[layer]
+        keys.narrow(1, start, end - start).copy_(k_TKC.transpose(0, 1))
+        values.narrow(1, start, end - start).copy_(v_TKC.transpose(0, 1))
+        return keys.narrow(1, 0, end), values.narrow(1, 0, end)
 
     def commit(self, tokens: int) -> None:
         """Count the rows that every layer has written."""

@@ -49,7 +49,7 @@ class LightOperators:
         return functional.softmax(scores, causal_mask)
 
     def silu_mul(self, layer: int, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up; overwrites `gate_TF`."""
+        """silu(gate) * up."""
         return functional.silu_mul(gate_TF, up_TF)
 
     def residual(self, layer: int, h_TD: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ call costs nothing more than the call. Shape suffixes as in `tee_side.forward`; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias, cast
@@ -87,11 +87,12 @@ def place(
     remote: Mapping[Mask | None, Operators],
     light: LightOperators,
     observer: Observer | None = None,
+    only: Collection[Operator] | None = None,
 ) -> PlacedOperators:
     """Build the tables for a policy that has been checked against the model.
 
     `remote` has the operators of the GPU side under each mask of the policy, None for none; it and
-    `light` tell an observer by themselves.
+    `light` tell an observer by themselves. `only`: the local operators that it is told of.
     """
 
     def table(phase: Phase) -> Operators:
@@ -100,10 +101,11 @@ def place(
             count = 1 if operator in LAYERLESS else layers
             placements = [policy.at(operator, layer, phase) for layer in range(count)]
             methods: dict[tuple[str, Mask | None], Callable[..., Any]] = {}
+            told = observer if only is None or operator in only else None
             for placement in placements:
                 key = (placement.place, placement.mask)
                 if key not in methods:
-                    methods[key] = _method(placement, operator, local, remote, observer)
+                    methods[key] = _method(placement, operator, local, remote, told)
             by_layer = [methods[placement.place, placement.mask] for placement in placements]
             chosen[operator] = by_layer[0] if len(methods) == 1 else _by_layer(by_layer)
         stays = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from tee_side.policy import Policy
 from tee_side.sampling import SamplingSettings
 from tee_side.text_stream import StopStrings
 from tee_side.tokenizer import Tokenizer
+from tee_side.vocabulary import Operator
 
 
 @dataclass(frozen=True)
@@ -349,12 +350,19 @@ class Runner:
             idle.enter_context(pads.filling())
         return idle
 
-    def observe(self, observer: Observers | None) -> None:
-        """Tell another observer, or none, from the next step on."""
-        self._engine.lanes = self._lanes(observer)
+    def observe(self, observer: Observers | None, only: Collection[Operator] | None = None) -> None:
+        """Tell another observer, or none, from the next step on.
 
-    def _lanes(self, observer: Observers | None) -> list[PlacedOperators]:
-        return self._assembly.lanes(self._channels, observer, micro_batches=self._micro_batches)
+        `only`: of these operators where they run in the TEE, and of nothing else.
+        """
+        self._engine.lanes = self._lanes(observer, only)
+
+    def _lanes(
+        self, observer: Observers | None, only: Collection[Operator] | None = None
+    ) -> list[PlacedOperators]:
+        return self._assembly.lanes(
+            self._channels, observer, micro_batches=self._micro_batches, only=only
+        )
 
     def step(self) -> None:
         """Run one step of every running sequence, and hand the tokens to their generations."""

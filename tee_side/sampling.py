@@ -45,7 +45,8 @@ class Sampler:
             logits_V.to(torch.float32), previous_ids, self._settings.repetition_penalty
         )
         if self._settings.temperature == 0:
-            return int(scores_V.argmax())
+            # numpy's takes a tenth of the time of torch's; the first of equals, as there.
+            return int(scores_V.numpy().argmax())
         probs_V = warp(scores_V, self._settings).softmax(-1)
         return int(torch.multinomial(probs_V, 1, generator=self._generator))
 

@@ -452,6 +452,7 @@ class _Measurement:
             self._config,
             self._dtype,
             hide=self._hide(mask, randomness),
+            mask_name=f"mask {mask.name}" if mask else None,
             sites=sites,
             rows=mask if isinstance(mask, RowMask) else None,
             randomness=randomness,

@@ -2,8 +2,8 @@
 
     python -m tsqp.bench.worker < JOB
 
-Reads a `Job` from stdin and prints `Answer`s, one a line. Every case is timed without an observer;
-where the time goes is measured in further steps, with one.
+Reads a `Job` from stdin and prints `Answer`s, one a line. Every case is timed without an observer,
+but for Embedding and LM head; where the time goes is measured in further steps, with one.
 """
 
 from __future__ import annotations
@@ -14,27 +14,31 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import gc
+import operator
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from protocol.channel import Exchange
 from protocol.errors import TsqpError
 from protocol.link import Link
 from protocol.model.config import ModelConfig
 from tee_side.assembly import MaskSettings
+from tee_side.observer import AnyOperator
 from tee_side.policy import load_policy
 from tee_side.runner import Generation as Running
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.vocabulary import Phase
+from tee_side.vocabulary import Operator, Phase, Place, TeeStage
 from tsqp.bench.collect import Collector
 from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Progress
 from tsqp.bench.memory_need import kv_bytes, vocabulary_bytes
 from tsqp.bench.model import Case, Generation, OperatorCost, Span, Spread, Timeline
 from tsqp.bench.procfs import cpu_ns, peak_bytes
 
+HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 _WARM_UP = 2
 _OBSERVED = 3
 # Repeats of a slow case end here, once there are as many as a median needs.
@@ -157,6 +161,9 @@ class _Bench:
         cpu_before = [cpu_ns(pid) for pid in pids]
         traffic_before = self._runner.traffic
         times_ms: list[float] = []
+        heavy_ms: list[float] = []
+        heavy = _Heavy()
+        self._runner.observe(heavy, HEAVY)
         started = time.perf_counter()
         while len(times_ms) < repeats:
             if len(times_ms) >= _LEAST_REPEATS and time.perf_counter() - started > _BUDGET_S:
@@ -164,6 +171,7 @@ class _Bench:
             before = time.perf_counter_ns()
             work()
             times_ms.append((time.perf_counter_ns() - before) / 1e6)
+            heavy_ms.append(heavy.take_ns() / 1e6)
         count = len(times_ms)
         tee, *services = [
             (cpu_ns(pid) - before) / 1e6 / count
@@ -172,11 +180,6 @@ class _Bench:
         traffic = self._runner.traffic
         observed = min(_OBSERVED, count)
         costs, observed_us, kept = self._observe(work, observed, timeline)
-        heavy_ms = sum(
-            cost.stages.tee_us / 1e3
-            for cost in costs
-            if cost.operator in ("embedding", "lm_head") and cost.place == "tee"
-        )
         median = statistics.median(times_ms)
         done = batch if phase == "decode" else tokens
         case = Case(
@@ -185,8 +188,8 @@ class _Bench:
             batch=batch,
             micro_batches=self._job.micro_batches,
             step_ms=Spread(median=median, low=min(times_ms), high=max(times_ms), runs=count),
-            heavy_ms=heavy_ms,
-            overhead_ms=max(0.0, median - heavy_ms),
+            heavy_ms=statistics.median(heavy_ms),
+            overhead_ms=statistics.median(map(operator.sub, times_ms, heavy_ms)),
             tokens_per_s=done / median * 1e3,
             cpu_tee_ms=tee,
             cpu_gpu_ms=sum(services),
@@ -220,6 +223,39 @@ class _Bench:
             spans = collector.spans()
         self._runner.observe(None)
         return costs, elapsed_us, spans
+
+
+class _Heavy:
+    """Adds up what Embedding and LM head take in the TEE, and is told of nothing else."""
+
+    def __init__(self) -> None:
+        self._spent_ns = 0
+
+    def take_ns(self) -> int:
+        """Return the time spent since the last call."""
+        spent_ns, self._spent_ns = self._spent_ns, 0
+        return spent_ns
+
+    def lane(self, index: int) -> _Heavy:
+        return self
+
+    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
+        pass
+
+    def spent(
+        self,
+        operator: AnyOperator,
+        layer: int | None,
+        stage: TeeStage,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        self._spent_ns += ended_ns - started_ns
+
+    def exchanged(
+        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
+    ) -> None:
+        pass
 
 
 def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
