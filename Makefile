@@ -9,7 +9,7 @@ TORCH_ARGS ?=
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types imports docs clean
+.PHONY: help setup demo test check format lint types imports docs bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +44,14 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports
 
-docs: $(STAMP)  ## write docs/masks.md from the classes of the masks
+docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from what is recorded
 	$(BIN)/python -m tsqp.catalogue docs/masks.md
+	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
+
+bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (20 minutes); ONLY=NAME: one of it
+	@# The page is written even if something failed: what was recorded has changed.
+	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
+	$(BIN)/python -m benchmarks.tables docs/benchmarks.md; exit $$status
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

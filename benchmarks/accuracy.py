@@ -37,7 +37,7 @@ from protocol.zmq_channel import ZmqChannel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.batch import Batch, Chunk
 from tee_side.calibration import Calibration, SiteScales, calibration_path
-from tee_side.forward import forward
+from tee_side.forward import forward, logits
 from tee_side.kv_cache import KVCache
 from tee_side.light import LightOperators
 from tee_side.local_operators import LocalOperators
@@ -105,7 +105,8 @@ class Bench:
             chunk = Chunk(cache, slice(0, len(ids)), len(ids))
             batch = Batch(torch.tensor(ids), (chunk,), tuple(range(len(ids))))
             with torch.inference_mode():
-                logits_TV = run(forward(batch, self.model, ops, self._light))
+                h_TD = run(forward(batch, self.model, ops, self._light))
+                logits_TV = run(logits(h_TD, self.model, ops, self._light))
             wanted_T = batch.token_ids_T[1:]
             nats += cross_entropy(logits_TV[:-1].double(), wanted_T, reduction="sum").item()
             tokens += len(wanted_T)

@@ -30,11 +30,11 @@ from tee_side.overlap import until
 async def forward(
     batch: Batch, model: TeeModel, ops: Operators, tee: LightOperators
 ) -> torch.Tensor:
-    """Run one step, or a micro-batch of it; return the logits [N, V] of the batch's output rows.
+    """Run the layers of one step, or of a micro-batch of it; return [N, D] for `logits`.
 
-    Equal to `transformers`' *ForCausalLM of the same architecture. The caches hold the new rows but
-    do not count them before the caller commits the batch. Errors of `ops` pass through; ReplyError
-    for logits that are not finite.
+    With `logits`, equal to `transformers`' *ForCausalLM of the same architecture. The caches hold
+    the new rows but do not count them before the caller commits the batch. Errors of `ops` pass
+    through.
     """
     rope = model.rope.of_batch(batch, model.dtype)
     h_TD = await ops.embedding(batch.token_ids_T)
@@ -44,10 +44,16 @@ async def forward(
         h_TD = tee.residual(layer, h_TD, attended_TD)
         normed_TD = tee.rms_norm(layer, h_TD, norms.post_attention_layernorm)
         h_TD = tee.residual(layer, h_TD, await mlp(normed_TD, layer, ops, tee))
-    if not batch.output_rows:
-        return h_TD.new_empty(0, 0)
-    h_ND = tee.rms_norm(None, h_TD[list(batch.output_rows)], model.final_norm)
-    logits_NV = await ops.lm_head(h_ND)
+    return h_TD[list(batch.output_rows)]
+
+
+async def logits(
+    h_ND: torch.Tensor, model: TeeModel, ops: Operators, tee: LightOperators
+) -> torch.Tensor:
+    """Return the logits [N, V] of rows behind the last layer; ReplyError if they are not finite."""
+    if not h_ND.shape[0]:
+        return h_ND.new_empty(0, 0)
+    logits_NV = await ops.lm_head(tee.rms_norm(None, h_ND, model.final_norm))
     if not logits_NV.sum(dtype=torch.float32).isfinite():
         # A service may send anything, and float16 may overflow. A sum is a tenth of the work of
         # looking at each.

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from tee_side.batch import Batch
-from tee_side.forward import forward
+from tee_side.forward import forward, logits
 from tee_side.model import TeeModel
 from tee_side.operators import PlacedOperators
-from tee_side.overlap import run_overlapped
+from tee_side.overlap import run, run_overlapped
 from tee_side.threads import ONE_THREAD_ROWS, threads
 from tee_side.vocabulary import Phase
 
@@ -38,12 +38,11 @@ def run_step(
         chunk.cache.begin_step()
     count = torch.get_num_threads() if rows > ONE_THREAD_ROWS else 1
     with threads(count):
-        logits = run_overlapped(
+        h_ND = run_overlapped(
             [
                 forward(part, model, lane[phase], lane.light)
                 for part, lane in zip(micro_batches, lanes, strict=False)
             ]
         )
-    # A part without output rows has no logits, not even their width.
-    wanted = [part_NV for part_NV in logits if len(part_NV)] or logits[:1]
-    return wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+        # Once for all of them: wherever it is, the LM head is the largest matrix to read.
+        return run(logits(torch.cat(h_ND), model, lanes[0][phase], lanes[0].light))

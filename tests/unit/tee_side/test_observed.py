@@ -134,7 +134,7 @@ def test_every_operator_is_told_of_with_its_layer_and_its_stages(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_micro_batch_tells_its_own(saved_model: Models, name: str) -> None:
-    """One prompt in two parts, of which the second alone has logits."""
+    """One prompt in two parts; the first also tells of what is done once for both."""
     policy, notes = load_policy(name), Notes()
     tee = saved_model("llama").tee(policy, observer=notes, micro_batches=2)
     tee.greedy(token_ids(11), 1)
@@ -144,8 +144,8 @@ def test_each_micro_batch_tells_its_own(saved_model: Models, name: str) -> None:
         ("sample", None, "tee"),
     )
     for part, expected in (
-        (first, _expected(policy, rows_wanted=False)),
-        (second, _expected(policy)),
+        (first, _expected(policy)),
+        (second, _expected(policy, rows_wanted=False)),
     ):
         sampled = part is first
         assert part.calls[: len(part.calls) - sampled] == expected.calls
@@ -164,7 +164,7 @@ def test_stretches_of_time_follow_each_other(
     tee.logits(token_ids(13))
     assert len(notes.parts) == micro_batches
     for part in notes.parts:
-        assert len(part.times) >= 13 * LAYERS
+        assert len(part.times) >= 12 * LAYERS
         assert all(started < ended for started, ended in part.times)
         assert part.times == sorted(part.times)
     together = sorted(times for part in notes.parts for times in part.times)

@@ -1,0 +1,264 @@
+"""Repeat what docs/benchmarks.md quotes, and record it in benchmarks/results.
+
+    python -m benchmarks.record [--only NAME ...] [--results DIR]
+
+Each recording is a process of its own with its own file, `NAME.json`. One that fails leaves its old
+file as it was and does not stop the others; the exit status is then 1. `make bench` does all of
+them and writes the page anew; let the machine do nothing else meanwhile.
+
+Recorded files are small: of what `tsqp bench` reports, the operators of all layers are added up,
+and timelines are left out. Numbers have six figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError, TsqpError
+from tsqp.bench.machine import describe_machine
+from tsqp.bench.model import Case, OperatorCost, Report
+from tsqp.bench.summary import by_operator
+from tsqp.processes import ProcessError, program
+
+RESULTS = Path(__file__).parent / "results"
+MOST_BYTES = 200_000
+_LIMIT_S = 1200.0
+_END_S = 20.0
+_STDERR = 2
+
+LEFT_OUT = (
+    "operators are sums over all layers (layer null); timelines are left out; fields that are zero"
+    " or empty are left out"
+)
+
+Shorten = Callable[[Any], dict[str, Any]]
+
+
+def with_machine(document: Any) -> dict[str, Any]:
+    """Put the machine beside what does not say on what it was measured."""
+    return {"machine": describe_machine(), "results": document}
+
+
+def as_it_is(document: Any) -> dict[str, Any]:
+    """Take a whole document, which has to be an object."""
+    if not isinstance(document, dict):
+        raise SettingsError("a result", got=type(document).__name__, expected="a JSON object")
+    return document
+
+
+def without_layers(document: Any) -> dict[str, Any]:
+    """Shorten a report of `tsqp bench`; what is left is still a `Report`.
+
+    Raises SettingsError if the report is incomplete.
+    """
+    report = Report.model_validate(document)
+    if report.incomplete:
+        raise SettingsError("tsqp bench", got=report.incomplete, expected="a complete report")
+    runs = [
+        run.model_copy(
+            update={"timelines": (), "cases": tuple(_added_up(case) for case in run.cases)}
+        )
+        for run in report.policies
+    ]
+    short = report.model_copy(update={"policies": tuple(runs)})
+    return {"left_out": LEFT_OUT, "report": short.model_dump(mode="json", exclude_defaults=True)}
+
+
+def _added_up(case: Case) -> Case:
+    totals = [
+        OperatorCost(
+            operator=total.operator,
+            layer=None,
+            # Where layers differ, part of the work leaves the TEE.
+            place="tee" if total.place == "tee" else "gpu",
+            calls=total.calls,
+            rpcs=total.rpcs,
+            bytes_sent=total.bytes_sent,
+            bytes_received=total.bytes_received,
+            stages=total.stages,
+        )
+        for total in by_operator(case)
+    ]
+    return case.model_copy(update={"operators": tuple(totals)})
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One file of results. `command`: without `--json FILE`; `talks`: whether stdout is short.
+
+    `may_miss`: a result counts although the exit status is 1: a target was missed.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    shorten: Shorten = as_it_is
+    talks: bool = True
+    may_miss: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The command as somebody would type it."""
+        return shlex.join(self.command)
+
+
+def _bench(name: str, *options: str) -> Recording:
+    command = ("tsqp", "bench", "--shape", "llama-3.2-1b", *options)
+    return Recording(name, command, without_layers, talks=False)
+
+
+def _script(name: str, shorten: Shorten = as_it_is, *, may_miss: bool = False) -> Recording:
+    module = {"plan": "plan_check"}.get(name, name)
+    command = ("python", "-m", f"benchmarks.{module}")
+    return Recording(name, command, shorten, may_miss=may_miss)
+
+
+_THREE = ("tsqp", "attention-in-tee", "shielded")
+_NULL = ("--device", "null", *(word for name in _THREE for word in ("--policy", name)))
+_ONE = ("--policy", "attention-in-tee")
+
+RECORDINGS: tuple[Recording, ...] = (
+    _bench("bench_null_tcp", *_NULL),
+    _bench("bench_null_unix", *_NULL, "--transport", "unix"),
+    _bench(
+        "bench_after_512",
+        *("--device", "null", *_ONE, "--prefill", "512", "--context", "512", "--batch", "1"),
+    ),
+    _bench("bench_cpu", *("--device", "cpu", *_ONE, "--prefill", "128,512", "--batch", "1")),
+    _script("ping_pong", with_machine),
+    _script("overlap"),
+    _script("growth"),
+    _script("plan", may_miss=True),
+    _script("memory"),
+)
+
+
+def record(recording: Recording, results: Path) -> int:
+    """Measure, and write the file; return the exit status of what measured.
+
+    Raises ProcessError without a result, SettingsError for one that cannot be kept, OSError.
+    """
+    with tempfile.TemporaryDirectory(prefix="tsqp-record-") as folder:
+        file = Path(folder) / "result.json"
+        load, started, created = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
+        status = _run(recording, file)
+        elapsed_s = time.monotonic() - started
+        if not file.exists() or not file.stat().st_size or (status and not recording.may_miss):
+            raise ProcessError(
+                recording.shown, got=f"exit status {status}", expected="0 and a result"
+            )
+        document = recording.shorten(json.loads(file.read_text(encoding="utf-8")))
+    about = {
+        "command": recording.shown,
+        "created": created.isoformat(timespec="seconds"),
+        "elapsed_s": round(elapsed_s),
+        "exit_status": status,
+        # Of the minute before: what else the machine was doing.
+        "load_before": load,
+    }
+    text = json.dumps(six_figures({"recorded": about, **document}), indent=1) + "\n"
+    if len(text) > MOST_BYTES:
+        raise SettingsError(
+            recording.name, got=f"{len(text)} bytes", expected=f"at most {MOST_BYTES} to record"
+        )
+    target = results / f"{recording.name}.json"
+    part = target.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(target)
+    return status
+
+
+def _run(recording: Recording, file: Path) -> int:
+    """Run the command to its end, or end it and all that it started after a limit."""
+    first, *rest = recording.command
+    path = sys.executable if first == "python" else program(first)
+    process = subprocess.Popen(
+        [path, *rest, "--json", str(file)],
+        stdin=subprocess.DEVNULL,
+        stdout=_STDERR if recording.talks else subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise ProcessError(
+            recording.shown, got=f"no end in {_LIMIT_S:.0f} s", expected="a result"
+        ) from None
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children, which are a session of their own."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def six_figures(value: Any) -> Any:
+    """Return a JSON value with its floats rounded to six significant figures."""
+    if isinstance(value, dict):
+        return {key: six_figures(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [six_figures(inner) for inner in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def record_all(recordings: Sequence[Recording], results: Path) -> list[str]:
+    """Record one after the other; return the names of those that failed."""
+    failed = []
+    for number, recording in enumerate(recordings, start=1):
+        _say(f"{number} of {len(recordings)}: {recording.name}: {recording.shown}")
+        started = time.monotonic()
+        try:
+            status = record(recording, results)
+        except (TsqpError, OSError, ValueError) as error:
+            _say(f"{recording.name}: error: {error}")
+            failed.append(recording.name)
+            continue
+        if status:
+            _say(f"{recording.name}: exit status {status}: recorded, and a target missed")
+            failed.append(recording.name)
+        _say(f"{recording.name}: {time.monotonic() - started:.0f} s")
+    return failed
+
+
+def _say(line: str) -> None:
+    print(f"record: {line}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Record; exit status 1 if anything failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [recording.name for recording in RECORDINGS]
+    parser.add_argument("--only", action="append", choices=names, help="repeatable")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
+    options = parser.parse_args(arguments)
+    if not options.results.is_dir():
+        sys.exit(f"record: error: {options.results}: got no directory, expected one")
+    chosen = [one for one in RECORDINGS if not options.only or one.name in options.only]
+    failed = record_all(chosen, options.results)
+    _say(f"failed: {', '.join(failed)}" if failed else "all recorded")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Recording: each in a process of its own, small files, and a failure that stays alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import record
+from benchmarks.record import (
+    MOST_BYTES,
+    RECORDINGS,
+    Recording,
+    main,
+    record_all,
+    six_figures,
+    with_machine,
+    without_layers,
+)
+from protocol.errors import SettingsError
+from tests.unit.tsqp.bench.sample_report import sample_report
+from tsqp.bench.model import Report
+from tsqp.bench.summary import by_operator, case_stages
+from tsqp.cli.bench import bench
+
+
+def _writes(text: str, status: int = 0) -> tuple[str, ...]:
+    """A command that writes text to the file behind `--json`."""
+    code = f"import sys; open(sys.argv[2], 'w').write({text!r}); sys.exit({status})"
+    return ("python", "-c", code)
+
+
+def _read(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+# ---------------------------------------------------------------------------------- shortening
+
+
+def test_a_report_stays_a_report_and_keeps_its_sums() -> None:
+    whole = sample_report(lengths=(1, 128, 512))
+    short = without_layers(json.loads(whole.model_dump_json()))
+    text = json.dumps(six_figures(short), indent=1)
+    assert len(text) < MOST_BYTES
+    assert "layer" in short["left_out"]
+    found = Report.model_validate(json.loads(text)["report"])
+    assert found.baselines == Report.model_validate(six_figures(whole.model_dump())).baselines
+    for run, before in zip(found.policies, whole.policies, strict=True):
+        assert run.timelines == ()
+        for case, full in zip(run.cases, before.cases, strict=True):
+            assert {cost.layer for cost in case.operators} == {None}
+            assert [total.operator for total in by_operator(case)] == [
+                total.operator for total in by_operator(full)
+            ]
+            assert case_stages(case).total_us == pytest.approx(case_stages(full).total_us, rel=1e-4)
+            sent = sum(cost.bytes_sent for cost in case.operators)
+            assert sent == pytest.approx(full.bytes_sent, rel=1e-4)
+            for cost, total in zip(case.operators, by_operator(full), strict=True):
+                assert cost.place == total.place
+
+
+def test_an_incomplete_report_is_not_recorded() -> None:
+    whole = sample_report(layers=1).model_copy(update={"incomplete": "no service"})
+    with pytest.raises(SettingsError, match="got no service, expected a complete report"):
+        without_layers(whole.model_dump(mode="json"))
+
+
+def test_six_figures() -> None:
+    before = {"a": [1.23456789, 123456789, "1.23456789", None, True], "b": {"c": 1234567.8}}
+    after = {"a": [1.23457, 123456789, "1.23456789", None, True], "b": {"c": 1234570.0}}
+    assert six_figures(before) == after
+
+
+# ----------------------------------------------------------------------------------- recording
+
+
+def test_a_failure_stops_nothing_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("status", "nothing", "text"):
+        (tmp_path / f"{name}.json").write_text('"as it was"', encoding="utf-8")
+    recordings = [
+        Recording("status", _writes('{"a": 1}', 3)),
+        Recording("nothing", ("python", "-c", "pass")),
+        Recording("text", _writes("no JSON")),
+        Recording("list", _writes("[1]")),
+        Recording("missed", _writes('{"a": 0.3333333333}', 1), may_miss=True),
+        Recording("good", _writes("[1.5]"), with_machine),
+    ]
+    failed = record_all(recordings, tmp_path)
+    assert failed == ["status", "nothing", "text", "list", "missed"]
+    for name in ("status", "nothing", "text"):
+        assert _read(tmp_path, name) == "as it was"
+    assert not (tmp_path / "list.json").exists()
+    missed, good = _read(tmp_path, "missed"), _read(tmp_path, "good")
+    assert (missed["a"], missed["recorded"]["exit_status"]) == (0.333333, 1)
+    assert (good["results"], good["recorded"]["exit_status"]) == ([1.5], 0)
+    assert good["machine"]["cores"] >= 1
+    assert good["recorded"]["command"].startswith("python -c ")
+    assert "--json" not in good["recorded"]["command"]
+    assert not list(tmp_path.glob("*.part"))
+    said = capsys.readouterr().err
+    assert "record: 6 of 6: good: python" in said
+    assert "got exit status 3, expected 0 and a result" in said
+
+
+def test_a_large_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = f"import sys; open(sys.argv[2], 'w').write('{{\"a\": \"' + 'x' * {MOST_BYTES} + '\"}}')"
+    assert record_all([Recording("large", ("python", "-c", code))], tmp_path) == ["large"]
+    assert not list(tmp_path.iterdir())
+    assert f"expected at most {MOST_BYTES} to record" in capsys.readouterr().err
+
+
+def test_what_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record, "_LIMIT_S", 0.05)
+    endless = ("python", "-c", "import signal; signal.pause()")
+    assert record_all([Recording("endless", endless)], tmp_path) == ["endless"]
+    assert "got no end in 0 s" in capsys.readouterr().err
+
+
+def test_the_exit_status_and_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = Recording("good", _writes("{}")), Recording("bad", _writes("{}", 1))
+    monkeypatch.setattr(record, "RECORDINGS", (bad, good))
+    for only, status in (["good"], 0), (["bad"], 1), ([], 1):
+        chosen = [word for name in only for word in ("--only", name)]
+        with pytest.raises(SystemExit) as ended:
+            main([*chosen, "--results", str(tmp_path)])
+        assert ended.value.code == status
+        assert (tmp_path / "good.json").exists()
+        assert not (tmp_path / "bad.json").exists()
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no: got no directory"):
+        main(["--results", str(tmp_path / "no")])
+
+
+# ------------------------------------------------------------------------ what there is to record
+
+
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda one: one.name)
+def test_commands_exist_and_take_their_options(recording: Recording) -> None:
+    first, second, *rest = recording.command
+    if first == "python":
+        assert (second, len(rest)) == ("-m", 1)
+        assert importlib.util.find_spec(rest[0]) is not None
+        return
+    assert (first, second) == ("tsqp", "bench")
+    context = bench.make_context("bench", [*rest, "--json", "out.json"])
+    assert context.params["shape"] == "llama-3.2-1b"
+
+
+def test_names_are_files_of_their_own() -> None:
+    names = [recording.name for recording in RECORDINGS]
+    assert len(set(names)) == len(names)

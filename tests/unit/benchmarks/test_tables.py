@@ -1,0 +1,344 @@
+"""The page of figures: it is fresh, and it hides nothing that is missing or missed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.record import RECORDINGS, RESULTS, six_figures, without_layers
+from benchmarks.tables import (
+    SECTIONS,
+    Check,
+    at_least,
+    at_most,
+    benchmarks_page,
+    main,
+    markdown,
+    read_results,
+)
+from protocol.errors import SettingsError
+from tests.unit.tsqp.bench.sample_report import sample_report, spread
+
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
+MACHINE = {"processor": "AMD EPYC", "cores": 2}
+
+
+def _published(report: Any, times_ms: dict[int, float]) -> Any:
+    """Give the sample report the published client's times for these prompts."""
+    (first, *_) = report.baselines
+    others = tuple(
+        b for b in report.baselines if b.name != "published" or b.new_tokens or b.tokens == 0
+    )
+    made = tuple(
+        first.model_copy(update={"tokens": tokens, "step_ms": spread(ms)})
+        for tokens, ms in times_ms.items()
+    )
+    return report.model_copy(update={"baselines": made + others})
+
+
+def _bench(factor: float = 20.0) -> dict[str, Any]:
+    """A recorded report in which the published client takes `factor` times our overhead."""
+    report = sample_report(lengths=(1, 128, 512), layers=2)
+    run = next(run for run in report.policies if run.policy == "attention-in-tee")
+    times_ms = {
+        case.tokens: factor * case.overhead_ms for case in run.cases if case.phase == "prefill"
+    }
+    # Eight sequences beside one, at 128.
+    cases = list(run.cases)
+    cases += [
+        next(c for c in run.cases if c.phase == "decode" and c.batch == 8).model_copy(
+            update={"tokens": 128, "tokens_per_s": 80.0, "micro_batches": 1}
+        )
+    ]
+    cases = [
+        c.model_copy(update={"tokens_per_s": 20.0})
+        if (c.phase, c.tokens, c.batch) == ("decode", 128, 1)
+        else c
+        for c in cases
+    ]
+    policies = tuple(
+        p.model_copy(update={"cases": tuple(cases)}) if p is run else p for p in report.policies
+    )
+    made = _published(report, times_ms).model_copy(update={"policies": policies})
+    shortened = six_figures(without_layers(made.model_dump(mode="json")))
+    return _about() | shortened
+
+
+def _about() -> dict[str, Any]:
+    recorded = {
+        "command": "tsqp bench --x",
+        "created": "2026-02-03T00:00:00+00:00",
+        "elapsed_s": 5,
+        "exit_status": 0,
+        "load_before": 0.25,
+    }
+    return {"recorded": recorded}
+
+
+def _documents() -> dict[str, dict[str, Any]]:
+    pong = {"transport": "unix", "payload_bytes": 4096, "p90_us": 1.0, "round_trips": 9}
+    overlap = {
+        "case": "prefill-512",
+        "bound": "arithmetic",
+        "transport": "unix",
+        "null_ms": 500.0,
+        "gpu_ms": [501.0, 502.0],
+        "serial_ms": 1000.0,
+        "overlapped_ms": 600.0,
+        "ratio": 1000 / 600,
+    }
+    plan = {
+        "shape": "s",
+        "policy": "p",
+        "gpu": "h100",
+        "link_gbps": 10.0,
+        "link_rtt_us": 100.0,
+        "phase": "decode",
+        "tokens": 128,
+        "batch": 1,
+        "micro_batches": 1,
+        "predicted_ms": 11.0,
+        "measured_ms": 10.0,
+        "error": 0.1,
+        "bottleneck": "TEE",
+    }
+    growth = {
+        "cost": "decode step",
+        "against": "layers",
+        "at": "context 128",
+        "points": [[4, 1.0], [8, 2.0]],
+        "exponent": 1.0,
+        "worst": 1.02,
+        "may_exceed": False,
+        "linear": True,
+    }
+    bench = _bench()
+    return {
+        **{f"bench_{name}": bench for name in ("null_tcp", "null_unix", "after_512", "cpu")},
+        "ping_pong": {
+            **_about(),
+            "machine": MACHINE,
+            "results": [
+                {**pong, "kind": "ours", "p50_us": 12.0},
+                {**pong, "kind": "raw", "p50_us": 10.0},
+                {**pong, "kind": "raw", "p50_us": 9.0, "transport": "tcp"},
+            ],
+        },
+        "overlap": {
+            **_about(),
+            "machine": MACHINE,
+            "results": [overlap, {**overlap, "bound": "memory", "case": "m", "ratio": 1.01}],
+        },
+        "growth": {
+            **_about(),
+            "machine": MACHINE,
+            "growth": [growth, {**growth, "cost": "attention", "may_exceed": True}],
+        },
+        "plan": {
+            **_about(),
+            "machine": MACHINE,
+            "tolerance": 0.25,
+            "rows": [{**plan, "case": str(number)} for number in range(6)],
+        },
+        "memory": {
+            "machine": MACHINE,
+            "tee_runner_attention_in_tee_peak_bytes": 809_000_000,
+            "embedding_and_lm_head_bytes": 525_000_000,
+            "import_torch_peak_bytes": 229_000_000,
+        },
+    }
+
+
+def _section(page: str, title: str) -> str:
+    (found,) = re.findall(
+        rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE
+    )
+    return str(found)
+
+
+def _title(key: str) -> str:
+    (title,) = [section.title for section in SECTIONS if section.key == key]
+    return title
+
+
+def test_the_page_is_fresh() -> None:
+    page = benchmarks_page(read_results(RESULTS))
+    assert PAGE.read_text(encoding="utf-8") == page, "stale: make docs"
+
+
+def test_every_recording_is_shown_somewhere() -> None:
+    shown = {name for section in SECTIONS for name in section.sources}
+    assert shown == {recording.name for recording in RECORDINGS}
+
+
+def test_nothing_recorded_is_said_of_every_target() -> None:
+    page = benchmarks_page({})
+    for section in SECTIONS:
+        text = _section(page, section.title)
+        assert "Not recorded yet:" in text
+        assert all(f"`make bench ONLY={name}`" in text for name in section.sources)
+    summary = _section(page, "Targets")
+    assert summary.count("| not recorded |") == len(SECTIONS)
+
+
+def test_reached_targets() -> None:
+    page = benchmarks_page(_documents())
+    summary = _section(page, "Targets")
+    assert "not recorded" not in summary
+    overhead = _section(page, _title("overhead"))
+    for transport in ("tcp", "unix"):
+        for tokens in ("1 token", "128 tokens", "512 tokens"):
+            assert re.search(
+                rf"\| {transport} \| {tokens} .*\| (19\.99|20\.00) \| >= [\d.]+ \| yes \|", overhead
+            )
+    assert "| 4 KiB, unix | <= 1.3 | 1.20 | yes |" in summary
+    assert "| tcp | 4 KiB |  | 9.00 |  | no such transport |" in page
+    assert "| unix | >= 4 | 4.00 | yes |" in summary
+    assert "| prefill-512, unix | >= 1.6 | 1.66 | yes |" in summary
+    assert "| m, unix | no target | 1.01 |  |" in summary
+    assert "6 of 6 within, largest error 10%" in summary
+    assert "| attention against layers |  | 1.00 |  |" in summary
+    # 809 MB less 525 MB, less 72 tokens of KV cache at 32 KiB.
+    assert "| `tee-runner`, 72 tokens | <= 300 MB | 282 MB | yes |" in summary
+    # 512 is a prompt and 63 more: the published client's is its mean of 64.
+    assert "| 64 tokens after 512 | state it |" in summary
+
+
+def test_64_tokens_after_512() -> None:
+    document = _bench()
+    report = document["report"]
+    run = next(run for run in report["policies"] if run["policy"] == "attention-in-tee")
+    at_512 = {c["phase"]: c["overhead_ms"] for c in run["cases"] if c["tokens"] == 512}
+    ours_ms = at_512["prefill"] + 63 * at_512["decode"]
+    (after,) = [b for b in report["baselines"] if b["new_tokens"] == 64]
+    text = _section(benchmarks_page({"bench_after_512": document}), _title("after-512"))
+    assert f"| {64 * after['step_ms']['median'] / ours_ms:.2f} |" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "said"),
+    [
+        ("rpc", lambda d: d["ping_pong"]["results"][0].update(p50_us=14.0), "4 KiB, unix: 1.40"),
+        ("overlap", lambda d: d["overlap"]["results"][0].update(ratio=1.59), "unix: 1.59"),
+        ("plan", lambda d: d["plan"]["rows"][2].update(error=-0.3), "5 of 6 within"),
+        ("plan", lambda d: d["plan"]["rows"][2].update(case="0"), "5 cases, 6 figures"),
+        ("growth", lambda d: d["growth"]["growth"][0].update(linear=False), "decode step against"),
+        (
+            "memory",
+            lambda d: d["memory"].update(tee_runner_attention_in_tee_peak_bytes=830_000_000),
+            "`tee-runner`, 72 tokens: 303 MB",
+        ),
+        ("overhead", lambda d: d.update(bench_null_unix=_bench(6.9)), "1 token, unix: 6."),
+        (
+            "together",
+            lambda d: [
+                case.update(tokens_per_s=79.9)
+                for run in d["bench_null_tcp"]["report"]["policies"]
+                for case in run["cases"]
+                if case["batch"] == 8
+            ],
+            "tcp: 3.99",
+        ),
+        (
+            "cpu",
+            lambda d: [
+                b["step_ms"].update(median=1e-3)
+                for b in d["bench_cpu"]["report"]["baselines"]
+                if b["name"] == "transformers"
+            ],
+            "prefill 128: ",
+        ),
+    ],
+)
+def test_a_missed_target_is_said(
+    key: str, change: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "REASONS", {key: "Because of the moon."})
+    documents = json.loads(json.dumps(_documents()))
+    before = _section(benchmarks_page(documents), _title(key)).count("**no**")
+    change(documents)
+    page = benchmarks_page(documents)
+    text = _section(page, _title(key))
+    (line,) = [line for line in text.splitlines() if line.startswith("**Not reached:**")]
+    assert said in line
+    assert line.endswith("Because of the moon.")
+    assert "**no**" in _section(page, "Targets")
+    # Too few cases are no row's fault.
+    assert text.count("**no**") > before or "cases" in said
+
+
+def test_an_overhead_that_was_not_measurable_reaches_nothing() -> None:
+    documents = _documents()
+    document = _bench()
+    for run in document["report"]["policies"]:
+        for case in run["cases"]:
+            if case["tokens"] == 1:
+                case["overhead_ms"] = 0.0
+    page = benchmarks_page(documents | {"bench_null_tcp": document})
+    assert "| not measurable | >= 4 | **no** |" in page
+
+
+def test_ratios_at_their_targets() -> None:
+    assert at_least("", 4.0, 4.0) == Check("", ">= 4", "4.00", True)
+    assert at_least("", 3.9999, 4.0) == Check("", ">= 4", "3.99", False)
+    assert at_most("", 1.3, 1.3) == Check("", "<= 1.3", "1.30", True)
+    assert at_most("", 1.3001, 1.3) == Check("", "<= 1.3", "1.31", False)
+    assert not at_least("", None, 4.0).ok
+    assert not at_most("", None, 4.0).ok
+
+
+def test_where_it_was_measured_and_how_to_repeat_it() -> None:
+    page = benchmarks_page(_documents())
+    assert "- `tsqp bench --x` (recorded 2026-02-03; load of the minute before 0.2)" in page
+    # What was recorded before all this has its command only.
+    assert "- `python -m benchmarks.memory`\n" in page
+    assert "Machines:" in page
+    alone = benchmarks_page({"memory": _documents()["memory"]})
+    assert "Machine: processor AMD EPYC, cores 2." in alone
+
+
+def test_tables_have_as_many_cells_in_every_row() -> None:
+    table: list[int] = []
+    for line in benchmarks_page(_documents()).splitlines():
+        if not line.startswith("|"):
+            table = []
+            continue
+        table.append(len(re.findall(r"(?<!\\)\|", line)))
+        assert table[0] == table[-1], line
+
+
+def test_links_lead_to_headings() -> None:
+    page = benchmarks_page(_documents())
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in page.splitlines()
+        if line.startswith("#")
+    }
+    links = set(re.findall(r"\]\(#([^)]+)\)", page))
+    assert links
+    assert links <= headings
+
+
+def test_a_cell_with_a_bar() -> None:
+    assert markdown(["a", "b"], [["x|y", "1"]]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    for text, got in (("{", "no JSON"), ("[]", "list")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(SettingsError, match=rf"memory\.json: got {got}"):
+            read_results(tmp_path)
+
+
+def test_the_module_writes_the_page(tmp_path: Path) -> None:
+    main([str(tmp_path / "page.md")])
+    written = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert written == benchmarks_page(read_results(RESULTS))
+    with pytest.raises(SettingsError):
+        main([])
