@@ -83,6 +83,7 @@ def _about() -> dict[str, Any]:
 def _documents() -> dict[str, dict[str, Any]]:
     pong = {"transport": "unix", "payload_bytes": 4096, "p90_us": 1.0, "round_trips": 9}
     overlap = {
+        "micro_batches": 2,
         "case": "prefill-512",
         "bound": "arithmetic",
         "transport": "unix",
@@ -199,8 +200,8 @@ def test_reached_targets() -> None:
     assert "| 4 KiB, unix | <= 1.3 | 1.20 | yes |" in summary
     assert "| tcp | 4 KiB |  | 9.00 |  | no such transport |" in page
     assert "| unix | >= 4 | 4.00 | yes |" in summary
-    assert "| prefill-512, unix | >= 1.6 | 1.66 | yes |" in summary
-    assert "| m, unix | no target | 1.01 |  |" in summary
+    assert "| prefill-512 in 2, unix | >= 1.6 | 1.66 | yes |" in summary
+    assert "| m in 2, unix | no target | 1.01 |  |" in summary
     assert "6 of 6 within, largest error 10%" in summary
     assert "| attention against layers |  | 1.00 |  |" in summary
     # 809 MB less 525 MB, less 72 tokens of KV cache at 32 KiB.
@@ -224,7 +225,7 @@ def test_64_tokens_after_512() -> None:
     ("key", "change", "said"),
     [
         ("rpc", lambda d: d["ping_pong"]["results"][0].update(p50_us=14.0), "4 KiB, unix: 1.40"),
-        ("overlap", lambda d: d["overlap"]["results"][0].update(ratio=1.59), "unix: 1.59"),
+        ("overlap", lambda d: d["overlap"]["results"][0].update(ratio=1.59), "in 2, unix: 1.59"),
         ("plan", lambda d: d["plan"]["rows"][2].update(error=-0.3), "5 of 6 within"),
         ("plan", lambda d: d["plan"]["rows"][2].update(case="0"), "5 cases, 6 figures"),
         ("growth", lambda d: d["growth"]["growth"][0].update(linear=False), "decode step against"),
