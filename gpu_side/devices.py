@@ -6,8 +6,6 @@ answers no earlier than the described accelerator would.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,9 +13,6 @@ import torch
 
 from gpu_side.profiles import DeviceProfile, find_profile
 from protocol.errors import SettingsError
-
-# A sleeping thread wakes up as late as this; the rest of a wait is spent awake.
-_WAKE_UP_NS = 120_000
 
 _EXPECTED = "cpu, cuda, cuda:N, null or model:PROFILE"
 
@@ -55,20 +50,3 @@ def parse_device(name: str) -> Device:
             "--device", got=f"{name!r} with {count} CUDA devices here", expected="a device there is"
         )
     return torch.device(name)
-
-
-def wait_until(
-    deadline_ns: int,
-    clock: Callable[[], int] = time.perf_counter_ns,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Return at that reading of the clock, a few microseconds late and never early.
-
-    Sleeps for all but the last tenth of a millisecond or so: a sleep alone comes back too late, and
-    staying awake takes a core from whoever is being measured.
-    """
-    spare_ns = deadline_ns - clock() - _WAKE_UP_NS
-    if spare_ns > 0:
-        sleep(spare_ns / 1e9)
-    while clock() < deadline_ns:
-        pass

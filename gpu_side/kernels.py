@@ -15,12 +15,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch.nn.functional import embedding, linear
 
-from gpu_side.devices import NullDevice, wait_until
+from gpu_side.devices import NullDevice
 from gpu_side.holdings import OPERATOR_OF, Holdings
 from gpu_side.plans import Computed, EmbeddingWork, LinearWork, MatmulWork, Plan
 from gpu_side.profiles import DeviceProfile
 from gpu_side.transfer import transfer_to
 from gpu_side.weights import ServiceWeights
+from protocol.clock import wait_until
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,

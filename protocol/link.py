@@ -6,12 +6,11 @@ import time
 from dataclasses import dataclass
 
 from protocol.channel import Channel, Exchange
+from protocol.clock import wait_until
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import Request
 from protocol.tensors import WireTensor
 
-# The last part of a wait is spent looking at the clock: to be woken up takes this long at times.
-_SPIN_NS = 200_000
 # Of a request; the channel says how large a message was only with the reply.
 _HEADER_BYTES = 200
 
@@ -61,8 +60,9 @@ class ModelledLink:
     """A `Channel` over which no reply comes earlier than over `link`, whatever carries it.
 
     Requests queue behind each other on the way there, and replies, in the order in which they are
-    waited for, on the way back. In between lies what the service says that it took. A reply that
-    really comes later comes later here too: the link is laid over the real transport, not added.
+    waited for, on the way back. In between lies what the service says that it took, but no more
+    than the real round trip did. A reply that really comes later comes later here too: the link is
+    laid over the real transport, not added.
 
     Not modelled: loss, congestion and slow start; packets and their headers; other traffic; the
     processor's work for a real network card; and that requests which come apart over a slow link
@@ -103,10 +103,12 @@ class ModelledLink:
         exchange = self._channel.wait(request_id)
         timing = exchange.timing
         service_ns = 0 if timing is None else (timing.queue_us + timing.compute_us) * 1000
+        # A claim that is not true would keep the way back occupied, for all that come later.
+        service_ns = min(service_ns, exchange.elapsed_ns)
         begin_ns = max(self._back_free_ns, sent.arrival_ns + service_ns)
         self._back_free_ns = begin_ns + self.link.transfer_ns(exchange.bytes_received)
         due_ns = self._back_free_ns + self.link.one_way_ns
-        _sleep_until(min(due_ns, sent.deadline_ns))
+        wait_until(min(due_ns, sent.deadline_ns))
         if due_ns > sent.deadline_ns:
             raise DeadlineExceededError(
                 self.endpoint,
@@ -138,11 +140,3 @@ def _message_bytes(request: Request) -> int:
     """Return about how large a request is on the wire: its tensors, and a header."""
     values = (getattr(request, name) for name in type(request).model_fields)
     return _HEADER_BYTES + sum(v.payload_bytes for v in values if isinstance(v, WireTensor))
-
-
-def _sleep_until(due_ns: int) -> None:
-    left_ns = due_ns - time.perf_counter_ns()
-    if left_ns > _SPIN_NS:
-        time.sleep((left_ns - _SPIN_NS) / 1e9)
-    while time.perf_counter_ns() < due_ns:
-        pass

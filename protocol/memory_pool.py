@@ -3,6 +3,11 @@
 Fresh memory of a megabyte costs more than to receive a megabyte: the kernel hands it out page by
 page and fills it with zeros. `malloc` gives it back to the kernel and asks for it again whenever
 two messages are alive at a time.
+
+What that costs: a message holds a whole block, of up to four times its size, as long as anybody
+views a byte of it. And a block that nobody uses is not cleared: what the last messages held, masked
+activations and the results that came back for them, stays in memory until it is overwritten or the
+pool goes, up to `KEPT_BYTES` of it.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ import numpy
 KEPT_BYTES = 64 * 1024 * 1024
 KEPT_BLOCKS = 16
 _GRAIN_BYTES = 64 * 1024
+# Where a block begins: numpy's own memory begins at a multiple of 16.
+_ALIGNMENT = 64
 # A block may be this many times larger than what it is taken for.
 _MAX_WASTE = 4
 
@@ -38,9 +45,10 @@ class MemoryPool:
         return sum(block.nbytes for block in self._free)
 
     def take(self, size: int) -> memoryview:
-        """Return `size` bytes (at least one) with anything in them.
+        """Return `size` bytes (at least one) with anything in them, at a multiple of 64.
 
         They stay valid as long as a view of them lives: a memoryview, or a tensor made of one.
+        Raises MemoryError.
         """
         block = self._find(size)
         # An object of its own: every view of the memory that goes out refers to it, and only those.
@@ -67,4 +75,7 @@ class MemoryPool:
         for index in range(len(self._free) - 1, -1, -1):
             if size <= self._free[index].nbytes <= _MAX_WASTE * max(size, _GRAIN_BYTES):
                 return self._free.pop(index)
-        return numpy.empty(size + -size % _GRAIN_BYTES, numpy.uint8)
+        whole = size + -size % _GRAIN_BYTES
+        memory = numpy.empty(whole + _ALIGNMENT, numpy.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        return memory[start : start + whole]

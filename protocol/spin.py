@@ -21,14 +21,21 @@ class AdaptiveSpin:
         # Whether the previous wait was shorter than `spin_us`.
         self.expects_soon = self.is_on
 
-    def until(self, ready: Callable[[], bool]) -> bool:
-        """Ask `ready` until it says yes; False when the time is over, and the caller must block."""
-        give_up_ns = time.perf_counter_ns() + self._limit_ns
+    def until(self, ready: Callable[[], bool], left_s: float | None = None) -> bool:
+        """Ask `ready`, once at least, until it says yes.
+
+        False when the time is over, and the caller must block: after `spin_us`, or `left_s` seconds
+        if that is less.
+        """
+        limit_ns = self._limit_ns
+        if left_s is not None and left_s * 1e9 < limit_ns:
+            limit_ns = int(left_s * 1e9)
+        give_up_ns = time.perf_counter_ns() + limit_ns
         while not ready():
+            if time.perf_counter_ns() >= give_up_ns:
+                return False
             # Where there are fewer cores than who wants one, the other end may need this one.
             os.sched_yield()
-            if time.perf_counter_ns() > give_up_ns:
-                return False
         return True
 
     def waited(self, started_ns: int) -> None:

@@ -8,7 +8,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
@@ -17,14 +17,12 @@ from protocol.errors import DeadlineExceededError, EndpointError
 from protocol.memory_pool import MemoryPool
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.spin import AdaptiveSpin
-from protocol.stream_wire import MessageReader, MessageWriter
+from protocol.stream_wire import MessageReader, MessageWriter, patience_s
 from protocol.tensors import Buffer
 
 # Asked of the kernel, which gives what net.core.wmem_max allows: what fits is on its way at once,
 # also while the service computes and does not read.
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
-# How long a peer that reads may keep us from going on; what it has not read by then waits.
-SEND_PATIENCE_S = 0.002
 # Requests of which some bytes still wait here because the service does not read.
 QUEUED_REQUESTS = 64
 _READ_INTERVAL_S = 1.0
@@ -44,21 +42,10 @@ _ABSENT = frozenset(
 )
 
 
-def set_timeout(connection: socket.socket, option: int, timeout_s: float) -> None:
-    """Let the kernel itself end a blocking call: no poll before each one.
-
-    `option`: SO_RCVTIMEO or SO_SNDTIMEO. Zero would mean for ever, so it is taken for the shortest.
-    """
-    micros = max(1000, ceil(timeout_s * 1e6))
-    value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
-    connection.setsockopt(socket.SOL_SOCKET, option, value)
-
-
 def prepare(connection: socket.socket) -> None:
     """Set a connected socket up as both ends want it."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-    set_timeout(connection, socket.SO_SNDTIMEO, SEND_PATIENCE_S)
 
 
 class StreamChannel(PendingChannel):
@@ -154,8 +141,8 @@ class StreamChannel(PendingChannel):
                     give_up = give_up or time.monotonic() + self._patience_s(timeout_s)
                     self._make_ready(method, size, timeout_s, give_up)
                 sent_ns = time.perf_counter_ns()
-                # What is not written by now goes out in `wait`, or before the next request.
-                self._writer.send(frames)
+                left_s = give_up - time.monotonic() if give_up else timeout_s
+                self._write(frames, min(patience_s(size), left_s))
             except OSError:
                 # The service has not got all of it, so it is safe to send again.
                 self._disconnect()
@@ -165,6 +152,15 @@ class StreamChannel(PendingChannel):
                     time.sleep(_CONNECT_INTERVAL_S)
             else:
                 return sent_ns
+
+    def _write(self, frames: Sequence[Buffer], patience_s: float) -> None:
+        """Write a request; what is not read by then goes out in `wait`, or before the next one."""
+        try:
+            self._writer.send(frames, patience_s)
+        except BaseException:
+            # How much of it has been written is not known.
+            self._disconnect()
+            raise
 
     def _patience_s(self, timeout_s: float) -> float:
         return min(RECONNECT_S, timeout_s) if self._was_connected else timeout_s
@@ -204,10 +200,6 @@ class StreamChannel(PendingChannel):
                 self._read_more(deadline)
             except OSError:
                 self._disconnect()
-            except BaseException:
-                # Where the next message begins is not known any more.
-                self._disconnect()
-                raise
         return messages.popleft() if messages else None
 
     def _read_more(self, deadline: float) -> None:
@@ -215,36 +207,51 @@ class StreamChannel(PendingChannel):
         if self._writer.unsent_messages:
             self._read_and_write(left_s, reading=True)
         elif not self._spin.is_on:
-            self._read_blocking(left_s)
+            self._read_blocking(deadline, left_s)
         else:
             started_ns = time.perf_counter_ns()
-            if not (self._spin.expects_soon and self._spin.until(self._read_now)):
-                self._read_blocking(left_s)
+            if not (self._spin.expects_soon and self._spin.until(self._read_now, left_s)):
+                self._read_blocking(deadline, deadline - time.monotonic() if deadline else 0.0)
             self._spin.waited(started_ns)
 
-    def _read_blocking(self, left_s: float) -> None:
-        flags = socket.MSG_WAITALL if self._reader.in_large_message else 0
+    def _read_blocking(self, deadline: float, left_s: float) -> None:
         if left_s <= 0:
-            flags = socket.MSG_DONTWAIT
-        elif self._read_timeout_s != (timeout_s := min(left_s, _READ_INTERVAL_S)):
-            self._set_read_timeout(timeout_s)
-        try:
-            if not self._reader.read(flags):
-                self._disconnect()
-        except BlockingIOError:
-            pass
+            self._read_now()
+        elif self._reader.in_large_message:
+            self._read(lambda: self._reader.read_rest(deadline))
+        else:
+            # It returns with the first byte that comes, so a peer that sends one now and then
+            # cannot prolong the time-out.
+            if self._read_timeout_s != (timeout_s := min(left_s, _READ_INTERVAL_S)):
+                self._set_read_timeout(timeout_s)
+            self._read(self._reader.read)
 
     def _read_now(self) -> bool:
+        return self._read(self._read_at_once)
+
+    def _read_at_once(self) -> bool:
+        return self._reader.read(socket.MSG_DONTWAIT)
+
+    def _read(self, read: Callable[[], bool]) -> bool:
+        """Let the reader read; False if nothing came."""
         try:
-            if not self._reader.read(socket.MSG_DONTWAIT):
+            if not read():
                 self._disconnect()
         except BlockingIOError:
             return False
+        except BaseException:
+            # Where the next message begins is not known any more.
+            self._disconnect()
+            raise
         return True
 
     def _set_read_timeout(self, timeout_s: float) -> None:
+        """Let the kernel itself end a blocking call: no poll before each one."""
         if self._socket is not None:
-            set_timeout(self._socket, socket.SO_RCVTIMEO, timeout_s)
+            # Zero would mean for ever.
+            micros = max(1000, ceil(timeout_s * 1e6))
+            value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
             self._read_timeout_s = timeout_s
 
     def _read_and_write(self, timeout_s: float, *, reading: bool) -> None:
@@ -255,7 +262,14 @@ class StreamChannel(PendingChannel):
             if reading and events & ~select.POLLOUT:
                 self._read_now()
             if events & select.POLLOUT and self._socket is not None:
-                self._writer.flush(socket.MSG_DONTWAIT)
+                self._flush()
+
+    def _flush(self) -> None:
+        try:
+            self._writer.flush()
+        except BaseException:
+            self._disconnect()
+            raise
 
 
 def _connected(address: StreamAddress, timeout_s: float) -> socket.socket:

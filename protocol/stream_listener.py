@@ -1,7 +1,8 @@
 """The service's end of a stream transport: any number of clients, one thread, nothing that blocks.
 
 What a client does not read waits in a queue of its own, and what it sends too slowly in a buffer of
-its own; the others are served meanwhile. A client that sends what is no message is dropped.
+its own; the others are served meanwhile, and in turn. A client that sends what is no message is
+dropped.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint, re
 from protocol.errors import EndpointError, ProtocolError
 from protocol.memory_pool import MemoryPool
 from protocol.spin import AdaptiveSpin
-from protocol.stream import prepare, set_timeout
-from protocol.stream_wire import MessageReader, MessageWriter
+from protocol.stream import prepare
+from protocol.stream_wire import MessageReader, MessageWriter, patience_s
 from protocol.tensors import Buffer
 
 log = logging.getLogger("gpu_service")
@@ -35,13 +36,39 @@ MAX_CLIENTS = 256
 QUEUED_REPLIES = 16
 # More than a request may have, so that a slightly wrong one gets its error reply.
 MAX_FRAMES = 64
-# How long the rest of a large request may keep the others waiting once it has begun.
-READ_PATIENCE_S = 0.002
-# A client that made us wait in vain, or for longer than this, is not waited for in the next while.
-_SLOW_AFTER_S = 0.05
-_SLOW_FOR_S = 1.0
+# A client with so many requests that nobody has taken yet is not read from.
+QUEUED_REQUESTS = 64
+# Messages that are handed out before somebody looks whether others have sent something too.
+_LOOK_AFTER = 16
+# How long all clients together may keep us waiting in vain, in a row and as a share of all time.
+_PATIENCE_S = 0.05
+_PATIENCE_SHARE = 0.05
+# How long nobody is let in where there are too few file descriptors.
+_ACCEPT_AGAIN_S = 1.0
 _CLOSING_S = 0.5
 _BACKLOG = 128
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
+
+
+class _Patience:
+    """What is left of the time for clients that do not read, however many they are.
+
+    One for all of them: a new connection brings no new patience with it.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = _PATIENCE_S
+        self._at = 0.0
+
+    def left_s(self, now: float) -> float:
+        """Return how long we may wait from `now` (time.monotonic), in seconds."""
+        self._left_s = min(_PATIENCE_S, self._left_s + (now - self._at) * _PATIENCE_SHARE)
+        self._at = now
+        return self._left_s
+
+    def spend(self, waited_s: float) -> None:
+        """Take note of a wait that was in vain."""
+        self._left_s -= waited_s
 
 
 class _Client:
@@ -61,35 +88,19 @@ class _Client:
         )
         self.writer = MessageWriter(connection)
         self.watched = select.EPOLLIN
-        self._slow_until = 0.0
+        # Whether it stands among those whose turn comes, because it has messages.
+        self.has_turn = False
 
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""
         try:
             alive = self.reader.read(socket.MSG_DONTWAIT)
-            if self.reader.in_large_message and alive and self._may_wait():
-                began = time.monotonic()
-                try:
-                    alive = self.reader.read(socket.MSG_WAITALL)
-                finally:
-                    self._note_wait(began, finished=not self.reader.in_large_message)
+            if self.reader.in_large_message and alive:
+                # Only its head was read, and the rest is probably there.
+                alive = self.reader.read(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         return alive
-
-    def send(self, frames: Sequence[Buffer]) -> None:
-        """Write a message, or keep what is left of it."""
-        if not self.writer.send(frames, socket.MSG_DONTWAIT) and self._may_wait():
-            began = time.monotonic()
-            self._note_wait(began, finished=self.writer.flush())
-
-    def _may_wait(self) -> bool:
-        return not self._slow_until or time.monotonic() >= self._slow_until
-
-    def _note_wait(self, began: float, *, finished: bool) -> None:
-        now = time.monotonic()
-        if not finished or now - began > _SLOW_AFTER_S:
-            self._slow_until = now + _SLOW_FOR_S
 
 
 class StreamListener:
@@ -113,10 +124,16 @@ class StreamListener:
         self._names = count(1)
         self._clients: dict[bytes, _Client] = {}
         self._by_file: dict[int, _Client] = {}
-        self._ready: deque[Incoming] = deque()
-        # Whether somebody has looked what arrived since `receive` last said that there is nothing.
+        # Clients with messages, the one whose turn it is first.
+        self._turns: deque[_Client] = deque()
+        # Whether somebody has looked what arrived since `receive` last said that there is nothing,
+        # and how many messages were handed out since.
         self._looked = False
+        self._handed_out = 0
+        self._patience = _Patience()
         self._accepting = True
+        # When to try again to accept (time.monotonic), where that failed; 0: it did not.
+        self._accept_again = 0.0
         self._wakeup: socket.socket | None = None
         self._file: tuple[str, int, int] | None = None
         self._socket, self.endpoint = self._bind(parse_endpoint(endpoint, for_bind=True))
@@ -130,16 +147,17 @@ class StreamListener:
         if not self._spin.is_on:
             return self._wait(timeout_ms)
         started_ns = time.perf_counter_ns()
-        arrived = self._spin_for_any() or self._wait(timeout_ms)
+        left_s = None if timeout_ms is None else timeout_ms / 1000
+        arrived = self._spin_for_any(left_s) or self._wait(timeout_ms, started_ns)
         self._spin.waited(started_ns)
         return arrived
 
     def receive(self) -> Incoming | None:
         """See `Listener.receive`."""
-        if not self._ready and not self._looked:
+        if self._handed_out >= _LOOK_AFTER or not (self._turns or self._looked):
             self._look(0)
-        if self._ready:
-            return self._ready.popleft()
+        if self._turns:
+            return self._take_turn()
         self._looked = False
         return None
 
@@ -155,7 +173,8 @@ class StreamListener:
         ):
             return False
         try:
-            client.send(frames)
+            if not writer.send(frames):
+                self._write_rest(client)
         except OSError:
             self._drop(client)
             return False
@@ -167,21 +186,70 @@ class StreamListener:
         """See `Listener.close`."""
         self._socket.close()
         self._remove_file()
+        self._watch_wakeup(None)
         give_up = time.monotonic() + _CLOSING_S
         for client in list(self._clients.values()):
-            set_timeout(client.socket, socket.SO_SNDTIMEO, give_up - time.monotonic())
-            with suppress(OSError):
-                client.writer.flush()
+            if client.writer.unsent_messages:
+                self._watch_only(client, select.EPOLLOUT)
+            else:
+                self._drop(client)
+        # Whoever reads gets its replies, also where another does not.
+        while self._clients and (left_s := give_up - time.monotonic()) > 0:
+            for file, _ in self._epoll.poll(left_s):
+                if (writing := self._by_file.get(file)) is not None:
+                    self._finish(writing)
+        for client in list(self._clients.values()):
             self._drop(client)
         self._epoll.close()
 
-    def _wait(self, timeout_ms: int | None) -> bool:
+    def _finish(self, client: _Client) -> None:
+        """Write what a client takes of its last replies, and drop it after them."""
+        try:
+            done = client.writer.flush()
+        except OSError:
+            done = True
+        if done:
+            self._drop(client)
+
+    def _write_rest(self, client: _Client) -> None:
+        """Give a client that reads a moment for the rest of its reply, until others want something.
+
+        What it has not read by then goes out while we wait for messages.
+        """
+        began = time.monotonic()
+        limit_s = min(self._patience.left_s(began), patience_s(client.writer.unsent_bytes))
+        alone = not any(other is not client for other in self._turns)
+        if alone and limit_s > 0:
+            self._watch_only(client, select.EPOLLOUT)
+        while alone and (left_s := began + limit_s - time.monotonic()) > 0:
+            for file, _ in self._epoll.poll(left_s):
+                if self._by_file.get(file) is not client:
+                    alone = False
+                elif client.writer.flush():
+                    self._watch(client)
+                    return
+        self._patience.spend(time.monotonic() - began)
+
+    def _take_turn(self) -> Incoming:
+        """Take one message of the client whose turn it is: many of one do not hold up another's."""
+        client = self._turns.popleft()
+        messages = client.reader.messages
+        frames, received_ns = messages.popleft()
+        if messages:
+            self._turns.append(client)
+        else:
+            client.has_turn = False
+        self._handed_out += 1
+        return Incoming((client.name,), frames, received_ns)
+
+    def _wait(self, timeout_ms: int | None, started_ns: int = 0) -> bool:
         left_s = give_up = None
         if timeout_ms is not None:
-            left_s = timeout_ms / 1000
+            spent_s = (time.perf_counter_ns() - started_ns) / 1e9 if started_ns else 0.0
+            left_s = max(0.0, timeout_ms / 1000 - spent_s)
             give_up = time.monotonic() + left_s
-        while not self._look(0 if self._ready else left_s):
-            if self._ready:
+        while not self._look(0 if self._turns else left_s):
+            if self._turns:
                 return True
             if give_up is not None:
                 if left_s == 0:
@@ -189,16 +257,16 @@ class StreamListener:
                 left_s = max(0.0, give_up - time.monotonic())
         return False
 
-    def _spin_for_any(self) -> bool:
+    def _spin_for_any(self, left_s: float | None) -> bool:
         """Look for messages without blocking; False where the time is over, or `wakeup` readable.
 
         It is mostly the client of the previous message that sends the next one.
         """
 
         def arrived() -> bool:
-            return self._look(0) or bool(self._ready)
+            return self._look(0) or bool(self._turns)
 
-        return self._spin.expects_soon and self._spin.until(arrived) and bool(self._ready)
+        return self._spin.expects_soon and self._spin.until(arrived, left_s) and bool(self._turns)
 
     # ---------------------------------------------------------------------------- binding
 
@@ -246,7 +314,14 @@ class StreamListener:
     def _look(self, timeout_s: float | None) -> bool:
         """Take in what has arrived, waiting for it; True if `wakeup` is readable."""
         self._looked = True
+        self._handed_out = 0
         stopping = False
+        if self._accept_again:
+            left_s = self._accept_again - time.monotonic()
+            if left_s <= 0:
+                self._accept_more(True)
+            elif timeout_s is None or timeout_s > left_s:
+                timeout_s = left_s
         for file, events in self._epoll.poll(timeout_s):
             client = self._by_file.get(file)
             if client is not None:
@@ -260,9 +335,10 @@ class StreamListener:
     def _serve(self, client: _Client, events: int) -> None:
         try:
             if events & select.EPOLLOUT:
-                client.writer.flush(socket.MSG_DONTWAIT)
+                client.writer.flush()
                 self._watch(client)
-            if events & ~select.EPOLLOUT and not client.read():
+            queued = len(client.reader.messages)
+            if events & ~select.EPOLLOUT and queued < QUEUED_REQUESTS and not client.read():
                 self._drop(client)
         except OSError:
             self._drop(client)
@@ -270,37 +346,51 @@ class StreamListener:
             fields = {"peer": client.name.hex(), "code": error.code.value, "detail": str(error)}
             log.warning("dropped", extra={"fields": fields})
             self._drop(client)
-        messages = client.reader.messages
-        while messages:
-            frames, received_ns = messages.popleft()
-            self._ready.append(Incoming((client.name,), frames, received_ns))
+        if client.reader.messages and not client.has_turn:
+            client.has_turn = True
+            self._turns.append(client)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
         except OSError as error:
-            # A client that has gone again is nothing; without file descriptors those that come
-            # wait in the backlog until another leaves.
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                log.warning("no_more_clients", extra={"fields": {"clients": len(self._clients)}})
-                self._accept_more(False)
+            # A client that has gone again is nothing.
+            if error.errno in _EXHAUSTED:
+                self._accept_later()
             return
-        prepare(connection)
-        set_timeout(connection, socket.SO_RCVTIMEO, READ_PATIENCE_S)
-        name = next(self._names).to_bytes(8)
-        client = _Client(connection, self._pool, name, self._max_message_bytes)
+        try:
+            prepare(connection)
+            name = next(self._names).to_bytes(8)
+            client = _Client(connection, self._pool, name, self._max_message_bytes)
+            self._epoll.register(connection, client.watched)
+        except (OSError, MemoryError):
+            connection.close()
+            self._accept_later()
+            return
         self._clients[name] = self._by_file[connection.fileno()] = client
-        self._epoll.register(connection, client.watched)
         if len(self._clients) >= MAX_CLIENTS:
             log.warning("no_more_clients", extra={"fields": {"clients": len(self._clients)}})
             self._accept_more(False)
 
+    def _accept_later(self) -> None:
+        """Without file descriptors or memory, those that come wait in the backlog for a while.
+
+        Or until another client leaves; but it may be somebody else who has them all.
+        """
+        log.warning("no_more_clients", extra={"fields": {"clients": len(self._clients)}})
+        self._accept_more(False)
+        self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
+
     def _accept_more(self, accepting: bool) -> None:
         self._accepting = accepting
+        self._accept_again = 0.0
         self._epoll.modify(self._socket, select.EPOLLIN if accepting else 0)
 
     def _watch(self, client: _Client) -> None:
-        wanted = select.EPOLLIN | (select.EPOLLOUT if client.writer.unsent_messages else 0)
+        unsent = client.writer.unsent_messages
+        self._watch_only(client, select.EPOLLIN | (select.EPOLLOUT if unsent else 0))
+
+    def _watch_only(self, client: _Client, wanted: int) -> None:
         if wanted != client.watched:
             client.watched = wanted
             self._epoll.modify(client.socket, wanted)

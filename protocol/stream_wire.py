@@ -3,13 +3,18 @@
     u32 number of frames | u64 size of each frame | the frames
 
 Integers are little-endian, and every frame begins at a multiple of 64 bytes from the beginning of
-its message, with zeros in between: so a tensor lies in memory as a processor likes to read it, also
-in a message that was received in one piece. The last frame is not padded. `MessageReader` checks
-the number of frames, their sizes and their sum before it allocates anything.
+its message, with zeros in between. The last frame is not padded, so a message may begin anywhere in
+the stream; `MessageReader` puts it where its frames lie at multiples of 64 bytes in memory too (16
+in a small message), as a processor likes to read a tensor. It checks the number of frames, their
+sizes and their sum before it allocates anything.
+
+Nothing here blocks in the kernel: a call that does begins its time-out anew with every byte that a
+slow peer takes or gives. What has to wait polls, until a time that does not move.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import time
@@ -17,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
+from math import ceil
 from typing import NamedTuple
 
 from protocol.errors import ErrorCode, ProtocolError
@@ -34,8 +40,15 @@ COPY_BYTES = 32 * 1024
 # After a message too large for the buffer another is likely: its head is read alone, so that
 # little of it has to be copied.
 HEAD_BYTES = 4 * 1024
+# Of a large message at most this much is received at once: while a fast peer goes on sending, the
+# kernel goes on receiving.
+TURN_BYTES = 4 * 1024 * 1024
 # The kernel takes 1024 pieces at most in one call (IOV_MAX).
 MAX_PIECES = 1000
+# How long a peer that reads may keep the writer of a message from going on: so long, and as long as
+# its bytes take at a pace that any reader reaches which does nothing else.
+_PATIENCE_S = 0.002
+_READING_BYTES_PER_S = 0.5e9
 
 _COUNT = struct.Struct("<I")
 _PREFIXES = tuple(struct.Struct(f"<I{n}Q") for n in range(9))
@@ -101,11 +114,24 @@ def to_pieces(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
     return ([b"".join(pieces)] if total <= JOIN_BYTES else pieces), total
 
 
+def patience_s(size: int) -> float:
+    """Say how long to wait for a peer that has `size` bytes to read, in seconds."""
+    return _PATIENCE_S + size / _READING_BYTES_PER_S
+
+
+def _wait(poll: select.poll, give_up: float) -> bool:
+    """Wait for a registered socket until `give_up` (monotonic); False if that time has come."""
+    left_s = give_up - time.monotonic()
+    return left_s > 0 and bool(poll.poll(ceil(left_s * 1000)))
+
+
 class MessageWriter:
     """The sending half of a connection: what the kernel does not take at once waits here."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLOUT)
         self._send = connection.send
         self._unsent: deque[memoryview] = deque()
         self._ends: deque[int] = deque()
@@ -119,46 +145,55 @@ class MessageWriter:
         """Bytes that have not been written."""
         return self._queued - self._written
 
-    def send(self, frames: Sequence[Buffer], flags: int = 0) -> bool:
+    def send(self, frames: Sequence[Buffer], patience_s: float = 0.0) -> bool:
         """Send a message behind those that wait; True if all of it is written.
 
-        Blocks as long as the socket's own time-out for sending lets it, not at all with
-        MSG_DONTWAIT in `flags`. Raises OSError where the connection is lost.
+        Takes `patience_s` at most, however slowly the peer reads. Raises OSError where the
+        connection is lost.
         """
         pieces, total = to_pieces(frames)
         written = 0
         if not self.unsent_messages:
             try:
                 if len(pieces) == 1:
-                    written = self._send(pieces[0], flags)
+                    written = self._send(pieces[0], socket.MSG_DONTWAIT)
                 else:
-                    written = self._socket.sendmsg(pieces[:MAX_PIECES], (), flags)
+                    written = self._socket.sendmsg(pieces[:MAX_PIECES], (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 written = 0
             if written == total:
                 return True
         self._keep(pieces, written, total)
-        return False
+        return patience_s > 0 and self.flush(time.monotonic() + patience_s)
 
-    def flush(self, flags: int = 0) -> bool:
-        """Write what waits; True if nothing is left. Raises OSError as `send` does."""
+    def flush(self, give_up: float = 0.0) -> bool:
+        """Write what waits, until `give_up` (time.monotonic; 0: only what is taken at once).
+
+        True if nothing is left. Raises OSError as `send` does.
+        """
         while self._unsent:
             pieces = list(islice(self._unsent, MAX_PIECES))
             try:
-                written = self._socket.sendmsg(pieces, (), flags)
+                written = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
+                written = 0
+            self._note_written(written)
+            # Also after a part: a peer that takes a little again and again is waited for as long.
+            if self._unsent and not (_wait(self._poll, give_up) if give_up else written):
                 return False
-            self._written += written
-            while self._ends and self._ends[0] <= self._written:
-                self._ends.popleft()
-                self.unsent_messages -= 1
-            while written:
-                piece = self._unsent.popleft()
-                if piece.nbytes > written:
-                    self._unsent.appendleft(piece[written:])
-                    break
-                written -= piece.nbytes
         return True
+
+    def _note_written(self, written: int) -> None:
+        self._written += written
+        while self._ends and self._ends[0] <= self._written:
+            self._ends.popleft()
+            self.unsent_messages -= 1
+        while written:
+            piece = self._unsent.popleft()
+            if piece.nbytes > written:
+                self._unsent.appendleft(piece[written:])
+                break
+            written -= piece.nbytes
 
     def _keep(self, pieces: Sequence[Buffer], written: int, total: int) -> None:
         skip = written
@@ -191,6 +226,8 @@ class MessageReader:
     ) -> None:
         self.messages: deque[tuple[list[memoryview], int]] = deque()
         self._recv_into = connection.recv_into
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._pool = pool
         self._where = where
         self._max_frames = max_frames
@@ -212,9 +249,35 @@ class MessageReader:
         """Receive once; False where the peer has closed the connection.
 
         Raises BlockingIOError (nothing came in the socket's time-out, or at all), another OSError
-        where the connection is lost, and ProtocolError for what is no message or too large; after
-        that, where the next message begins is unknown, and the connection of no use.
+        where the connection is lost, and ProtocolError for what is no message, too large, or larger
+        than the memory that is left; after that, where the next message begins is unknown, and the
+        connection of no use.
         """
+        try:
+            return self._read(flags)
+        except MemoryError:
+            raise self._refused(
+                f"{self._expected} bytes", "what fits into memory", ErrorCode.LIMIT_EXCEEDED
+            ) from None
+
+    def read_rest(self, give_up: float) -> bool:
+        """Receive the rest of a large message, until `give_up` (time.monotonic).
+
+        As `read`, but for BlockingIOError: `in_large_message` says whether it is all there.
+        """
+        while self.in_large_message:
+            try:
+                if not self.read(socket.MSG_DONTWAIT):
+                    return False
+            except BlockingIOError:
+                if not _wait(self._poll, give_up):
+                    return True
+            else:
+                if time.monotonic() >= give_up:
+                    return True
+        return True
+
+    def _read(self, flags: int) -> bool:
         if self._large is not None:
             return self._read_large(self._large, flags)
         if self._end or self._expected > BUFFER_BYTES:
@@ -245,7 +308,7 @@ class MessageReader:
         return True
 
     def _read_large(self, large: memoryview, flags: int) -> bool:
-        received = self._recv_into(large[self._filled :], 0, flags)
+        received = self._recv_into(large[self._filled : self._filled + TURN_BYTES], 0, flags)
         self._filled += received
         if self._filled == large.nbytes:
             frames = [large[start:stop] for start, stop in self._places]
@@ -285,16 +348,19 @@ class MessageReader:
     def _take_message(self, total: int) -> None:
         start, stop = self._start, self._start + total
         if total < COPY_BYTES:
-            memory, start = memoryview(bytearray(self._buffer[start:stop])), 0
+            memory = memoryview(bytearray(self._buffer[start:stop]))
+            self._start = stop
+        elif start % ALIGNMENT:
+            memory = self._pool.take(total)
+            memory[:] = self._buffer[start:stop]
             self._start = stop
         else:
-            memory = self._buffer
+            whole = self._buffer
             self._buffer = self._pool.take(BUFFER_BYTES)
             rest = self._end - stop
-            self._buffer[:rest] = memory[stop : self._end]
+            self._buffer[:rest] = whole[stop : self._end]
             self._start, self._end = 0, rest
-        if start:
-            memory = memory[start:stop]
+            memory = whole[start:stop]
         frames = [memory[begin:end] for begin, end in self._places]
         self.messages.append((frames, time.perf_counter_ns()))
 

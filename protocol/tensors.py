@@ -142,7 +142,10 @@ def to_torch(tensor: WireTensor) -> torch.Tensor:
 def from_torch(tensor: torch.Tensor) -> WireTensor:
     """Describe a tensor for sending; no copy if it is contiguous and on the CPU.
 
-    The bytes alias the tensor, which must not be written to until the reply has come.
+    The bytes alias the tensor, which must not be written to as long as the transport refers to
+    them. The reply does not say that it has let go: it may come, from a service that answers before
+    it has read, while some of the request still waits here to be sent, and what is written by then
+    is what goes out. Only a tensor that nobody writes to again is safe.
     """
     import torch
 

@@ -163,8 +163,9 @@ class ZmqChannel(PendingChannel):
             return frames is not None
 
         started_ns = time.perf_counter_ns()
-        if not (self._spin.expects_soon and self._spin.until(arrived)):
-            frames = self._next_message(patience_ms)
+        if not (self._spin.expects_soon and self._spin.until(arrived, patience_ms / 1000)):
+            spent_ms = (time.perf_counter_ns() - started_ns) // 1_000_000
+            frames = self._next_message(max(0, patience_ms - spent_ms))
         self._spin.waited(started_ns)
         return frames
 
@@ -232,15 +233,16 @@ class ZmqListener:
         """
         if self._waiting is not None:
             return True
+        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        left_s = None if timeout_ms is None else timeout_ms / 1000
         started_ns = time.perf_counter_ns() if self._spin.is_on else 0
-        if not (started_ns and self._spin.expects_soon and self._spin.until(self._take)):
-            self._wait(wakeup, timeout_ms)
+        if not (started_ns and self._spin.expects_soon and self._spin.until(self._take, left_s)):
+            self._wait(wakeup, give_up)
         if started_ns:
             self._spin.waited(started_ns)
         return self._waiting is not None
 
-    def _wait(self, wakeup: socket.socket | None, timeout_ms: int | None) -> None:
-        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+    def _wait(self, wakeup: socket.socket | None, give_up: float | None) -> None:
         while True:
             patience_ms = WAKEUP_INTERVAL_MS
             if give_up is not None:
@@ -273,7 +275,7 @@ class ZmqListener:
         return True
 
     def receive(self) -> Incoming | None:
-        """Return the next message, or None when there is none or it is not a message at all."""
+        """See `Listener.receive`."""
         if self._waiting is None:
             self._take()
         incoming, self._waiting = self._waiting, None

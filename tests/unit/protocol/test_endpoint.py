@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from pathlib import Path
 
 import pytest
 import zmq
 
+from protocol import endpoint as endpoint_module
 from protocol.endpoint import (
     UNIX_PATH_MAX_BYTES,
-    check_endpoint,
     parse_endpoint,
     refuse_live_socket,
 )
@@ -67,13 +69,13 @@ MALFORMED = [
 @pytest.mark.parametrize("for_bind", [False, True])
 def test_malformed_endpoint_is_refused(endpoint: str, for_bind: bool) -> None:
     with pytest.raises(EndpointError) as info:
-        check_endpoint(endpoint, for_bind=for_bind)
+        parse_endpoint(endpoint, for_bind=for_bind)
     assert info.value.retryable
 
 
 def test_refusal_names_every_spelling() -> None:
     with pytest.raises(EndpointError, match=r"tcp://.*ipc://.*unix://.*vsock://CID:PORT"):
-        check_endpoint("http://here")
+        parse_endpoint("http://here")
 
 
 @pytest.mark.parametrize(
@@ -88,9 +90,9 @@ def test_refusal_names_every_spelling() -> None:
     ],
 )
 def test_wildcard_is_for_binding_only(endpoint: str) -> None:
-    check_endpoint(endpoint, for_bind=True)
+    parse_endpoint(endpoint, for_bind=True)
     with pytest.raises(EndpointError):
-        check_endpoint(endpoint)
+        parse_endpoint(endpoint)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,12 @@ def test_any_is_the_largest_number() -> None:
     ("scheme", "limit"), [("ipc", zmq.IPC_PATH_MAX_LEN), ("unix", UNIX_PATH_MAX_BYTES)]
 )
 def test_too_long_path_names_the_limit(scheme: str, limit: int) -> None:
-    check_endpoint(f"{scheme}://" + "x" * limit)
+    parse_endpoint(f"{scheme}://" + "x" * limit)
     with pytest.raises(EndpointError, match=f"{limit + 1} bytes, expected at most {limit}$"):
-        check_endpoint(f"{scheme}://" + "x" * (limit + 1))
+        parse_endpoint(f"{scheme}://" + "x" * (limit + 1))
     # Bytes of the file system, not characters.
     with pytest.raises(EndpointError):
-        check_endpoint(f"{scheme}://" + "é" * (limit - 5))
+        parse_endpoint(f"{scheme}://" + "é" * (limit - 5))
 
 
 def test_the_longest_unix_path_can_be_bound(tmp_path: Path) -> None:
@@ -153,3 +155,31 @@ def test_only_a_live_socket_is_refused(scheme: str, tmp_path: Path) -> None:
         with pytest.raises(EndpointError, match="got Address already in use"):
             refuse_live_socket(endpoint)
     refuse_live_socket(endpoint)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "unix"])
+def test_a_live_socket_that_is_no_stream_is_refused(scheme: str, tmp_path: Path) -> None:
+    endpoint = parse_endpoint(f"{scheme}://{tmp_path}/s", for_bind=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(f"{tmp_path}/s")
+        with pytest.raises(EndpointError, match=os.strerror(errno.EPROTOTYPE)):
+            refuse_live_socket(endpoint)
+    refuse_live_socket(endpoint)
+
+
+def test_a_socket_that_we_may_not_connect_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forbidden(socket.socket):
+        def connect(self, address: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(endpoint_module.socket, "socket", Forbidden)
+    with pytest.raises(EndpointError, match=r"may be in use.*Permission denied"):
+        refuse_live_socket(parse_endpoint(f"unix://{tmp_path}/s", for_bind=True))
+
+
+@pytest.mark.parametrize("path", ["no/such/directory", "file/s"])
+def test_where_there_is_no_socket_nobody_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refuse_live_socket(parse_endpoint(f"unix://{tmp_path}/{path}", for_bind=True))

@@ -26,14 +26,14 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 1_000_000_000
         monkeypatch.setattr(time, "perf_counter_ns", self.read)
-        monkeypatch.setattr(time, "sleep", self.sleep)
+        monkeypatch.setattr(link_module, "wait_until", self.wait_until)
 
     def read(self) -> int:
         self.now_ns += 1  # so that looking at it often enough ends
         return self.now_ns
 
-    def sleep(self, seconds: float) -> None:
-        self.now_ns += int(seconds * 1e9)
+    def wait_until(self, deadline_ns: int) -> None:
+        self.now_ns = max(self.now_ns, deadline_ns)
 
 
 class Instant:
@@ -103,20 +103,22 @@ def test_transfer_time_is_bits_over_bandwidth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "timing", "expected_ns"),
+    ("link", "timing", "elapsed_ns", "expected_ns"),
     [
-        (Link(None, 200.0), None, 200_000),
-        (Link(None, 0.0), None, 1000),  # the real transport's own time remains
-        (Link(8.0, 0.0), None, HEADER + 1_000_000 + 1000),  # a byte a nanosecond
-        (Link(8.0, 200.0), None, HEADER + 1_000_000 + 1000 + 200_000),
-        (Link(None, 200.0), Timing(queue_us=30, compute_us=40), 270_000),
+        (Link(None, 200.0), None, 1000, 200_000),
+        (Link(None, 0.0), None, 1000, 1000),  # the real transport's own time remains
+        (Link(8.0, 0.0), None, 1000, HEADER + 1_000_000 + 1000),  # a byte a nanosecond
+        (Link(8.0, 200.0), None, 1000, HEADER + 1_000_000 + 1000 + 200_000),
+        (Link(None, 200.0), Timing(queue_us=30, compute_us=40), 90_000, 270_000),
+        # It cannot have taken longer than until the reply was really there.
+        (Link(None, 200.0), Timing(queue_us=10**9, compute_us=40), 90_000, 290_000),
     ],
 )
 def test_a_reply_comes_when_the_link_has_carried_it(
-    clock: Clock, link: Link, timing: Timing | None, expected_ns: int
+    clock: Clock, link: Link, timing: Timing | None, elapsed_ns: int, expected_ns: int
 ) -> None:
     inner = Instant()
-    inner.timing = timing
+    inner.timing, inner.elapsed_ns = timing, elapsed_ns
     channel = ModelledLink(inner, link)
     exchange = channel.wait(channel.submit(MEGABYTE))
     assert expected_ns <= exchange.elapsed_ns < expected_ns + 100
@@ -149,6 +151,15 @@ def test_a_link_that_was_idle_is_free(clock: Clock) -> None:
     channel.call(MEGABYTE)
     clock.now_ns += 10**9
     assert channel.call(InitRequest()).elapsed_ns < 10_000
+
+
+def test_a_claim_that_is_not_true_does_not_occupy_the_link(clock: Clock) -> None:
+    inner = Instant()
+    channel = ModelledLink(inner, Link(8.0, 100.0))
+    inner.timing = Timing(queue_us=10**9, compute_us=10**9)
+    channel.call(InitRequest())
+    inner.timing = None
+    assert channel.call(InitRequest()).elapsed_ns < 110_000
 
 
 def test_a_real_reply_that_is_later_stays_later(clock: Clock) -> None:

@@ -60,6 +60,14 @@ def test_size_is_what_was_asked_for_and_writable() -> None:
         memory[-1] = 1
 
 
+def test_memory_begins_at_a_multiple_of_64() -> None:
+    pool = MemoryPool()
+    for _ in range(2):
+        taken = [pool.take(size) for size in (1, 65_536, 65_537, 3 * MEBIBYTE)]
+        assert [_address(memory) % 64 for memory in taken] == [0] * 4
+        del taken
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = MemoryPool()
     small = [pool.take(1000) for _ in range(KEPT_BLOCKS + 3)]

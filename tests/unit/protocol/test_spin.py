@@ -40,6 +40,23 @@ def test_asks_until_the_time_is_over(clock: list[int]) -> None:
     assert len(asked) == 3
 
 
+@pytest.mark.parametrize(
+    ("left_s", "asked"), [(None, [0, 20, 40]), (1.0, [0, 20, 40]), (30e-6, [0, 20]), (0.0, [0])]
+)
+def test_asks_no_longer_than_there_is_time(
+    clock: list[int], left_s: float | None, asked: list[int]
+) -> None:
+    times = []
+
+    def ready() -> bool:
+        times.append(clock[0] // 1000)
+        clock[0] += 20_000
+        return False
+
+    assert not AdaptiveSpin(50).until(ready, left_s)
+    assert times == asked
+
+
 def test_spins_after_a_short_wait_only(clock: list[int]) -> None:
     spin = AdaptiveSpin(50)
     assert spin.is_on

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -111,14 +113,35 @@ def test_memory_of_a_message_is_its_own(pair: Pair, size: int) -> None:
     reader, messages = _reader(right), []
     for value in range(3):
         writer = MessageWriter(left)
-        writer.send([b"h", bytes([value]) * size], socket.MSG_DONTWAIT)
+        writer.send([b"h", bytes([value]) * size])
         while not reader.messages:
             reader.read()
-            writer.flush(socket.MSG_DONTWAIT)
+            writer.flush()
         messages.append(reader.messages.popleft()[0][1])
         messages[-1][0] = 100 + value  # writable
     for value, frame in enumerate(messages):
         assert bytes(frame) == bytes([100 + value]) + bytes([value]) * (size - 1)
+
+
+# Each leaves the next one at another place in the stream, and some of the same buffer.
+@pytest.mark.parametrize("first", [0, 1, 13, 63, 64, COPY_BYTES - 1, COPY_BYTES + 1])
+def test_frames_lie_where_a_processor_likes_to_read_them(pair: Pair, first: int) -> None:
+    left, right = pair
+    reader = _reader(right)
+    sent = [[bytes(size), bytes([7]) * size] for size in (first, COPY_BYTES + 9, 200_001, 11)]
+    sent[1:1] = [[b"a", b"bc"]]
+    thread = threading.Thread(target=lambda: left.sendall(_stream(*sent)))
+    thread.start()
+    while len(reader.messages) < len(sent):
+        reader.read()
+    thread.join()
+    for (frames, _), expected in zip(reader.messages, sent, strict=True):
+        total = layout(tuple(map(len, expected))).total
+        for frame in frames:
+            if frame.nbytes:
+                address = numpy.frombuffer(frame, numpy.uint8).ctypes.data
+                assert address % (64 if total >= COPY_BYTES else 16) == 0
+    assert _taken(reader) == sent
 
 
 def test_end_of_the_stream_is_told(pair: Pair) -> None:
@@ -166,6 +189,139 @@ def test_what_is_no_message_is_refused_before_memory_is_taken(
     assert info.value.code is code
 
 
+@pytest.mark.parametrize("size", [COPY_BYTES, 2 * BUFFER_BYTES, 500 * 2**20])
+def test_a_message_larger_than_the_memory_that_is_left_is_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    left, right = pair
+    reader = _reader(right)
+    monkeypatch.setattr(MemoryPool, "take", exhausted)
+    left.sendall(struct.pack("<IQ", 1, size).ljust(64, b"\0") + bytes(min(size, COPY_BYTES)))
+    with pytest.raises(ProtocolError, match=r"message from peer: got .* into memory") as info:
+        reader.read()
+    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+
+
+STEP_S = 2.0**-10  # exact in sums
+
+
+class SlowPeer:
+    """Stands in for both the clock and `poll`: each wait takes a moment, then a little comes.
+
+    Or goes: `step` is what the peer does in that moment.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]) -> None:
+        self.now = 1000.0
+        self.waits = 0
+        self._step = step
+        monkeypatch.setattr(stream_wire, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def poll(self, timeout_ms: float) -> list[int]:
+        self.waits += 1
+        assert timeout_ms >= 1
+        self.now += STEP_S
+        self._step()
+        return [1]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_peer_that_reads_a_little_at_a_time_is_waited_for_as_long_as_was_said(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    left, right = pair
+    writer = MessageWriter(left)
+    slow = SlowPeer(monkeypatch, lambda: right.recv(36_000))
+    writer._poll = slow  # type: ignore[assignment]
+    if first:
+        assert not writer.send([b"h", bytes(40 * 2**20)], 5 * STEP_S)
+    else:
+        assert not writer.send([b"h", bytes(40 * 2**20)])
+        assert not writer.flush(slow.now + 5 * STEP_S)
+    assert slow.waits == 5
+    assert 0 < writer.unsent_bytes < 40 * 2**20
+    # And not at all, where nobody said so.
+    assert not writer.flush()
+    assert slow.waits == 5
+
+
+def test_a_peer_that_sends_a_little_at_a_time_is_waited_for_as_long_as_was_said(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = pair
+    right.settimeout(None)
+    reader = _reader(right)
+    data = memoryview(_stream([bytes(200_000)]))
+    left.sendall(data[:100])
+    reader.read()
+    sent = 100
+
+    def drip() -> None:
+        nonlocal sent
+        left.sendall(data[sent : sent + 1])
+        sent += 1
+
+    slow = SlowPeer(monkeypatch, drip)
+    reader._poll = slow  # type: ignore[assignment]
+    assert reader.read_rest(slow.now + 5 * STEP_S)
+    assert reader.in_large_message
+    assert slow.waits == 5
+    # It goes on where it was.
+    left.settimeout(10)
+    thread = threading.Thread(target=lambda: left.sendall(data[sent:]))
+    thread.start()
+    while not reader.messages:
+        reader.read()
+    thread.join()
+    assert _taken(reader) == [[bytes(200_000)]]
+
+
+def test_a_peer_that_sends_all_the_time_is_read_from_as_long_as_was_said(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = pair
+    reader = _reader(right)
+    left.sendall(_stream([bytes(200_000)])[:100])
+    reader.read()
+    left.sendall(bytes(10))
+    slow = SlowPeer(monkeypatch, lambda: None)
+    reader._poll = slow  # type: ignore[assignment]
+    assert reader.read_rest(slow.now)
+    assert slow.waits == 0
+    assert reader.in_large_message
+
+
+def test_the_rest_of_a_large_message_is_received_in_one_call(pair: Pair) -> None:
+    left, right = pair
+    reader = _reader(right)
+    sent = [b"h", bytes(range(256)) * 40_000]
+    thread = threading.Thread(target=lambda: left.sendall(_stream(sent)))
+    thread.start()
+    while not reader.in_large_message:
+        reader.read()
+    assert reader.read_rest(time.monotonic() + 60)
+    thread.join()
+    assert _taken(reader) == [sent]
+
+
+def test_end_of_the_stream_is_told_while_the_rest_is_waited_for(pair: Pair) -> None:
+    left, right = pair
+    reader = _reader(right)
+    left.sendall(_stream([bytes(BUFFER_BYTES * 2)])[:1000])
+    assert reader.read()
+    left.close()
+    assert not reader.read_rest(time.monotonic() + 60)
+
+
 def test_the_largest_message_that_is_allowed_is_taken(pair: Pair) -> None:
     left, right = pair
     reader = _reader(right, max_message_bytes=1000)
@@ -181,7 +337,7 @@ def test_writer_keeps_what_the_kernel_does_not_take(pair: Pair, count: int) -> N
     sent = [[b"header", bytes([n]) * 200_000] for n in range(5)]
     sent.append([bytes([n % 256]) * 200 for n in range(count)])
     for frames in sent:
-        writer.send(frames, socket.MSG_DONTWAIT)
+        writer.send(frames)
     # The kernel took some of it; all others are still whole messages behind it.
     assert 1 <= writer.unsent_messages <= 6
     received = bytearray()
@@ -189,23 +345,23 @@ def test_writer_keeps_what_the_kernel_does_not_take(pair: Pair, count: int) -> N
     assert 0 < writer.unsent_bytes < len(expected)
     while len(received) < len(expected):
         received += right.recv(50_000)
-        done = writer.flush(socket.MSG_DONTWAIT)
+        done = writer.flush()
     assert done
     assert received == expected
     assert (writer.unsent_messages, writer.unsent_bytes) == (0, 0)
-    assert writer.send([b"small"], socket.MSG_DONTWAIT)
+    assert writer.send([b"small"])
 
 
 def test_writer_does_not_overtake_what_waits(pair: Pair) -> None:
     left, right = pair
     writer = MessageWriter(left)
-    assert not writer.send([b"header", bytes(2_000_000)], socket.MSG_DONTWAIT)
-    assert not writer.send([b"next"], socket.MSG_DONTWAIT)
+    assert not writer.send([b"header", bytes(2_000_000)])
+    assert not writer.send([b"next"])
     assert writer.unsent_messages == 2
     reader = _reader(right)
     while len(reader.messages) < 2:
         reader.read()
-        writer.flush(socket.MSG_DONTWAIT)
+        writer.flush()
     assert [len(frames[0]) for frames, _ in reader.messages] == [6, 4]
 
 

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from protocol.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
-from protocol.endpoint import check_endpoint
+from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.tensors import Buffer, from_torch, to_torch
@@ -178,7 +178,7 @@ def _listening(endpoint: str) -> Iterator[ZmqListener]:
 def test_wildcard_port_becomes_a_real_one() -> None:
     with _listening("tcp://127.0.0.1:*") as listener:
         assert int(listener.endpoint.rpartition(":")[2]) > 0
-        check_endpoint(listener.endpoint)
+        parse_endpoint(listener.endpoint)
 
 
 def test_taken_tcp_port_is_refused() -> None:
