@@ -28,7 +28,7 @@ from tee_side.feature_key import FeatureKey
 from tee_side.light import LightOperators
 from tee_side.local_operators import LocalOperators, load_local_operators, sites_here
 from tee_side.masking import linear_masking
-from tee_side.masks.mask import AdditiveMask, Cloak, Mask, RowMask
+from tee_side.masks.mask import AdditiveMask, Cloak, Mask
 from tee_side.model import TeeModel
 from tee_side.observed import ObservedLight, ObservedRemoteOperators
 from tee_side.observer import Observer, Observers
@@ -36,7 +36,7 @@ from tee_side.operators import Operators, PlacedOperators, place
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
 from tee_side.pads.maker import PadMaker, held_or, read_weights
-from tee_side.pads.source import Pads, WhenOut
+from tee_side.pads.source import PadLane, Pads, WhenOut
 from tee_side.pads.store import MemoryStore, PadStore
 from tee_side.policy import Policy
 from tee_side.randomness import Randomness
@@ -130,13 +130,16 @@ class Assembly:
         for index in range(micro_batches):
             told = observers.lane(index) if observers else None
             told_all = told if only is None else None
+            # Two lanes never draw from one stretch of pads.
+            pads = {mask: found.lane() for mask, found in self.pads.items()}
             remote: dict[Mask | None, Operators] = {
-                mask: self._remote(mask, channels, local, cloaks, randomness, told_all)
+                mask: self._remote(mask, channels, local, cloaks, pads, randomness, told_all)
                 for mask in {placement.mask: None for _, placement in self.policy.leaving()}
             }
             light = LightOperators(eps) if told_all is None else ObservedLight(eps, told_all)
             layers = self._config.num_hidden_layers
-            lanes.append(place(self.policy, layers, local, remote, light, told, only))
+            drawn = list(pads.values())
+            lanes.append(place(self.policy, layers, local, remote, light, told, only, drawn))
         return lanes
 
     def _remote(
@@ -145,19 +148,18 @@ class Assembly:
         channels: Sequence[Channel],
         local: LocalOperators,
         cloaks: Mapping[Site, Cloak] | None,
+        pads: Mapping[Mask, PadLane],
         randomness: Randomness,
         observer: Observer | None,
     ) -> RemoteOperators:
         sites: Sites | None = self._integers
         if sites is None and mask is not None:
             sites = self._floats
-        # Two lanes never draw from one stretch of pads.
-        pads = self.pads[mask].lane() if mask in self.pads else None
+        drawn = pads.get(mask) if mask is not None else None
         settings: dict[str, Any] = {
-            "mask_name": f"mask {mask.name}" if mask else None,
-            "hide": linear_masking(mask, randomness, pads=pads, cloaks=cloaks),
+            "mask": mask,
+            "hide": linear_masking(mask, randomness, pads=drawn, cloaks=cloaks),
             "sites": sites,
-            "rows": mask if isinstance(mask, RowMask) else None,
             "randomness": randomness,
             "without_factors": local,
             "one_rpc_per_module": self.policy.one_rpc_per_module,

@@ -56,7 +56,8 @@ async def logits(
     logits_NV = await ops.lm_head(tee.rms_norm(None, h_ND, model.final_norm))
     if not logits_NV.sum(dtype=torch.float32).isfinite():
         # A service may send anything, and float16 may overflow. A sum is a tenth of the work of
-        # looking at each.
+        # looking at each. It refuses finite logits, too, whose sum overflows float32; those are
+        # larger than 1e33 on average, and no model's.
         raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
     return logits_NV
 

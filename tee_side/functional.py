@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 # Query rows that the fused kernel gets at a time, with the keys that any of them may look at: it
 # computes what is hidden, too, which would be half of a long prompt.
 _QUERY_BLOCK = 128
+# In steps of so many keys: a growing context seldom needs another bias.
+_BIAS_KEYS = 1024
 
 
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -54,13 +56,11 @@ def apply_rope(x_TXC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1c: torch.Tensor
     return rotated_TXC
 
 
-@lru_cache(maxsize=4)
 def causal_mask(tokens: int, context: int, window: int | None) -> torch.Tensor | None:
     """Say which keys the last `tokens` positions of a context may not look at: bool [T, S].
 
     A row looks at itself and what comes before it, at most `window` tokens in all. None if every
-    row may look at everything, as in decode. All layers of a step ask for the same one, and get
-    it: do not write to it.
+    row may look at everything, as in decode.
     """
     if tokens == 1 and (window is None or context <= window):
         return None
@@ -70,15 +70,18 @@ def causal_mask(tokens: int, context: int, window: int | None) -> torch.Tensor |
     return hidden if window is None else hidden | (key_1S <= query_T1 - window)
 
 
-@lru_cache(maxsize=4)
-def _causal_bias(
-    tokens: int, context: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Return what the fused kernel adds to scores: 0, or -inf where `causal_mask` hides."""
-    hidden_TS = causal_mask(tokens, context, window)
-    if hidden_TS is None:
-        return None
-    return torch.zeros(hidden_TS.shape, dtype=dtype).masked_fill_(hidden_TS, float("-inf"))
+# One, and no more: with a long context it is megabytes, and all layers of a step ask for the same.
+@lru_cache(maxsize=1)
+def _causal_bias(keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return what the fused kernel adds to the scores of a whole block of queries.
+
+    0, or -inf where `causal_mask` hides: [_QUERY_BLOCK, keys]. What is hidden depends on the
+    distance alone, so that fewer rows with fewer keys get the lower right corner. Do not write to
+    it.
+    """
+    hidden = causal_mask(_QUERY_BLOCK, keys, window)
+    bias = torch.zeros(_QUERY_BLOCK, keys, dtype=dtype)
+    return bias if hidden is None else bias.masked_fill_(hidden, float("-inf"))
 
 
 def softmax(scores: torch.Tensor, causal_mask: torch.Tensor | None) -> torch.Tensor:
@@ -98,8 +101,11 @@ def attention(
     """
     T, H, C = q_THC.shape
     K, S, _ = k_KSC.shape
-    bias_TS = _causal_bias(T, S, window, q_THC.dtype)
-    if T == 1 and bias_TS is None:
+    if window is not None and window + T <= S:
+        # Nobody looks at what is before the first row's window.
+        S = window + T - 1
+        k_KSC, v_KSC = k_KSC[:, -S:], v_KSC[:, -S:]
+    if T == 1:
         # The G query heads that share a key/value head are rows of one product with it: a quarter
         # of the time that the kernel takes for a row a head.
         q_KGC = q_THC.reshape(1, K, H // K, C)
@@ -110,13 +116,16 @@ def attention(
     k_KGSC, v_KGSC = (x_KSC.unsqueeze(1).expand(K, H // K, S, C) for x_KSC in (k_KSC, v_KSC))
     out_THC = torch.empty(T, H, C, dtype=q_THC.dtype)
     out_KGTC = out_THC.view(T, K, H // K, C).permute(1, 2, 0, 3)
+    most = S if window is None else min(S, window - 1 + _QUERY_BLOCK)
+    bias = _causal_bias(most + -most % _BIAS_KEYS, window, q_THC.dtype)
     for start in range(0, T, _QUERY_BLOCK):
         end = min(start + _QUERY_BLOCK, T)
+        first = 0 if window is None else max(0, S - T + start - window + 1)
         seen = S - T + end
         out_KGTC[:, :, start:end] = scaled_dot_product_attention(
             q_KGTC[:, :, start:end],
-            k_KGSC[:, :, :seen],
-            v_KGSC[:, :, :seen],
-            attn_mask=None if bias_TS is None else bias_TS[start:end, :seen],
+            k_KGSC[:, :, first:seen],
+            v_KGSC[:, :, first:seen],
+            attn_mask=bias[start - end :, first - seen :],
         )
     return out_THC.view(T, H * C)

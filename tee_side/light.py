@@ -7,6 +7,7 @@ import torch
 from tee_side import functional
 from tee_side.batch import Chunk
 from tee_side.sampling import Sampler
+from tee_side.threads import attention_threads, threads
 
 
 class LightOperators:
@@ -14,6 +15,8 @@ class LightOperators:
 
     def __init__(self, rms_norm_eps: float) -> None:
         self._eps = rms_norm_eps
+        # A small step leaves all but one to others; a long context is read with all of them.
+        self._threads = torch.get_num_threads()
 
     def rms_norm(self, layer: int | None, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Normalise the last axis."""
@@ -40,7 +43,9 @@ class LightOperators:
         window: int | None,
     ) -> torch.Tensor:
         """Scores, softmax and values in one: [T, H * C]."""
-        return functional.attention(q_THC, k_KSC, v_KSC, window)
+        context = k_KSC.shape[1] if window is None else min(k_KSC.shape[1], window)
+        with threads(attention_threads(q_THC.numel() * context, self._threads)):
+            return functional.attention(q_THC, k_KSC, v_KSC, window)
 
     def softmax(
         self, layer: int, scores: torch.Tensor, causal_mask: torch.Tensor | None

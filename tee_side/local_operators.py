@@ -22,7 +22,7 @@ from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.fused import FusedOperators
 from tee_side.policy import Policy
 from tee_side.sites import IntegerSites
-from tee_side.threads import threads
+from tee_side.threads import attention_threads, threads
 from tee_side.vocabulary import PHASES, Site, is_linear
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ class LocalOperators(FusedOperators):
         self._products = products
         self._embedding = token_embedding
         self._lm_head = lm_head
-        # A small step leaves all but one to others; weights are read with all of them.
+        # A small step leaves all but one to others; what is large is read with all of them.
         self._threads = torch.get_num_threads()
 
     def attention_stays(self, layer: int) -> bool:
@@ -72,19 +72,23 @@ class LocalOperators(FusedOperators):
         self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor
     ) -> torch.Tensor:
         """Q K^T."""
-        return _attention_product(q_KRC, k_KSC.transpose(1, 2))
+        return self._attention_product(q_KRC, k_KSC.transpose(1, 2))
 
     async def attn_values(
         self, layer: int, p_KRS: torch.Tensor, v_KSC: torch.Tensor
     ) -> torch.Tensor:
         """P V."""
-        return _attention_product(p_KRS, v_KSC)
+        return self._attention_product(p_KRS, v_KSC)
 
     async def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V]."""
         lm_head = _held(self._lm_head)
         with threads(self._threads):
             return lm_head(h_ND)
+
+    def _attention_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with threads(attention_threads(a.numel() * b.shape[-1], self._threads)):
+            return _attention_product(a, b)
 
 
 def sites_here(policy: Policy, config: ModelConfig) -> list[Site]:

@@ -17,6 +17,7 @@ from tee_side.masks.mask import (
     Masked,
     RowMask,
     SharingMask,
+    as_it_is,
 )
 from tee_side.pads.source import PadLane
 from tee_side.randomness import Randomness
@@ -39,7 +40,7 @@ def linear_masking(
     """
     match mask:
         case None:
-            return lambda _layer, _operator, x_TI: Masked((x_TI,), _as_it_is)
+            return lambda _layer, _operator, x_TI: Masked((x_TI,), as_it_is)
         case RowMask() | SharingMask():
             return lambda _layer, _operator, x_TI: mask.mask(x_TI, randomness)
         case FeatureMask():
@@ -64,7 +65,3 @@ def linear_masking(
         got=type(mask).__name__,
         expected="a RowMask, FeatureMask, AdditiveMask or SharingMask",
     )
-
-
-def _as_it_is(y_TO: torch.Tensor) -> torch.Tensor:
-    return y_TO

@@ -18,6 +18,7 @@ from tee_side.light import LightOperators
 from tee_side.masks.mask import Mask
 from tee_side.observed import observed_local
 from tee_side.observer import Observer
+from tee_side.pads.source import PadLane
 from tee_side.policy import Placement, Policy
 from tee_side.vocabulary import LAYERLESS, OPERATORS, PRODUCTS, Operator, Phase
 
@@ -68,16 +69,23 @@ class Operators(Protocol):
 class PlacedOperators:
     """What a forward pass calls: placed operators, a table a phase, and the light ones.
 
-    `one_table`: whether the tables are the same, so that a step may hold both phases.
+    `one_table`: whether the tables are the same, so that a step may hold both phases. `pads`: what
+    the operators draw from.
     """
 
     prefill: Operators
     decode: Operators
     light: LightOperators
     one_table: bool
+    pads: tuple[PadLane, ...]
 
     def __getitem__(self, phase: Phase) -> Operators:
         return self.prefill if phase == "prefill" else self.decode
+
+    def end_step(self) -> None:
+        """Release what a step did not use up, because it failed or left operators out."""
+        for lane in self.pads:
+            lane.end_step()
 
 
 def place(
@@ -88,11 +96,13 @@ def place(
     light: LightOperators,
     observer: Observer | None = None,
     only: Collection[Operator] | None = None,
+    pads: Sequence[PadLane] = (),
 ) -> PlacedOperators:
     """Build the tables for a policy that has been checked against the model.
 
     `remote` has the operators of the GPU side under each mask of the policy, None for none; it and
     `light` tell an observer by themselves. `only`: the local operators that it is told of.
+    `pads`: what `remote` draws from.
     """
 
     def table(phase: Phase) -> Operators:
@@ -116,8 +126,8 @@ def place(
 
     if not policy.splits_phases:
         both = table("decode")
-        return PlacedOperators(both, both, light, one_table=True)
-    return PlacedOperators(table("prefill"), table("decode"), light, one_table=False)
+        return PlacedOperators(both, both, light, True, tuple(pads))
+    return PlacedOperators(table("prefill"), table("decode"), light, False, tuple(pads))
 
 
 def _method(

@@ -30,7 +30,7 @@ from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch, short_name, to_torch
 from tee_side.fused import FusedOperators
 from tee_side.masking import HideLinear
-from tee_side.masks.mask import Masked, MaskedProduct, RowMask
+from tee_side.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.overlap import replies
 from tee_side.randomness import Randomness
 from tee_side.sites import Sites
@@ -42,14 +42,14 @@ M = TypeVar("M", Masked, MaskedProduct)
 class RemoteOperators(FusedOperators):
     """Asks one service, or several that get a share each, under one mask.
 
-    `mask_name`: for errors of the mask's; None without a mask, whose work need not be checked.
-    `sites`: None where the service shall do all of it, bias included, in the clear. `rows`: the
-    mask, if it is one that also hides token ids, attention and the LM head. `without_factors`:
-    computes a linear operator in the TEE when there is nothing to mask it with.
-    `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published schema, instead of
-    together with what shares their input.
+    `mask`: what `hide` hides the inputs of linear operators under, None for nothing; a row mask
+    also hides token ids, attention and the LM head. `sites`: None where the service shall do all of
+    it, bias included, in the clear. `without_factors`: computes a linear operator in the TEE when
+    there is nothing to mask it with. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in
+    the published schema, instead of together with what shares their input.
 
-    Raises the channels' errors, and ReplyError for a wrong dtype or shape.
+    Raises the channels' errors, ReplyError for a wrong dtype or shape, and MaskError for a mask
+    that sends, or returns, what it must not.
     """
 
     def __init__(
@@ -58,10 +58,9 @@ class RemoteOperators(FusedOperators):
         config: ModelConfig,
         dtype: torch.dtype,
         *,
+        mask: Mask | None,
         hide: HideLinear,
-        mask_name: str | None = None,
         sites: Sites | None = None,
-        rows: RowMask | None = None,
         randomness: Randomness | None = None,
         without_factors: FusedOperators | None = None,
         one_rpc_per_module: bool = False,
@@ -71,9 +70,10 @@ class RemoteOperators(FusedOperators):
         self._config = config
         self._dtype = dtype
         self._hide = hide
-        self._mask_name = mask_name
+        # For errors. What crosses in the clear is checked as what a mask made.
+        self._mask_name = f"mask {mask.name}" if mask is not None else "no mask"
         self._sites = sites
-        self._rows = rows
+        self._rows = mask if isinstance(mask, RowMask) else None
         self._randomness = randomness or Randomness()
         self._without_factors = without_factors
         self._one_rpc_per_module = one_rpc_per_module
@@ -89,7 +89,7 @@ class RemoteOperators(FusedOperators):
             "embedding",
             None,
             lambda: (
-                Masked((token_ids_T,), _as_it_is)
+                Masked((token_ids_T,), as_it_is)
                 if rows is None
                 else rows.mask_ids(token_ids_T, config.vocab_size, self._randomness)
             ),
@@ -115,8 +115,7 @@ class RemoteOperators(FusedOperators):
             return await self._compute_here(layer, operator, x_TI)
         outputs = await self._products(layer, operator, masked.sent)
         y_TO = self._unmask(operator, layer, masked, outputs)
-        if self._mask_name is not None:
-            self._check_unmasked(operator, encoded_TI, y_TO)
+        self._check_unmasked(operator, encoded_TI, y_TO)
         return self._decode(layer, operator, y_TO)
 
     async def attn_scores(
@@ -138,7 +137,7 @@ class RemoteOperators(FusedOperators):
             "lm_head",
             None,
             lambda: (
-                Masked((h_ND,), _as_it_is) if rows is None else rows.mask(h_ND, self._randomness)
+                Masked((h_ND,), as_it_is) if rows is None else rows.mask(h_ND, self._randomness)
             ),
         )
         (sent_ND,) = masked.sent
@@ -157,7 +156,7 @@ class RemoteOperators(FusedOperators):
     def _mask(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked | None:
         """Hide it; None if there is nothing left to hide it with."""
         masked = self._hide(layer, operator, x_TI)
-        if masked is not None and self._mask_name is not None:
+        if masked is not None:
             self._check_sent(operator, x_TI, masked)
         return masked
 
@@ -278,7 +277,7 @@ class RemoteOperators(FusedOperators):
             operator,
             layer,
             lambda: (
-                MaskedProduct(a, b, _as_it_is)
+                MaskedProduct(a, b, as_it_is)
                 if rows is None
                 else rows.mask_product(a, b, self._randomness)
             ),
@@ -307,7 +306,3 @@ def _checked(
     else:
         got, expected = type(reply).__name__, "a tensor"
     raise ReplyError(f"{operator} reply from {channel.endpoint}", got=got, expected=expected)
-
-
-def _as_it_is(y: torch.Tensor) -> torch.Tensor:
-    return y

@@ -29,7 +29,8 @@ def run_step(
 ) -> torch.Tensor:
     """Run a batch and return the logits [N, V] of its output rows; see `forward` for errors.
 
-    `lanes`: the operators of each micro-batch; one of them is no micro-batch at all.
+    `lanes`: the operators of each micro-batch; one of them is no micro-batch at all. Whether the
+    step fails or not, they keep nothing of it.
     """
     rows = batch.token_ids_T.shape[0]
     parts = max(1, min(len(lanes), rows // MIN_MICRO_BATCH_ROWS))
@@ -37,12 +38,16 @@ def run_step(
     for chunk in batch.chunks:
         chunk.cache.begin_step()
     count = torch.get_num_threads() if rows > ONE_THREAD_ROWS else 1
-    with threads(count):
-        h_ND = run_overlapped(
-            [
-                forward(part, model, lane[phase], lane.light)
-                for part, lane in zip(micro_batches, lanes, strict=False)
-            ]
-        )
-        # Once for all of them: wherever it is, the LM head is the largest matrix to read.
-        return run(logits(torch.cat(h_ND), model, lanes[0][phase], lanes[0].light))
+    try:
+        with threads(count):
+            h_ND = run_overlapped(
+                [
+                    forward(part, model, lane[phase], lane.light)
+                    for part, lane in zip(micro_batches, lanes, strict=False)
+                ]
+            )
+            # Once for all of them: wherever it is, the LM head is the largest matrix to read.
+            return run(logits(torch.cat(h_ND), model, lanes[0][phase], lanes[0].light))
+    finally:
+        for lane in lanes:
+            lane.end_step()

@@ -46,7 +46,6 @@ from tee_side.masks.mask import (
     Kind,
     Mask,
     Masked,
-    RowMask,
 )
 from tee_side.overlap import run
 from tee_side.pads.bank_format import segment_bytes
@@ -451,10 +450,9 @@ class _Measurement:
             channels,
             self._config,
             self._dtype,
+            mask=mask,
             hide=self._hide(mask, randomness),
-            mask_name=f"mask {mask.name}" if mask else None,
             sites=sites,
-            rows=mask if isinstance(mask, RowMask) else None,
             randomness=randomness,
             one_rpc_per_module=self._policy.one_rpc_per_module,
         )

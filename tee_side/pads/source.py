@@ -15,6 +15,7 @@ from tee_side.masks.mask import AdditiveMask, Factors
 from tee_side.pads.layout import site_number
 from tee_side.pads.maker import PadMaker
 from tee_side.pads.store import PadStore
+from tee_side.threads import threads
 
 WhenOut = Literal["wait", "tee", "fail"]
 
@@ -58,6 +59,8 @@ class Pads:
         self._ahead = store.capacity if ahead is None else ahead
         self._on_wait = on_wait
         self._batch_tokens = FIRST_BATCH_TOKENS
+        # A small step that waits leaves all but one to others; weights are read with all of them.
+        self._threads = torch.get_num_threads()
         # What the thread of `filling` met last, unless a later attempt succeeded.
         self._failure: TsqpError | None = None
         # Totals for people: steps that found no pads left, by what was done instead.
@@ -81,7 +84,10 @@ class Pads:
         return Factors(self._mask.draw(words_TI), u_TO)
 
     def take(self, rows: int) -> range | None:
-        """Take indices for a step's rows; None where the TEE shall compute. See `PadLane.draw`."""
+        """Take indices for a micro-batch's rows; None where the TEE shall compute.
+
+        Raises as `PadLane.draw`.
+        """
         if self._store.available < rows:
             if self._when_out == "fail":
                 failure = f"; making more failed: {self._failure}" if self._failure else ""
@@ -111,8 +117,15 @@ class Pads:
         while (missing := rows - self._store.available) > 0:
             if self._on_wait is not None:
                 self._on_wait(missing)
-            wanted = min(BATCH_TOKENS, max(missing, self._batch_tokens))
-            self._maker.fill(self._store, min(self._store.room, wanted))
+            wanted = min(self._store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
+            if wanted < 1:
+                raise PadsExhaustedError(
+                    "pads",
+                    got=f"room for {self._store.capacity} tokens, used by this step",
+                    expected=f"{missing} more (fewer --step-tokens need fewer at once)",
+                )
+            with threads(self._threads):
+                self._maker.fill(self._store, wanted)
             self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
 
     @contextmanager
@@ -161,7 +174,8 @@ class PadLane:
     A step with T rows takes T token indices the first time one of its operators asks; each
     operator then gets the factors of its own site for these indices, once. An operator that asks
     again, because a step is repeated or a new one began, gets new indices: no factor is ever used
-    for two inputs.
+    for two inputs. Who runs steps says when one has ended: what it left over would keep room in
+    the store until this lane draws again, which may be never.
     """
 
     def __init__(self, pads: Pads, store: PadStore) -> None:
@@ -183,10 +197,8 @@ class PadLane:
         self._store.check_usable()
         site = site_number(layer, operator)
         if site in self._used or rows != self._rows:
-            if self._indices is not None:
-                self._store.release(self._indices)
-            # No rows: where this fails the step is over, and whoever asks next starts one.
-            self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
+            # Where the rest fails the step is over, and whoever asks next starts one.
+            self.end_step()
             self._indices = self._pads.take(rows)
             self._ready = self._read_ahead(self._indices)
             self._rows = rows
@@ -194,6 +206,14 @@ class PadLane:
         if self._indices is None:
             return None
         return self._ready.pop(site, None) or self._pads.read(self._indices, site)
+
+    def end_step(self) -> None:
+        """Release what a step, failed or not, did not use; whoever draws next starts another."""
+        indices = self._indices
+        # No rows: nobody asks for so few.
+        self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
+        if indices is not None:
+            self._store.release(indices)
 
     def _read_ahead(self, indices: range | None) -> dict[int, Factors]:
         if indices is None or len(indices) > _ROWS_READ_AHEAD:

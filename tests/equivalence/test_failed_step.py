@@ -11,8 +11,10 @@ import torch
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
 from protocol.messages import Request
-from tee_side.policy import builtin_policies, load_policy
+from tee_side.pads.store import PadStore
+from tee_side.policy import Policy, builtin_policies, load_policy
 from tee_side.sampling import SamplingSettings
+from tee_side.vocabulary import OPERATORS
 from tests.equivalence.tolerances import masked_logits
 from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
@@ -135,3 +137,67 @@ def test_a_step_that_failed_in_sampling_counts_for_no_sequence(
             engine.step()
     assert [(len(s.token_ids), s.cache.length) for s in (first, second)] == [(0, 0)] * 2
     assert [one.sequence for one in engine.step()] == [first, second]
+
+
+# ---------------------------------------------------------------------------- what pads are left
+
+# Prefill takes pads for one operator, decode for another: neither uses up what it takes.
+APART = Policy.model_validate(
+    {
+        "name": "apart",
+        "summary": "test",
+        "arithmetic": "int8",
+        "operators": {
+            **dict.fromkeys(OPERATORS, "tee"),
+            "qkv_proj": [
+                {"phase": "prefill", "place": "gpu", "mask": "pad"},
+                {"phase": "decode", "place": "tee"},
+            ],
+            "o_proj": [
+                {"phase": "prefill", "place": "tee"},
+                {"phase": "decode", "place": "gpu", "mask": "pad"},
+            ],
+        },
+    }
+)
+
+
+def _store(tee: Tee) -> PadStore:
+    (pads,) = tee.assembly.pads.values()
+    return pads._store
+
+
+def _one_row_a_step(tee: Tee, tokens: int) -> None:
+    engine = tee.engine()
+    engine.add(token_ids(1), max_new_tokens=tokens, eos_token_ids=frozenset())
+    while engine.running:
+        engine.step()
+
+
+def test_a_failed_step_of_several_lanes_leaves_the_space_of_its_pads_to_others(
+    saved_model: Models,
+) -> None:
+    """Small steps afterwards have one lane, and the others are never asked again."""
+    model = saved_model("llama", num_hidden_layers=2)
+    channel = FailingChannel(model.directory)
+    tee = model.tee("shielded-prefill", channels=[channel], step_tokens=40, micro_batches=2)
+    engine = tee.engine()
+    engine.add(token_ids(40), max_new_tokens=1)
+    channel.fail_at, channel.lost = 3, "reply"
+    with pytest.raises(DeadlineExceededError):
+        engine.step()
+    store = _store(tee)
+    assert store.available + store.room == store.capacity
+    _one_row_a_step(tee, store.capacity + 20)
+
+
+def test_a_phase_that_leaves_sites_out_leaves_the_space_of_its_pads_to_others(
+    saved_model: Models,
+) -> None:
+    tee = saved_model("llama", num_hidden_layers=2).tee(APART, step_tokens=40, micro_batches=2)
+    engine = tee.engine()
+    engine.add(token_ids(40), max_new_tokens=1)
+    engine.step()
+    store = _store(tee)
+    assert store.available + store.room == store.capacity
+    _one_row_a_step(tee, store.capacity + 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import gc
 import math
 
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from tee_side import functional
 from tee_side.functional import (
     apply_rope,
     attention,
@@ -189,6 +191,37 @@ def test_attention_is_that_of_each_head_alone(
     # Rounding to the dtype once, of the output; of the probabilities, too, in fused kernels.
     size = max(1.0, float(v.abs().max()))
     assert float((actual.double() - exact).abs().max()) < 2 * STEPS[dtype] * size
+
+
+@pytest.mark.parametrize("window", [None, 40, 900, 1024])
+@pytest.mark.parametrize("context", [1023, 1024, 1025, 1160])
+@pytest.mark.parametrize("tokens", [2, 129])
+def test_attention_to_a_long_context_is_that_of_each_head_alone(
+    tokens: int, context: int, window: int | None
+) -> None:
+    """On either side of the context lengths at which the causal bias is another one."""
+    q, k, v = _operands(tokens, context, torch.float32)
+    torch.testing.assert_close(
+        attention(q, k, v, window).double(), _attended(q, k, v, window), rtol=0, atol=1e-5
+    )
+
+
+def _tensor_bytes() -> int:
+    gc.collect()
+    return sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor)
+
+
+@pytest.mark.parametrize(("window", "keys"), [(None, 3 * 1024), (1000, 2 * 1024)])
+def test_little_is_kept_of_a_long_context(window: int | None, keys: int) -> None:
+    """128 rows of the longest, whatever the steps; nothing of a mask."""
+    functional._causal_bias.cache_clear()
+    before = _tensor_bytes()
+    for context in (600, 1500, 2500, 3000):
+        operands = _operands(300, context, torch.float32)
+        attention(*operands, window)
+        causal_mask(300, context, window)
+    del operands
+    assert _tensor_bytes() - before <= 128 * keys * 4
 
 
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (8, 1), (6, 3), (1, 1)])

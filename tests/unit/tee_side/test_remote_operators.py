@@ -32,7 +32,8 @@ from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch, to_torch
 from tee_side.masking import linear_masking
-from tee_side.masks.mask import Mask, Masked, RowMask
+from tee_side.masks.mask import Mask, Masked
+from tee_side.masks.pad import Pad
 from tee_side.masks.row_mix import RowMix
 from tee_side.masks.row_permutation import RowPermutation
 from tee_side.masks.shares import Shares
@@ -92,6 +93,7 @@ def _clear(model: SavedModel, channel: LoopbackChannel, **settings: Any) -> Remo
         [channel],
         read_config(model.directory),
         torch.float32,
+        mask=None,
         hide=linear_masking(None, Randomness()),
         **settings,
     )
@@ -223,8 +225,8 @@ def _remote(
         channels,
         read_config(model.directory),
         torch.float32,
+        mask=mask,
         hide=linear_masking(mask, randomness),
-        rows=mask if isinstance(mask, RowMask) else None,
         randomness=randomness,
         **settings,
     )
@@ -332,6 +334,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         [channel],
         read_config(model.directory),
         torch.float32,
+        mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
         without_factors=Here(),  # type: ignore[arg-type]
         **settings,
@@ -342,6 +345,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         [channel],
         read_config(model.directory),
         torch.float32,
+        mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
         **settings,
     )
@@ -395,6 +399,9 @@ def test_a_reply_with_the_plain_number_of_rows_is_refused_under_dummy_rows(
 
 
 @pytest.mark.parametrize(
+    ("mask", "named"), [(RowPermutation(), "mask row-permutation"), (None, "no mask")]
+)
+@pytest.mark.parametrize(
     ("masked", "said"),
     [
         (lambda x: x, "got Tensor, expected Masked"),
@@ -411,15 +418,32 @@ def test_a_reply_with_the_plain_number_of_rows_is_refused_under_dummy_rows(
     ],
 )
 def test_a_mask_that_is_wrong_is_named_with_its_operator(
-    saved_model: Models, masked: Callable[[torch.Tensor], Any], said: str
+    saved_model: Models,
+    masked: Callable[[torch.Tensor], Any],
+    said: str,
+    mask: Mask | None,
+    named: str,
 ) -> None:
     model = saved_model("llama")
     remote = RemoteOperators(
         [LoopbackChannel(model.directory)],
         read_config(model.directory),
         torch.float32,
+        mask=mask,
         hide=lambda _layer, _operator, x_TI: masked(x_TI),
-        mask_name="mask mine",
     )
-    with pytest.raises(MaskError, match=f"mask mine: o_proj: {said}"):
+    # No mask has to be said; and it is not a reason to look away.
+    with pytest.raises(MaskError, match=f"{named}: o_proj: {said}"):
         run(remote.o_proj(0, torch.ones(3, 96)))
+
+
+def test_no_mask_has_to_be_said(saved_model: Models) -> None:
+    """What is left out by mistake must not be taken for a mask of nothing."""
+    model = saved_model("llama")
+    with pytest.raises(TypeError, match="'mask'"):
+        RemoteOperators(  # type: ignore[call-arg]
+            [LoopbackChannel(model.directory)],
+            read_config(model.directory),
+            torch.float32,
+            hide=linear_masking(RowPermutation(), Randomness()),
+        )

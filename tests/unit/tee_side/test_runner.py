@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from protocol.channel import Exchange
 from protocol.errors import (
     CalibrationError,
     DeadlineExceededError,
@@ -29,7 +30,7 @@ from tee_side.observer import OperatorTable
 from tee_side.policy import Policy, builtin_policies, load_policy
 from tee_side.runner import GenerationResult, PadTotals, Runner, RunnerSettings
 from tee_side.vocabulary import OPERATORS
-from tests.support import LoopbackChannel, SavedModel, make_model
+from tests.support import LoopbackChannel, SavedModel, make_model, token_ids
 
 Models = Callable[..., SavedModel]
 
@@ -276,6 +277,24 @@ def test_waiting_for_pads_is_said(saved_model: Models, loopback: dict[str, Path]
         # Nobody has to listen.
         runner.on_wait = None
         _generate(runner, 80)
+
+
+def test_operators_that_are_replaced_after_a_failed_step_keep_no_pads(
+    saved_model: Models, loopback: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _offloading(saved_model("llama"), "shielded-prefill", loopback)
+    with Runner(replace(settings, micro_batches=2)) as runner:
+        generation = runner.generate(token_ids(40), max_new_tokens=1, with_text=False)
+
+        def lose(*_: object) -> Exchange:
+            raise DeadlineExceededError("loopback", got="no reply", expected="one")
+
+        monkeypatch.setattr(LoopbackChannel, "wait", lose)
+        with pytest.raises(DeadlineExceededError):
+            list(generation.steps())
+        runner.observe(None)
+        (pads,) = runner._assembly.pads.values()
+        assert pads._store.available + pads._store.room == pads._store.capacity
 
 
 def test_steps_without_pads_run_in_the_tee_and_are_counted(

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from protocol.model.config import read_config
 from tee_side import functional
+from tee_side import threads as module
+from tee_side.light import LightOperators
 from tee_side.local_operators import LocalOperators
-from tee_side.threads import ONE_THREAD_ROWS, threads
+from tee_side.overlap import run
+from tee_side.threads import LARGE_ATTENTION, ONE_THREAD_ROWS, threads
 from tests.support import SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -91,6 +95,74 @@ def test_a_small_step_leaves_threads_to_the_weights(
     tee.logits(token_ids(rows))
     assert found == {"light": {light}, "weights": {3}}
     assert torch.get_num_threads() == 3
+
+
+# Rows, heads, head dim: so many keys are a large context for them.
+ROW = (1, 32, 64)
+KEYS = LARGE_ATTENTION // (32 * 64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "window", "count"),
+    [
+        (1, KEYS - 1, None, 1),
+        (1, KEYS, None, 3),
+        (4, KEYS // 4, None, 3),
+        (4, KEYS // 4 - 1, None, 1),
+        # What is outside the window is not read.
+        (1, 4 * KEYS, KEYS - 1, 1),
+        (1, 4 * KEYS, KEYS, 3),
+    ],
+)
+def test_attention_to_a_long_context_gets_all_threads(
+    rows: int, keys: int, window: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(functional, "attention", lambda *_: found.append(torch.get_num_threads()))
+    light, q, k = LightOperators(1e-5), torch.empty(rows, 32, 64), torch.empty(8, keys, 64)
+    with threads(1):
+        light.attention(0, q, k, k, window)
+        assert torch.get_num_threads() == 1
+    light.attention(0, q, k, k, window)  # in a large step, which has them anyway
+    assert found == [count, 3]
+
+
+@pytest.mark.parametrize(("keys", "count"), [(KEYS - 1, 1), (KEYS, 3)])
+def test_so_does_each_of_its_products_alone(
+    saved_model: Models, keys: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a policy keeps one of them here."""
+    found: list[int] = []
+    matmul = torch.matmul
+
+    def noted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found.append(torch.get_num_threads())
+        return matmul(a, b)
+
+    monkeypatch.setattr(torch, "matmul", noted)
+    local = LocalOperators(read_config(saved_model("llama").directory), {})
+    q, k, p = torch.ones(8, 4, 64), torch.ones(8, keys, 64), torch.ones(8, 4, keys)
+    with threads(1):
+        assert run(local.attn_scores(0, q, k)).shape == p.shape
+        assert run(local.attn_values(0, p, k)).shape == q.shape
+    assert found == [count, count]
+
+
+def test_the_rest_of_a_small_step_with_a_long_context_stays_on_one_thread(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LARGE_ATTENTION", 1)
+    tee, found, attended = assemble(saved_model("llama").directory), _noting(monkeypatch), []
+    attention = functional.attention
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        attended.append(torch.get_num_threads())
+        return attention(*arguments)
+
+    monkeypatch.setattr(functional, "attention", noted)
+    tee.logits(token_ids(2))
+    assert set(attended) == {3}
+    assert found["light"] == {1}
 
 
 def test_a_step_that_fails_gives_the_threads_back(

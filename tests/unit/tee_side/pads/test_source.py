@@ -26,6 +26,7 @@ from tee_side.pads.source import (
 )
 from tee_side.pads.store import MemoryStore, PadStore
 from tee_side.randomness import Keystream
+from tee_side.threads import threads
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
 
 SITES: list[tuple[int, LinearOperator]] = [(site.layer, site.operator) for site in LAYOUT.sites]
@@ -240,6 +241,63 @@ def test_factors_do_not_show_in_messages() -> None:
     assert "tensor" not in repr(factors)
 
 
+# ---------------------------------------------------------------------------- the end of a step
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_after_the_end_of_a_step_nothing_of_it_is_handed_out(rows: int) -> None:
+    """Neither what was read ahead nor what was not."""
+    pads, store, _ = _pads(2 * 9, capacity=2 * 9)
+    lane = pads.lane()
+    lane.draw(*FIRST, rows)
+    lane.end_step()
+    second = lane.draw(*SECOND, rows)
+    assert second is not None
+    assert torch.equal(second.r, store.r(range(rows, 2 * rows), 1))
+    assert len(store.read) == len(set(store.read))
+
+
+def test_the_end_of_a_step_releases_what_was_left_over_once() -> None:
+    pads, store, _ = _pads(16)
+    lane = pads.lane()
+    lane.end_step()
+    assert store.released == []
+    lane.draw(*FIRST, 9)
+    lane.end_step()
+    lane.end_step()
+    assert store.released == [range(9)]
+    assert store.room == 9
+
+
+def test_a_lane_that_is_not_drawn_from_any_more_keeps_no_room() -> None:
+    """After a large step that failed, small ones use the first lane alone."""
+    pads, store, _ = _pads(0, "wait", capacity=32)
+    lanes = [pads.lane(), pads.lane()]
+    for lane in lanes:
+        lane.draw(*FIRST, 9)
+    for lane in lanes:
+        lane.end_step()
+    for _ in range(3 * 32):
+        assert None not in _step(lanes[0], 1)
+        lanes[0].end_step()
+    assert store.room + pads.available == 32
+
+
+def test_a_step_that_needs_more_than_all_the_space_in_its_lanes_is_refused() -> None:
+    """Each of them fits."""
+    pads, _, _ = _pads(0, "wait", capacity=16)
+    first, second = pads.lane(), pads.lane()
+    first.draw(*FIRST, 10)
+    with pytest.raises(PadsExhaustedError) as caught:
+        second.draw(*FIRST, 10)
+    assert caught.value.got == "room for 16 tokens, used by this step"
+    assert caught.value.expected.startswith("4 more (")
+    assert "--step-tokens" in caught.value.expected
+    first.end_step()
+    second.end_step()
+    assert None not in _step(second, 16)
+
+
 # -------------------------------------------------------------------------------- pads are out
 
 
@@ -348,6 +406,22 @@ def test_a_step_with_many_rows_gets_them_in_one_batch_and_no_more_than_there_is_
     for rows in (1, 7, 1):
         _step(lane, rows)
     assert maker.asked == [FIRST_BATCH_TOKENS, 10]
+
+
+def test_a_small_step_that_waits_makes_pads_with_all_threads() -> None:
+    seen: set[int] = set()
+
+    class Noting(Maker):
+        def fill(self, store: PadStore, tokens: int) -> None:
+            seen.add(torch.get_num_threads())
+            super().fill(store, tokens)
+
+    with threads(3):
+        pads, _, _ = _pads(0, "wait", maker=Noting())
+        with threads(1):
+            assert None not in _step(pads.lane(), 1)
+            assert torch.get_num_threads() == 1
+    assert seen == {3}
 
 
 def test_wait_makes_at_most_a_batch_at_a_time() -> None:
