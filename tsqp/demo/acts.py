@@ -198,8 +198,7 @@ def _show_costs(console: Console, acts: Sequence[Act], *, per_operator: bool) ->
     ]
     if per_operator:
         notes.append(
-            "Operators without a line of their own (norms, RoPE, softmax, SiLU, sampling) and"
-            " start-up of a step are everything else."
+            "What no operator accounts for, such as building requests, is everything else."
         )
     if any(act.report["pads"] for act in acts):
         notes.append("Pads were made on the way, and count; tee-runner pads make does it ahead.")
