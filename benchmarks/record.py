@@ -126,7 +126,15 @@ def _script(name: str, shorten: Shorten = as_it_is, *, may_miss: bool = False) -
 
 
 _THREE = ("tsqp", "attention-in-tee", "shielded")
-_NULL = ("--device", "null", *(word for name in _THREE for word in ("--policy", name)))
+# Both sides look for a message for a while before they sleep: where the service answers at once,
+# being woken up is most of a round trip.
+_NULL = (
+    "--device",
+    "null",
+    "--spin-us",
+    "300",
+    *(word for name in _THREE for word in ("--policy", name)),
+)
 _ONE = ("--policy", "attention-in-tee")
 
 RECORDINGS: tuple[Recording, ...] = (

@@ -1,11 +1,12 @@
 """The same model in transformers: prefill, and decode with its KV cache, on this machine's CPU.
 
     python -m benchmarks.transformers_baseline MODEL [--dtype bfloat16] [--threads N]
-        [--tokens 128,512] [--new-tokens 32] [--repeats 5] [--attention sdpa] [--json FILE]
+        [--tokens 128,512] [--context 128,512] [--new-tokens 32] [--repeats 5] [--attention sdpa]
+        [--json FILE]
 
 MODEL: a directory with all weights. Prints a list of `tsqp.bench.model.Baseline` as JSON: prefill
-of each of `--tokens`, and one decode step, as the median of `--new-tokens` steps after the shortest
-of these prompts. Only the last token's logits are computed.
+of each of `--tokens`, and one decode step, as the median of `--new-tokens` steps, after each of
+`--context` (default: the shortest of these prompts). Only the last token's logits are computed.
 """
 
 from __future__ import annotations
@@ -110,7 +111,11 @@ def measure_all(options: argparse.Namespace) -> list[Baseline]:
     lengths = [int(text) for text in options.tokens.split(",")]
     found = [measure_prefill(model, n, options.repeats, options.dtype) for n in lengths]
     if options.new_tokens:
-        found.append(measure_decode(model, min(lengths), options.new_tokens, options.dtype))
+        contexts = [int(text) for text in options.context.split(",")] if options.context else []
+        found += [
+            measure_decode(model, context, options.new_tokens, options.dtype)
+            for context in contexts or [min(lengths)]
+        ]
     return found
 
 
@@ -123,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", default="128,512", help="prompt lengths, with commas")
+    parser.add_argument("--context", help="tokens behind a decoded one, with commas")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))

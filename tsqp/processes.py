@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -17,6 +20,14 @@ from protocol.errors import TsqpError
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+# The last line of a program of ours that refuses its input; of a traceback, the name of the error.
+_COMPLAINT = re.compile(
+    r"(?:[a-z -]+: error: |[\w.]+Error: )?"
+    r"(?P<where>.+?): got (?P<got>.+), expected (?P<expected>.+)"
+)
+# Looked up here: between fork and exec it might wait for a lock of a thread that is not there.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class ProcessError(TsqpError):
@@ -34,6 +45,8 @@ def child(
         stdout=stdout,
         stderr=subprocess.PIPE,
         env=_child_environment(),
+        # Two system calls, which wait for no lock that another thread may hold.
+        preexec_fn=_ending_with_us(),  # noqa: PLW1509
     )
     reader = StderrReader(process.stderr)
     try:
@@ -48,6 +61,41 @@ def child(
         reader.join()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def end_with(parent: int) -> None:
+    """Have this process get SIGTERM when its parent ends, however it does; Linux only."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # too late to be told
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ending_with_us() -> Callable[[], None] | None:
+    """Return what a child of ours does before it becomes another program."""
+    # Linux means the thread that started it: one that ends early would take the child with it.
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    parent = os.getpid()
+    return lambda: end_with(parent)
+
+
+def failure(where: str, status: int | None, last: str, *, expected: str) -> ProcessError:
+    """Return the error of a process that ended early, or of one that still runs (None).
+
+    `last`: the last line of its stderr. Where that is an error of ours, it is passed on as it is.
+    """
+    if status is not None and status < 0:
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = f"signal {-status}"
+        return ProcessError(where, got=f"a process killed by {name}", expected=expected)
+    if (complaint := _COMPLAINT.fullmatch(last)) is not None:
+        return ProcessError(
+            f"{where}: {complaint['where']}", got=complaint["got"], expected=complaint["expected"]
+        )
+    return ProcessError(where, got=last, expected=expected)
 
 
 def _child_environment() -> dict[str, str]:
@@ -106,6 +154,14 @@ def program(name: str) -> str:
     return found
 
 
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit status; None if it still runs. Its stderr may end a moment before it does."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
 def start_service(
     running: ExitStack, arguments: list[str], *, timeout_s: float | None = None
 ) -> tuple[int, str]:
@@ -118,9 +174,10 @@ def start_service(
     patience_s = START_TIMEOUT_S if timeout_s is None else timeout_s
     line = log.ready_line(patience_s)
     if line is None:
-        raise ProcessError(
+        raise failure(
             "gpu-service",
-            got=log.last,
+            _ended(process),
+            log.last,
             expected=f"a line that says ready within {patience_s:g} s",
         )
     return process.pid, line.split("endpoint=", 1)[1].split()[0]

@@ -8,6 +8,8 @@ from typing import Literal
 
 from tsqp.bench.model import STAGES, Case, PingPong, Report, Stages
 from tsqp.bench.summary import (
+    REST_MEANING,
+    REST_NAME,
     STAGE_NAMES,
     Growth,
     OperatorTotal,
@@ -21,7 +23,9 @@ from tsqp.bench.summary import (
     find_case,
     growth,
     kinds,
+    pads_note,
     tokens_per_step,
+    whole_us,
 )
 from tsqp.bench.units import figures, percent, size, whole
 
@@ -82,15 +86,14 @@ def steps_grid(report: Report) -> Grid:
             case = find_case(run, phase, key)
             if case is not None:
                 rows.append(Row((run.policy, *_step_cells(case))))
-    return Grid(
-        "Steps",
-        columns,
-        tuple(rows),
-        note=(
-            "A step is a whole prompt, or one token of each sequence. Overhead is the step less"
-            " Embedding and LM head computed in the TEE."
-        ),
+    note = (
+        "A step is a whole prompt, or one token of each sequence. Overhead is the step less"
+        " Embedding and LM head computed in the TEE; none where a step makes no RPC. decode at N:"
+        " contexts begin with N tokens and grow by one with each step that is measured."
     )
+    if pads := pads_note(report):
+        note += f" {pads}"
+    return Grid("Steps", columns, tuple(rows), note=note)
 
 
 def _step_cells(case: Case) -> tuple[str, ...]:
@@ -102,7 +105,7 @@ def _step_cells(case: Case) -> tuple[str, ...]:
         f"{figures(case.step_ms.low)} to {figures(case.step_ms.high)}"
         if case.step_ms.runs > 1
         else "",
-        figures(case.overhead_ms),
+        figures(case.overhead_ms) if case.rpcs else "",
         figures(case.step_ms.median / tokens),
         figures(case.tokens_per_s),
         whole(case.rpcs),
@@ -111,9 +114,9 @@ def _step_cells(case: Case) -> tuple[str, ...]:
         size(case.bytes_sent / tokens),
         size(case.bytes_received / tokens),
         figures(case.cpu_tee_ms),
-        figures(case.cpu_gpu_ms),
+        NOT_OURS if case.cpu_gpu_ms is None else figures(case.cpu_gpu_ms),
         figures(case.cpu_tee_ms / tokens),
-        f"{STAGE_NAMES[share[1]]} {percent(share[0] / stages.total_us)}" if share else "",
+        f"{STAGE_NAMES[share[1]]} {percent(share[0] / whole_us(case))}" if share else "",
     )
 
 
@@ -140,6 +143,8 @@ def requests_grid(report: Report) -> Grid | None:
         "One request from prompt to last token, measured without an observer. TTFT: time to first"
         " token; TPOT: time per output token after it."
     )
+    if pads := pads_note(report):
+        note += f" {pads}"
     return Grid("Whole requests", columns, tuple(rows), note=note)
 
 
@@ -160,11 +165,20 @@ def memory_grid(report: Report) -> Grid | None:
         rows.append(Row(cells))
     if not rows:
         return None
-    columns = ("policy", "TEE peak", "of it vocabulary", "KV cache", "rest", "GPU side peak")
-    note = "Largest resident set of each process. Vocabulary: the embedding and the LM head."
+    columns = (
+        "policy",
+        "TEE peak",
+        "embedding, LM head",
+        "KV cache",
+        "beyond embedding, LM head and KV cache",
+        "GPU side peak",
+    )
+    note = "Largest resident set of each process. Beyond: the peak less the two columns before it."
     return Grid("Memory", columns, tuple(rows), note=note)
 
 
+# Processes that ran before and go on running.
+NOT_OURS = "not ours"
 _COSTS = ("calls", "RPCs", "sent", "received")
 
 
@@ -173,11 +187,11 @@ def operators_grid(case: Case, title: str) -> Grid:
     stages = tuple(STAGE_NAMES[name] for name in STAGES)
     columns = ("operator", "where", *_COSTS, *stages, "total", "share")
     total = case_stages(case)
-    whole_us = total.total_us + max(case.rest_us, 0.0)
-    rows = [Row(_operator_cells(found, whole_us)) for found in by_operator(case)]
+    done_us = whole_us(case)
+    rows = [Row(_operator_cells(found, done_us)) for found in by_operator(case)]
     blank = ("",) * (len(_COSTS) + len(stages))
-    share = percent(case.rest_us / whole_us) if whole_us and case.rest_us > 0 else ""
-    rest = "everything else" if case.rest_us >= 0 else "done at the same time"
+    share = percent(case.rest_us / done_us) if done_us and case.rest_us > 0 else ""
+    rest = REST_NAME if case.rest_us >= 0 else "done at the same time"
     rows.append(Row((rest, "", *blank, figures(case.rest_us / 1e3), share)))
     rows.append(
         Row(
@@ -195,7 +209,12 @@ def operators_grid(case: Case, title: str) -> Grid:
             "total",
         )
     )
-    note = "Times in ms a step, mean of the measured steps, all layers together."
+    note = "Times in ms of one step, run with an observer, all layers together. "
+    note += (
+        f"Shares are of the whole step; {REST_NAME}: {REST_MEANING}."
+        if case.rest_us >= 0
+        else "Shares are of all that was done, part of it at the same time."
+    )
     return Grid(title, columns, tuple(rows), texts=2, note=note).without_empty(
         keep=("calls", "RPCs", "sent", "received", "total", "share")
     )
@@ -225,7 +244,7 @@ def layers_grid(case: Case, title: str, *, operators: bool) -> Grid:
                 )
                 for cost in costs
             ]
-    note = "Times in microseconds a step, mean of the measured steps."
+    note = "Times in microseconds of one step, run with an observer."
     return Grid(title, columns, tuple(rows), texts=2, note=note).without_empty(
         keep=("calls", "RPCs", "sent", "received", "total")
     )
@@ -235,7 +254,7 @@ def _stage_cells(stages: Stages, unit_us: float = 1e3) -> tuple[str, ...]:
     return tuple(figures(getattr(stages, name) / unit_us) for name in STAGES)
 
 
-def _operator_cells(found: OperatorTotal, whole_us: float) -> tuple[str, ...]:
+def _operator_cells(found: OperatorTotal, done_us: float) -> tuple[str, ...]:
     return (
         found.operator,
         found.place,
@@ -245,7 +264,7 @@ def _operator_cells(found: OperatorTotal, whole_us: float) -> tuple[str, ...]:
         size(found.bytes_received),
         *_stage_cells(found.stages),
         figures(found.stages.total_us / 1e3),
-        percent(found.stages.total_us / whole_us) if whole_us else "",
+        percent(found.stages.total_us / done_us) if done_us else "",
     )
 
 
@@ -271,7 +290,8 @@ def growth_grid(report: Report) -> Grid | None:
     note = (
         "cost = factor x size^exponent, least squares over logarithms: 1 is linear, 0 does not"
         " grow. R2: share of the variance explained; worst: the point farthest from the line. Two"
-        " points always fit. Time is that of a step less Embedding and LM head in the TEE."
+        " points always fit, and tell nothing. Time is that of a step less Embedding and LM head in"
+        " the TEE; context tokens are those with which decoding began."
     )
     rows: list[Row] = []
     for policy in dict.fromkeys(one.policy for one in found):
@@ -283,13 +303,10 @@ def growth_grid(report: Report) -> Grid | None:
 def _growth_row(found: Growth) -> Row:
     law = found.law
     fit = ("no fit", "", "")
-    if law is not None:
-        enough = law.points > 2
-        fit = (
-            f"{law.exponent:.2f}",
-            f"{law.r_squared:.3f}" if enough else "",
-            f"{law.worst - 1:.0%}" if enough else "",
-        )
+    if len(found.points) == 2:
+        fit = ("two points", "", "")
+    elif law is not None:
+        fit = (f"{law.exponent:.2f}", f"{law.r_squared:.3f}", f"{law.worst - 1:.0%}")
     against = f"{found.against}, {found.scope}"
     return Row((f"{found.phase} {found.cost}", against, *fit, str(len(found.points))))
 
@@ -320,14 +337,15 @@ def baselines_grid(report: Report) -> Grid | None:
     columns = ("baseline and policy", "ms", "baseline/policy", "round trips", "bytes")
     note = (
         "Ratio: above 1 where the policy is faster. Against a service that"
-        " answers at once, the policy's ms are its overhead; otherwise its step."
+        " answers at once, the policy's ms are its overhead; otherwise its step, or its whole"
+        " request."
     )
     does = computes(report.setup.device)
     if not does:
         what = "computes nothing" if does is False else "is not known to compute"
         note += (
-            f" The device ({report.setup.device}) {what}: a policy that uses it has no ratio to"
-            " baselines that compute."
+            f" The device ({report.setup.device}) {what}: steps that use it have no ratio to"
+            " baselines that compute, nor have steps without an RPC to those that do not."
         )
     for name, dtype, description in dict.fromkeys(
         (b.name, b.dtype, b.description) for b in report.baselines
@@ -375,11 +393,14 @@ def setup_pairs(report: Report) -> list[tuple[str, str]]:
     """Return what was measured, and on what."""
     setup = report.setup
     machine = ", ".join(f"{name} {value}" for name, value in setup.machine.items())
+    served = NOT_OURS if setup.gpu_threads is None else str(setup.gpu_threads)
     return [
         ("model", f"{setup.model}, {setup.num_hidden_layers} layers, {setup.dtype}"),
         ("device", setup.device),
         ("transport", setup.transport + (f", modelled link {setup.link}" if setup.link else "")),
-        ("threads", f"TEE {setup.tee_threads}, GPU side {setup.gpu_threads}"),
+        ("threads", f"TEE {setup.tee_threads}, GPU side {served}"),
+        ("spin", f"{setup.spin_us:g} us before blocking" if setup.spin_us else "none"),
+        ("tokens a step", "unknown" if not setup.step_tokens else f"at most {setup.step_tokens}"),
         ("machine", machine),
         ("measured", setup.created),
         ("command", setup.command),

@@ -27,16 +27,21 @@ from tsqp.bench.grids import (
     steps_grid,
 )
 from tsqp.bench.model import STAGES, PolicyRun, Report
-from tsqp.bench.plot_style import Plot
+from tsqp.bench.plot_style import WIDTH, Plot
 from tsqp.bench.plots import plots
 from tsqp.bench.summary import (
+    REST_MEANING,
+    REST_NAME,
     STAGE_MEANINGS,
     STAGE_NAMES,
     case_key,
+    caveats,
+    distinct,
     findings,
     main_kind,
     missing,
     name_of,
+    pads_note,
 )
 from tsqp.bench.timeline_plot import timelines
 
@@ -48,6 +53,8 @@ class _Picture:
     title: str
     source: str
     caption: str
+    # Of the page's, in percent: letters are of one size in all pictures.
+    width: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class _CaseView:
 class _PolicyView:
     name: str
     summary: str
+    note: str
     cases: tuple[_CaseView, ...]
 
 
@@ -70,6 +78,7 @@ def render_html(report: Report) -> str:
     Operators of each layer are listed for the cases by which policies are compared; for the others
     each layer as a whole, to keep the page small. The JSON document has all of them.
     """
+    report = distinct(report)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -88,6 +97,7 @@ def render_html(report: Report) -> str:
         report=report,
         facts=facts(report),
         missing=missing(report),
+        caveats=caveats(report),
         # What takes the time stands below the plots.
         findings=list(findings(report, parts=False)),
         overview=[grid for grid in overview if grid is not None],
@@ -97,7 +107,11 @@ def render_html(report: Report) -> str:
         ],
         grids=[grid for grid in grids if grid is not None],
         policies=[_policy_view(report, run) for run in report.policies],
-        stages=[(STAGE_NAMES[name], STAGE_MEANINGS[name]) for name in STAGES],
+        stages=[
+            *((STAGE_NAMES[name], STAGE_MEANINGS[name]) for name in STAGES),
+            (REST_NAME, REST_MEANING),
+        ],
+        rest=REST_MEANING,
         disclosures=disclosures(report),
         setup=setup_pairs(report),
     )
@@ -106,7 +120,8 @@ def render_html(report: Report) -> str:
 def _picture(plot: Plot) -> _Picture:
     # As an image, because the identifiers of several SVGs within one page would be mixed up.
     data = b64encode(plot.svg.encode()).decode("ascii")
-    return _Picture(plot.title, f"data:image/svg+xml;base64,{data}", plot.caption)
+    source = f"data:image/svg+xml;base64,{data}"
+    return _Picture(plot.title, source, plot.caption, round(100 * plot.width / WIDTH, 1))
 
 
 def _policy_view(report: Report, run: PolicyRun) -> _PolicyView:
@@ -120,4 +135,4 @@ def _policy_view(report: Report, run: PolicyRun) -> _PolicyView:
         for case in run.cases
         if case.operators
     )
-    return _PolicyView(run.policy, run.summary, cases)
+    return _PolicyView(run.policy, run.summary, pads_note(report, [run]), cases)

@@ -7,8 +7,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
+from tee_side.vocabulary import Phase
 from tsqp.bench.model import Case, Generation, Timeline
+
+# Of every case, before anything is timed.
+WARM_UP = 2
+_LEAST_OBSERVED, _MOST_OBSERVED = 3, 12
+# One to warm up with the observer, and one for the timeline.
+_BESIDE_OBSERVED = 2
 
 
 class _Line(BaseModel):
@@ -28,16 +36,111 @@ class Plan(_Line):
     decode_steps: int = 24
 
     @property
-    def longest(self) -> int:
-        """Tokens that a sequence may become."""
-        contexts = [*self.prefill, *(context for context, _ in self.decode)]
-        contexts += [sum(self.generation)] if self.generation else []
-        return max(contexts, default=1) + 3 * self.decode_steps + 8
-
-    @property
     def sequences(self) -> int:
         """Sequences that run together at most."""
         return max((batch for _, batch in self.decode), default=1)
+
+    def observed(self, phase: Phase, timed: int) -> int:
+        """Return how often a case is run with an observer after it was timed so often."""
+        if phase == "prefill":
+            return timed
+        return min(_MOST_OBSERVED, max(_LEAST_OBSERVED, timed))
+
+    def runs(self, phase: Phase) -> int:
+        """Return how often a case is run in all, at most: a prompt, or a decode step."""
+        timed = self.repeats if phase == "prefill" else self.decode_steps
+        return WARM_UP + timed + _BESIDE_OBSERVED + self.observed(phase, timed)
+
+    def new_tokens(self, context: int, batch: int, step_tokens: int) -> int:
+        """Return how many tokens each sequence of a decode case generates, at most.
+
+        The first comes with its prompt. Where prompts are more than a step takes, the first
+        sequences decode while the last ones are still in prefill.
+        """
+        # Decoding sequences go first, one token each; the rest of a step is for prompts.
+        prompts = -(-context * batch // max(1, step_tokens - batch + 1))
+        return prompts + self.runs("decode")
+
+    def longest(self, step_tokens: int) -> int:
+        """Return how many tokens a sequence may become."""
+        lengths = [tokens + 1 for tokens in self.prefill]
+        lengths += [
+            context + self.new_tokens(context, batch, step_tokens) for context, batch in self.decode
+        ]
+        lengths += [sum(self.generation)] if self.generation else []
+        return max(lengths, default=1)
+
+    def cached_tokens(self, step_tokens: int) -> int:
+        """Return how many tokens of all sequences together are in KV caches, at most."""
+        cached = [*self.prefill]
+        cached += [
+            batch * (context + self.new_tokens(context, batch, step_tokens) - 1)
+            for context, batch in self.decode
+        ]
+        cached += [sum(self.generation) - 1] if self.generation else []
+        return max(cached, default=0)
+
+    def check(self, context_length: int, step_tokens: int) -> None:
+        """Refuse cases that do not fit a model's context. Raises SettingsError."""
+        limit = f"{context_length}, the model's context"
+        longest = max(self.prefill, default=0)
+        if longest >= context_length:
+            raise SettingsError(
+                "--prefill", got=f"{longest} tokens", expected=f"fewer than {limit}"
+            )
+        if self.sequences > step_tokens:
+            raise SettingsError(
+                "--batch",
+                got=f"{self.sequences} sequences",
+                expected=f"at most {step_tokens}, which is what --step-tokens puts into a step",
+            )
+        for context, batch in self.decode:
+            new = self.new_tokens(context, batch, step_tokens)
+            if context + new > context_length:
+                raise SettingsError(
+                    "--context, --decode-steps",
+                    got=f"{context} tokens and {new} decoded after them",
+                    expected=f"at most {limit}, together",
+                )
+        if self.generation and sum(self.generation) > context_length:
+            raise SettingsError(
+                "the request",
+                got=f"{sum(self.generation)} tokens",
+                expected=f"at most {limit}",
+            )
+
+    def fitted(
+        self, context_length: int, step_tokens: int, *, prefill: bool, context: bool
+    ) -> Plan:
+        """Return a plan whose cases fit a model's context.
+
+        `prefill`, `context`: whether nobody asked for these lengths. Then prompts that are too long
+        are dropped, and contexts that are too long become the longest that is possible.
+        """
+        prompts, decode, generation = self.prefill, self.decode, self.generation
+        if prefill:
+            prompts = tuple(tokens for tokens in prompts if tokens < context_length)
+        if context:
+            fitting = (
+                (
+                    min(length, context_length - self.new_tokens(length, batch, step_tokens)),
+                    batch,
+                )
+                for length, batch in decode
+            )
+            # One for which there is no room at all is kept, and refused by `check`.
+            decode = tuple(
+                dict.fromkeys(
+                    (new, batch) if new > 0 else old
+                    for (new, batch), old in zip(fitting, decode, strict=True)
+                )
+            )
+        if generation:
+            prompt = min(generation[0], context_length - generation[1])
+            generation = (prompt, generation[1]) if prompt > 0 else None
+        return self.model_copy(
+            update={"prefill": prompts, "decode": decode, "generation": generation}
+        )
 
 
 class Job(_Line):
@@ -85,10 +188,12 @@ class Finished(_Line):
 
 
 class Failed(_Line):
-    """What ended the process early."""
+    """The error that ended the process early, in its three parts."""
 
     kind: Literal["failed"] = "failed"
-    error: str
+    where: str
+    got: str
+    expected: str
 
 
 Answer = Progress | Measured | Finished | Failed

@@ -49,10 +49,9 @@ STAGES: tuple[str, ...] = tuple(Stages.model_fields)
 
 
 class OperatorCost(_Model):
-    """One operator in one layer (None: it belongs to none), as the mean of the measured steps.
+    """One operator in one layer (None: it belongs to none), in one step.
 
-    `operator`: a placed one (`qkv_proj`) or a light one (`rms_norm`). Calls, RPCs and bytes are
-    those of one step.
+    `operator`: a placed one (`qkv_proj`) or a light one (`rms_norm`).
     """
 
     operator: str
@@ -81,9 +80,12 @@ class Case(_Model):
     sequences. `step_ms`: wall time of the measured part (a whole prompt, or one decode step).
     `heavy_ms`: of it, Embedding and LM head computed in the TEE; `overhead_ms`: the rest.
     `tokens_per_s`: prompt tokens, or tokens decoded of all sequences together. `cpu_*_ms`: CPU
-    time of all threads of a side, per measured part. `operators` add up to the step less
-    `rest_us`, which is what no operator accounts for; it is negative where micro-batches overlap,
-    by what was done at the same time.
+    time of all threads of a side, per measured part; None where the services are not ours.
+
+    `operators`: of one more such part, run with an observer. As many are observed as are timed (in
+    decode 3 to 12), one by one, and this is the one whose wall time is their median. They add up to
+    it less `rest_us`, which is what no operator accounts for; that is negative where micro-batches
+    overlap, by what was done at the same time.
     """
 
     phase: Phase
@@ -95,7 +97,7 @@ class Case(_Model):
     overhead_ms: float
     tokens_per_s: float
     cpu_tee_ms: float
-    cpu_gpu_ms: float
+    cpu_gpu_ms: float | None
     rpcs: float
     bytes_sent: float
     bytes_received: float
@@ -180,7 +182,10 @@ class PingPong(_Model):
 
 
 class Setup(_Model):
-    """What was measured, and on what."""
+    """What was measured, and on what. `gpu_threads`: None where the services are not ours.
+
+    Reports from before `spin_us` and `step_tokens` were noted were made with their defaults.
+    """
 
     command: str
     created: str
@@ -192,7 +197,9 @@ class Setup(_Model):
     transport: str
     link: str | None
     tee_threads: int
-    gpu_threads: int
+    gpu_threads: int | None
+    spin_us: float = 0.0
+    step_tokens: int = 512
 
 
 class Report(_Model):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.errors import SettingsError
 from tsqp.bench.model import STAGES
-from tsqp.bench.summary import STAGE_NAMES
+from tsqp.bench.summary import REST_NAME, STAGE_NAMES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,11 +64,15 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture, its heading, and the sentence that says what to conclude from it."""
+    """A picture, its heading, and the sentence that says what to conclude from it.
+
+    `width`: in inches, of which a page makes the same length in all pictures.
+    """
 
     title: str
     svg: str
     caption: str
+    width: float = WIDTH
 
 
 def check_installed(where: str) -> None:
@@ -104,13 +108,13 @@ def to_svg(figure: Figure) -> str:
     return re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
-def stage_legend(figure: Figure, stages: Sequence[str], *, rest: bool) -> None:
-    """Explain the colours of some stages, above the plots."""
+def stage_legend(figure: Figure, stages: Sequence[str], *, rest: str | None = REST_NAME) -> None:
+    """Explain the colours of some stages, above the plots. `rest`: what belongs to none of them."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=STAGE_COLOURS[name], label=STAGE_NAMES[name]) for name in stages]
-    if rest:
-        handles.append(Patch(color=REST_COLOUR, label="in no operator"))
+    if rest is not None:
+        handles.append(Patch(color=REST_COLOUR, label=rest))
     figure.legend(
         handles=handles,
         loc="outside upper left",

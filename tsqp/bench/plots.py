@@ -20,15 +20,21 @@ from tsqp.bench.plot_style import (
     to_svg,
 )
 from tsqp.bench.summary import (
+    REST_MEANING,
+    REST_NAME,
     Growth,
+    Measured,
+    alike,
     by_operator,
     case_stages,
     comparable,
     dominant,
+    find_case,
     growth,
     is_generation,
     main_cases,
     name_of,
+    speed,
     tokens_per_step,
 )
 from tsqp.bench.units import duration, figures, size
@@ -60,7 +66,7 @@ def stage_bars(report: Report, phase: Phase) -> Plot | None:
             else:
                 axis.set_visible(False)
         used = [n for n in STAGES if any(getattr(case_stages(c), n) for _, c in pairs)]
-        stage_legend(figure, used, rest=True)
+        stage_legend(figure, used)
         axes.flat[0].set_xlim(0, _limit(pairs) * 1.18 or 1.0)
         figure.supxlabel("ms a step, all layers together", fontsize=9.5, color="#333333")
         return Plot(
@@ -133,7 +139,7 @@ def _stage_panel(
                 fontsize=8,
                 color="white" if cut else "#444444",
             )
-    axis.set_yticks(range(len(names) + 1), [*names, "everything else"])
+    axis.set_yticks(range(len(names) + 1), [*names, REST_NAME])
     axis.set_ylim(len(names) + 0.6, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x")
@@ -148,6 +154,8 @@ def _bars_caption(pairs: Sequence[tuple[PolicyRun, Case]]) -> str:
         for run, case in pairs
         if case.rest_us < 0
     ]
+    if any(case.rest_us > 0 for _, case in pairs):
+        sentences.append(f"{REST_NAME.capitalize()}: {REST_MEANING}.")
     limit = _limit(pairs)
     if any(t.stages.total_us / 1e3 > limit * 1.001 for _, c in pairs for t in by_operator(c)):
         sentences.append("Embedding and LM head in the TEE are cut off: they would dwarf the rest.")
@@ -169,15 +177,17 @@ def side_by_side(report: Report) -> Plot | None:
             squeeze=False,
             gridspec_kw={"height_ratios": [len(pairs) + 2 for _, pairs in rows]},
         )
-        for (_, pairs), (speed, time, traffic) in zip(rows, axes, strict=True):
+        for (_, pairs), (rate, time, traffic) in zip(rows, axes, strict=True):
             name = name_of(pairs[0][1])
-            _bars(speed, pairs, [("", "#0072b2", lambda c: c.tokens_per_s)], figures)
-            speed.set_title(f"{name}: tokens/s")
+            _bars(rate, pairs, [("", "#0072b2", lambda c: c.tokens_per_s)], figures)
+            rate.set_title(f"{name}: tokens/s")
+            rate.set_xlabel(_worth(report), fontsize=8.5)
             _bars(
                 time,
                 pairs,
                 [
-                    ("overhead", "#d55e00", lambda c: c.overhead_ms),
+                    ("overhead", "#d55e00", lambda c: c.overhead_ms if c.rpcs else 0.0),
+                    ("no RPC: all in the TEE", "#888888", lambda c: 0 if c.rpcs else c.overhead_ms),
                     ("vocabulary in the TEE", "#f0c9a8", lambda c: c.heavy_ms),
                 ],
                 figures,
@@ -195,14 +205,22 @@ def side_by_side(report: Report) -> Plot | None:
             traffic.set_title("bytes a token")
             for axis in (time, traffic):
                 axis.set_yticklabels([])
-        handles = [bar for axis in axes[0] for bar in axis.containers if bar.get_label()]
+        labelled = {
+            bars.get_label(): bars
+            for axis in axes.flat
+            for bars in axis.containers
+            if not bars.get_label().startswith("_") and any(bar.get_width() for bar in bars)
+        }
         figure.legend(
-            handles=[bar for bar in handles if not bar.get_label().startswith("_")],
-            loc="outside lower right",
-            ncols=4,
-            fontsize=8.5,
+            handles=list(labelled.values()), loc="outside lower right", ncols=5, fontsize=8.5
         )
-        return Plot("Policies side by side", to_svg(figure), _side_caption(rows))
+        return Plot("Policies side by side", to_svg(figure), _side_caption(report, rows))
+
+
+def _worth(report: Report) -> str:
+    """Return what to write below speeds: a plot may be shown without its page."""
+    kind = report.setup.device.partition(":")[0]
+    return {"null": "upper bound", "model": "modelled"}.get(kind, "")
 
 
 _Part = tuple[str, str, Callable[[Case], float]]
@@ -243,19 +261,32 @@ def _bars(
     axis.grid(axis="x")
 
 
-def _side_caption(rows: Sequence[tuple[Phase, Sequence[tuple[PolicyRun, Case]]]]) -> str:
+def _side_caption(report: Report, rows: Sequence[tuple[Phase, Sequence[Measured]]]) -> str:
     sentences = []
     for _, pairs in rows:
-        fastest = max(pairs, key=lambda pair: pair[1].tokens_per_s)
+        name = name_of(pairs[0][1]).capitalize()
+        if len(pairs) == 1:
+            sentences.append(f"{name}: {speed(report, *pairs[0])}.")
+            continue
+        groups = alike(report, pairs)
+        said = [_fastest(report, group, len(groups) > 1) for group in groups if len(group) > 1]
+        if len(groups) > 1 and not said:
+            said.append(
+                "no two policies compute the same in the TEE, so none is called the fastest"
+            )
         leanest = min(pairs, key=lambda pair: pair[1].bytes_sent + pair[1].bytes_received)
-        name, speed = name_of(fastest[1]).capitalize(), figures(fastest[1].tokens_per_s) or "0"
-        sentences.append(
-            f"{name}: {fastest[0].policy} is the fastest ({speed} tokens/s),"
-            f" {leanest[0].policy} moves the least."
-            if len(pairs) > 1
-            else f"{name}: {speed} tokens/s."
-        )
+        said.append(f"{leanest[0].policy} moves the least")
+        sentences.append(f"{name}: {', '.join(said)}.")
     return "\n".join(sentences)
+
+
+def _fastest(report: Report, group: Sequence[Measured], among: bool) -> str:
+    run, case = max(group, key=lambda pair: pair[1].tokens_per_s)
+    text = f"{run.policy} is the fastest"
+    if among:
+        names = " and ".join(other.policy for other, _ in group)
+        text += f" of {names}, which compute the same in the TEE"
+    return f"{text}, {speed(report, run, case)}"
 
 
 # --- cost against size -------------------------------------------------------------------------
@@ -274,7 +305,8 @@ def growth_plot(report: Report) -> Plot | None:
     ]
     if not panels:
         return None
-    with new_figure(4.3, width=max(WIDTH * len(panels) / 3, 5.2)) as figure:
+    width = max(WIDTH * len(panels) / 3, 5.2)
+    with new_figure(4.3, width=width) as figure:
         axes = figure.subplots(1, len(panels), squeeze=False)
         order = [run.policy for run in report.policies]
         for (title, against, found), axis in zip(panels, axes[0], strict=True):
@@ -290,7 +322,7 @@ def growth_plot(report: Report) -> Plot | None:
             axis.set_xlabel(against if against != "batch" else "sequences")
             axis.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.17), fontsize=8.5, borderpad=0)
         axes[0][0].set_ylabel("ms a step, without vocabulary")
-        return Plot("Cost against size", to_svg(figure), _growth_caption(panels))
+        return Plot("Cost against size", to_svg(figure), _growth_caption(panels), width)
 
 
 def _undivided(found: Sequence[Growth], phase: str, against: str) -> list[Growth]:
@@ -309,10 +341,12 @@ def _growth_line(axis: Axes, found: Growth, number: int) -> None:
     colour = _POLICY_COLOURS[number % len(_POLICY_COLOURS)]
     drawn = [(x, cost) for x, cost in found.points if cost > 0]
     label = found.policy
-    if found.law is not None:
+    if len(found.points) == 2:
+        # A line through two points would promise what nobody knows.
+        label += ": two points"
+    elif found.law is not None:
         law = found.law
-        label += f": n^{law.exponent:.2f}"
-        label += f", R2 {law.r_squared:.2f}" if law.points > 2 else ", two points"
+        label += f": n^{law.exponent:.2f}, R2 {law.r_squared:.2f}"
         ends = [found.points[0][0], found.points[-1][0]]
         dashes = _DASHES[number % len(_DASHES)]
         axis.plot(ends, [law.at(x) for x in ends], linestyle=dashes, color=colour, linewidth=1.2)
@@ -331,9 +365,15 @@ def _baseline_lines(axis: Axes, report: Report) -> None:
     found: dict[str, list[tuple[int, float]]] = {}
     for baseline in report.baselines:
         same = baseline.phase == "prefill" and not is_generation(baseline)
-        beside = any(comparable(report, run, baseline) for run in report.policies)
+        beside = any(
+            comparable(report, [case], baseline)
+            for run in report.policies
+            if (case := find_case(run, "prefill", (baseline.tokens, 1, 1))) is not None
+        )
         if same and beside and baseline.step_ms.median > 0:
-            label = f"{baseline.name} (baseline)"
+            # What was timed against a service has its vocabulary there.
+            whole = "" if baseline.against == "null" else ", whole step"
+            label = f"{baseline.name} (baseline{whole})"
             found.setdefault(label, []).append((baseline.tokens, baseline.step_ms.median))
     for number, (label, points) in enumerate(found.items()):
         points.sort()
@@ -371,10 +411,16 @@ def _plain_ticks(axis: Axes) -> None:
 
 def _growth_caption(panels: Sequence[tuple[str, str, Sequence[Growth]]]) -> str:
     sentences = [
-        "Straight lines are power laws: a slope of 1 doubles with the size, 0 does not grow."
+        "Lines are power laws, by three points or more: a slope of 1 doubles with the size, 0 does"
+        " not grow."
     ]
     for title, against, found in panels:
-        laws = [(one.law.exponent, one.policy) for one in found if one.law is not None]
+        enough = [one for one in found if len(one.points) > 2]
+        laws = [(one.law.exponent, one.policy) for one in enough if one.law is not None]
+        if not enough:
+            sentences.append(
+                f"{title.capitalize()} against {against}: two points, from which nothing follows."
+            )
         if laws:
             steepest = max(laws)
             growing = "faster than" if steepest[0] > 1.05 else "no faster than"

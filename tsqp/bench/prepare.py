@@ -5,15 +5,18 @@ Each in a process of its own, so that its memory is not counted with what is mea
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
+import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from protocol.errors import ModelError, PolicyError, SettingsError
+from protocol.errors import ModelError, PolicyError, TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, linear_tensors
 from protocol.model.config import ModelConfig, read_config
@@ -31,6 +34,7 @@ from tsqp.bench.job import Plan
 from tsqp.bench.random_model import write_random_model
 from tsqp.bench.shapes import find_shape
 from tsqp.calibrate import calibrate_on
+from tsqp.processes import end_with, failure
 
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24
@@ -43,6 +47,25 @@ def random_model(directory: Path, shape: str, *, linear: bool) -> None:
 
 def _write_random_model(directory: str, shape: str, linear: bool) -> None:
     write_random_model(Path(directory), dict(find_shape(shape).settings), linear=linear)
+
+
+def endless(model: Path, beside: Path) -> Path:
+    """Return a directory of the model without EOS: what it says must not end a measurement early.
+
+    `beside`: a folder to make it in. Digests do not cover EOS ids: services may have the original.
+    """
+    if not read_config(model).eos_token_ids:
+        return model
+    made = beside / "endless"
+    made.mkdir()
+    for file in model.iterdir():
+        # Names further EOS ids.
+        if file.name not in ("config.json", "generation_config.json"):
+            (made / file.name).symlink_to(file.resolve())
+    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    content["eos_token_id"] = None
+    (made / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return made
 
 
 def calibration(model: Path, beside: Path) -> Path:
@@ -72,25 +95,25 @@ def _calibrate(model: str) -> None:
     calibrate_on(config, Checkpoint(directory), ids.tolist()).save(directory / CALIBRATION_FILE)
 
 
-def pads_needed(policy: Policy, plan: Plan) -> int:
-    """Return how many pads a policy uses up in a plan, by no more than a few too many."""
+def pads_needed(policy: Policy, plan: Plan, step_tokens: int) -> int:
+    """Return how many pads a policy uses up in a plan, at most."""
     phases = {
         phase
         for phase in PHASES
         for _, placement in policy.leaving()
         if isinstance(placement.mask, AdditiveMask) and placement.phase in (None, phase)
     }
-    prompts = plan.repeats + 8
-    decodes = 3 * plan.decode_steps + 16
     needed = 0
     if "prefill" in phases:
-        needed += prompts * sum(plan.prefill)
+        needed += plan.runs("prefill") * sum(plan.prefill)
         needed += sum(context * batch for context, batch in plan.decode)
         needed += plan.generation[0] if plan.generation else 0
     if "decode" in phases:
-        needed += decodes * sum(batch for _, batch in plan.decode)
+        needed += sum(
+            batch * plan.new_tokens(context, batch, step_tokens) for context, batch in plan.decode
+        )
         needed += plan.generation[1] if plan.generation else 0
-    return needed + 64
+    return needed
 
 
 def bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -> Path | None:
@@ -150,21 +173,57 @@ def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
 
 
 def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
-    """Run a function in a process of its own. Raises SettingsError if it fails."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
-    process.start()
+    """Run a function in a process of its own.
+
+    Raises ProcessError if it fails, with what it says if that is a TsqpError or an OSError. The
+    process ends with this one, and leaves an interrupt from the keyboard to it.
+    """
+    name = function.__name__.strip("_").replace("_", " ")
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_in_child, args=(sender, function, arguments))
+    # Blocked in the child for good, from before its first instruction.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        process.join()
+        process.start()
     finally:
-        if process.is_alive():
-            process.terminate()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    sender.close()
+    with receiver:
+        try:
+            said = _last_words(receiver)
             process.join()
+        finally:
+            if process.is_alive():
+                process.terminate()
+                process.join()
+    if said is not None:
+        raise failure(name, None, said, expected="no error")
     if process.exitcode != 0:
-        raise SettingsError(
-            f"tsqp bench: {function.__name__.strip('_')}",
-            got=f"exit status {process.exitcode}",
-            expected="0 (its own message is above)",
-        )
+        last = f"exit status {process.exitcode}"
+        raise failure(name, process.exitcode, last, expected="0 (its own message is above)")
+
+
+def _in_child(sender: Connection, function: Callable[..., None], arguments: Any) -> None:
+    """Run the function, and send what it fails with: one line."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
+    try:
+        function(*arguments)
+    except TsqpError as error:
+        sender.send_bytes(str(error).encode())
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        sender.send_bytes(f"{error.filename or 'a file'}: got {reason}, expected none".encode())
+
+
+def _last_words(receiver: Connection) -> str | None:
+    """Wait for the child's end; return what it sent before."""
+    try:
+        return receiver.recv_bytes().decode()
+    except EOFError:
+        return None
 
 
 def remove(path: Path) -> None:

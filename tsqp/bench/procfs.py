@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +13,10 @@ _KIB = 1024
 def peak_bytes(pid: int | str = "self") -> int:
     """Return the largest resident set that a living process ever had. Raises OSError."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * _KIB
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    if found is None:  # a zombie: it has ended, and its memory is gone
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), str(pid))
+    return int(found[1]) * _KIB
 
 
 def cpu_ns(pid: int | str = "self") -> int:

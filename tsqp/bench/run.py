@@ -11,20 +11,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from protocol.errors import SettingsError, TsqpError
+from gpu_side.devices import parse_device
+from protocol.endpoint import parse_endpoint
+from protocol.errors import ModelError, SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES, Arithmetic
-from protocol.model.checkpoint import Checkpoint, linear_tensors
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import ITEMSIZE
+from tee_side.feature_key import FeatureKey
 from tee_side.local_operators import sites_here
 from tee_side.policy import Policy, load_policy
 from tsqp.bench import prepare
-from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Progress
+from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
 from tsqp.bench.machine import describe_machine
 from tsqp.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
 from tsqp.bench.model import (
@@ -41,7 +45,7 @@ from tsqp.bench.procfs import peak_bytes
 from tsqp.bench.random_model import required_bytes
 from tsqp.bench.settings import BenchSettings
 from tsqp.bench.shapes import find_shape
-from tsqp.processes import ProcessError, child, start_service
+from tsqp.processes import ProcessError, child, failure, start_service
 
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
 _BASELINES = TypeAdapter(tuple[Baseline, ...])
@@ -58,15 +62,24 @@ class Bench:
     """One run. Everything is checked before anything is made or measured."""
 
     def __init__(self, settings: BenchSettings, say: Say) -> None:
-        self._settings = settings
         self._say = say
         self._policies: list[PolicyRun] = []
         self._baselines: list[Baseline] = []
         self._ping_pong: list[PingPong] = []
+        self._finished: set[str] = set()
         self._incomplete: str | None = None
         self._created = datetime.now(UTC)
-        self._config = self._read_config()
+        self._config = config = _read_config(settings)
+        fitted = settings.plan.fitted(
+            config.context_length,
+            settings.step_tokens,
+            prefill=settings.default_prefill,
+            context=settings.default_context,
+        )
+        self._settings = replace(settings, plan=fitted)
         self._check()
+        if fitted != settings.plan:
+            say(f"prompts and contexts that fit the model: {_lengths(fitted)}")
 
     def run(self) -> None:
         """Measure. What ends it early is in the report, and raised."""
@@ -74,8 +87,26 @@ class Bench:
             with ExitStack() as closing:
                 self._run(closing)
         except BaseException as error:
-            self._incomplete = str(error) if isinstance(error, TsqpError) else "interrupted"
+            self._incomplete = "; ".join([_reason(error), *self._missing()])
             raise
+
+    def _missing(self) -> Iterator[str]:
+        """Say what has not been measured, or not to its end."""
+        begun = {run.policy for run in self._policies}
+        names = [policy.name for _, policy in self._all_policies()]
+        for what, found in (
+            ("in part", [name for name in names if name in begun - self._finished]),
+            ("not", [name for name in names if name not in begun]),
+        ):
+            if found:
+                yield f"{what} measured: {', '.join(found)}"
+        if self._settings.baselines and not self._ping_pong:
+            yield "not all baselines measured"
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self._policies or self._baselines or self._ping_pong)
 
     def report(self) -> Report:
         """Return what has been measured so far."""
@@ -94,7 +125,9 @@ class Bench:
                 else settings.transport,
                 link=settings.link,
                 tee_threads=settings.threads,
-                gpu_threads=settings.gpu_threads,
+                gpu_threads=None if settings.endpoints else settings.gpu_threads,
+                spin_us=settings.spin_us,
+                step_tokens=settings.step_tokens,
             ),
             policies=tuple(self._policies),
             baselines=tuple(self._baselines),
@@ -104,37 +137,32 @@ class Bench:
 
     # ------------------------------------------------------------------------- before the run
 
-    def _read_config(self) -> ModelConfig:
-        settings = self._settings
-        if (settings.model is None) == (settings.shape is None):
-            raise SettingsError(
-                "MODEL and --shape",
-                got="both" if settings.model else "neither",
-                expected="one of them",
-            )
-        if settings.shape is not None:
-            return find_shape(settings.shape).config()
-        return read_config(settings.model or Path())
-
     def _check(self) -> None:
-        """Refuse what cannot work. Raises SettingsError, PolicyError, ModelError."""
+        """Refuse what cannot work.
+
+        Raises SettingsError, PolicyError, ModelError, EndpointError, FeatureKeyError.
+        """
         settings, config, plan = self._settings, self._config, self._settings.plan
         policies = self._all_policies()
+        _check_names(policies)
+        if settings.model is not None:
+            Checkpoint(settings.model).require(light_tensors(config))
+        if not settings.endpoints:
+            parse_device(settings.device)
+        for endpoint in settings.endpoints:
+            parse_endpoint(endpoint)
         for _, policy in policies:
             policy.check(config.num_hidden_layers)
+            self._check_endpoints(policy)
             self._check_feature_mask(policy)
-        if plan.longest > config.context_length:
-            raise SettingsError(
-                "--prefill, --context",
-                got=f"sequences of up to {plan.longest} tokens",
-                expected=f"at most {config.context_length}, the model's context",
-            )
+        plan.check(config.context_length, settings.step_tokens)
+        longest = plan.longest(settings.step_tokens)
         itemsize = ITEMSIZE[settings.dtype or config.dtype]
         needs = [
             tee_need(
                 config,
                 policy,
-                tokens=plan.longest,
+                tokens=longest,
                 sequences=plan.sequences,
                 itemsize=itemsize,
                 step_tokens=settings.step_tokens,
@@ -146,7 +174,7 @@ class Bench:
                 config,
                 self._arithmetic(),
                 device=settings.device,
-                tokens=plan.longest,
+                tokens=longest,
                 itemsize=itemsize,
                 step_tokens=settings.step_tokens,
             )
@@ -169,15 +197,44 @@ class Bench:
             weights = required_bytes(self._config, linear=self._needs_linear())
         check_disk(Path(tempfile.gettempdir()), pads + weights)
 
+    def _check_endpoints(self, policy: Policy) -> None:
+        given = self._settings.endpoints
+        used = given[: policy.services]
+        if given and (len(used) < policy.services or len(set(used)) < len(used)):
+            raise SettingsError(
+                f"--gpu, for policy {policy.name}",
+                got=" and ".join(used),
+                expected=f"{policy.services} services that do not collude",
+            )
+
     def _check_feature_mask(self, policy: Policy) -> None:
         settings, mask = self._settings, policy.feature_mask
+        if mask is None:
+            return
+        if settings.model is None:
+            raise SettingsError(
+                f"policy {policy.name}",
+                got="--shape",
+                expected="MODEL, to which the key of its mask belongs",
+            )
         served = settings.server_model is not None or bool(settings.endpoints)
-        if mask is not None and (settings.key is None or not served):
+        if settings.key is None or not served:
             raise SettingsError(
                 f"policy {policy.name}",
                 got="no --key, or no --server-model",
                 expected=f"both, as tsqp provision MODEL --mask {mask.name} writes them",
             )
+        FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
+        if settings.server_model is not None and not settings.endpoints:
+            served_config = read_config(settings.server_model)
+            checkpoint = Checkpoint(settings.server_model)
+            checkpoint.require(linear_tensors(served_config, FUSED_MODULES))
+            if served_config.num_hidden_layers != self._config.num_hidden_layers:
+                raise ModelError(
+                    str(settings.server_model),
+                    got=f"{served_config.num_hidden_layers} layers",
+                    expected=f"{self._config.num_hidden_layers}, as {settings.model} has",
+                )
 
     def _all_policies(self) -> list[tuple[str, Policy]]:
         found = list(self._settings.policies)
@@ -203,14 +260,15 @@ class Bench:
         )
 
     def _pads(self, policy: Policy) -> int:
-        return prepare.pads_needed(policy, self._settings.plan)
+        settings = self._settings
+        return prepare.pads_needed(policy, settings.plan, settings.step_tokens)
 
     # --------------------------------------------------------------------------------- the run
 
     def _run(self, closing: ExitStack) -> None:
         settings = self._settings
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-bench-")))
-        model = settings.model or self._random_model(folder)
+        model = prepare.endless(settings.model or self._random_model(folder), folder)
         if any(policy.arithmetic == "int8" for _, policy in self._all_policies()):
             self._say("choosing scales for int8 arithmetic")
             model = prepare.calibration(model, folder)
@@ -261,6 +319,7 @@ class Bench:
                 partial.take(answer)
                 if isinstance(answer, Progress):
                     self._say(f"{policy.name}: {answer.doing}")
+            self._finished.add(policy.name)
         finally:
             with suppress(OSError):
                 partial.gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
@@ -304,15 +363,17 @@ class Bench:
                 answer = _ANSWER.validate_json(line)
                 if isinstance(answer, Failed):
                     raise ProcessError(
-                        f"policy {job.policy}", got=answer.error, expected="a run to its end"
+                        f"policy {job.policy}: {answer.where}",
+                        got=answer.got,
+                        expected=answer.expected,
                     )
                 finished = finished or isinstance(answer, Finished)
                 yield answer
-            process.wait()
+            status = process.wait()
             errors.join()
-            if not finished:
-                raise ProcessError(
-                    f"policy {job.policy}", got=errors.last, expected="a run to its end"
+            if not finished or status != 0:
+                raise failure(
+                    f"policy {job.policy}", status, errors.last, expected="a run to its end"
                 )
 
     # ------------------------------------------------------------------------------- baselines
@@ -325,6 +386,9 @@ class Bench:
             self._say("baseline: transformers")
             options = ["--tokens", lengths, "--dtype", dtype, "--repeats", str(plan.repeats)]
             options += ["--threads", str(settings.threads)]
+            contexts = ",".join(map(str, sorted({context for context, _ in plan.decode})))
+            options += ["--context", contexts] if contexts else []
+            options += ["--new-tokens", str(plan.decode_steps if contexts else 0)]
             found = self._script("benchmarks.transformers_baseline", str(model), *options)
             self._baselines += _BASELINES.validate_json(found)
         if not settings.endpoints:
@@ -349,7 +413,7 @@ class Bench:
             status = process.wait()
             errors.join()
         if status != 0:
-            raise ProcessError(module, got=errors.last, expected="exit status 0")
+            raise failure(module, status, errors.last, expected="exit status 0")
         return output
 
 
@@ -393,6 +457,43 @@ class _Partial:
             kv_bytes=finished.kv_bytes if finished else 0,
             vocabulary_bytes=finished.vocabulary_bytes if finished else 0,
         )
+
+
+def _read_config(settings: BenchSettings) -> ModelConfig:
+    if (settings.model is None) == (settings.shape is None):
+        raise SettingsError(
+            "MODEL and --shape",
+            got="both" if settings.model else "neither",
+            expected="one of them",
+        )
+    if settings.shape is not None:
+        return find_shape(settings.shape).config()
+    return read_config(settings.model or Path())
+
+
+def _check_names(policies: list[tuple[str, Policy]]) -> None:
+    """Refuse two policies of one name: the report could not tell them apart."""
+    places: dict[str, str] = {}
+    for place, policy in policies:
+        if policy.name in places:
+            raise SettingsError(
+                "--policy",
+                got=f"{places[policy.name]} and {place}, both named {policy.name}",
+                expected="policies of different names",
+            )
+        places[policy.name] = place
+
+
+def _lengths(plan: Plan) -> str:
+    prompts = ", ".join(map(str, plan.prefill))
+    contexts = ", ".join(map(str, sorted({context for context, _ in plan.decode})))
+    return f"prefill {prompts}; context {contexts or 'none'}"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TsqpError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
 
 
 def _scheme(endpoint: str) -> str:

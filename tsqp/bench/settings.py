@@ -20,7 +20,8 @@ class BenchSettings:
     `model`: a directory, or `shape`: the name of one whose weights are made at random. `endpoints`:
     of services that run already, in place of those that are started with `device` over `transport`.
     `policies`: with the name or path that each was given by. `baselines`: whether to measure the
-    others, too. `command`: as it was typed, for the report.
+    others, too. `command`: as it was typed, for the report. `default_prefill`, `default_context`:
+    whether nobody asked for the plan's lengths, so that they may give way to a short context.
     """
 
     command: str
@@ -42,11 +43,16 @@ class BenchSettings:
     server_model: Path | None = None
     baselines: bool = True
     plan: Plan = field(default_factory=Plan)
+    default_prefill: bool = False
+    default_context: bool = False
 
     @property
     def computes(self) -> bool:
         """Whether the services really compute, so that what they answer is right."""
-        return self.device != "null" and not self.device.startswith("model:")
+        # Services that run already are taken for real ones.
+        return bool(self.endpoints) or not (
+            self.device == "null" or self.device.startswith("model:")
+        )
 
     @property
     def link(self) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tee_side.vocabulary import PHASES, Phase
+from tee_side.vocabulary import OPERATORS, PHASES, Phase
 from tsqp.bench.fit import PowerLaw, fit_exponent
 from tsqp.bench.model import (
     STAGES,
@@ -38,6 +39,12 @@ STAGE_MEANINGS: dict[str, str] = {
     "decode_us": "reading the reply",
     "unmask_us": "taking the mask off the reply",
 }
+# What is in a step beside its operators.
+REST_NAME = "everything else"
+REST_MEANING = (
+    "what no operator accounts for: building requests, Python between operators, and the observer"
+    " itself"
+)
 # Who is busy during a stage, in the order of the timeline's lanes.
 RESOURCES: tuple[str, ...] = ("TEE", "wire", "GPU")
 _BUSY: dict[str, str] = {"wire": "wire", "queue": "GPU", "gpu": "GPU"}
@@ -61,8 +68,11 @@ _FLOW: tuple[str, ...] = (
     "lm_head",
     "sample",
 )
+# What a policy may leave to the service: whether the TEE computes it differs between policies.
+_PLACED: tuple[str, ...] = (*OPERATORS, "attention")
 
 CaseKey = tuple[int, int, int]
+Measured = tuple[PolicyRun, Case]
 
 
 def resource(span: Span) -> str:
@@ -96,6 +106,20 @@ def kinds(report: Report) -> list[tuple[Phase, CaseKey]]:
     )
 
 
+def distinct(report: Report) -> Report:
+    """Return the report with policies that have one name told apart: `tsqp`, `tsqp (2)`."""
+    names: list[str] = []
+    for run in report.policies:
+        name, number = run.policy, 2
+        while name in names:
+            name, number = f"{run.policy} ({number})", number + 1
+        names.append(name)
+    runs = zip(report.policies, names, strict=True)
+    return report.model_copy(
+        update={"policies": tuple(run.model_copy(update={"policy": name}) for run, name in runs)}
+    )
+
+
 def find_case(run: PolicyRun, phase: Phase, key: CaseKey) -> Case | None:
     """Return a policy's case of that kind, None if it has none."""
     return next((c for c in run.cases if c.phase == phase and case_key(c) == key), None)
@@ -114,7 +138,7 @@ def main_kind(report: Report, phase: Phase) -> CaseKey | None:
     return max(counts, key=lambda key: (counts[key], -key[1], -key[2], key[0]))
 
 
-def main_cases(report: Report, phase: Phase) -> list[tuple[PolicyRun, Case]]:
+def main_cases(report: Report, phase: Phase) -> list[Measured]:
     """Return the policies' cases of the main kind, those that have one."""
     key = main_kind(report, phase)
     if key is None:
@@ -177,6 +201,14 @@ def sum_stages(stages: Iterable[Stages]) -> Stages:
 def case_stages(case: Case) -> Stages:
     """Return where the time of a whole case went."""
     return sum_stages(cost.stages for cost in case.operators)
+
+
+def whole_us(case: Case) -> float:
+    """Return of what all shares are taken: everything that was done in a step.
+
+    That is the step itself, or more where micro-batches did several things at the same time.
+    """
+    return case_stages(case).total_us + max(case.rest_us, 0.0)
 
 
 def largest_stage(stages: Stages) -> str:
@@ -260,6 +292,85 @@ def _grown(
 # --- baselines ---------------------------------------------------------------------------------
 
 
+# --- what may be compared ----------------------------------------------------------------------
+
+
+def computes(device: str) -> bool | None:
+    """Say whether a device computes anything: `null` and `model:X` do not; None if unknown."""
+    kind = device.partition(":")[0]
+    return {"null": False, "model": False, "cpu": True, "cuda": True}.get(kind)
+
+
+def alike(report: Report, cases: Sequence[Measured]) -> list[list[Measured]]:
+    """Group one kind of case by what may be ranked by time: all, where the service computes.
+
+    Where it does not, only policies whose TEE computes the same: what a policy leaves to the
+    service costs it nothing there.
+    """
+    if computes(report.setup.device) is not False:
+        return [list(cases)] if cases else []
+    groups: dict[object, list[Measured]] = {}
+    for number, (run, case) in enumerate(cases):
+        here = frozenset(
+            (cost.operator, cost.layer)
+            for cost in case.operators
+            if cost.place == "tee" and cost.operator in _PLACED
+        )
+        # What was not split into operators is known to be like nothing else.
+        groups.setdefault(here if case.operators else number, []).append((run, case))
+    return list(groups.values())
+
+
+def speed(report: Report, run: PolicyRun, case: Case) -> str:
+    """Return tokens/s with what they are worth: `at most` where nobody computed what was sent."""
+    kind = report.setup.device.partition(":")[0]
+    said = {"null": "at most ", "model": "a modelled "}.get(kind, "") if case.rpcs else ""
+    pads = " (making pads not counted)" if uses_pads(run) and case.rpcs else ""
+    return f"{said}{figures(case.tokens_per_s) or '0'} tokens/s{pads}"
+
+
+def uses_pads(run: PolicyRun) -> bool:
+    """Say whether a policy uses up pads that were made ahead, by what it says that it discloses."""
+    said = run.disclosure or ""
+    alone = "uniform random numbers" in said and "collude" not in said
+    return (alone or re.search(r"\bunder [^;]*\bpad\b", said) is not None) and any(
+        case.rpcs for case in run.cases
+    )
+
+
+def pads_note(report: Report, runs: Iterable[PolicyRun] | None = None) -> str:
+    """Say what figures of policies with pads leave out; empty if none of the policies has any."""
+    names = [run.policy for run in (report.policies if runs is None else runs) if uses_pads(run)]
+    if not names:
+        return ""
+    text = (
+        f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
+        " tokens/s"
+    )
+    if computes(report.setup.device) is False:
+        text += "; the factors of these pads are zeros, which cost as much to use"
+    return f"{text}."
+
+
+def caveats(report: Report) -> list[str]:
+    """Say what must be known before any figure is read, a sentence each."""
+    device = report.setup.device
+    found = []
+    if computes(device) is False and any(c.rpcs for run in report.policies for c in run.cases):
+        served = (
+            "nothing is computed at the service: tokens/s are an upper bound"
+            if device == "null"
+            else "the service computes nothing and takes the time that was described to it:"
+            " tokens/s are modelled"
+        )
+        found.append(
+            f"With device {device} {served}, and policies that compute in the TEE what others"
+            " leave to the service are not comparable with those."
+        )
+    pads = pads_note(report)
+    return [*found, pads] if pads else found
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A baseline beside one policy. `ratio`: baseline / ours, None where they can't be compared."""
@@ -270,20 +381,20 @@ class Comparison:
     ratio: float | None
 
 
-def computes(device: str) -> bool | None:
-    """Say whether a device computes anything: `null` and `model:X` do not; None if unknown."""
-    kind = device.partition(":")[0]
-    return {"null": False, "model": False, "cpu": True, "cuda": True}.get(kind)
+def comparable(report: Report, cases: Sequence[Case], baseline: Baseline) -> bool:
+    """Say whether a baseline did the same work as these cases of a policy, at least one.
 
-
-def comparable(report: Report, run: PolicyRun, baseline: Baseline) -> bool:
-    """Say whether a baseline did the same work as a policy of this run."""
-    if not any(case.rpcs for case in run.cases):
-        # It computes everything itself, whatever the device.
-        return baseline.against != "null"
+    One that was timed against a service that answers at once: as cases that all leave work to such
+    a service. Others compute everything: as cases that do so themselves, or with a service that
+    computes.
+    """
     device = report.setup.device
+    if not cases:
+        return False
     if baseline.against == "null":
-        return device == "null"
+        return device == "null" and all(case.rpcs for case in cases)
+    if not any(case.rpcs for case in cases):
+        return True
     return bool(computes(device)) and (baseline.against == "none" or device.startswith("cpu"))
 
 
@@ -291,7 +402,8 @@ def compare(report: Report) -> list[Comparison]:
     """Put each baseline beside each policy's same case; beside none (policy None) if it has none.
 
     Against a service that answers at once, what is compared is the overhead; otherwise the step.
-    A baseline of a prompt and more new tokens than one is compared with the generation.
+    A baseline of a prompt and more new tokens than one is compared with the generation, which did
+    the same work if all cases did.
     """
     found: list[Comparison] = []
     for baseline in report.baselines:
@@ -301,7 +413,7 @@ def compare(report: Report) -> list[Comparison]:
         if not matched:
             found.append(Comparison(baseline, None, None, None))
         for run, ours in matched:
-            same = comparable(report, run, baseline) and ours > 0
+            same = comparable(report, _cases(run, baseline), baseline) and ours > 0
             ratio = baseline.step_ms.median / ours if same else None
             found.append(Comparison(baseline, run.policy, ours, ratio))
     return found
@@ -312,6 +424,14 @@ def is_generation(baseline: Baseline) -> bool:
     return baseline.phase == "prefill" and baseline.new_tokens > 1
 
 
+def _cases(run: PolicyRun, baseline: Baseline) -> Sequence[Case]:
+    """Return a policy's cases that do what a baseline did: all of them for a whole request."""
+    if is_generation(baseline):
+        return run.cases
+    case = find_case(run, baseline.phase, (baseline.tokens, 1, 1))
+    return () if case is None else (case,)
+
+
 def _ours_ms(run: PolicyRun, baseline: Baseline) -> float | None:
     if is_generation(baseline):
         made = run.generation
@@ -320,10 +440,10 @@ def _ours_ms(run: PolicyRun, baseline: Baseline) -> float | None:
             baseline.new_tokens,
         )
         return made.total_ms if made is not None and same else None
-    case = find_case(run, baseline.phase, (baseline.tokens, 1, 1))
-    if case is None:
-        return None
-    return case.overhead_ms if baseline.against == "null" else case.step_ms.median
+    for case in _cases(run, baseline):
+        against_nothing = baseline.against == "null" and case.rpcs
+        return case.overhead_ms if against_nothing else case.step_ms.median
+    return None
 
 
 def baseline_name(baseline: Baseline) -> str:
@@ -350,6 +470,29 @@ def busy_us(spans: Iterable[Span]) -> float:
         total += max(0.0, stop - max(end, span.start_us))
         end = max(end, stop)
     return total
+
+
+def between_us(timeline: Timeline, lane: int) -> list[tuple[float, float]]:
+    """Return starts and ends of what is between the operators of a lane, up to its last span.
+
+    Nothing of the lane runs then, nor another lane's operator in the TEE. The first lane's begins
+    with the step.
+    """
+    own = [span for span in timeline.spans if span.lane == lane]
+    others = [s for s in timeline.spans if s.lane != lane and resource(s) == "TEE"]
+    if not own:
+        return []
+    first = lane == lanes(timeline)[0]
+    now = 0.0 if first else min(span.start_us for span in own)
+    last = max(span.start_us + span.duration_us for span in own)
+    found: list[tuple[float, float]] = []
+    for span in sorted([*own, *others], key=lambda span: span.start_us):
+        if span.start_us >= last:
+            break
+        if span.start_us > now:
+            found.append((now, span.start_us))
+        now = max(now, span.start_us + span.duration_us)
+    return found
 
 
 def lanes(timeline: Timeline) -> list[int]:
@@ -389,18 +532,19 @@ def findings(report: Report, *, parts: bool = True) -> Iterator[str]:
         pairs = main_cases(report, phase)
         if not pairs:
             continue
-        ranked = sorted(pairs, key=lambda pair: pair[1].step_ms.median)
-        (best, case), (_, slowest) = ranked[0], ranked[-1]
-        text = (
-            f"{name_of(case).capitalize()}: {best.policy} takes"
-            f" {duration(case.step_ms.median * 1e3)} a step, {figures(case.tokens_per_s)} tokens/s"
-        )
-        others = [
-            f"{run.policy} {figures(other.step_ms.median / case.step_ms.median)} times as long"
-            for run, other in ranked[1:]
-            if slowest.step_ms.median > 0 and case.step_ms.median > 0
-        ]
-        yield text + (f"; {', '.join(others)}." if others else ".")
+        for same in alike(report, pairs):
+            ranked = sorted(same, key=lambda pair: pair[1].step_ms.median)
+            best, case = ranked[0]
+            text = (
+                f"{name_of(case).capitalize()}: {best.policy} takes"
+                f" {duration(case.step_ms.median * 1e3)} a step, {speed(report, best, case)}"
+            )
+            others = [
+                f"{run.policy} {figures(other.step_ms.median / case.step_ms.median)} times as long"
+                for run, other in ranked[1:]
+                if case.step_ms.median > 0
+            ]
+            yield text + (f"; {', '.join(others)}." if others else ".")
         if parts:
             yield from (dominant(run, case) for run, case in pairs)
     groups: dict[int, list[Comparison]] = {}
@@ -422,13 +566,12 @@ def dominant(run: PolicyRun, case: Case) -> str:
     operators = by_operator(case)
     if not operators or stages.total_us <= 0:
         return f"{run.policy}, {name_of(case)}: not split into operators."
-    whole_us = stages.total_us + max(case.rest_us, 0.0)
+    whole = whole_us(case)
     stage = largest_stage(stages)
     largest = sorted(operators, key=lambda op: -op.stages.total_us)[:2]
-    names = " and ".join(
-        f"{op.operator} ({percent(op.stages.total_us / whole_us)})" for op in largest
-    )
+    names = " and ".join(f"{op.operator} ({percent(op.stages.total_us / whole)})" for op in largest)
     return (
         f"{run.policy}, {name_of(case)}: the largest stage is {STAGE_NAMES[stage]}"
-        f" ({percent(getattr(stages, stage) / whole_us)}), the largest operators are {names}."
+        f" ({percent(getattr(stages, stage) / whole)}), the largest operators are {names}"
+        + (f"; {REST_NAME} is {percent(case.rest_us / whole)}." if case.rest_us > 0 else ".")
     )

@@ -26,7 +26,15 @@ from tsqp.bench.grids import (
     steps_grid,
 )
 from tsqp.bench.model import Case, PolicyRun, Report
-from tsqp.bench.summary import case_key, findings, main_kind, missing, name_of
+from tsqp.bench.summary import (
+    case_key,
+    caveats,
+    distinct,
+    findings,
+    main_kind,
+    missing,
+    name_of,
+)
 from tsqp.cli.tables import definitions
 
 if TYPE_CHECKING:
@@ -75,9 +83,11 @@ def parts(report: Report, *, details: bool = False) -> Iterator[RenderableType]:
     """Yield what `show` prints, from the whole to its parts."""
     from rich.text import Text
 
+    report = distinct(report)
     yield Text(facts(report), style="bold")
     yield ""
-    yield from (Text(f"! {sentence}", style="yellow") for sentence in missing(report))
+    warnings = [*caveats(report), *missing(report)]
+    yield from (Text(f"! {sentence}", style="yellow") for sentence in warnings)
     yield from (Text(f"* {sentence}") for sentence in findings(report))
     yield ""
     if any(run.cases for run in report.policies):

@@ -6,9 +6,24 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from tsqp.bench.model import STAGES, PolicyRun, Report, Span, Timeline
-from tsqp.bench.plot_style import STAGE_COLOURS, Plot, new_figure, stage_legend, to_svg
-from tsqp.bench.summary import RESOURCES, busy_us, case_name, lanes, length_us, resource
+from tsqp.bench.model import STAGES, PolicyRun, Report, Timeline
+from tsqp.bench.plot_style import (
+    REST_COLOUR,
+    STAGE_COLOURS,
+    Plot,
+    new_figure,
+    stage_legend,
+    to_svg,
+)
+from tsqp.bench.summary import (
+    RESOURCES,
+    between_us,
+    busy_us,
+    case_name,
+    lanes,
+    length_us,
+    resource,
+)
 from tsqp.bench.units import duration, percent
 
 if TYPE_CHECKING:
@@ -16,6 +31,8 @@ if TYPE_CHECKING:
 
 # A span thinner than this share of a timeline is drawn together with its neighbours.
 _FINEST = 1 / 1500
+# What the TEE does when no operator runs, nor waits for the service.
+_BETWEEN = "between operators"
 # Width of a letter of an operator's name, as a share of the plot's.
 _LETTER = 0.0072
 
@@ -28,20 +45,23 @@ def timeline_plot(run: PolicyRun, timeline: Timeline) -> Plot | None:
     lines = [(busy, lane) for busy in RESOURCES for lane in lanes(timeline)]
     window = _window(timeline)
     panels = 1 if window is None else 2
+    gaps = {lane: between_us(timeline, lane) for lane in lanes(timeline)}
     with new_figure(panels * (0.26 * len(lines) + 0.85) + 0.3) as figure:
         axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
-        _lanes_panel(axes[0], timeline, lines, (0.0, length))
+        _lanes_panel(axes[0], timeline, lines, gaps, (0.0, length))
         axes[0].set_title("the whole step")
         if window is not None:
             layers, begin, end = window
-            _lanes_panel(axes[1], timeline, lines, (begin, end))
+            _lanes_panel(axes[1], timeline, lines, gaps, (begin, end))
             axes[1].set_title(layers, pad=16)
             _name_operators(axes[1], timeline, window[1:])
             axes[0].axvspan(begin / 1e3, end / 1e3, color="#000000", alpha=0.07, linewidth=0)
         axes[-1].set_xlabel("ms from the step's start")
         used = {span.stage.removesuffix("_us") for span in timeline.spans}
         stage_legend(
-            figure, [name for name in STAGES if name.removesuffix("_us") in used], rest=False
+            figure,
+            [name for name in STAGES if name.removesuffix("_us") in used],
+            rest=_BETWEEN if any(gaps.values()) else None,
         )
         name = case_name(timeline.phase, timeline.tokens, timeline.batch)
         return Plot(f"One step: {run.policy}, {name}", to_svg(figure), _timeline_caption(timeline))
@@ -63,7 +83,11 @@ def _window(timeline: Timeline) -> tuple[str, float, float] | None:
 
 
 def _lanes_panel(
-    axis: Axes, timeline: Timeline, lines: Sequence[tuple[str, int]], window: tuple[float, float]
+    axis: Axes,
+    timeline: Timeline,
+    lines: Sequence[tuple[str, int]],
+    gaps: dict[int, list[tuple[float, float]]],
+    window: tuple[float, float],
 ) -> None:
     begin, end = window
     several = len(lanes(timeline)) > 1
@@ -76,15 +100,26 @@ def _lanes_panel(
             and s.start_us < end
             and s.start_us + s.duration_us > begin
         ]
-        for stage in STAGES:
-            pieces = _pieces(
-                [s for s in spans if f"{s.stage.removesuffix('_us')}_us" == stage], end - begin
+        drawn = [
+            (
+                STAGE_COLOURS[stage],
+                [
+                    (s.start_us, s.start_us + s.duration_us)
+                    for s in spans
+                    if f"{s.stage.removesuffix('_us')}_us" == stage
+                ],
             )
-            if pieces:
+            for stage in STAGES
+        ]
+        if busy == "TEE":
+            # First, so that what is an operator's lies above it.
+            drawn.insert(0, (REST_COLOUR, [g for g in gaps[lane] if g[0] < end and g[1] > begin]))
+        for colour, times in drawn:
+            if times:
                 axis.broken_barh(
-                    [(start / 1e3, width / 1e3) for start, width in pieces],
+                    [(s / 1e3, width / 1e3) for s, width in _pieces(times, end - begin)],
                     (place - 0.38, 0.76),
-                    facecolors=STAGE_COLOURS[stage],
+                    facecolors=colour,
                     edgecolor="none",
                 )
     names = [f"{busy} {lane}" if several else busy for busy, lane in lines]
@@ -125,17 +160,19 @@ def _name_operators(axis: Axes, timeline: Timeline, window: tuple[float, float])
             axis.axvline(start / 1e3, color="#bbbbbb", linewidth=0.6, zorder=0)
 
 
-def _pieces(spans: Sequence[Span], length_us: float) -> list[tuple[float, float]]:
-    """Return start and width of what to draw: pieces nearer than can be seen become one."""
+def _pieces(times: Sequence[tuple[float, float]], length_us: float) -> list[tuple[float, float]]:
+    """Return start and width of what to draw: pieces nearer than can be seen become one.
+
+    `times`: starts and ends.
+    """
     finest = length_us * _FINEST
     made: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda s: s.start_us):
-        stop = span.start_us + span.duration_us
-        if made and span.start_us - sum(made[-1]) < finest / 2:
+    for begin, stop in sorted(times):
+        if made and begin - sum(made[-1]) < finest / 2:
             start = made[-1][0]
             made[-1] = (start, max(stop, sum(made[-1])) - start)
         else:
-            made.append((span.start_us, span.duration_us))
+            made.append((begin, stop - begin))
     return made
 
 
@@ -145,16 +182,24 @@ def _timeline_caption(timeline: Timeline) -> str:
         busy: busy_us(s for s in timeline.spans if resource(s) == busy) / length
         for busy in RESOURCES
     }
-    words = ", ".join(f"{busy} {percent(share)}" for busy, share in shares.items() if share)
     together = sum(shares.values())
+    gaps = sorted(gap for lane in lanes(timeline) for gap in between_us(timeline, lane))
+    # What no lane's operator did: two lanes may lack one at the same time.
+    between, now = 0.0, 0.0
+    for start, end in gaps:
+        between += max(0.0, end - max(start, now))
+        now = max(now, end)
+    shares = {"TEE": shares["TEE"], _BETWEEN: between / length, **shares}
+    words = ", ".join(f"{busy} {percent(share)}" for busy, share in shares.items() if share)
     longest = max(shares, key=lambda busy: shares[busy])
-    text = f"Busy during {duration(length)}: {words}."
+    text = f"Of {duration(length)}: {words}."
     if together > 1.02:
-        text += f" They overlap: together {percent(together)} of the step."
+        text += f" They overlap: without what is {_BETWEEN}, together {percent(together)}."
+    named = f"What is {_BETWEEN}" if longest == _BETWEEN else f"The {longest}"
     return text + (
-        f" The {longest} is what to shorten first."
+        f" {named} is what to shorten first."
         if shares[longest] > 0.5
-        else " None of them is busy more than half of the time."
+        else f" {named} takes most, but no more than half of the time."
     )
 
 

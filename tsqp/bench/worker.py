@@ -13,6 +13,7 @@ import os
 # Read once, when torch is imported; see tsqp/cli/program.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+import errno
 import gc
 import operator
 import statistics
@@ -33,14 +34,13 @@ from tee_side.runner import Generation as Running
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.vocabulary import Operator, Phase, Place, TeeStage
 from tsqp.bench.collect import Collector
-from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Progress
+from tsqp.bench.job import WARM_UP, Answer, Failed, Finished, Job, Measured, Progress
 from tsqp.bench.memory_need import kv_bytes, vocabulary_bytes
 from tsqp.bench.model import Case, Generation, OperatorCost, Span, Spread, Timeline
 from tsqp.bench.procfs import cpu_ns, peak_bytes
+from tsqp.processes import ProcessError
 
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
-_WARM_UP = 2
-_OBSERVED = 3
 # Repeats of a slow case end here, once there are as many as a median needs.
 _BUDGET_S = 10.0
 _LEAST_REPEATS = 3
@@ -79,8 +79,7 @@ def measure(job: Job, tell: Callable[[Answer], None]) -> None:
                 peak_bytes=peak_bytes(),
                 kv_bytes=kv_bytes(
                     runner.config,
-                    tokens=plan.longest,
-                    sequences=plan.sequences,
+                    tokens=plan.cached_tokens(job.step_tokens),
                     itemsize=itemsize,
                 ),
                 vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
@@ -95,7 +94,9 @@ class _Bench:
         self._runner = runner
         self._job = job
         self._tell = tell
-        self._prompts = _prompts(runner.config, job.plan.longest, job.plan.sequences)
+        self._prompts = _prompts(
+            runner.config, job.plan.longest(job.step_tokens), job.plan.sequences
+        )
 
     def prefill(self, tokens: int, *, timeline: bool) -> None:
         """Run whole prompts of a length, up to the first token."""
@@ -107,14 +108,12 @@ class _Bench:
     def decode(self, context: int, batch: int, *, timeline: bool) -> None:
         """Run decode steps of some sequences, each with so many tokens behind it."""
         self._tell(Progress(doing=f"decode {batch} x {context}"))
-        steps = self._job.plan.decode_steps
-        running = [
-            self._generate(index, context, 3 * steps + _WARM_UP + _OBSERVED)
-            for index in range(batch)
-        ]
+        plan = self._job.plan
+        new_tokens = plan.new_tokens(context, batch, self._job.step_tokens)
+        running = [self._generate(index, context, new_tokens) for index in range(batch)]
         while any(one.token_count == 0 and not one.arrived for one in running):
             self._runner.step()
-        self._measure("decode", context, batch, self._runner.step, steps, timeline)
+        self._measure("decode", context, batch, self._runner.step, plan.decode_steps, timeline)
         for one in running:
             one.close()
 
@@ -155,10 +154,10 @@ class _Bench:
         repeats: int,
         timeline: bool,
     ) -> None:
-        for _ in range(_WARM_UP):
+        for _ in range(WARM_UP):
             work()
         pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
-        cpu_before = [cpu_ns(pid) for pid in pids]
+        cpu_before = [_cpu_ns(pid) for pid in pids]
         traffic_before = self._runner.traffic
         times_ms: list[float] = []
         heavy_ms: list[float] = []
@@ -174,11 +173,11 @@ class _Bench:
             heavy_ms.append(heavy.take_ns() / 1e6)
         count = len(times_ms)
         tee, *services = [
-            (cpu_ns(pid) - before) / 1e6 / count
+            (_cpu_ns(pid) - before) / 1e6 / count
             for pid, before in zip(pids, cpu_before, strict=True)
         ]
         traffic = self._runner.traffic
-        observed = min(_OBSERVED, count)
+        observed = self._job.plan.observed(phase, count)
         costs, observed_us, kept = self._observe(work, observed, timeline)
         median = statistics.median(times_ms)
         done = batch if phase == "decode" else tokens
@@ -192,7 +191,7 @@ class _Bench:
             overhead_ms=statistics.median(map(operator.sub, times_ms, heavy_ms)),
             tokens_per_s=done / median * 1e3,
             cpu_tee_ms=tee,
-            cpu_gpu_ms=sum(services),
+            cpu_gpu_ms=None if self._job.endpoints and not services else sum(services),
             rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
             bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
             bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
@@ -205,16 +204,18 @@ class _Bench:
     def _observe(
         self, work: Callable[[], None], times: int, timeline: bool
     ) -> tuple[tuple[OperatorCost, ...], float, tuple[Span, ...]]:
-        """Return the mean costs of some runs, their mean time, and the pieces of one more."""
+        """Return costs and time of the median one of some runs, and the pieces of one more."""
         collector = Collector()
         self._runner.observe(collector)
         work()
-        collector.reset(time.perf_counter_ns())
-        before = time.perf_counter_ns()
+        runs: list[tuple[float, tuple[OperatorCost, ...]]] = []
         for _ in range(times):
+            before = time.perf_counter_ns()
+            collector.reset(before)
             work()
-        elapsed_us = (time.perf_counter_ns() - before) / 1e3 / times
-        costs = collector.costs(times)
+            elapsed_us = (time.perf_counter_ns() - before) / 1e3
+            runs.append((elapsed_us, collector.costs(1)))
+        elapsed_us, costs = median_run(runs)
         spans: tuple[Span, ...] = ()
         if timeline:
             collector.keep_spans = True
@@ -223,6 +224,25 @@ class _Bench:
             spans = collector.spans()
         self._runner.observe(None)
         return costs, elapsed_us, spans
+
+
+def median_run(
+    runs: Sequence[tuple[float, tuple[OperatorCost, ...]]],
+) -> tuple[float, tuple[OperatorCost, ...]]:
+    """Return the run (time, costs) whose time is the median; of two in the middle, the shorter."""
+    return sorted(runs, key=operator.itemgetter(0))[(len(runs) - 1) // 2]
+
+
+def _cpu_ns(pid: int | str) -> int:
+    """Return a process's CPU time. Raises ProcessError for a service that is no more."""
+    try:
+        return cpu_ns(pid)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESRCH):
+            raise
+        raise ProcessError(
+            f"gpu-service (process {pid})", got="its end", expected="it to run"
+        ) from None
 
 
 class _Heavy:
@@ -278,7 +298,7 @@ def main() -> None:
     try:
         measure(job, tell)
     except TsqpError as error:
-        tell(Failed(error=str(error)))
+        tell(Failed(where=error.where, got=error.got, expected=error.expected))
         sys.exit(1)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from protocol.errors import SettingsError
-from tsqp.cli.program import model_directory
+from tsqp.cli.program import EXIT_FAILURE, model_directory
 from tsqp.cli.runner_options import MODELLED_LINK, SPIN_US
 from tsqp.cli.settings import DTYPES, PATH, THREADS, complete_policy, config_option
 
@@ -42,12 +43,51 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         return tuple(sorted({int(part) for part in parts}))
 
 
+class OutputFile(click.Path):
+    """A file to write. An empty name is refused: as a path it is the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail."""
+        if not str(value):
+            self.fail("got an empty name, expected a file to write", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class _Listing(click.Option):
+    """An option whose help ends in names that are only looked up when it is shown."""
+
+    def __init__(self, *args: Any, names: Callable[[], Iterable[str]], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._names = names
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the usual two columns, with the names."""
+        text, self.help = self.help, f"{self.help} {', '.join(self._names())}."
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.help = text
+
+
+def _shapes() -> Iterable[str]:
+    from tsqp.bench.shapes import SHAPES
+
+    return SHAPES
+
+
+def _profiles() -> Iterable[str]:
+    from gpu_side.profiles import PROFILES
+
+    return [*sorted(PROFILES), "or a TOML file"]
+
+
 def _complete_shape(
     _context: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    from tsqp.bench.shapes import SHAPES
-
-    return [name for name in SHAPES if name.startswith(incomplete)]
+    return [name for name in _shapes() if name.startswith(incomplete)]
 
 
 @click.command(context_settings=CONTEXT)
@@ -55,8 +95,11 @@ def _complete_shape(
 @click.option(
     "--shape",
     metavar="NAME",
+    cls=_Listing,
+    names=_shapes,
     shell_complete=_complete_shape,
-    help="In place of MODEL: the shape of a known one, with random weights; nothing is downloaded.",
+    help="In place of MODEL: the shape of a known one, with random weights; nothing is downloaded."
+    " One of",
 )
 @click.option(
     "--policy",
@@ -69,8 +112,10 @@ def _complete_shape(
 @click.option(
     "--device",
     default="null",
+    cls=_Listing,
+    names=_profiles,
     help="Of the service: cpu, cuda, null (answers at once: what is left is our own cost), or"
-    " model:PROFILE (takes as long as the accelerator described would).",
+    " model:PROFILE (takes as long as the accelerator described would). Profiles:",
 )
 @click.option(
     "--transport",
@@ -87,8 +132,19 @@ def _complete_shape(
 @click.option(
     "--repeats", type=click.IntRange(1, 1000), default=5, help="Of each prompt length at most."
 )
-@click.option("--decode-steps", type=click.IntRange(1, 10_000), default=24)
-@click.option("--step-tokens", type=click.IntRange(min=1), default=512)
+@click.option(
+    "--decode-steps",
+    type=click.IntRange(1, 10_000),
+    default=24,
+    help="Timed for each context and batch; up to 12 more are observed. They need room in the"
+    " model's context.",
+)
+@click.option(
+    "--step-tokens",
+    type=click.IntRange(min=1),
+    default=512,
+    help="As tee-runner's: longer prompts are prefilled in chunks.",
+)
 @click.option(
     "--micro-batches", type=click.IntRange(1, 64), default=1, help="Into which a step is cut."
 )
@@ -110,14 +166,25 @@ def _complete_shape(
     default=True,
     help="Also tee-only, transformers, the published client, and raw ping-pong.",
 )
-@click.option("--json", "json_path", type=PATH, metavar="FILE", help="Write everything to FILE.")
-@click.option("--html", "html_path", type=PATH, metavar="FILE", help="Write a page with plots.")
 @click.option(
-    "--trace", "trace_path", type=PATH, metavar="FILE", help="Write a trace for ui.perfetto.dev."
+    "--json", "json_path", type=OutputFile(), metavar="FILE", help="Write everything to FILE."
+)
+@click.option(
+    "--html", "html_path", type=OutputFile(), metavar="FILE", help="Write a page with plots."
+)
+@click.option(
+    "--trace",
+    "trace_path",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write a trace for ui.perfetto.dev.",
 )
 @click.option("--details", is_flag=True, help="Also print every layer.")
 @config_option
+@click.pass_context
 def bench(
+    context: click.Context,
+    /,
     *,
     model: str | None,
     shape: str | None,
@@ -159,26 +226,65 @@ def bench(
         )
         if path is not None
     ]
-    with _writable([path for path, _ in outputs]):
-        run = Bench(_settings(model, shape, policy, options), _say)
+    given = frozenset(
+        name
+        for name in context.params
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    )
+    with _writable([path for path, _ in outputs]) as made:
+        run = Bench(_settings(model, shape, policy, options, given), _say)
+    written = True
     try:
         run.run()
     finally:
-        report = run.report()
-        for path, render in outputs:
+        if run.measured:
+            report = run.report()
+            # First: it is there whatever becomes of the files, and they whatever becomes of it.
+            try:
+                show(report, console, details=details)
+            finally:
+                written = _write(report, outputs)
+        else:
+            _remove(made)
+    if not written:
+        context.exit(EXIT_FAILURE)
+
+
+def _write(report: Report, outputs: list[tuple[Path, Callable[[Report], str]]]) -> bool:
+    """Write each file, whether or not another could be; return whether all could."""
+    written = True
+    for path, render in outputs:
+        try:
             path.write_text(render(report), encoding="utf-8")
-        show(report, console, details=details)
+        except OSError as error:
+            _say(f"error: {path}: got {error.strerror or type(error).__name__}, expected none")
+            written = False
+    return written
 
 
 def _settings(
-    model: str | None, shape: str | None, policies: tuple[str, ...], options: dict[str, Any]
+    model: str | None,
+    shape: str | None,
+    policies: tuple[str, ...],
+    options: dict[str, Any],
+    given: frozenset[str],
 ) -> Any:
+    """Return `BenchSettings`. `given`: the options that somebody chose, by their names."""
     import torch
 
     from tee_side.policy import load_policy
     from tsqp.bench.job import Plan
     from tsqp.bench.settings import BenchSettings
 
+    for name, kind in (
+        ("device", "--device"),
+        ("transport", "--transport"),
+        ("gpu_threads", "--gpu-threads"),
+    ):
+        if options["gpu"] and name in given:
+            raise SettingsError(
+                kind, got="it together with --gpu", expected="one of them: no service is started"
+            )
     cores = torch.get_num_threads()
     contexts, batches = options["context"], options["batch"]
     return BenchSettings(
@@ -207,13 +313,26 @@ def _settings(
             repeats=options["repeats"],
             decode_steps=options["decode_steps"],
         ),
+        default_prefill="prefill" not in given,
+        default_context="context" not in given,
     )
 
 
 @contextmanager
-def _writable(paths: list[Path]) -> Iterator[None]:
-    """Refuse files that cannot be written, and leave none behind if the run is refused."""
-    made = []
+def _writable(paths: list[Path]) -> Iterator[list[Path]]:
+    """Refuse files that cannot be written, and leave none behind if the run is refused.
+
+    Yields those that were not there.
+    """
+    made: list[Path] = []
+    places: dict[Path, Path] = {}
+    for path in paths:
+        other = places.setdefault(path.resolve(), path)
+        # What is no file, such as /dev/null, takes anything.
+        if other is not path and (path.is_file() or not path.exists()):
+            raise SettingsError(
+                "--json, --html, --trace", got=f"{path} twice", expected="a file for each"
+            )
     try:
         for path in paths:
             new = not path.exists()
@@ -225,12 +344,16 @@ def _writable(paths: list[Path]) -> Iterator[None]:
                     str(path), got=error.strerror or "an error", expected="a file to write"
                 ) from None
             made += [path] if new else []
-        yield
+        yield made
     except BaseException:
-        for path in made:
-            with suppress(OSError):
-                path.unlink()
+        _remove(made)
         raise
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables for people, by rich, which is part of the extra `demo`; `--json` does without."""
+"""Tables for people, by rich, part of the extras `demo` and `bench`; `--json` does without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_console(command: str) -> Console:
         raise SettingsError(
             command,
             got=f"no module {error.name}",
-            expected="the extra demo (pip install '.[demo]'), or --json",
+            expected="the extra demo or bench (pip install '.[demo]'), or --json",
         ) from None
     # Shapes stand in brackets, which are no markup.
     return Console(markup=False, highlight=False, emoji=False)

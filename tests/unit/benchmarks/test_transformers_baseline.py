@@ -49,6 +49,19 @@ def test_measures_and_prints_json(
     ]
 
 
+def test_decode_follows_each_context(
+    saved_model: Callable[..., SavedModel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tokens", "4", "--context", "3,6", "--new-tokens", "2", "--repeats", "1"]
+    main([str(saved_model().directory), *arguments, "--threads", "1", "--dtype", "float32"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["phase"], one["tokens"]) for one in found] == [
+        ("prefill", 4),
+        ("decode", 3),
+        ("decode", 6),
+    ]
+
+
 def test_the_result_can_go_to_a_file(
     saved_model: Callable[..., SavedModel], tmp_path: Path
 ) -> None:

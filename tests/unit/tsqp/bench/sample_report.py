@@ -207,6 +207,13 @@ def timeline(
     return Timeline(phase=phase, tokens=tokens, batch=batch, spans=tuple(spans))
 
 
+def disclosure(policy: str) -> str | None:
+    if policy == "tee-only":
+        return None
+    seen = "uniform random numbers, lengths and timing" if policy == "shielded" else "<something>"
+    return f"policy {policy}: the GPU sees {seen}"
+
+
 def policy_run(
     policy: str,
     *,
@@ -226,7 +233,7 @@ def policy_run(
     return PolicyRun(
         policy=policy,
         summary=f"what {policy} does",
-        disclosure=None if policy == "tee-only" else f"policy {policy}: the GPU sees <something>",
+        disclosure=disclosure(policy),
         cases=tuple(cases),
         generation=Generation(
             prompt_tokens=512,

@@ -12,7 +12,7 @@ import pytest
 
 from tsqp.bench.html import render_html
 from tsqp.bench.model import Report
-from tsqp.bench.summary import missing
+from tsqp.bench.summary import caveats, missing
 
 from .sample_report import partial_reports, sample_report, setup
 
@@ -131,6 +131,38 @@ def test_layers_are_split_into_operators_only_where_policies_are_compared() -> N
     assert text.count("layer by layer") == 6
     # In six tables of operators, and in two of layers.
     assert text.count("silu_mul") == 6 + 2
+
+
+def test_what_to_know_first_is_at_the_top_and_above_the_plots(complete: str) -> None:
+    report = sample_report(layers=4)
+    first, second = caveats(report)
+    for part in (complete[: complete.index("<nav")], complete[complete.index("<h2>Plots") :]):
+        assert f"! {first}" in part
+        assert f"! {second}" in part
+    computed = undrawn(report.model_copy(update={"setup": setup(device="cpu")}))
+    text = Page(render_html(computed)).text
+    assert "upper bound" not in text
+    assert "pads are made ahead" in text
+
+
+def test_letters_are_of_one_size_in_all_pictures() -> None:
+    report = undrawn(sample_report(("tsqp",), lengths=(128, 512), batches=(1,), layers=1))
+    pictures = Page(render_html(report)).all("img")
+    scales = set()
+    for picture in pictures:
+        svg = b64decode(str(picture["src"]).partition(",")[2]).decode()
+        width = re.search(r'width="([\d.]+)pt"', svg)
+        style = re.fullmatch(r"width: ([\d.]+)%", str(picture["style"]))
+        assert width is not None
+        assert style is not None
+        scales.add(round(float(width[1]) / float(style[1]), 1))
+    assert len(pictures) == 4
+    assert len(scales) == 1
+
+
+def test_policies_of_one_name_are_told_apart() -> None:
+    text = Page(render_html(undrawn(sample_report(("tsqp", "tsqp"), layers=1)))).text
+    assert "tsqp (2)" in text
 
 
 def test_text_of_others_is_escaped() -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from protocol.errors import SettingsError
 from tsqp.bench.model import STAGES, Report, Span, Timeline
-from tsqp.bench.plot_style import STAGE_COLOURS, Plot, check_installed
+from tsqp.bench.plot_style import REST_COLOUR, STAGE_COLOURS, WIDTH, Plot, check_installed
 from tsqp.bench.plots import growth_plot, plots, side_by_side, stage_bars
 from tsqp.bench.timeline_plot import timeline_plot, timelines
 
-from .sample_report import partial_reports, policy_run, sample_report, timeline
+from .sample_report import partial_reports, policy_run, sample_report, setup, timeline
 
 PARTIAL = partial_reports()
 
@@ -84,8 +84,42 @@ def test_policies_stand_side_by_side() -> None:
         assert says(plot, run.policy)
     assert says(plot, "prefill 512: tokens/s")
     assert says(plot, "decode at 512: tokens/s")
+    assert says(plot, "upper bound")
+    # Without a computing service, only what the TEE computes alike is ranked.
+    ranked = max(report.policies[1:], key=lambda run: run.cases[1].tokens_per_s)
+    assert plot.caption.startswith(
+        f"Prefill 512: {ranked.policy} is the fastest of attention-in-tee and shielded, which"
+    )
+    computed = report.model_copy(update={"setup": setup(device="cpu")})
+    plot = checked(side_by_side(computed))
+    assert not says(plot, "upper bound")
     fastest = max(report.policies, key=lambda run: run.cases[1].tokens_per_s)
-    assert plot.caption.startswith(f"Prefill 512: {fastest.policy} is the fastest")
+    assert plot.caption.startswith(f"Prefill 512: {fastest.policy} is the fastest, ")
+
+
+def test_a_speed_with_pads_is_said_to_be_without_making_them() -> None:
+    alone = checked(side_by_side(sample_report(("shielded",), layers=2)))
+    assert alone.caption.count("tokens/s (making pads not counted).") == 2
+    clear = checked(side_by_side(sample_report(("tsqp",), layers=2)))
+    assert "pads" not in clear.caption
+
+
+def test_nothing_alike_has_no_fastest() -> None:
+    report = sample_report(("tsqp", "tee-only"), layers=2)
+    plot = checked(side_by_side(report))
+    assert "is the fastest," not in plot.caption
+    assert "fastest of" not in plot.caption
+    assert "so none is called the fastest" in plot.caption
+    assert says(plot, "no RPC: all in the TEE")
+    assert not says(checked(side_by_side(sample_report(layers=2))), "no RPC: all in the TEE")
+
+
+def test_fewer_panels_are_narrower_and_not_larger() -> None:
+    fewer = checked(growth_plot(sample_report(("tsqp",), batches=(1,), layers=2)))
+    whole = checked(growth_plot(sample_report(("tsqp",), layers=2)))
+    assert fewer.width < whole.width == WIDTH
+    for plot in (fewer, whole):
+        assert f'width="{plot.width * 72:g}pt"' in plot.svg
 
 
 def test_growth_states_exponents_and_the_quality_of_the_fit() -> None:
@@ -99,7 +133,10 @@ def test_growth_states_exponents_and_the_quality_of_the_fit() -> None:
     assert "Prefill time grows faster than its prompt tokens" in plot.caption
     assert "Decode time grows no faster than its context tokens" in plot.caption
     two = checked(growth_plot(sample_report(("tsqp",), layers=2)))
-    assert ", two points -->" in two.svg
+    assert says(two, "tsqp: two points")
+    assert "n^" not in two.svg
+    assert "grows" not in two.caption
+    assert "Prefill against prompt tokens: two points" in two.caption
 
 
 def test_one_size_has_no_growth() -> None:
@@ -129,7 +166,23 @@ def test_the_caption_of_a_timeline_says_who_was_busy() -> None:
     run = policy_run("tsqp", layers=1)
     plot = checked(timeline_plot(run, Timeline(phase="decode", tokens=1, batch=1, spans=spans)))
     assert plot.caption == (
-        "Busy during 100 us: TEE 10%, wire 80%, GPU 10%. The wire is what to shorten first."
+        "Of 100 us: TEE 10%, wire 80%, GPU 10%. The wire is what to shorten first."
+    )
+    assert not says(plot, "between operators")
+
+
+def test_what_is_between_operators_is_drawn_and_said() -> None:
+    spans = tuple(
+        Span(lane=0, operator="o_proj", layer=0, stage=stage, start_us=start, duration_us=length)
+        for stage, start, length in (("tee", 30, 10), ("wire", 60, 10), ("gpu", 70, 10))
+    )
+    run = policy_run("tsqp", layers=1)
+    plot = checked(timeline_plot(run, Timeline(phase="decode", tokens=1, batch=1, spans=spans)))
+    assert says(plot, "between operators")
+    assert REST_COLOUR in plot.svg
+    assert plot.caption == (
+        "Of 80.0 us: TEE 12%, between operators 62%, wire 12%, GPU 12%. What is between operators"
+        " is what to shorten first."
     )
 
 

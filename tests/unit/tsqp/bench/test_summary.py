@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tsqp.bench.model import Baseline, Report, Span, Stages
+from tee_side.vocabulary import Phase
+from tsqp.bench.model import Baseline, Report, Span, Stages, Timeline
 from tsqp.bench.summary import (
     baseline_name,
+    between_us,
     busy_us,
     by_layer,
     by_operator,
     case_name,
     case_stages,
+    caveats,
     compare,
+    distinct,
     dominant,
     findings,
     growth,
@@ -20,6 +26,7 @@ from tsqp.bench.summary import (
     missing,
     resource,
     tokens_per_step,
+    uses_pads,
 )
 
 from .sample_report import case, partial_reports, policy_run, sample_report, setup, spread
@@ -126,6 +133,86 @@ def test_what_computes_everything_itself_needs_no_device(against: str, same: boo
     (found,) = compare(report)
     assert found.policy == "tee-only"
     assert (found.ratio is not None) == same
+
+
+def test_each_case_is_compared_by_what_it_computed() -> None:
+    # As `shielded`: its prompts stay in the TEE, its decode steps leave it.
+    stays, leaves = policy_run("tee-only", layers=1), policy_run("shielded", layers=1)
+    cases = [c for c in stays.cases if c.phase == "prefill"]
+    cases += [c for c in leaves.cases if c.phase == "decode"]
+    run = leaves.model_copy(update={"cases": tuple(cases)})
+    kinds: list[tuple[Phase, int]] = [("prefill", 0), ("decode", 0), ("prefill", 64)]
+    for against, expected in (("null", [False, True, False]), ("none", [True, False, False])):
+        found = compare(
+            of_device(
+                "null",
+                policies=(run,),
+                baselines=tuple(
+                    baseline(phase=phase, tokens=512, new_tokens=new, against=against)
+                    for phase, new in kinds
+                ),
+            )
+        )
+        assert [one.ratio is not None for one in found] == expected
+        # Time without the vocabulary is an overhead only where something is sent.
+        assert found[0].ours_ms == cases[1].step_ms.median
+        assert all(one.ours_ms is not None for one in found)
+
+
+def test_what_must_be_known_first() -> None:
+    first, second = caveats(of_device("null"))
+    assert first.startswith("With device null nothing is computed at the service: tokens/s are an")
+    assert second.startswith("shielded: pads are made ahead, and making them is not counted")
+    assert "factors of these pads are zeros" in second
+    assert "tokens/s are modelled" in caveats(of_device("model:h100"))[0]
+    (pads,) = caveats(of_device("cpu"))
+    assert "zeros" not in pads
+    assert caveats(sample_report(("tee-only",), layers=1)) == []
+    assert len(caveats(sample_report(("tsqp",), layers=1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "pads"),
+    [
+        ("the GPU sees uniform random numbers, lengths and timing", True),
+        ("each GPU service sees uniform random numbers, as long as the two do not collude", False),
+        ("the GPU sees hidden states in the clear - bad; activations under pad", True),
+        ("the GPU sees activations under row-mix, pad, not known to be broken", True),
+        ("the GPU sees activations under float-noise, which is broken; padding", False),
+    ],
+)
+def test_pads_are_known_by_what_they_disclose(said: str, pads: bool) -> None:
+    run = policy_run("p", layers=1).model_copy(update={"disclosure": f"policy p: {said}"})
+    assert uses_pads(run) == pads
+    # Without a round trip none is used.
+    kept = policy_run("tee-only", layers=1).model_copy(update={"disclosure": run.disclosure})
+    assert not uses_pads(kept)
+
+
+def test_policies_of_one_name_are_told_apart() -> None:
+    report = sample_report(("tsqp", "shielded", "tsqp", "tsqp"), layers=1)
+    names = ["tsqp", "shielded", "tsqp (2)", "tsqp (3)"]
+    assert [run.policy for run in distinct(report).policies] == names
+    assert distinct(distinct(report)) == distinct(report)
+
+
+def test_what_is_between_operators() -> None:
+    def span(lane: int, start: float, length: float, stage: str = "tee") -> Span:
+        return Span(
+            lane=lane, operator="o", layer=0, stage=stage, start_us=start, duration_us=length
+        )
+
+    def between(*spans: Span, lane: int = 0) -> list[tuple[float, float]]:
+        return between_us(Timeline(phase="decode", tokens=1, batch=1, spans=spans), lane)
+
+    # The wire's time is nobody's gap, nor is what comes after the last span.
+    alone = (span(0, 5, 5), span(0, 10, 20, "wire"), span(0, 35, 5))
+    assert between(*alone) == [(0, 5), (30, 35)]
+    # Another lane's operator takes the TEE, its wire does not.
+    second = (span(1, 32, 2), span(1, 36, 30, "wire"), span(1, 70, 1))
+    assert between(*alone, *second) == [(0, 5), (30, 32), (34, 35)]
+    assert between(*alone, *second, lane=1) == [(34, 35), (66, 70)]
+    assert between() == []
 
 
 def test_a_prompt_with_many_tokens_is_compared_with_the_whole_request() -> None:
@@ -255,10 +342,17 @@ def test_what_is_missing_is_said(name: str, sentences: list[str]) -> None:
 
 def test_findings_name_the_fastest_and_the_ratios() -> None:
     said = list(findings(sample_report(layers=2)))
-    fastest = [sentence for sentence in said if sentence.startswith("Decode at 512: ")]
-    assert len(fastest) == 1
-    assert fastest[0].startswith("Decode at 512: tsqp takes ")
-    assert "attention-in-tee" in fastest[0]
+    ranked = [sentence for sentence in said if sentence.startswith("Decode at 512: ")]
+    # Nobody computed what tsqp left to the service, and the others do in the TEE.
+    assert len(ranked) == 2
+    assert re.fullmatch(r"Decode at 512: tsqp takes .* a step, at most .* tokens/s\.", ranked[0])
+    assert ranked[1].startswith("Decode at 512: attention-in-tee takes ")
+    assert re.search("; shielded .* times as long", ranked[1])
+    computed = list(findings(of_device("cpu")))
+    (one,) = [sentence for sentence in computed if sentence.startswith("Decode at 512: ")]
+    assert one.startswith("Decode at 512: tsqp takes ")
+    assert "at most" not in one
+    assert "attention-in-tee" in one
     assert sum(sentence.startswith("The baseline published takes") for sentence in said) == 3
     # On a device that computes nothing, what computes is no baseline.
     assert not any("transformers" in sentence for sentence in said)

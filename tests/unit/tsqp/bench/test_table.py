@@ -16,11 +16,14 @@ from tsqp.bench.grids import (
     operators_grid,
     ping_pong_grid,
     requests_grid,
+    setup_pairs,
     steps_grid,
 )
+from tsqp.bench.model import Stages
+from tsqp.bench.summary import dominant
 from tsqp.bench.table import render
 
-from .sample_report import case, partial_reports, sample_report
+from .sample_report import case, partial_reports, sample_report, setup
 
 PARTIAL = partial_reports()
 
@@ -34,7 +37,7 @@ def row(grid: Grid | None, first: str) -> dict[str, str]:
 def under(grid: Grid | None, group: str, first: str) -> dict[str, str]:
     assert grid is not None
     heading = [r.cells[0] for r in grid.rows].index(group)
-    (found,) = [r for r in grid.rows[heading + 1 : heading + 4] if r.cells[0] == first]
+    found = next(r for r in grid.rows[heading + 1 : heading + 4] if r.cells[0] == first)
     return dict(zip(grid.columns, found.cells, strict=True))
 
 
@@ -167,10 +170,10 @@ def test_ping_pong_is_ours_over_raw() -> None:
     assert {r.cells[-3:] for r in half.rows} == {("", "", "")}
 
 
-def test_two_points_have_an_exponent_but_no_quality() -> None:
+def test_nothing_is_concluded_from_two_points() -> None:
     two = growth_grid(sample_report(("tsqp",), layers=2))
     assert two is not None
-    assert {r.cells[-3:] for r in two.rows if r.kind == "plain"} == {("", "", "2")}
+    assert {r.cells[2:] for r in two.rows if r.kind == "plain"} == {("two points", "", "", "2")}
     three = under(
         growth_grid(sample_report(("tsqp",), lengths=(128, 512, 2048), layers=2)),
         "tsqp",
@@ -184,9 +187,64 @@ def test_two_points_have_an_exponent_but_no_quality() -> None:
 def test_memory_beyond_what_must_be_there() -> None:
     shown = row(memory_grid(sample_report(layers=1)), "shielded")
     assert shown["TEE peak"] == "1.18 GB"
-    assert shown["rest"] == "580 MB"
+    assert shown["beyond embedding, LM head and KV cache"] == "580 MB"
     assert shown["GPU side peak"] == "610 MB"
     assert row(memory_grid(PARTIAL["tee-only"]), "tee-only")["GPU side peak"] == "no service"
+
+
+def test_services_that_are_not_ours_have_no_figures() -> None:
+    report = sample_report(("shielded",), layers=1)
+    run = report.policies[0]
+    given = run.model_copy(
+        update={"cases": tuple(c.model_copy(update={"cpu_gpu_ms": None}) for c in run.cases)}
+    )
+    report = report.model_copy(
+        update={"policies": (given,), "setup": setup(gpu_threads=None, spin_us=50, step_tokens=96)}
+    )
+    assert under(steps_grid(report), "prefill 128", "shielded")["GPU CPU ms"] == "not ours"
+    pairs = dict(setup_pairs(report))
+    assert pairs["threads"] == "TEE 2, GPU side not ours"
+    assert pairs["spin"] == "50 us before blocking"
+    assert pairs["tokens a step"] == "at most 96"
+
+
+def test_overhead_is_that_of_rpcs() -> None:
+    shown = under(steps_grid(PARTIAL["tee-only"]), "prefill 128", "tee-only")
+    assert shown["overhead ms"] == ""
+    assert shown["step ms"] != ""
+
+
+def test_all_shares_are_of_the_whole_step() -> None:
+    report = sample_report(("attention-in-tee",), layers=1)
+    run = report.policies[0]
+    only_wire = tuple(
+        c.model_copy(update={"stages": Stages(wire_us=100.0 if c.operator == "o_proj" else 0.0)})
+        for c in run.cases[0].operators
+    )
+    found = run.cases[0].model_copy(update={"operators": only_wire, "rest_us": 300.0})
+    run = run.model_copy(update={"cases": (found,)})
+    report = report.model_copy(update={"policies": (run,)})
+    assert under(steps_grid(report), "prefill 128", run.policy)["largest stage"] == "wire 25%"
+    grid = operators_grid(found, "t")
+    assert row(grid, "o_proj")["share"] == "25%"
+    assert row(grid, "everything else")["share"] == "75%"
+    assert "what no operator accounts for" in grid.note
+    said = dominant(run, found)
+    assert "wire (25%)" in said
+    assert said.endswith("; everything else is 75%.")
+
+
+def test_warnings_come_first() -> None:
+    lines = render(sample_report(layers=1)).splitlines()
+    assert lines[2].startswith("! With device null nothing is computed at the service")
+
+
+def test_policies_of_one_name_are_told_apart() -> None:
+    text = render(sample_report(("tsqp", "tsqp"), layers=1))
+    assert "tsqp (2), prefill 512: cost per operator, ms" in text
+    shown = text.split("Steps", 1)[1].split("Traffic", 1)[0]
+    assert shown.count("tsqp (2)") == 6
+    assert shown.count("  tsqp  ") == 6
 
 
 def test_what_was_not_measured_has_no_table() -> None:

@@ -1,0 +1,151 @@
+"""What a benchmark needs on disk is made by processes whose errors and ends are ours to tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import ModelError
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest, model_digest
+from tee_side.calibration import CALIBRATION_FILE
+from tee_side.policy import load_policy
+from tests.support import SavedModel
+from tsqp.bench import prepare
+from tsqp.bench.job import Plan
+from tsqp.processes import ProcessError
+
+Models = Callable[..., SavedModel]
+PLAN = Plan(prefill=(3, 5), decode=((7, 1), (7, 4)), generation=(6, 2), repeats=3, decode_steps=4)
+
+
+def _refuse() -> None:
+    raise ModelError("there", got="this", expected="that")
+
+
+def _fail() -> None:
+    raise FileNotFoundError(2, "No such file or directory", "weights")
+
+
+def _crash() -> None:
+    sys.stderr.close()
+    raise ZeroDivisionError
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _interrupt(path: str) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    Path(path).write_text("went on", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_refuse, "refuse: there: got this, expected that"),
+        (_fail, "fail: weights: got No such file or directory, expected none"),
+        (_crash, "crash: got exit status 1, expected 0"),
+        (_die, "die: got a process killed by SIGKILL, expected 0"),
+    ],
+)
+def test_a_process_that_fails_is_named_with_what_it_says(
+    function: Callable[[], None], message: str
+) -> None:
+    with pytest.raises(ProcessError) as refused:
+        prepare.in_fresh_process(function)
+    assert str(refused.value).startswith(message)
+
+
+def test_an_interrupt_is_left_to_us(tmp_path: Path) -> None:
+    prepare.in_fresh_process(_interrupt, str(tmp_path / "out"))
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "went on"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_model_without_eos_is_the_same_to_a_service(saved_model: Models, tmp_path: Path) -> None:
+    model = saved_model(eos_token_id=2).directory
+    made = prepare.endless(model, tmp_path)
+    assert read_config(model).eos_token_ids
+    assert read_config(made).eos_token_ids == frozenset()
+    both = [(read_config(folder), Checkpoint(folder)) for folder in (model, made)]
+    assert len({model_digest(*one) for one in both}) == 1
+    assert len({linear_digest(*one) for one in both}) == 1
+    assert json.loads((model / "config.json").read_text())["eos_token_id"] == 2
+    without = saved_model().directory
+    assert prepare.endless(without, tmp_path) == without
+
+
+def test_scales_are_made_beside_a_model_that_has_none(
+    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _in_this_process(monkeypatch)
+    model = saved_model().directory
+    made = prepare.calibration(model, tmp_path)
+    assert (made / CALIBRATION_FILE).is_file()
+    assert not (model / CALIBRATION_FILE).exists()
+    assert prepare.calibration(made, tmp_path) == made
+
+
+@pytest.mark.parametrize(
+    ("policy", "pads"),
+    [
+        # Of each sequence one a decoded token: 2 + 4 + 1 + 4 + 1 and the one of the prompt's step.
+        ("shielded", (1 + 4) * 13 + 2),
+        ("attention-in-tee", 0),
+    ],
+)
+def test_pads_are_counted_by_what_is_run(policy: str, pads: int) -> None:
+    assert prepare.pads_needed(load_policy(policy), PLAN, 512) == pads
+
+
+def test_prompts_take_pads_where_they_are_masked() -> None:
+    policy = load_policy("shielded-prefill")
+    prompts = (2 + 3 + 1 + 3 + 1) * (3 + 5) + 7 + 4 * 7 + 6
+    assert prepare.pads_needed(policy, PLAN, 512) == prompts + (1 + 4) * 13 + 2
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_bank_has_as_many_pads_as_asked_for(
+    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zeros: bool
+) -> None:
+    _in_this_process(monkeypatch)
+    model, policy = saved_model().directory, load_policy("shielded")
+    path = prepare.bank(model, policy, 5, tmp_path / "pads", zeros=zeros)
+    assert path == tmp_path / "pads"
+    sizes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert sizes >= prepare.bank_bytes(read_config(model), policy, 5) > 0
+    prepare.remove(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_masks_of_integers_have_a_bank(saved_model: Models, tmp_path: Path) -> None:
+    model = saved_model().directory
+    for name in ("attention-in-tee", "float-noise"):
+        assert prepare.bank(model, load_policy(name), 5, tmp_path / "p", zeros=True) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_random_model_has_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[Any, ...]] = []
+    _in_this_process(monkeypatch)
+    monkeypatch.setattr(
+        prepare,
+        "write_random_model",
+        lambda folder, settings, linear: written.append((folder, settings["hidden_size"], linear)),
+    )
+    prepare.random_model(tmp_path, "llama-3.2-1b", linear=False)
+    assert written == [(tmp_path, 2048, False)]
+
+
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "in_fresh_process", lambda function, *given: function(*given))

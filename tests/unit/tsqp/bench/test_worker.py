@@ -1,0 +1,158 @@
+"""The process that measures: every case is run as often as the plan says, and reported."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tee_side.runner import Runner
+from tests.support import SavedModel
+from tsqp.bench import worker
+from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.bench.model import OperatorCost, Stages
+from tsqp.processes import ProcessError
+
+Models = Callable[..., SavedModel]
+PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
+
+
+def job(model: Path, **changes: Any) -> Job:
+    made = Job(
+        model=model,
+        policy="tee-only",
+        endpoints=(),
+        service_pids=(),
+        key=None,
+        bank=None,
+        threads=1,
+        step_tokens=64,
+        micro_batches=1,
+        spin_us=0.0,
+        link_gbps=None,
+        link_rtt_us=0.0,
+        dtype=None,
+        plan=PLAN,
+    )
+    return made.model_copy(update=changes)
+
+
+def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    generate = Runner.generate
+
+    def recorded(self: Runner, prompt_ids: Any, **settings: Any) -> Any:
+        given.append((len(prompt_ids), settings["max_new_tokens"]))
+        return generate(self, prompt_ids, **settings)
+
+    monkeypatch.setattr(Runner, "generate", recorded)
+    told: list[Answer] = []
+    worker.measure(job(saved_model().directory), told.append)
+    doing = [answer.doing for answer in told if isinstance(answer, Progress)]
+    assert doing == ["loading", "prefill 1", "prefill 9", "decode 3 x 5", "generating 6 tokens"]
+    measured = [answer for answer in told if isinstance(answer, Measured)]
+    one, nine, decode = (answer.case for answer in measured[:3])
+    assert one is not None
+    assert nine is not None
+    assert decode is not None
+    assert [(c.phase, c.tokens, c.batch) for c in (one, nine, decode)] == [
+        ("prefill", 1, 1),
+        ("prefill", 9, 1),
+        ("decode", 5, 3),
+    ]
+    assert (one.step_ms.runs, decode.step_ms.runs) == (4, 5)
+    # As often as the plan counts, which is what contexts and pads are sized by.
+    runs = PLAN.runs("prefill")
+    assert given == [
+        *[(1, 1)] * (runs - 1),  # no timeline but of the longest
+        *[(9, 1)] * runs,
+        *[(5, PLAN.new_tokens(5, 3, 64))] * 3,
+        (4, 6),
+    ]
+    for case in (one, nine, decode):
+        # Without a service all of it is known, and nothing is sent.
+        assert (case.rpcs, case.bytes_sent, case.cpu_gpu_ms) == (0, 0, 0)
+        layers = {cost.layer for cost in case.operators if cost.operator == "qkv_proj"}
+        assert layers == {0, 1, 2}
+        assert all(cost.calls >= 1 for cost in case.operators)
+        assert case.step_ms.low <= case.step_ms.median <= case.step_ms.high
+        assert 0 < case.heavy_ms < case.step_ms.high
+    assert decode.tokens_per_s == pytest.approx(3e3 / decode.step_ms.median)
+    assert nine.tokens_per_s == pytest.approx(9e3 / nine.step_ms.median)
+    assert [answer.timeline is not None for answer in measured] == [False, True, True, False]
+    generation = measured[3].generation
+    assert generation is not None
+    assert (generation.prompt_tokens, generation.new_tokens) == (4, 6)
+    finished = told[-1]
+    assert isinstance(finished, Finished)
+    # Keys and values of 3 sequences of 5 + 15 - 1 tokens: 3 layers of 2 heads of 16 floats each.
+    assert PLAN.cached_tokens(64) == 3 * (5 + 15 - 1)
+    assert finished.kv_bytes == 57 * 2 * 3 * 2 * 16 * 4
+    assert (
+        finished.vocabulary_bytes == 2 * 320 * 48 * 4 or finished.vocabulary_bytes == 320 * 48 * 4
+    )
+
+
+def test_the_last_decode_step_still_has_every_sequence(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    step = Runner.step
+
+    def counted(self: Runner) -> None:
+        step(self)
+        rows.append(len(self._engine.running))
+
+    monkeypatch.setattr(Runner, "step", counted)
+    # Prompts that take several steps: the first sequences decode meanwhile.
+    plan = Plan(prefill=(), decode=((20, 3),), generation=None, decode_steps=4)
+    worker.measure(job(saved_model().directory, plan=plan, step_tokens=8), lambda _: None)
+    assert min(rows[:-1]) == 3
+
+
+def test_the_median_run_is_one_that_was_observed() -> None:
+    runs = [(3.0, (_cost("c"),)), (1.0, (_cost("a"),)), (2.0, (_cost("b"),))]
+    assert worker.median_run(runs) == runs[2]
+    assert worker.median_run(runs[:2]) == runs[1]
+    assert worker.median_run(runs[:1]) == runs[0]
+
+
+def _cost(operator: str) -> OperatorCost:
+    return OperatorCost(
+        operator=operator,
+        layer=0,
+        place="tee",
+        calls=1,
+        rpcs=0,
+        bytes_sent=0,
+        bytes_received=0,
+        stages=Stages(),
+    )
+
+
+def test_a_service_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_pid: int | str) -> int:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    monkeypatch.setattr(worker, "cpu_ns", gone)
+    with pytest.raises(ProcessError, match=r"gpu-service \(process 7\): got its end"):
+        worker._cpu_ns(7)
+
+
+def test_an_error_is_told_in_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = job(tmp_path / "nowhere").model_dump_json()
+    monkeypatch.setattr("sys.stdin", io.StringIO(given))
+    with pytest.raises(SystemExit) as ended:
+        worker.main()
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = Failed.model_validate(json.loads(lines[-1]))
+    assert str(tmp_path / "nowhere") in failed.where
+    assert failed.expected
