@@ -44,6 +44,8 @@ HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # Repeats of a slow case end here, once there are as many as a median needs.
 _BUDGET_S = 10.0
 _LEAST_REPEATS = 3
+# Work that takes longer needs no second run to warm up.
+_SLOW_S = 1.0
 
 
 def measure(job: Job, tell: Callable[[Answer], None]) -> None:
@@ -154,8 +156,7 @@ class _Bench:
         repeats: int,
         timeline: bool,
     ) -> None:
-        for _ in range(WARM_UP):
-            work()
+        slow = self._warm_up(work)
         pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
         cpu_before = [_cpu_ns(pid) for pid in pids]
         traffic_before = self._runner.traffic
@@ -178,7 +179,7 @@ class _Bench:
         ]
         traffic = self._runner.traffic
         observed = self._job.plan.observed(phase, count)
-        costs, observed_us, kept = self._observe(work, observed, timeline)
+        costs, observed_us, kept = self._observe(work, observed, timeline=timeline, slow=slow)
         median = statistics.median(times_ms)
         done = batch if phase == "decode" else tokens
         case = Case(
@@ -201,13 +202,23 @@ class _Bench:
         spans = Timeline(phase=phase, tokens=tokens, batch=batch, spans=kept) if kept else None
         self._tell(Measured(case=case, timeline=spans))
 
+    def _warm_up(self, work: Callable[[], None]) -> bool:
+        """Run until things are in place; say whether once is enough, because it takes so long."""
+        for _ in range(WARM_UP):
+            started = time.perf_counter()
+            work()
+            if time.perf_counter() - started > _SLOW_S:
+                return True
+        return False
+
     def _observe(
-        self, work: Callable[[], None], times: int, timeline: bool
+        self, work: Callable[[], None], times: int, *, timeline: bool, slow: bool
     ) -> tuple[tuple[OperatorCost, ...], float, tuple[Span, ...]]:
         """Return costs and time of the median one of some runs, and the pieces of one more."""
         collector = Collector()
         self._runner.observe(collector)
-        work()
+        if not slow:
+            work()
         runs: list[tuple[float, tuple[OperatorCost, ...]]] = []
         for _ in range(times):
             before = time.perf_counter_ns()
