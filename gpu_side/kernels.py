@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -21,12 +21,12 @@ from gpu_side.plans import Computed, EmbeddingWork, LinearWork, MatmulWork, Plan
 from gpu_side.profiles import DeviceProfile
 from gpu_side.transfer import transfer_to
 from gpu_side.weights import ServiceWeights
-from protocol.clock import wait_until
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
+    Response,
     RingLinearRequest,
     TensorReply,
 )
@@ -38,10 +38,21 @@ _KEPT_ANSWERS = 1024
 _SMALLEST_ZEROS = 2**16
 
 
+class Answer(NamedTuple):
+    """A reply, and when it may go out: from an accelerator that still works on it, not yet.
+
+    `started_ns`, `ready_ns`: when it begins and ends (perf_counter_ns); 0: it is there.
+    """
+
+    response: Response
+    started_ns: int = 0
+    ready_ns: int = 0
+
+
 class Kernels(Protocol):
     """Computes. Stateless between requests."""
 
-    def compute(self, request: Computed, plan: Plan) -> TensorReply:
+    def compute(self, request: Computed, plan: Plan) -> Answer:
         """Return an output of the plan's shape and dtype."""
         ...
 
@@ -59,10 +70,10 @@ class TorchKernels:
         self._transfer = transfer_to(weights.device)
         self._twice = _two_rows_are_faster(weights)
 
-    def compute(self, request: Computed, plan: Plan) -> TensorReply:
+    def compute(self, request: Computed, plan: Plan) -> Answer:
         """See `Kernels.compute`."""
         output = self._transfer.to_host(self._output(request, plan), torch_dtype(plan.dtype))
-        return TensorReply(output=from_torch(output))
+        return Answer(TensorReply(output=from_torch(output)))
 
     def _output(self, request: Computed, plan: Plan) -> torch.Tensor:
         weights = self._weights
@@ -125,7 +136,8 @@ def _there(held: T | None) -> T:
 class NullKernels:
     """Answers with zeros of the right shape, at once or after as long as an accelerator takes.
 
-    `itemsize`: bytes of an element of the weights that the accelerator would hold.
+    An accelerator works on one request after the other, and meanwhile on nothing of ours: the
+    service reads and writes. `itemsize`: bytes of an element of the weights that it would hold.
     """
 
     def __init__(
@@ -134,27 +146,27 @@ class NullKernels:
         itemsize: int,
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
-        wait: Callable[[int], None] = wait_until,
     ) -> None:
         self._profile = device.profile
         self._itemsize = itemsize
         self._clock = clock
-        self._wait = wait
+        # When the accelerator will have done all that it was given.
+        self._free_ns = 0
         self._zeros = memoryview(b"")
-        self._answer: Callable[[Plan], tuple[TensorReply, int]] = lru_cache(_KEPT_ANSWERS)(
+        self._answer: Callable[[Plan], tuple[Answer, int]] = lru_cache(_KEPT_ANSWERS)(
             self._make_answer
         )
 
-    def compute(self, request: Computed, plan: Plan) -> TensorReply:
+    def compute(self, request: Computed, plan: Plan) -> Answer:
         """See `Kernels.compute`."""
+        answer, duration_ns = self._answer(plan)
         if self._profile is None:
-            return self._answer(plan)[0]
-        started_ns = self._clock()
-        reply, duration_ns = self._answer(plan)
-        self._wait(started_ns + duration_ns)
-        return reply
+            return answer
+        started_ns = max(self._clock(), self._free_ns)
+        self._free_ns = started_ns + duration_ns
+        return Answer(answer.response, started_ns, self._free_ns)
 
-    def _make_answer(self, plan: Plan) -> tuple[TensorReply, int]:
+    def _make_answer(self, plan: Plan) -> tuple[Answer, int]:
         size = plan.output_bytes
         if size > len(self._zeros):
             # Twice as much as before at least, so that what older answers keep alive stays
@@ -163,7 +175,7 @@ class NullKernels:
             self._zeros = memoryview(zeros).toreadonly()
         output = WireTensor(plan.dtype, plan.shape, self._zeros[:size])
         us = 0.0 if self._profile is None else request_us(self._profile, plan, self._itemsize)
-        return TensorReply(output=output), math.ceil(us * 1000)
+        return Answer(TensorReply(output=output)), math.ceil(us * 1000)
 
 
 def request_us(profile: DeviceProfile, plan: Plan, itemsize: int) -> float:

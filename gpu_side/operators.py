@@ -8,10 +8,10 @@ from __future__ import annotations
 import secrets
 
 from gpu_side.holdings import Holdings
-from gpu_side.kernels import Kernels, NullWeights, TorchKernels
+from gpu_side.kernels import Answer, Kernels, NullWeights, TorchKernels
 from gpu_side.plans import Planner
 from gpu_side.weights import ServiceWeights
-from protocol.messages import InitRequest, Request, Response
+from protocol.messages import InitRequest, Request
 
 
 class Operators:
@@ -32,8 +32,8 @@ class Operators:
         self._max_message_bytes = max_message_bytes
         self._instance_id = secrets.token_hex(16)
 
-    def apply(self, request: Request) -> Response:
+    def apply(self, request: Request) -> Answer:
         """Return the reply to a decoded request. Raises ProtocolError where it does not fit."""
         if isinstance(request, InitRequest):
-            return self._held.init_reply(self._max_message_bytes, self._instance_id)
+            return Answer(self._held.init_reply(self._max_message_bytes, self._instance_id))
         return self._kernels.compute(request, self._planner.plan(request))

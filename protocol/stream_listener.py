@@ -43,6 +43,8 @@ _LOOK_AFTER = 16
 # How long all clients together may keep us waiting in vain, in a row and as a share of all time.
 _PATIENCE_S = 0.05
 _PATIENCE_SHARE = 0.05
+# A client that has taken nothing for so long is busy with something else.
+_PAUSE_S = 0.001
 # How long nobody is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
 _CLOSING_S = 0.5
@@ -222,7 +224,10 @@ class StreamListener:
         if alone and limit_s > 0:
             self._watch_only(client, select.EPOLLOUT)
         while alone and (left_s := began + limit_s - time.monotonic()) > 0:
-            for file, _ in self._epoll.poll(left_s):
+            ready = self._epoll.poll(min(left_s, _PAUSE_S))
+            if not ready:
+                break
+            for file, _ in ready:
                 if self._by_file.get(file) is not client:
                     alone = False
                 elif client.writer.flush():

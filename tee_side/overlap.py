@@ -45,11 +45,14 @@ def run(running: Running[R]) -> R:
 def run_overlapped(running: Sequence[Running[R]]) -> list[R]:
     """Drive coroutines in turns, and return their results in order.
 
-    Each runs until it waits for a reply, then the next has its turn. An error that a coroutine does
-    not handle ends all of them: requests under way are abandoned.
+    Each runs until it waits for a reply, then the next has its turn. They begin one after another,
+    each behind the second turn of the one before it: side by side all would want the TEE for the
+    same long operator, and then leave it idle for the same long product. An error that a coroutine
+    does not handle ends all of them: requests under way are abandoned.
     """
     results: dict[int, R] = {}
-    turns: deque[tuple[int, Waiting | None]] = deque((index, None) for index in range(len(running)))
+    turns: deque[tuple[int, Waiting | None]] = deque([(0, None)] if running else [])
+    begun = 1
     try:
         while turns:
             index, waiting = turns[0]
@@ -61,6 +64,11 @@ def run_overlapped(running: Sequence[Running[R]]) -> list[R]:
             else:
                 turns.popleft()
                 turns.append((index, now_waiting))
+                if waiting is None:
+                    continue
+            if index == begun - 1 and begun < len(running):
+                turns.appendleft((begun, None))
+                begun += 1
     finally:
         for _, waiting in turns:
             _abandon(waiting or ())

@@ -227,7 +227,7 @@ class LoopbackChannel:
 
     def answer(self, request: Request) -> Response:
         """Compute a reply; a test overrides it to answer something else."""
-        return self._operators.apply(request)
+        return self._operators.apply(request).response
 
     def wait(self, request_id: int) -> Exchange:
         """See `Channel.wait`."""

@@ -217,7 +217,9 @@ def test_while_one_part_is_computed_a_request_of_the_other_is_under_way(
     # Parts of four and of five rows.
     model.tee(name, channels=[channel], micro_batches=2).logits(token_ids(9))
     first, second = 4, 5
-    assert channel.events[:6] == [
+    assert channel.events[:8] == [
+        ("submit", first),
+        ("wait", first),
         ("submit", first),
         ("submit", second),
         ("wait", first),
@@ -225,16 +227,22 @@ def test_while_one_part_is_computed_a_request_of_the_other_is_under_way(
         ("wait", second),
         ("submit", second),
     ]
-    # Whenever a reply is waited for, but for the last, the other part's request is out.
     out: list[int] = []
-    for number, (what, rows) in enumerate(channel.events):
+    alone = []
+    waits = 0
+    for what, rows in channel.events:
         if what == "submit":
             out.append(rows)
             assert len(out) == len(set(out))
             continue
         assert out[0] == rows
-        assert len(out) == 2 or number == len(channel.events) - 1
+        if len(out) == 1:
+            alone.append(waits)
+        waits += 1
         out.remove(rows)
+    # Whenever a reply is waited for the other part's request is out, but for the first, where the
+    # second part has not begun, and the last two, where the first has ended.
+    assert alone == [0, waits - 2, waits - 1]
     assert channel.events.count(("submit", first)) == rpcs
     assert channel.events.count(("submit", second)) == rpcs
 
@@ -245,7 +253,7 @@ def test_both_services_work_for_both_parts(saved_model: Models) -> None:
     model.tee("two-server", channels=channels, micro_batches=2).logits(token_ids(9))
     one, two = (c.events for c in channels if isinstance(c, Recording))
     assert one == two
-    assert one[:4] == [("submit", 4), ("submit", 5), ("wait", 4), ("submit", 4)]
+    assert one[:4] == [("submit", 4), ("wait", 4), ("submit", 4), ("submit", 5)]
 
 
 def test_one_part_waits_before_it_goes_on(saved_model: Models) -> None:
@@ -346,7 +354,7 @@ def test_a_prompt_whose_parts_find_no_pads_is_the_same_prompt(
 
 
 def test_pads_that_are_out_end_the_step_and_leave_nothing_under_way(saved_model: Models) -> None:
-    """The part that has pads has sent its request by then."""
+    """The part that has pads has sent its second request by then, and waits for nothing more."""
     model, ids = saved_model("llama"), token_ids(9)
     tee = model.tee("shielded-prefill", micro_batches=2, when_out="fail")
     engine = tee.engine()
@@ -354,7 +362,7 @@ def test_pads_that_are_out_end_the_step_and_leave_nothing_under_way(saved_model:
     _stock(tee, 6)
     with pytest.raises(PadsExhaustedError):
         engine.step()
-    assert len(tee.channels[0].requests) == 1
+    assert len(tee.channels[0].requests) == 2
     assert tee.channels[0].pending == 0
     assert (sequence.cache.length, sequence.token_ids) == (0, [])
     _stock(tee, 30)

@@ -17,7 +17,8 @@ from gpu_side.kernels import NullKernels, NullWeights, request_us
 from gpu_side.operators import Operators
 from gpu_side.plans import Computed, Plan, Planner
 from gpu_side.profiles import DeviceProfile
-from gpu_side.service import ServiceSettings, _load, _StopSignal
+from gpu_side.request_loop import StopSignal
+from gpu_side.service import ServiceSettings, _load
 from gpu_side.weights import load_weights
 from protocol.channel import Traffic
 from protocol.connect import open_channel
@@ -135,7 +136,7 @@ class NullChannel(LoopbackChannel):
         self.traffic = Traffic()
 
     def answer(self, request: Request) -> Response:
-        return self._null.apply(request)
+        return self._null.apply(request).response
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -144,8 +145,8 @@ def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
     full: Path, light: Path, name: str, where: str
 ) -> None:
     real = Operators(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
-    expected = real.apply(REQUESTS[name])
-    reply = _null({"full": full, "light": light}[where]).apply(REQUESTS[name])
+    expected = real.apply(REQUESTS[name]).response
+    reply = _null({"full": full, "light": light}[where]).apply(REQUESTS[name]).response
     assert isinstance(reply, TensorReply)
     assert isinstance(expected, TensorReply)
     assert (reply.output.dtype, reply.output.shape) == (
@@ -172,7 +173,8 @@ def test_what_a_real_service_refuses_is_refused(full: Path, light: Path, name: s
 
 def test_init_is_that_of_a_real_service(full: Path) -> None:
     real = Operators(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
-    expected, reply = real.apply(InitRequest()), _null(full).apply(InitRequest())
+    expected = real.apply(InitRequest()).response
+    reply = _null(full).apply(InitRequest()).response
     assert isinstance(expected, InitReply)
     assert isinstance(reply, InitReply)
     assert reply.arithmetic == ("float", "int8")
@@ -273,11 +275,11 @@ def test_a_provisioned_directory(full: Path, tmp_path: Path) -> None:
     save_file({n: t for n, t in tensors.items() if "_proj." in n}, _weights(tmp_path))
     write_provision(tmp_path, Provision(mask="feature-rotation", provision_id="5a" * 32))
     null = _null(tmp_path)
-    reply = null.apply(InitRequest())
+    reply = null.apply(InitRequest()).response
     assert isinstance(reply, InitReply)
     assert (reply.provision_id, reply.arithmetic) == ("5a" * 32, ("float",))
     assert reply.linear_digest == read_holdings(full)[0].linear_digest
-    assert isinstance(null.apply(REQUESTS["qkv"]), TensorReply)
+    assert isinstance(null.apply(REQUESTS["qkv"]).response, TensorReply)
     for name in ("ring", "head", "embedding"):
         with pytest.raises(ProtocolError) as caught:
             null.apply(REQUESTS[name])
@@ -288,7 +290,8 @@ def test_a_provisioned_directory(full: Path, tmp_path: Path) -> None:
 
 def test_equal_requests_share_one_answer_and_zeros_are_never_written_to(light: Path) -> None:
     null = _null(light)
-    first, again = null.apply(REQUESTS["qkv"]), null.apply(REQUESTS["qkv"])
+    first = null.apply(REQUESTS["qkv"]).response
+    again = null.apply(REQUESTS["qkv"]).response
     assert again is first
     assert isinstance(first, TensorReply)
     assert isinstance(first.output.data, memoryview)
@@ -297,43 +300,38 @@ def test_equal_requests_share_one_answer_and_zeros_are_never_written_to(light: P
     assert not to_torch(first.output).any()
 
 
-class Waits:
-    """A clock that stands still, and what was waited for."""
-
-    def __init__(self) -> None:
-        self.now, self.until = 5000, list[int]()
-
-    def clock(self) -> int:
-        return self.now
-
-    def wait(self, deadline_ns: int) -> None:
-        self.until.append(deadline_ns)
-        self.now = deadline_ns
-
-
 def _plan(directory: Path, name: str) -> Plan:
     return Planner(read_holdings(directory, weights=False)[0], LIMIT).plan(REQUESTS[name])
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_model_of_an_accelerator_answers_after_its_time(light: Path, name: str) -> None:
-    waits = Waits()
-    kernels = NullKernels(NullDevice(PROFILE), 2, clock=waits.clock, wait=waits.wait)
+def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
+    light: Path, name: str
+) -> None:
+    now = 5000
+    kernels = NullKernels(NullDevice(PROFILE), 2, clock=lambda: now)
     plan = _plan(light, name)
-    first = kernels.compute(REQUESTS[name], plan)
-    assert kernels.compute(REQUESTS[name], plan) is first
-    took_ns = request_us(PROFILE, plan, 2) * 1000
-    # One after the other.
-    assert waits.until == [pytest.approx(5000 + n * took_ns, abs=n) for n in (1, 2)]
-    assert took_ns > 9000  # three launches
-    assert not to_torch(first.output).any()
+    took_ns = pytest.approx(request_us(PROFILE, plan, 2) * 1000, abs=1)
+    first, second = (kernels.compute(REQUESTS[name], plan) for _ in range(2))
+    assert first.started_ns == 5000
+    assert first.ready_ns - first.started_ns == took_ns
+    assert second.started_ns == first.ready_ns
+    assert second.ready_ns - second.started_ns == took_ns
+    assert first.ready_ns - 5000 > 9000  # three launches
+    # Once it has nothing to do, it begins at once.
+    now = second.ready_ns + 7
+    assert kernels.compute(REQUESTS[name], plan).started_ns == now
+    assert second.response is first.response
+    assert isinstance(first.response, TensorReply)
+    assert not to_torch(first.response.output).any()
 
 
 def test_at_once_means_that_no_clock_is_read(light: Path) -> None:
-    waits = Waits()
-    kernels = NullKernels(NullDevice(), 2, clock=waits.clock, wait=waits.wait)
-    kernels.compute(REQUESTS["qkv"], _plan(light, "qkv"))
-    assert waits.until == []
+    def clock() -> int:
+        raise AssertionError
+
+    answer = NullKernels(NullDevice(), 2, clock=clock).compute(REQUESTS["qkv"], _plan(light, "qkv"))
+    assert answer.ready_ns == 0
 
 
 def test_the_time_of_a_request_is_its_kernels_and_both_copies(light: Path) -> None:
@@ -365,7 +363,7 @@ def test_the_time_of_a_request_is_its_kernels_and_both_copies(light: Path) -> No
 def test_the_log_says_that_nothing_is_computed(
     light: Path, caplog: pytest.LogCaptureFixture, device: NullDevice
 ) -> None:
-    stop = _StopSignal()
+    stop = StopSignal()
     settings = ServiceSettings(light, "", dtype="bfloat16")
     with caplog.at_level(logging.INFO):
         assert _load(settings, device, stop) is not None
@@ -385,7 +383,7 @@ def test_a_model_too_wide_for_int8_products_is_served_in_floats(
     copy = Path(shutil.copytree(light, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text()) | {"intermediate_size": 2**17}
     (copy / "config.json").write_text(json.dumps(config))
-    stop = _StopSignal()
+    stop = StopSignal()
     service = _load(ServiceSettings(copy, ""), NullDevice(), stop)
     stop.reader.close()
     stop.writer.close()
@@ -397,7 +395,7 @@ def test_a_model_too_wide_for_int8_products_is_served_in_floats(
 
 
 def test_the_limit_of_a_message_is_told(light: Path) -> None:
-    reply = _null(light, limit=DEFAULT_MAX_MESSAGE_BYTES).apply(InitRequest())
+    reply = _null(light, limit=DEFAULT_MAX_MESSAGE_BYTES).apply(InitRequest()).response
     assert isinstance(reply, InitReply)
     assert reply.max_message_bytes == DEFAULT_MAX_MESSAGE_BYTES
 

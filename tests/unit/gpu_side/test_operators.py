@@ -61,7 +61,7 @@ def operators(weights: ServiceWeights) -> Operators:
 
 
 def _apply(operators: Operators, request: Request) -> torch.Tensor:
-    reply = operators.apply(request)
+    reply = operators.apply(request).response
     assert isinstance(reply, TensorReply)
     return to_torch(reply.output)
 
@@ -285,7 +285,7 @@ def test_one_row_of_float32_is_multiplied_once(
 
 
 def test_init_says_what_is_there(operators: Operators, model: transformers.PreTrainedModel) -> None:
-    reply = operators.apply(InitRequest())
+    reply = operators.apply(InitRequest()).response
     assert isinstance(reply, InitReply)
     assert reply.config.model_dump() == {
         "num_layers": 3,
@@ -313,7 +313,7 @@ def test_what_is_not_held_is_unavailable(
         directory, device=torch.device("cpu"), dtype=torch.float32, arithmetic=arithmetic
     )
     operators = Operators(held, LIMIT)
-    reply = operators.apply(InitRequest())
+    reply = operators.apply(InitRequest()).response
     assert isinstance(reply, InitReply)
     assert reply.arithmetic == arithmetic
     cases: list[tuple[Arithmetic, Request, str]] = [
@@ -349,7 +349,8 @@ def provisioned(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Op
 def test_init_of_a_provisioned_directory(
     model: transformers.PreTrainedModel, operators: Operators, provisioned: Operators
 ) -> None:
-    reply, own = provisioned.apply(InitRequest()), operators.apply(InitRequest())
+    reply = provisioned.apply(InitRequest()).response
+    own = operators.apply(InitRequest()).response
     assert isinstance(reply, InitReply)
     assert isinstance(own, InitReply)
     assert (reply.model_digest, reply.provision_id) == ("5a" * 32, "5a" * 32)

@@ -312,15 +312,29 @@ def test_closing_while_a_wakeup_is_readable_still_sends(endpoint: str) -> None:
     assert received == HUGE_BYTES
 
 
+def test_a_client_that_takes_nothing_is_left_alone_after_a_moment(
+    listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_listener, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(stream_listener, "patience_s", lambda size: 1000.0)
+    listener._patience = stream_listener._Patience()
+    with _raw(endpoint) as lazy:
+        # It would take a quarter of an hour if it waited for as long as it may.
+        assert listener.send(_request_of(listener, lazy), HUGE)
+        assert listener._patience._left_s < 1000.0
+
+
 def test_patience_is_one_for_all_connections(
     listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_listener, "_PATIENCE_SHARE", 0.0)
+    monkeypatch.setattr(stream_listener, "_PAUSE_S", 1.0)
     monkeypatch.setattr(listener._patience, "_left_s", 0.01)
     for _ in range(2):
         with _raw(endpoint) as lazy:
             assert listener.send(_request_of(listener, lazy), HUGE)
     assert listener._patience.left_s(0.0) <= 0
+
     with _raw(endpoint) as again:
         route = _request_of(listener, again)
         monkeypatch.setattr(listener, "_epoll", Never(listener._epoll))

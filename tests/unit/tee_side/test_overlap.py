@@ -78,43 +78,66 @@ def test_a_coroutine_that_waits_for_nothing_ends_at_once() -> None:
     assert run_overlapped(cast("list[Coroutine[Waiting, Any, int]]", [])) == []
 
 
-def test_every_request_is_on_its_way_before_the_first_reply_is_waited_for() -> None:
+def test_the_second_begins_behind_the_second_turn_of_the_first_and_then_they_alternate() -> None:
     """The order of turns, to the last event."""
     channel = Recorder()
-    found = run_overlapped([_asking(channel, 2, "a"), _asking(channel, 2, "b")])
-    assert found == [[1, 3], [2, 4]]
+    found = run_overlapped([_asking(channel, 3, "a"), _asking(channel, 3, "b")])
+    assert found == [[1, 2, 4], [3, 5, 6]]
     assert channel.order == [
         "compute a",
         "submit it1",
-        "compute b",
-        "submit it2",
         "wait it1",
         "compute a",
+        "submit it2",
+        "compute b",
         "submit it3",
         "wait it2",
-        "compute b",
+        "compute a",
         "submit it4",
         "wait it3",
-        "end a",
+        "compute b",
+        "submit it5",
         "wait it4",
+        "end a",
+        "wait it5",
+        "compute b",
+        "submit it6",
+        "wait it6",
         "end b",
     ]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_none_overtakes_the_one_before_it_where_all_wait_equally_often(count: int) -> None:
+def test_each_stays_one_or_two_turns_behind_the_one_before_it(count: int) -> None:
     channel = Recorder()
-    at: dict[int, int] = dict.fromkeys(range(count), 0)
+    turns = 12
+    at = [0] * count
 
     async def layers(index: int) -> int:
-        for layer in range(6):
-            at[index] = layer + 1
-            assert index == 0 or at[index - 1] >= layer + 1
-            assert index == 0 or at[index - 1] <= layer + 2
-            await replies(_request(channel) if layer % 2 else ())
+        for turn in range(1, turns + 1):
+            at[index] = turn
+            if index:
+                assert at[index - 1] == min(turn + 1, turns)
+            await replies(_request(channel) if turn % 2 else ())
         return index
 
     assert run_overlapped([layers(index) for index in range(count)]) == list(range(count))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_once_they_have_begun_each_has_a_request_under_way(count: int) -> None:
+    channel = Recorder()
+    under_way = []
+
+    async def layers(index: int) -> None:
+        for _ in range(20):
+            if index == 0:
+                under_way.append(len(channel.open))
+            await replies(_request(channel))
+
+    run_overlapped([layers(index) for index in range(count)])
+    # Of the first turns, one more has begun at each; the first's own reply has just come.
+    assert under_way[count:] == [count - 1] * (20 - count)
 
 
 def test_results_stand_in_order_however_early_one_ends() -> None:
@@ -143,12 +166,12 @@ def test_waiting_for_nothing_lets_the_others_have_their_turn() -> None:
     order: list[str] = []
 
     async def turns(name: str) -> None:
-        for turn in range(2):
+        for turn in range(3):
             order.append(f"{name}{turn}")
             assert await replies(()) == []
 
     run_overlapped([turns("a"), turns("b")])
-    assert order == ["a0", "b0", "a1", "b1"]
+    assert order == ["a0", "a1", "b0", "a2", "b1", "b2"]
 
 
 # ------------------------------------------------------------------------------------- errors
@@ -215,16 +238,14 @@ def test_an_error_ends_all_and_abandons_exactly_what_is_under_way(failing: int, 
     parts = [part(index) for index in range(3)]
     with pytest.raises(ValueError, match=f"{failing} at {turn}"):
         run_overlapped(parts)
-    # Those before it have asked once more than it has; those behind it have not.
-    asked = [turn + 1 if index < failing else turn for index in range(3)]
+    # Each is one turn behind the one before it, which has had its turn before.
+    asked = [max(0, turn + failing - index + (index < failing)) for index in range(3)]
     waited = [event for event in channel.order if event.startswith("wait")]
     abandoned = [event for event in channel.order if event.startswith("abandon")]
-    assert len(waited) + len(abandoned) == sum(asked)
-    assert len(abandoned) == (2 if turn else failing)
+    assert len(waited) + len(abandoned) == sum(min(4, times) for times in asked)
     assert not channel.open
     # Those that had begun ran their `finally`; none can be resumed.
-    begun = set(range(3)) if turn else set(range(failing + 1))
-    assert set(closed) == begun
+    assert set(closed) == {i for i in range(3) if asked[i] or i == failing}
     for coroutine in parts:
         with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
             coroutine.send(None)
@@ -247,7 +268,16 @@ def test_an_interrupt_while_waiting_leaves_no_request_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_overlapped([_asking(channel, 2), _asking(channel, 2)])
     assert not channel.open
-    assert channel.order[-1] == "abandon it2"
+    assert channel.order == ["compute ", "submit it1", "wait it1"]
+
+
+def test_an_interrupt_while_both_wait_leaves_no_request_behind() -> None:
+    channel = Recorder()
+    channel.losing, channel.refusing = {2}, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_overlapped([_asking(channel, 2), _asking(channel, 2)])
+    assert not channel.open
+    assert channel.order[-1] == "abandon it3"
 
 
 def test_an_error_before_the_others_have_begun_leaves_none_of_them_waiting() -> None:

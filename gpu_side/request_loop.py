@@ -1,0 +1,209 @@
+"""Answers requests, one after the other, until told to stop.
+
+One thread does everything. Whatever has arrived is picked up between two requests, from its clients
+in turn. What waits in the transport while the processor computes a product is not seen before the
+product is done, so the queueing time in a reply is a lower bound; while an accelerator works,
+messages come in and replies go out. A malformed message gets an error reply with a code and a line
+in the log; nothing that a client sends ends the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from gpu_side.kernels import Answer
+from gpu_side.operators import Operators
+from protocol.channel import Incoming, Listener
+from protocol.clock import wait_until
+from protocol.encoding import (
+    EnvelopeError,
+    Form,
+    OpenedRequest,
+    encode_reply,
+    likely_form,
+    open_request,
+    read_request,
+)
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import Response, Timing
+
+log = logging.getLogger("gpu_service")
+
+# Picked up but not answered. Beyond it messages wait in the transport's bounded queues.
+MAX_QUEUED_REQUESTS = 64
+_STOPPING_S = 0.1
+# A wait for messages takes whole milliseconds. In the last of them before an accelerator is done we
+# look for messages so often.
+_LOOK_NS = 200_000
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a readable socket, so that a blocked poll wakes at once."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+        self.requested = False
+
+    def request(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self.requested = True
+
+
+class _Origin(NamedTuple):
+    """What a reply says of its request, and where it goes."""
+
+    incoming: Incoming
+    form: Form
+    request_id: int
+    method: str
+
+
+class RequestLoop:
+    """Takes messages from a listener and gives it the replies."""
+
+    def __init__(self, operators: Operators, max_message_bytes: int) -> None:
+        self._operators = operators
+        self._max_message_bytes = max_message_bytes
+        self._queue: deque[Incoming] = deque()
+        # What an accelerator works on, in the order in which it will be done.
+        self._underway: deque[tuple[_Origin, Answer]] = deque()
+
+    def run(self, listener: Listener, stop: StopSignal) -> None:
+        """Answer until told to stop."""
+        with torch.inference_mode():
+            self._run(listener, stop)
+        self._stop(listener)
+
+    def _run(self, listener: Listener, stop: StopSignal) -> None:
+        queue, underway = self._queue, self._underway
+        while not stop.requested:
+            if queue:
+                incoming: Incoming | None = queue.popleft()
+            elif underway:
+                incoming = self._receive_meanwhile(listener, stop)
+            elif listener.wait(wakeup=stop.reader):
+                incoming = listener.receive()
+            else:
+                break
+            if incoming is not None:
+                self._answer(listener, incoming)
+            while underway and underway[0][1].ready_ns <= time.perf_counter_ns():
+                self._send_result(listener, *underway.popleft())
+            # After the reply, not before it: finding nothing takes time, too.
+            while len(queue) + len(underway) < MAX_QUEUED_REQUESTS and (
+                later := listener.receive()
+            ):
+                queue.append(later)
+
+    def _receive_meanwhile(self, listener: Listener, stop: StopSignal) -> Incoming | None:
+        """Wait for a message, but only until the accelerator is done with what it works on."""
+        ready_ns = self._underway[0][1].ready_ns
+        full = len(self._underway) >= MAX_QUEUED_REQUESTS
+        while not full and (left_ns := ready_ns - time.perf_counter_ns()) > 0:
+            timeout_ms = max(0, left_ns // 1_000_000 - 1)
+            if listener.wait(wakeup=stop.reader, timeout_ms=timeout_ms):
+                return listener.receive()
+            if stop.requested:
+                return None
+            if not timeout_ms:
+                wait_until(min(ready_ns, time.perf_counter_ns() + _LOOK_NS))
+        wait_until(ready_ns)
+        return None
+
+    def _answer(self, listener: Listener, incoming: Incoming) -> None:
+        started_ns = time.perf_counter_ns()
+        origin = _Origin(incoming, likely_form(incoming.frames), 0, "")
+        try:
+            opened = open_request(incoming.frames, self._max_message_bytes)
+            origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
+            _check_deadline(opened, (started_ns - incoming.received_ns) // 1000)
+            answer = self._operators.apply(read_request(opened))
+        except ProtocolError as error:
+            if isinstance(error, EnvelopeError):
+                origin = origin._replace(form=error.form, request_id=error.request_id)
+            extra = _fields(origin, code=error.code.value, detail=str(error))
+            log.warning("refused", extra=extra)
+            self._send(listener, origin, error.code)
+        except Exception:
+            # Exhausted memory, a device fault or a mistake of ours: this request fails, the
+            # others go on. The traceback stays in our own log.
+            log.exception("failed", extra=_fields(origin, method=origin.method))
+            self._send(listener, origin, ErrorCode.INTERNAL)
+        else:
+            if answer.ready_ns:
+                self._underway.append((origin, answer))
+            else:
+                done_ns = time.perf_counter_ns()
+                self._send_result(listener, origin, Answer(answer.response, started_ns, done_ns))
+
+    def _send_result(self, listener: Listener, origin: _Origin, answer: Answer) -> None:
+        queue_us = (answer.started_ns - origin.incoming.received_ns) // 1000
+        compute_us = (answer.ready_ns - answer.started_ns) // 1000
+        timing = Timing(queue_us=max(0, queue_us), compute_us=compute_us)
+        self._send(listener, origin, answer.response, timing)
+
+    def _send(
+        self,
+        listener: Listener,
+        origin: _Origin,
+        result: Response | ErrorCode,
+        timing: Timing | None = None,
+    ) -> None:
+        incoming, form, request_id, method = origin
+        try:
+            frames = encode_reply(form, request_id, method, result, timing)
+        except Exception:
+            log.exception("failed", extra=_fields(origin, method=method))
+            frames = encode_reply(form, request_id, method, ErrorCode.INTERNAL)
+        if not listener.send(incoming.route, frames):
+            log.warning("client_gone", extra=_fields(origin))
+
+    def _stop(self, listener: Listener) -> None:
+        """Refuse what is left.
+
+        Requests that arrive in the moment of stopping get an answer, not a passed deadline.
+        Bounded, so that a client that goes on sending cannot keep the service from stopping.
+        """
+        until = time.monotonic() + _STOPPING_S
+        for origin, _ in self._underway:
+            self._send(listener, origin, ErrorCode.SHUTTING_DOWN)
+        while self._queue or listener.wait(
+            timeout_ms=max(0, int((until - time.monotonic()) * 1000))
+        ):
+            if time.monotonic() > until:
+                break
+            incoming = self._queue.popleft() if self._queue else listener.receive()
+            if incoming is not None:
+                self._refuse(listener, incoming)
+
+    def _refuse(self, listener: Listener, incoming: Incoming) -> None:
+        try:
+            opened = open_request(incoming.frames, self._max_message_bytes)
+        except ProtocolError:
+            return
+        origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
+        self._send(listener, origin, ErrorCode.SHUTTING_DOWN)
+
+
+def _fields(origin: _Origin, **more: str) -> dict[str, dict[str, object]]:
+    """Return what a line of the log says of a request, as `extra`."""
+    return {"fields": {"peer": origin.incoming.peer, "request_id": origin.request_id, **more}}
+
+
+def _check_deadline(opened: OpenedRequest, queue_us: int) -> None:
+    if opened.timeout_ms is not None and queue_us > opened.timeout_ms * 1000:
+        raise ProtocolError(
+            opened.method,
+            got=f"{queue_us / 1e6:.3f} s in the queue",
+            expected=f"a start within {opened.timeout_ms / 1e3:g} s",
+            code=ErrorCode.DEADLINE_EXCEEDED,
+        )
