@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
 
+from gpu_side.answers import Answer
 from gpu_side.devices import NullDevice
 from gpu_side.holdings import OPERATOR_OF, Holdings
 from gpu_side.plans import Computed, EmbeddingWork, LinearWork, MatmulWork, Plan
@@ -26,7 +27,6 @@ from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
-    Response,
     RingLinearRequest,
     TensorReply,
 )
@@ -38,22 +38,11 @@ _KEPT_ANSWERS = 1024
 _SMALLEST_ZEROS = 2**16
 
 
-class Answer(NamedTuple):
-    """A reply, and when it may go out: from an accelerator that still works on it, not yet.
-
-    `started_ns`, `ready_ns`: when it begins and ends (perf_counter_ns); 0: it is there.
-    """
-
-    response: Response
-    started_ns: int = 0
-    ready_ns: int = 0
-
-
 class Kernels(Protocol):
     """Computes. Stateless between requests."""
 
     def compute(self, request: Computed, plan: Plan) -> Answer:
-        """Return an output of the plan's shape and dtype."""
+        """Return an output of the plan's shape and dtype, complete once its work has ended."""
         ...
 
 
@@ -72,8 +61,8 @@ class TorchKernels:
 
     def compute(self, request: Computed, plan: Plan) -> Answer:
         """See `Kernels.compute`."""
-        output = self._transfer.to_host(self._output(request, plan), torch_dtype(plan.dtype))
-        return Answer(TensorReply(output=from_torch(output)))
+        output, work = self._transfer.to_host(self._output(request, plan), torch_dtype(plan.dtype))
+        return Answer(TensorReply(output=from_torch(output)), work)
 
     def _output(self, request: Computed, plan: Plan) -> torch.Tensor:
         weights = self._weights
@@ -133,6 +122,17 @@ def _there(held: T | None) -> T:
     return held
 
 
+@dataclass(frozen=True, slots=True)
+class _Modelled:
+    """Work that takes as long as was computed before."""
+
+    started_ns: int
+    end_ns: int
+
+    def ends_ns(self) -> int:
+        return self.end_ns
+
+
 class NullKernels:
     """Answers with zeros of the right shape, at once or after as long as an accelerator takes.
 
@@ -164,7 +164,7 @@ class NullKernels:
             return answer
         started_ns = max(self._clock(), self._free_ns)
         self._free_ns = started_ns + duration_ns
-        return Answer(answer.response, started_ns, self._free_ns)
+        return Answer(answer.response, _Modelled(started_ns, self._free_ns))
 
     def _make_answer(self, plan: Plan) -> tuple[Answer, int]:
         size = plan.output_bytes

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 
+from gpu_side.answers import Answer
 from gpu_side.holdings import Holdings
-from gpu_side.kernels import Answer, Kernels, NullWeights, TorchKernels
+from gpu_side.kernels import Kernels, NullWeights, TorchKernels
 from gpu_side.plans import Planner
 from gpu_side.weights import ServiceWeights
 from protocol.messages import InitRequest, Request

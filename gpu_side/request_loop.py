@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_side.kernels import Answer
+from gpu_side.answers import Working
 from gpu_side.operators import Operators
 from protocol.channel import Incoming, Listener
 from protocol.clock import wait_until
@@ -67,6 +67,14 @@ class _Origin(NamedTuple):
     method: str
 
 
+class _Underway(NamedTuple):
+    """A request that an accelerator works on."""
+
+    origin: _Origin
+    response: Response
+    work: Working
+
+
 class RequestLoop:
     """Takes messages from a listener and gives it the replies."""
 
@@ -75,7 +83,7 @@ class RequestLoop:
         self._max_message_bytes = max_message_bytes
         self._queue: deque[Incoming] = deque()
         # What an accelerator works on, in the order in which it will be done.
-        self._underway: deque[tuple[_Origin, Answer]] = deque()
+        self._underway: deque[_Underway] = deque()
 
     def run(self, listener: Listener, stop: StopSignal) -> None:
         """Answer until told to stop."""
@@ -96,8 +104,8 @@ class RequestLoop:
                 break
             if incoming is not None:
                 self._answer(listener, incoming)
-            while underway and underway[0][1].ready_ns <= time.perf_counter_ns():
-                self._send_result(listener, *underway.popleft())
+            while underway and self._send_ended(listener, *underway[0]):
+                underway.popleft()
             # After the reply, not before it: finding nothing takes time, too.
             while len(queue) + len(underway) < MAX_QUEUED_REQUESTS and (
                 later := listener.receive()
@@ -106,18 +114,21 @@ class RequestLoop:
 
     def _receive_meanwhile(self, listener: Listener, stop: StopSignal) -> Incoming | None:
         """Wait for a message, but only until the accelerator is done with what it works on."""
-        ready_ns = self._underway[0][1].ready_ns
         full = len(self._underway) >= MAX_QUEUED_REQUESTS
-        while not full and (left_ns := ready_ns - time.perf_counter_ns()) > 0:
+        while (left_ns := self._left_ns()) > 0 and not stop.requested:
             timeout_ms = max(0, left_ns // 1_000_000 - 1)
-            if listener.wait(wakeup=stop.reader, timeout_ms=timeout_ms):
+            if not full and listener.wait(wakeup=stop.reader, timeout_ms=timeout_ms):
                 return listener.receive()
-            if stop.requested:
-                return None
-            if not timeout_ms:
-                wait_until(min(ready_ns, time.perf_counter_ns() + _LOOK_NS))
-        wait_until(ready_ns)
+            if full or not timeout_ms:
+                wait_until(time.perf_counter_ns() + min(left_ns, _LOOK_NS))
         return None
+
+    def _left_ns(self) -> int:
+        """Say how long the accelerator works on the first request, or when to ask again."""
+        try:
+            return self._underway[0].work.ends_ns() - time.perf_counter_ns()
+        except RuntimeError:
+            return 0  # it has failed, as `_send_ended` will find
 
     def _answer(self, listener: Listener, incoming: Incoming) -> None:
         started_ns = time.perf_counter_ns()
@@ -139,17 +150,39 @@ class RequestLoop:
             log.exception("failed", extra=_fields(origin, method=origin.method))
             self._send(listener, origin, ErrorCode.INTERNAL)
         else:
-            if answer.ready_ns:
-                self._underway.append((origin, answer))
+            if answer.work is None:
+                ended_ns = time.perf_counter_ns()
+                self._send_result(listener, origin, answer.response, started_ns, ended_ns)
             else:
-                done_ns = time.perf_counter_ns()
-                self._send_result(listener, origin, Answer(answer.response, started_ns, done_ns))
+                self._underway.append(_Underway(origin, answer.response, answer.work))
 
-    def _send_result(self, listener: Listener, origin: _Origin, answer: Answer) -> None:
-        queue_us = (answer.started_ns - origin.incoming.received_ns) // 1000
-        compute_us = (answer.ready_ns - answer.started_ns) // 1000
-        timing = Timing(queue_us=max(0, queue_us), compute_us=compute_us)
-        self._send(listener, origin, answer.response, timing)
+    def _send_ended(
+        self, listener: Listener, origin: _Origin, response: Response, work: Working
+    ) -> bool:
+        """Send a result if the accelerator is done with it, or has failed."""
+        try:
+            ends_ns = work.ends_ns()
+        except RuntimeError:
+            log.exception("failed", extra=_fields(origin, method=origin.method))
+            self._send(listener, origin, ErrorCode.INTERNAL)
+            return True
+        if ends_ns > time.perf_counter_ns():
+            return False
+        self._send_result(listener, origin, response, work.started_ns, ends_ns)
+        return True
+
+    def _send_result(
+        self,
+        listener: Listener,
+        origin: _Origin,
+        response: Response,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        queue_us = (started_ns - origin.incoming.received_ns) // 1000
+        compute_us = (ended_ns - started_ns) // 1000
+        timing = Timing(queue_us=max(0, queue_us), compute_us=max(0, compute_us))
+        self._send(listener, origin, response, timing)
 
     def _send(
         self,
@@ -174,8 +207,8 @@ class RequestLoop:
         Bounded, so that a client that goes on sending cannot keep the service from stopping.
         """
         until = time.monotonic() + _STOPPING_S
-        for origin, _ in self._underway:
-            self._send(listener, origin, ErrorCode.SHUTTING_DOWN)
+        for underway in self._underway:
+            self._send(listener, underway.origin, ErrorCode.SHUTTING_DOWN)
         while self._queue or listener.wait(
             timeout_ms=max(0, int((until - time.monotonic()) * 1000))
         ):

@@ -8,10 +8,16 @@ CUDA half has been tested with a stand-in for the device, never on one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from gpu_side.answers import Working
+
+# How often to ask whether the device is done.
+_ASK_AGAIN_NS = 50_000
 
 
 class Transfer(Protocol):
@@ -21,8 +27,10 @@ class Transfer(Protocol):
         """Return a CPU tensor as it is needed on the device. The original may be freed at once."""
         ...
 
-    def to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a device tensor on the CPU, complete: its bytes can be sent."""
+    def to_host(
+        self, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Working | None]:
+        """Return a device tensor on the CPU, complete once the work with it has ended."""
         ...
 
 
@@ -33,24 +41,51 @@ class InPlace:
         """See `Transfer.to_device`."""
         return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
-    def to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def to_host(
+        self, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Working | None]:
         """See `Transfer.to_host`."""
-        return tensor if tensor.dtype is dtype else tensor.to(dtype)
+        return tensor if tensor.dtype is dtype else tensor.to(dtype), None
 
 
 def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def _wait_for_current_stream() -> None:
-    torch.cuda.current_stream().synchronize()
+class _Event(Protocol):
+    """What of `torch.cuda.Event` is needed here."""
+
+    def query(self) -> bool: ...
+
+
+def _record_on_current_stream() -> _Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class _Queued:
+    """What stands in a stream before an event."""
+
+    def __init__(self, event: _Event, started_ns: int) -> None:
+        self.started_ns = started_ns
+        self._event = event
+        self._ended_ns = 0
+
+    def ends_ns(self) -> int:
+        if not self._ended_ns:
+            now_ns = time.perf_counter_ns()
+            if not self._event.query():
+                return now_ns + _ASK_AGAIN_NS
+            self._ended_ns = now_ns
+        return self._ended_ns
 
 
 class PinnedStaging:
     """The device is a CUDA one: copies through pinned memory, all on the current stream.
 
-    Copies and kernels of one request queue up behind each other; the host waits once, for the
-    output. dtypes are converted on the device, where it is cheap, and cross the bus as sent.
+    Copies and kernels of requests queue up behind each other, and the host waits for none of them.
+    dtypes are converted on the device, where it is cheap, and cross the bus as sent.
     """
 
     def __init__(
@@ -58,11 +93,11 @@ class PinnedStaging:
         device: torch.device,
         *,
         empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
-        wait: Callable[[], None] = _wait_for_current_stream,
+        record: Callable[[], _Event] = _record_on_current_stream,
     ) -> None:
         self._device = device
         self._empty = empty
-        self._wait = wait
+        self._record = record
 
     def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `Transfer.to_device`."""
@@ -70,12 +105,14 @@ class PinnedStaging:
         pinned = self._empty(tensor.shape, tensor.dtype).copy_(tensor)
         return pinned.to(self._device, non_blocking=True).to(dtype)
 
-    def to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def to_host(
+        self, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Working | None]:
         """See `Transfer.to_host`."""
+        started_ns = time.perf_counter_ns()
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
-        self._wait()
-        return pinned
+        return pinned, _Queued(self._record(), started_ns)
 
 
 def transfer_to(device: torch.device) -> Transfer:

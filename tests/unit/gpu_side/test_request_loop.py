@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpu_side import request_loop
-from gpu_side.kernels import Answer
+from gpu_side.answers import Answer
 from gpu_side.request_loop import MAX_QUEUED_REQUESTS, RequestLoop, StopSignal
 from protocol.channel import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
@@ -202,17 +202,50 @@ def test_client_that_has_gone_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records] == ["client_gone"]
 
 
-class Accelerator:
-    """Works on each request for so long, on a clock of its own."""
+class Work:
+    """Takes from one time of the clock to another, or fails then."""
 
-    def __init__(self, clock: Clock, duration_ns: int) -> None:
+    def __init__(self, clock: Clock, started_ns: int, end_ns: int, fails: bool) -> None:
+        self.started_ns, self._end_ns = started_ns, end_ns
+        self._clock, self._fails = clock, fails
+
+    def ends_ns(self) -> int:
+        if self._fails and self._clock.now >= self._end_ns:
+            raise RuntimeError("canary")
+        return self._end_ns
+
+
+class Asked(Work):
+    """Does not say when it ends."""
+
+    def ends_ns(self) -> int:
+        if self._clock.now < self._end_ns:
+            return self._clock.now + 70_000
+        return self._end_ns
+
+
+class Accelerator:
+    """Works on each request for so long, one after the other, on a clock of its own."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        duration_ns: int,
+        *,
+        kind: type[Work] = Work,
+        failing: int = 0,
+    ) -> None:
         self._clock, self._duration_ns = clock, duration_ns
-        self._free_ns = 0
+        self._kind, self._failing = kind, failing
+        self._free_ns = self._count = 0
 
     def __call__(self, request: Request) -> Answer:
+        self._count += 1
         started_ns = max(self._clock.now, self._free_ns)
         self._free_ns = started_ns + self._duration_ns
-        return Answer(RESULT.response, started_ns, self._free_ns)
+        fails = self._count == self._failing
+        work = self._kind(self._clock, started_ns, self._free_ns, fails)
+        return Answer(RESULT.response, work)
 
 
 class Clock:
@@ -263,19 +296,40 @@ class Timed(Listener):
 MS = 1_000_000
 
 
-def test_requests_are_received_while_an_accelerator_works(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Work, Asked])
+def test_requests_are_received_while_an_accelerator_works(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Work]
+) -> None:
     clock = Clock(monkeypatch)
     listener = Timed(clock, 0, 3 * MS, 9_900_000, 30 * MS)
-    _run(listener, Accelerator(clock, 10 * MS))
+    _run(listener, Accelerator(clock, 10 * MS, kind=kind))
     # 9.9 ms is within the last two milliseconds of the first: seen a moment later.
-    assert listener.received_ns[0::3] == [0, 30 * MS]
-    assert listener.received_ns[1] == 3 * MS
-    assert 9_900_000 <= listener.received_ns[2] <= 10 * MS
+    late_ns = [
+        received - sent
+        for received, sent in zip(
+            listener.received_ns, [0, 3 * MS, 9_900_000, 30 * MS], strict=True
+        )
+    ]
+    assert all(0 <= late <= 200_000 for late in late_ns)
     # Each reply goes out when its own time has come, one after the other, none with another's.
-    assert listener.sent_ns == [10 * MS, 20 * MS, 30 * MS, 40 * MS]
+    late_ns = [sent - number * 10 * MS for number, sent in enumerate(listener.sent_ns, 1)]
+    assert all(0 <= late <= (70_000 if kind is Asked else 0) for late in late_ns)
     timings = [reply["timing"] for reply in listener.sent]
     assert [timing["compute_us"] for timing in timings] == [10_000] * 4
-    assert [timing["queue_us"] for timing in timings[:2]] == [0, 7_000]
+    assert timings[0]["queue_us"] == 0
+    assert 6_800 <= timings[1]["queue_us"] <= 7_000
+
+
+def test_an_accelerator_that_fails_fails_one_request_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    listener = Timed(clock, 0, 1 * MS, 2 * MS)
+    with caplog.at_level(logging.WARNING):
+        _run(listener, Accelerator(clock, 10 * MS, failing=2))
+    assert _errors(listener) == [(1, None), (2, "INTERNAL"), (3, None)]
+    assert "canary" not in str(listener.sent)
+    assert [record.getMessage() for record in caplog.records] == ["failed"]
 
 
 def test_what_an_accelerator_works_on_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

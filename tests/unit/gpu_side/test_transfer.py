@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -9,22 +11,27 @@ from gpu_side.transfer import InPlace, PinnedStaging, transfer_to
 
 
 class Pinned:
-    """Stands in for pinned memory on a device that finishes its copies when it is waited for."""
+    """Stands in for pinned memory, and for a device that is done when the test says so."""
 
     def __init__(self) -> None:
         self.made: list[torch.Tensor] = []
-        self.waits = 0
+        self.done = False
+        self.events = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         self.made.append(torch.empty(shape, dtype=dtype))
         return self.made[-1]
 
-    def wait(self) -> None:
-        self.waits += 1
+    def record(self) -> Pinned:
+        self.events += 1
+        return self
+
+    def query(self) -> bool:
+        return self.done
 
 
 def _staging(pinned: Pinned) -> PinnedStaging:
-    return PinnedStaging(torch.device("cpu"), empty=pinned.empty, wait=pinned.wait)
+    return PinnedStaging(torch.device("cpu"), empty=pinned.empty, record=pinned.record)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,7 +43,7 @@ def test_what_goes_to_the_device_is_staged_as_it_was_sent(dtype: torch.dtype) ->
     (staged,) = pinned.made
     assert staged.dtype == sent.dtype
     assert torch.equal(staged, sent)
-    assert pinned.waits == 0
+    assert pinned.events == 0
 
 
 def test_what_is_on_its_way_does_not_alias_the_request() -> None:
@@ -48,19 +55,35 @@ def test_what_is_on_its_way_does_not_alias_the_request() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_comes_back_is_pinned_converted_and_waited_for(dtype: torch.dtype) -> None:
+def test_what_comes_back_is_pinned_and_converted(dtype: torch.dtype) -> None:
     pinned, output = Pinned(), torch.randn(3, 4)
-    here = _staging(pinned).to_host(output, dtype)
+    here, _ = _staging(pinned).to_host(output, dtype)
     (made,) = pinned.made
     assert here.data_ptr() == made.data_ptr()
     assert torch.equal(here, output.to(dtype))
-    assert pinned.waits == 1
+    assert pinned.events == 1
+
+
+def test_the_host_is_told_when_the_device_is_done() -> None:
+    pinned = Pinned()
+    before_ns = time.perf_counter_ns()
+    _, work = _staging(pinned).to_host(torch.ones(2), torch.float32)
+    assert work is not None
+    assert before_ns <= work.started_ns <= time.perf_counter_ns()
+    for _ in range(2):
+        now_ns = time.perf_counter_ns()
+        assert work.ends_ns() > now_ns  # ask again then
+    pinned.done = True
+    ended_ns = work.ends_ns()
+    assert work.started_ns <= ended_ns <= time.perf_counter_ns()
+    pinned.done = False  # nobody asks the device any more
+    assert work.ends_ns() == ended_ns
 
 
 def test_every_reply_has_memory_of_its_own() -> None:
     pinned = Pinned()
     staging = _staging(pinned)
-    first = staging.to_host(torch.ones(4), torch.float32)
+    first, _ = staging.to_host(torch.ones(4), torch.float32)
     staging.to_host(torch.zeros(4), torch.float32)
     assert torch.equal(first, torch.ones(4))
 
@@ -68,9 +91,11 @@ def test_every_reply_has_memory_of_its_own() -> None:
 def test_on_the_cpu_nothing_is_copied_without_need() -> None:
     transfer, tensor = InPlace(), torch.randn(3)
     assert transfer.to_device(tensor, torch.float32) is tensor
-    assert transfer.to_host(tensor, torch.float32) is tensor
+    here, work = transfer.to_host(tensor, torch.float32)
+    assert here is tensor
+    assert work is None
     assert transfer.to_device(tensor, torch.bfloat16).dtype == torch.bfloat16
-    assert transfer.to_host(tensor, torch.float16).dtype == torch.float16
+    assert transfer.to_host(tensor, torch.float16)[0].dtype == torch.float16
 
 
 def test_cuda_is_staged_and_the_cpu_is_not() -> None:
