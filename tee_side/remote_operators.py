@@ -214,18 +214,20 @@ class RemoteOperators(FusedOperators):
 
     def _check_sent(self, operator: LinearOperator, x_TI: torch.Tensor, masked: object) -> None:
         """Refuse what a mask must not send, before it is sent. Raises MaskError."""
-        where, expected = f"{self._mask_name}: {operator}", f"{len(self._channels)} tensors"
         if not isinstance(masked, Masked) or not isinstance(masked.sent, tuple):
-            raise MaskError(where, got=type(masked).__name__, expected="Masked((tensor,), unmask)")
-        if len(masked.sent) != len(self._channels):
-            raise MaskError(where, got=f"{len(masked.sent)} tensors to send", expected=expected)
-        for sent in masked.sent:
-            if sent.dtype != x_TI.dtype or sent.dim() != 2 or sent.shape[1] != x_TI.shape[1]:
-                raise MaskError(
-                    where,
-                    got=f"{short_name(sent.dtype)} {list(sent.shape)} to send",
-                    expected=f"{short_name(x_TI.dtype)} [rows, {x_TI.shape[1]}]",
-                )
+            got, expected = type(masked).__name__, "Masked((tensor,), unmask)"
+        elif len(masked.sent) != len(self._channels):
+            got, expected = f"{len(masked.sent)} tensors to send", f"{len(self._channels)} tensors"
+        else:
+            width = x_TI.shape[1]
+            for sent in masked.sent:
+                if sent.dtype != x_TI.dtype or sent.dim() != 2 or sent.shape[1] != width:
+                    got = f"{short_name(sent.dtype)} {list(sent.shape)} to send"
+                    expected = f"{short_name(x_TI.dtype)} [rows, {width}]"
+                    break
+            else:
+                return
+        raise MaskError(f"{self._mask_name}: {operator}", got=got, expected=expected)
 
     def _check_unmasked(
         self, operator: LinearOperator, x_TI: torch.Tensor, y_TO: torch.Tensor | None
@@ -245,29 +247,38 @@ class RemoteOperators(FusedOperators):
         self, layer: int, operator: LinearOperator, sent: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return each service's product with the fused weight, for what it was sent."""
-        modules, sizes = FUSED_MODULES[operator], self._sizes[operator]
-        wire = [from_torch(x_TI) for x_TI in sent]
-        rows, dtype = sent[0].shape[:-1], sent[0].dtype
-
-        async def ask(names: tuple[ModuleName, ...], size: int) -> list[torch.Tensor]:
-            requests: list[Request] = [
-                RingLinearRequest(layer_idx=layer, module_names=names, elements=tensor)
-                if dtype is torch.int32
-                else LinearRequest(
-                    layer_idx=layer,
-                    module_names=names,
-                    hidden_states=tensor,
-                    bias=self._sites is None,
-                )
-                for tensor in wire
-            ]
-            exchanges = await self._ask(operator, layer, requests)
-            return self._verify(operator, layer, exchanges, (*rows, size), dtype)
-
+        modules = FUSED_MODULES[operator]
         if not self._one_rpc_per_module or len(modules) == 1:
-            return await ask(modules, self._widths[operator])
-        parts = [await ask((module,), size) for module, size in zip(modules, sizes, strict=True)]
+            return await self._product(layer, operator, modules, self._widths[operator], sent)
+        parts = [
+            await self._product(layer, operator, (module,), size, sent)
+            for module, size in zip(modules, self._sizes[operator], strict=True)
+        ]
         return [torch.cat(outputs, dim=-1) for outputs in zip(*parts, strict=True)]
+
+    async def _product(
+        self,
+        layer: int,
+        operator: LinearOperator,
+        modules: tuple[ModuleName, ...],
+        width: int,
+        sent: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return each service's product with some modules, `width` outputs together."""
+        (rows, _), dtype = sent[0].shape, sent[0].dtype
+        requests: list[Request] = [
+            RingLinearRequest(layer_idx=layer, module_names=modules, elements=from_torch(x_TI))
+            if dtype is torch.int32
+            else LinearRequest(
+                layer_idx=layer,
+                module_names=modules,
+                hidden_states=from_torch(x_TI),
+                bias=self._sites is None,
+            )
+            for x_TI in sent
+        ]
+        exchanges = await self._ask(operator, layer, requests)
+        return self._verify(operator, layer, exchanges, (rows, width), dtype)
 
     async def _matmul(
         self, operator: Operator, layer: int, a: torch.Tensor, b: torch.Tensor
