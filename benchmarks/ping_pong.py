@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 
+from benchmarks.output import write_results
 from benchmarks.raw_echo import TCP_SOCKET, StreamPing, ZmqPing, is_stream
 from protocol.connect import open_channel
 from protocol.encoding import Form, encode_reply, encode_request
@@ -278,11 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measure_all(options)
     except TsqpError as error:
         sys.exit(f"ping_pong: error: {error}")
-    text = json.dumps([result.model_dump() for result in found], indent=1)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    else:
-        print(text)
+    write_results(found, options.json)
 
 
 if __name__ == "__main__":

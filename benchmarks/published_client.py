@@ -19,7 +19,6 @@ the vocabulary's from the LM head's reply.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -34,12 +33,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 
+from benchmarks.output import write_results
 from benchmarks.published_model import Counters, PublishedClient, PublishedModel
 from protocol.errors import TsqpError
-from tee_side.threads import ONE_THREAD_ROWS, threads
+from tee_side.threads import TorchThreads
 from tsqp.bench.model import Baseline, Spread
 
 NAME = "published"
+_ONE_THREAD_ROWS = 16
 
 
 def measure_forward(
@@ -149,9 +150,9 @@ def _baseline(
 
 
 def _timed_ms(model: PublishedModel, ids: torch.Tensor) -> float:
-    # The same choice of threads as ours: one for a few rows, which makes this client faster, too.
-    count = 1 if ids.shape[1] <= ONE_THREAD_ROWS else torch.get_num_threads()
-    with threads(count):
+    # A choice of threads as ours has: one for a few rows, which makes this client faster, too.
+    count = 1 if ids.shape[1] <= _ONE_THREAD_ROWS else torch.get_num_threads()
+    with TorchThreads(count):
         started = time.perf_counter()
         model.forward(ids)
         return (time.perf_counter() - started) * 1e3
@@ -223,11 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measure_all(options)
     except TsqpError as error:
         sys.exit(f"published_client: error: {error}")
-    text = json.dumps([baseline.model_dump() for baseline in found], indent=1)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    else:
-        print(text)
+    write_results(found, options.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The same model in transformers: prefill, and decode with its KV cache, on this machine's CPU.
 
     python -m benchmarks.transformers_baseline MODEL [--dtype bfloat16] [--threads N]
-        [--tokens 128,512] [--context 128,512] [--new-tokens 32] [--repeats 5] [--attention sdpa]
-        [--json FILE]
+        [--tokens 128,512] [--context 128,512] [--new-tokens 32] [--repeats 5] [--case-s 10]
+        [--attention sdpa] [--json FILE]
 
 MODEL: a directory with all weights. Prints a list of `tsqp.bench.model.Baseline` as JSON: prefill
 of each of `--tokens`, and one decode step, as the median of `--new-tokens` steps, after each of
@@ -12,7 +12,6 @@ of each of `--tokens`, and one decode step, as the median of `--new-tokens` step
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -26,6 +25,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 import transformers
 
+from benchmarks.output import write_results
 from protocol.tensors import torch_dtype
 from tsqp.bench.model import Baseline, Spread
 
@@ -44,12 +44,17 @@ def load_model(directory: Path, dtype: str, attention: str) -> Any:
     return model.eval()
 
 
-def measure_prefill(model: Any, tokens: int, repeats: int, dtype: str) -> Baseline:
-    """Time a prompt of so many random tokens."""
+def measure_prefill(
+    model: Any, tokens: int, *, repeats: int, case_s: float, dtype: str
+) -> Baseline:
+    """Time a prompt of so many random tokens.
+
+    Runs it `repeats` times, or until `case_s` is over; at least once.
+    """
     ids = _prompt(model, tokens)
     _step(model, ids, None)
-    times_ms = []
-    for _ in range(repeats):
+    times_ms: list[float] = []
+    while not times_ms or (len(times_ms) < repeats and sum(times_ms) < case_s * 1e3):
         started = time.perf_counter()
         _step(model, ids, None)
         times_ms.append((time.perf_counter() - started) * 1e3)
@@ -109,7 +114,8 @@ def measure_all(options: argparse.Namespace) -> list[Baseline]:
     torch.set_num_threads(options.threads)
     model = load_model(options.model, options.dtype, options.attention)
     lengths = [int(text) for text in options.tokens.split(",")]
-    found = [measure_prefill(model, n, options.repeats, options.dtype) for n in lengths]
+    how = {"repeats": options.repeats, "case_s": options.case_s, "dtype": options.dtype}
+    found = [measure_prefill(model, n, **how) for n in lengths]
     if options.new_tokens:
         contexts = [int(text) for text in options.context.split(",")] if options.context else []
         found += [
@@ -131,17 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", help="tokens behind a decoded one, with commas")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--case-s", type=float, default=10.0, help="for one prompt length")
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
     parser.add_argument("--json", type=Path, help="write the result to this file instead")
     options = parser.parse_args(arguments)
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
     found = measure_all(options)
-    text = json.dumps([baseline.model_dump() for baseline in found], indent=1)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    else:
-        print(text)
+    write_results(found, options.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tee_side.model import TeeModel
 from tee_side.operators import PlacedOperators
 from tee_side.sampling import Sampler, SamplingSettings
 from tee_side.step import run_step
-from tee_side.threads import threads
+from tee_side.threads import TorchThreads
 from tee_side.vocabulary import PHASES, Phase
 
 DEFAULT_STEP_TOKENS = 512
@@ -177,7 +177,7 @@ class Engine:
         logits_NV = run_step(batch, self._model, self.lanes, phase)
         complete = [sequence for sequence, _, left in parts if left == 0]
         light = self.lanes[0].light
-        with threads(1):  # a row of logits is less work than to wake a second thread
+        with TorchThreads(1):  # a row of logits is less work than to wake a second thread
             sampled = [
                 Sampled(sequence, sequence.sample(logits_V, light), logits_V)
                 for sequence, logits_V in zip(complete, logits_NV, strict=True)

@@ -7,7 +7,7 @@ import torch
 from tee_side import functional
 from tee_side.batch import Chunk
 from tee_side.sampling import Sampler
-from tee_side.threads import attention_threads, threads
+from tee_side.threads import TorchThreads, attention_threads, large_tensor
 
 
 class LightOperators:
@@ -15,7 +15,7 @@ class LightOperators:
 
     def __init__(self, rms_norm_eps: float) -> None:
         self._eps = rms_norm_eps
-        # A small step leaves all but one to others; a long context is read with all of them.
+        # Most steps leave all but one to others; what is large gets all of them.
         self._threads = torch.get_num_threads()
 
     def rms_norm(self, layer: int | None, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -44,18 +44,20 @@ class LightOperators:
     ) -> torch.Tensor:
         """Scores, softmax and values in one: [T, H * C]."""
         context = k_KSC.shape[1] if window is None else min(k_KSC.shape[1], window)
-        with threads(attention_threads(q_THC.numel() * context, self._threads)):
+        with TorchThreads(attention_threads(q_THC.numel() * context, self._threads)):
             return functional.attention(q_THC, k_KSC, v_KSC, window)
 
     def softmax(
         self, layer: int, scores: torch.Tensor, causal_mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Turn scores into probabilities."""
-        return functional.softmax(scores, causal_mask)
+        with large_tensor(scores, self._threads):
+            return functional.softmax(scores, causal_mask)
 
     def silu_mul(self, layer: int, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up."""
-        return functional.silu_mul(gate_TF, up_TF)
+        with large_tensor(gate_TF, self._threads):
+            return functional.silu_mul(gate_TF, up_TF)
 
     def residual(self, layer: int, h_TD: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
         """Add to the residual stream in place."""

@@ -22,7 +22,7 @@ from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.fused import FusedOperators
 from tee_side.policy import Policy
 from tee_side.sites import IntegerSites
-from tee_side.threads import attention_threads, threads
+from tee_side.threads import TorchThreads, attention_threads
 from tee_side.vocabulary import PHASES, Site, is_linear
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -65,7 +65,7 @@ class LocalOperators(FusedOperators):
     ) -> torch.Tensor:
         """Compute a linear operator, biases included."""
         product = _held(self._products.get((layer, operator)))
-        with threads(self._threads):
+        with TorchThreads(self._threads):
             return product(x_TI)
 
     async def attn_scores(
@@ -83,11 +83,11 @@ class LocalOperators(FusedOperators):
     async def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V]."""
         lm_head = _held(self._lm_head)
-        with threads(self._threads):
+        with TorchThreads(self._threads):
             return lm_head(h_ND)
 
     def _attention_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        with threads(attention_threads(a.numel() * b.shape[-1], self._threads)):
+        with TorchThreads(attention_threads(a.numel() * b.shape[-1], self._threads)):
             return _attention_product(a, b)
 
 

@@ -34,6 +34,7 @@ from tee_side.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.overlap import replies
 from tee_side.randomness import Randomness
 from tee_side.sites import Sites
+from tee_side.threads import large_tensor
 from tee_side.vocabulary import Operator
 
 M = TypeVar("M", Masked, MaskedProduct)
@@ -77,6 +78,7 @@ class RemoteOperators(FusedOperators):
         self._randomness = randomness or Randomness()
         self._without_factors = without_factors
         self._one_rpc_per_module = one_rpc_per_module
+        self._threads = torch.get_num_threads()
 
     def attention_stays(self, layer: int) -> bool:
         """Say that attention is asked for."""
@@ -151,11 +153,15 @@ class RemoteOperators(FusedOperators):
 
     def _encode(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
         """Return what the weight is multiplied by."""
-        return x_TI if self._sites is None else self._sites.encode(layer, operator, x_TI)
+        if self._sites is None:
+            return x_TI
+        with large_tensor(x_TI, self._threads):
+            return self._sites.encode(layer, operator, x_TI)
 
     def _mask(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked | None:
         """Hide it; None if there is nothing left to hide it with."""
-        masked = self._hide(layer, operator, x_TI)
+        with large_tensor(x_TI, self._threads):
+            masked = self._hide(layer, operator, x_TI)
         if masked is not None:
             self._check_sent(operator, x_TI, masked)
         return masked
@@ -206,11 +212,15 @@ class RemoteOperators(FusedOperators):
         masked: Masked | MaskedProduct,
         outputs: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        return masked.unmask(*outputs)
+        with large_tensor(outputs[0], self._threads):
+            return masked.unmask(*outputs)
 
     def _decode(self, layer: int, operator: LinearOperator, y_TO: torch.Tensor) -> torch.Tensor:
         """Return the operator's output from the product."""
-        return y_TO if self._sites is None else self._sites.decode(layer, operator, y_TO)
+        if self._sites is None:
+            return y_TO
+        with large_tensor(y_TO, self._threads):
+            return self._sites.decode(layer, operator, y_TO)
 
     def _check_sent(self, operator: LinearOperator, x_TI: torch.Tensor, masked: object) -> None:
         """Refuse what a mask must not send, before it is sent. Raises MaskError."""

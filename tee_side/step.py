@@ -16,7 +16,7 @@ from tee_side.forward import forward, logits
 from tee_side.model import TeeModel
 from tee_side.operators import PlacedOperators
 from tee_side.overlap import run, run_overlapped
-from tee_side.threads import ONE_THREAD_ROWS, threads
+from tee_side.threads import ONE_THREAD_ELEMENTS, TorchThreads
 from tee_side.vocabulary import Phase
 
 # A smaller micro-batch costs hardly less than a larger one, in the TEE and at a service.
@@ -37,9 +37,9 @@ def run_step(
     micro_batches = [batch] if parts == 1 else batch.split(parts)
     for chunk in batch.chunks:
         chunk.cache.begin_step()
-    count = torch.get_num_threads() if rows > ONE_THREAD_ROWS else 1
+    large = rows * model.config.hidden_size > ONE_THREAD_ELEMENTS
     try:
-        with threads(count):
+        with TorchThreads(torch.get_num_threads() if large else 1):
             h_ND = run_overlapped(
                 [
                     forward(part, model, lane[phase], lane.light)

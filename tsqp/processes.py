@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import re
@@ -11,23 +10,23 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from pydantic import BaseModel
+
 from protocol.errors import TsqpError
+from tsqp import end_with_parent
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 # The last line of a program of ours that refuses its input; of a traceback, the name of the error.
 _COMPLAINT = re.compile(
     r"(?:[a-z -]+: error: |[\w.]+Error: )?"
     r"(?P<where>.+?): got (?P<got>.+), expected (?P<expected>.+)"
 )
-# Looked up here: between fork and exec it might wait for a lock of a thread that is not there.
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class ProcessError(TsqpError):
@@ -40,13 +39,11 @@ def child(
 ) -> Iterator[tuple[subprocess.Popen[bytes], StderrReader]]:
     """Start one of our programs, and end it when the block ends in whatever way."""
     process = subprocess.Popen(
-        command,
+        [*_ending_with_us(), *command],
         stdin=stdin,
         stdout=stdout,
         stderr=subprocess.PIPE,
         env=_child_environment(),
-        # Two system calls, which wait for no lock that another thread may hold.
-        preexec_fn=_ending_with_us(),  # noqa: PLW1509
     )
     reader = StderrReader(process.stderr)
     try:
@@ -63,21 +60,26 @@ def child(
             process.stdout.close()
 
 
-def end_with(parent: int) -> None:
-    """Have this process get SIGTERM when its parent ends, however it does; Linux only."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # too late to be told
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _ending_with_us() -> Callable[[], None] | None:
-    """Return what a child of ours does before it becomes another program."""
+def _ending_with_us() -> list[str]:
+    """Return what goes before a child's command, so that it ends even when we are killed."""
     # Linux means the thread that started it: one that ends early would take the child with it.
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    parent = os.getpid()
-    return lambda: end_with(parent)
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return []
+    return [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
+
+
+@contextmanager
+def worker(
+    module: str, job: BaseModel
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], StderrReader]]:
+    """Start a module of ours as a child with a job on its stdin; the second is its stdout."""
+    command = [sys.executable, "-m", module]
+    with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as (process, errors):
+        if process.stdin is None or process.stdout is None:
+            raise ProcessError(module, got="no pipes", expected="stdin and stdout")
+        with process.stdin:
+            process.stdin.write(job.model_dump_json().encode())
+        yield process, process.stdout, errors
 
 
 def failure(where: str, status: int | None, last: str, *, expected: str) -> ProcessError:

@@ -15,7 +15,7 @@ from tee_side.masks.mask import AdditiveMask, Factors
 from tee_side.pads.layout import site_number
 from tee_side.pads.maker import PadMaker
 from tee_side.pads.store import PadStore
-from tee_side.threads import threads
+from tee_side.threads import TorchThreads
 
 WhenOut = Literal["wait", "tee", "fail"]
 
@@ -124,7 +124,7 @@ class Pads:
                     got=f"room for {self._store.capacity} tokens, used by this step",
                     expected=f"{missing} more (fewer --step-tokens need fewer at once)",
                 )
-            with threads(self._threads):
+            with TorchThreads(self._threads):
                 self._maker.fill(self._store, wanted)
             self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
 

@@ -16,7 +16,7 @@ from tee_side.vocabulary import OPERATORS, is_linear
 from tests.support import ENVIRONMENT, Service, run
 from tsqp.bench.model import Case, PolicyRun, Report
 from tsqp.cli.program import model_directory
-from tsqp.explain import explain
+from tsqp.explain.explanation import explain
 
 DEMO = model_directory("demo")
 LAYERS = 5

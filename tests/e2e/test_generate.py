@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tests.e2e.in_process import call
+from tests.e2e.reference import greedy
 from tests.support import ENVIRONMENT, Service, run
 from tsqp.cli.program import model_directory
 
@@ -30,18 +30,6 @@ def generate(service: Service, *arguments: str) -> subprocess.CompletedProcess[s
         "tee-runner",
         *("generate", "demo", "--gpu", service.endpoint, "--dtype", "float32"),
         *arguments,
-    )
-
-
-def expected(reference: Any, prompt_ids: list[int], tokens: int) -> Any:
-    ids = torch.tensor([prompt_ids])
-    return reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
     )
 
 
@@ -62,11 +50,10 @@ def test_greedy_tokens_and_logits_equal_transformers(
         *("rpc", "pads"),
     }
     assert answer["prompt_token_ids"] == reference_tokenizer(PROMPT)["input_ids"]
-    output = expected(reference, answer["prompt_token_ids"], 64)
-    want = output.sequences[0, len(answer["prompt_token_ids"]) :].tolist()
+    want, expected = greedy(reference, answer["prompt_token_ids"], 64)
     assert answer["token_ids"] == want
     assert len(want) == 64
-    difference = load_file(logits_file)["logits"] - torch.cat(output.logits)
+    difference = load_file(logits_file)["logits"] - expected
     assert difference.abs().max().item() < 1e-4
     assert answer["text"] == reference_tokenizer.decode(want, skip_special_tokens=True)
     # One forward a token: the prompt is one chunk, and the last token is never fed back.
@@ -98,8 +85,8 @@ def test_two_runners_at_once_each_get_their_own_text(
         stdout, stderr = runner.communicate(timeout=60)
         assert runner.returncode == 0, stderr
         (turn,) = json.loads(stdout)["turns"]
-        want = expected(reference, turn["prompt_token_ids"], 120)
-        assert turn["token_ids"] == want.sequences[0, len(turn["prompt_token_ids"]) :].tolist()
+        want, _ = greedy(reference, turn["prompt_token_ids"], 120)
+        assert turn["token_ids"] == want
         texts.append(turn["text"])
     assert "fox" in texts[0]
     assert "Mia" in texts[1]

@@ -11,7 +11,7 @@ from tee_side.policy import load_policy
 from tee_side.vocabulary import OPERATORS
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
-from tsqp.explain import explain
+from tsqp.explain.explanation import explain
 from tsqp.plan.model import PARTS, PlanReport, PolicyPlan
 
 DEMO = model_directory("demo")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tee_side.policy import builtin_policies, load_policy
 from tests.e2e.in_process import call
+from tests.e2e.reference import greedy
 from tests.support import Service, running_service
 
 PROMPT, TOKENS = "Once upon a time", 24
@@ -85,17 +86,9 @@ def test_float_policies_give_the_tokens_of_transformers(
     policy: str, generate: Any, reference: Any, tmp_path: Path
 ) -> None:
     answer, logits, _ = generate(policy, tmp_path)
-    ids = torch.tensor([answer["prompt_token_ids"]])
-    output = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    assert answer["token_ids"] == output.sequences[0, ids.shape[1] :].tolist()
-    assert (logits - torch.cat(output.logits)).abs().max().item() < 2e-4
+    token_ids, expected = greedy(reference, answer["prompt_token_ids"], TOKENS)
+    assert answer["token_ids"] == token_ids
+    assert (logits - expected).abs().max().item() < 2e-4
     assert answer["policy"] == policy
 
 

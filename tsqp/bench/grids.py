@@ -6,24 +6,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tsqp.bench.model import STAGES, Case, PingPong, Report, Stages
+from tsqp.bench.caveats import pads_note
+from tsqp.bench.compare import baseline_name, compare, computes
+from tsqp.bench.growth import Growth, growth
+from tsqp.bench.model import STAGES, Case, OperatorCost, PingPong, Report, Stages
 from tsqp.bench.summary import (
     REST_MEANING,
     REST_NAME,
     STAGE_NAMES,
-    Growth,
     OperatorTotal,
-    baseline_name,
     by_layer,
     by_operator,
     case_name,
     case_stages,
-    compare,
-    computes,
     find_case,
-    growth,
     kinds,
-    pads_note,
     tokens_per_step,
     whole_us,
 )
@@ -226,24 +223,9 @@ def layers_grid(case: Case, title: str, *, operators: bool) -> Grid:
     columns = ("layer", "where", *_COSTS, *stages, "total")
     rows: list[Row] = []
     for _, total, costs in by_layer(case):
-        rows.append(Row(_layer_cells(total), "group" if operators else "plain"))
+        rows.append(Row(_cost_cells(total, 1.0), "group" if operators else "plain"))
         if operators:
-            rows += [
-                Row(
-                    _layer_cells(
-                        OperatorTotal(
-                            cost.operator,
-                            cost.place,
-                            cost.calls,
-                            cost.rpcs,
-                            cost.bytes_sent,
-                            cost.bytes_received,
-                            cost.stages,
-                        )
-                    )
-                )
-                for cost in costs
-            ]
+            rows += [Row(_cost_cells(cost, 1.0)) for cost in costs]
     note = "Times in microseconds of one step, run with an observer."
     return Grid(title, columns, tuple(rows), texts=2, note=note).without_empty(
         keep=("calls", "RPCs", "sent", "received", "total")
@@ -255,6 +237,11 @@ def _stage_cells(stages: Stages, unit_us: float = 1e3) -> tuple[str, ...]:
 
 
 def _operator_cells(found: OperatorTotal, done_us: float) -> tuple[str, ...]:
+    share = percent(found.stages.total_us / done_us) if done_us else ""
+    return *_cost_cells(found, 1e3), share
+
+
+def _cost_cells(found: OperatorTotal | OperatorCost, unit_us: float) -> tuple[str, ...]:
     return (
         found.operator,
         found.place,
@@ -262,22 +249,8 @@ def _operator_cells(found: OperatorTotal, done_us: float) -> tuple[str, ...]:
         whole(found.rpcs),
         size(found.bytes_sent),
         size(found.bytes_received),
-        *_stage_cells(found.stages),
-        figures(found.stages.total_us / 1e3),
-        percent(found.stages.total_us / done_us) if done_us else "",
-    )
-
-
-def _layer_cells(found: OperatorTotal) -> tuple[str, ...]:
-    return (
-        found.operator,
-        found.place,
-        whole(found.calls),
-        whole(found.rpcs),
-        size(found.bytes_sent),
-        size(found.bytes_received),
-        *_stage_cells(found.stages, 1.0),
-        figures(found.stages.total_us),
+        *_stage_cells(found.stages, unit_us),
+        figures(found.stages.total_us / unit_us),
     )
 
 

@@ -9,6 +9,8 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 
 from tee_side.vocabulary import PHASES
+from tsqp.bench.caveats import caveats, pads_note
+from tsqp.bench.findings import findings, missing
 from tsqp.bench.grids import (
     CPU_COLUMNS,
     STEP_COLUMNS,
@@ -35,13 +37,9 @@ from tsqp.bench.summary import (
     STAGE_MEANINGS,
     STAGE_NAMES,
     case_key,
-    caveats,
     distinct,
-    findings,
     main_kind,
-    missing,
     name_of,
-    pads_note,
 )
 from tsqp.bench.timeline_plot import timelines
 

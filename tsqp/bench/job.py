@@ -43,7 +43,7 @@ class Plan(_Line):
     def observed(self, phase: Phase, timed: int) -> int:
         """Return how often a case is run with an observer after it was timed so often."""
         if phase == "prefill":
-            return timed
+            return min(_LEAST_OBSERVED, timed)
         return min(_MOST_OBSERVED, max(_LEAST_OBSERVED, timed))
 
     def runs(self, phase: Phase) -> int:

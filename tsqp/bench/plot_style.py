@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import SettingsError
 from tsqp.bench.model import STAGES
 from tsqp.bench.summary import REST_NAME, STAGE_NAMES
+from tsqp.extras import needing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,14 +78,11 @@ class Plot:
 
 def check_installed(where: str) -> None:
     """Raise SettingsError if matplotlib is not there: before a run, not after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SettingsError(
-            where,
-            got=f"no module {error.name}",
-            expected="the extra bench (pip install '.[bench]'), or no HTML report",
-        ) from None
+    extra = "the extra bench (pip install '.[bench]'), or no HTML report"
+    with needing(where, extra):
+        # The package alone would be found where half of it, or what it needs, is missing.
+        for name in ("matplotlib", "matplotlib.figure"):
+            import_module(name)
 
 
 @contextmanager

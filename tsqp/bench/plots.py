@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tee_side.vocabulary import LAYERLESS, PHASES, Phase
+from tsqp.bench.caveats import speed
+from tsqp.bench.compare import alike, comparable, is_generation
+from tsqp.bench.findings import dominant
+from tsqp.bench.growth import Growth, growth
 from tsqp.bench.model import STAGES, Case, PolicyRun, Report
 from tsqp.bench.plot_style import (
     REST_COLOUR,
@@ -22,19 +26,12 @@ from tsqp.bench.plot_style import (
 from tsqp.bench.summary import (
     REST_MEANING,
     REST_NAME,
-    Growth,
     Measured,
-    alike,
     by_operator,
     case_stages,
-    comparable,
-    dominant,
     find_case,
-    growth,
-    is_generation,
     main_cases,
     name_of,
-    speed,
     tokens_per_step,
 )
 from tsqp.bench.units import duration, figures, size

@@ -34,7 +34,8 @@ from tsqp.bench.job import Plan
 from tsqp.bench.random_model import write_random_model
 from tsqp.bench.shapes import find_shape
 from tsqp.calibrate import calibrate_on
-from tsqp.processes import end_with, failure
+from tsqp.end_with_parent import end_with
+from tsqp.processes import failure
 
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24

@@ -45,7 +45,7 @@ from tsqp.bench.procfs import peak_bytes
 from tsqp.bench.random_model import required_bytes
 from tsqp.bench.settings import BenchSettings
 from tsqp.bench.shapes import find_shape
-from tsqp.processes import ProcessError, child, failure, start_service
+from tsqp.processes import ProcessError, child, failure, start_service, worker
 
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
 _BASELINES = TypeAdapter(tuple[Baseline, ...])
@@ -54,6 +54,8 @@ _TEE_ONLY = "tee-only"
 _LOADING_TIMEOUT_S = 600.0
 # Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
 _PUBLISHED_NEW_TOKENS = 64
+# For one length of one baseline; the slowest take 6 s a pass.
+_BASELINE_CASE_S = 8.0
 
 Say = Callable[[str], None]
 
@@ -352,14 +354,9 @@ class Bench:
 
     def _answers(self, job: Job) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
-        command = [sys.executable, "-m", "tsqp.bench.worker"]
-        with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as (process, errors):
-            if process.stdin is None or process.stdout is None:
-                raise ProcessError("worker", got="no pipes", expected="stdin and stdout")
-            with process.stdin:
-                process.stdin.write(job.model_dump_json().encode())
+        with worker("tsqp.bench.worker", job) as (process, lines, errors):
             finished = False
-            for line in process.stdout:
+            for line in lines:
                 answer = _ANSWER.validate_json(line)
                 if isinstance(answer, Failed):
                     raise ProcessError(
@@ -385,6 +382,7 @@ class Bench:
         if Checkpoint(model).holds(linear_tensors(config, FUSED_MODULES)):
             self._say("baseline: transformers")
             options = ["--tokens", lengths, "--dtype", dtype, "--repeats", str(plan.repeats)]
+            options += ["--case-s", str(_BASELINE_CASE_S)]
             options += ["--threads", str(settings.threads)]
             contexts = ",".join(map(str, sorted({context for context, _ in plan.decode})))
             options += ["--context", contexts] if contexts else []
@@ -400,6 +398,7 @@ class Bench:
                 ((_, endpoint),) = self._start(running, folder, model, policy, "tcp")
                 options = ["--tokens", lengths, "--threads", str(settings.threads)]
                 options += ["--against", against, "--new-tokens", str(_PUBLISHED_NEW_TOKENS)]
+                options += ["--sampled", "3", "--case-s", str(_BASELINE_CASE_S)]
                 found = self._script("benchmarks.published_client", endpoint, *options)
                 self._baselines += _BASELINES.validate_json(found)
         self._say("baseline: raw ping-pong")

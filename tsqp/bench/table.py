@@ -7,6 +7,8 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from tee_side.vocabulary import PHASES
+from tsqp.bench.caveats import caveats
+from tsqp.bench.findings import findings, missing
 from tsqp.bench.grids import (
     CPU_COLUMNS,
     STEP_COLUMNS,
@@ -26,15 +28,7 @@ from tsqp.bench.grids import (
     steps_grid,
 )
 from tsqp.bench.model import Case, PolicyRun, Report
-from tsqp.bench.summary import (
-    case_key,
-    caveats,
-    distinct,
-    findings,
-    main_kind,
-    missing,
-    name_of,
-)
+from tsqp.bench.summary import case_key, distinct, main_kind, name_of
 from tsqp.cli.tables import definitions
 
 if TYPE_CHECKING:

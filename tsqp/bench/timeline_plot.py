@@ -7,23 +7,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tsqp.bench.model import STAGES, PolicyRun, Report, Timeline
-from tsqp.bench.plot_style import (
-    REST_COLOUR,
-    STAGE_COLOURS,
-    Plot,
-    new_figure,
-    stage_legend,
-    to_svg,
-)
-from tsqp.bench.summary import (
-    RESOURCES,
-    between_us,
-    busy_us,
-    case_name,
-    lanes,
-    length_us,
-    resource,
-)
+from tsqp.bench.plot_style import REST_COLOUR, STAGE_COLOURS, Plot, new_figure, stage_legend, to_svg
+from tsqp.bench.summary import case_name
+from tsqp.bench.timeline import RESOURCES, between_us, busy_us, lanes, length_us, resource
 from tsqp.bench.units import duration, percent
 
 if TYPE_CHECKING:

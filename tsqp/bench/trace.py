@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tsqp.bench.model import Report, Span, Timeline
-from tsqp.bench.summary import RESOURCES, case_name, lanes, resource
+from tsqp.bench.summary import case_name
+from tsqp.bench.timeline import RESOURCES, lanes, resource
 
 Event = dict[str, Any]
 

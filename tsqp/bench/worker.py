@@ -42,7 +42,7 @@ from tsqp.processes import ProcessError
 
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # Repeats of a slow case end here, once there are as many as a median needs.
-_BUDGET_S = 10.0
+_BUDGET_S = 6.0
 _LEAST_REPEATS = 3
 # Work that takes longer needs no second run to warm up.
 _SLOW_S = 1.0

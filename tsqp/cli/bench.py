@@ -15,7 +15,8 @@ from click.core import ParameterSource
 from protocol.errors import SettingsError
 from tsqp.cli.program import EXIT_FAILURE, model_directory
 from tsqp.cli.runner_options import MODELLED_LINK, SPIN_US
-from tsqp.cli.settings import DTYPES, PATH, THREADS, complete_policy, config_option
+from tsqp.cli.settings import DTYPES, PATH, THREADS, complete_policy, complete_shape, config_option
+from tsqp.extras import needing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,12 +85,6 @@ def _profiles() -> Iterable[str]:
     return [*sorted(PROFILES), "or a TOML file"]
 
 
-def _complete_shape(
-    _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    return [name for name in _shapes() if name.startswith(incomplete)]
-
-
 @click.command(context_settings=CONTEXT)
 @click.argument("model", required=False, envvar="TSQP_BENCH_MODEL")
 @click.option(
@@ -97,7 +92,7 @@ def _complete_shape(
     metavar="NAME",
     cls=_Listing,
     names=_shapes,
-    shell_complete=_complete_shape,
+    shell_complete=complete_shape,
     help="In place of MODEL: the shape of a known one, with random weights; nothing is downloaded."
     " One of",
 )
@@ -200,17 +195,11 @@ def bench(
     MODEL is a Hugging Face directory, or "demo". Each policy is measured in processes of its own,
     with the baselines in the same run. What is there is written even if the run is interrupted.
     """
-    try:
+    with needing("tsqp bench", "the extra bench: pip install '.[bench]'"):
         from tsqp.bench.html import render_html
         from tsqp.bench.run import Bench
         from tsqp.bench.trace import perfetto_json
         from tsqp.cli.tables import open_console
-    except ImportError as error:
-        raise SettingsError(
-            "tsqp bench",
-            got=f"no module {error.name}",
-            expected="the extra bench: pip install '.[bench]'",
-        ) from None
     from tsqp.bench.plot_style import check_installed
     from tsqp.bench.table import show
 

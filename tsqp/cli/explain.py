@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tee_side.vocabulary import Phase
-    from tsqp.explain import Cost, Explanation, Message, OperatorRow
+    from tsqp.explain.model import Cost, Explanation, Message, OperatorRow
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
@@ -58,7 +58,7 @@ def explain(
     counted on messages that are encoded as for the wire, and not sent.
     """
     from tee_side.policy import load_policy
-    from tsqp.explain import explain as run
+    from tsqp.explain.explanation import explain as run
 
     # First, as the work may take a while.
     console = None if as_json else open_console("tsqp explain")
@@ -112,7 +112,7 @@ def _placement(row: OperatorRow) -> tuple[str, ...]:
 
 
 def _mask_title(name: str, options: dict[str, object], *, broken: bool) -> str:
-    from tsqp.explain import with_options
+    from tsqp.explain.explanation import with_options
 
     verdict = "broken where the weights are public" if broken else "not known to be broken"
     return f"mask {with_options(name, options)}: {verdict}"

@@ -17,8 +17,10 @@ from tsqp.cli.program import EXIT_FAILURE, run
 from tsqp.cli.prompts import require_utf8
 from tsqp.cli.provision import provision
 from tsqp.cli.settings import THREADS, config_option, version_option
+from tsqp.extras import needing
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+_EXTRA = "the extra demo: pip install '.[demo]'"
 
 
 @click.group(context_settings=CONTEXT)
@@ -50,14 +52,8 @@ def demo(
     masked integers from the same integers without a mask.
     """
     require_utf8(prompt, "--prompt")
-    try:
+    with needing("tsqp demo", _EXTRA):
         from tsqp.demo.acts import run_demo
-    except ImportError as error:
-        raise SettingsError(
-            "tsqp demo",
-            got=f"no module {error.name}",
-            expected="the extra demo: pip install '.[demo]'",
-        ) from None
     right = run_demo(policies=policy, prompt=prompt, max_new_tokens=max_new_tokens)
     context.exit(0 if right else EXIT_FAILURE)
 
@@ -70,15 +66,9 @@ def demo(
 @config_option
 def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None) -> None:
     """Train the demo model that ships with us, into the new directory OUTPUT."""
-    try:
+    with needing("tsqp train-demo", _EXTRA):
         from tsqp.train_demo.train import DEFAULT_TOKENS, OutputDirectoryError
         from tsqp.train_demo.train import train_demo as train
-    except ImportError as error:
-        raise SettingsError(
-            "tsqp train-demo",
-            got=f"no module {error.name}",
-            expected="the extra demo: pip install '.[demo]'",
-        ) from None
     try:
         record = train(output, seed=seed, tokens=tokens or DEFAULT_TOKENS, threads=threads)
     except OutputDirectoryError as error:

@@ -9,7 +9,14 @@ import click
 
 from protocol.errors import SettingsError
 from tsqp.cli.program import DEFAULT_POLICY, model_directory
-from tsqp.cli.settings import DTYPES, THREADS, FiniteFloatRange, config_option
+from tsqp.cli.settings import (
+    DTYPES,
+    THREADS,
+    FiniteFloatRange,
+    complete_policy,
+    complete_shape,
+    config_option,
+)
 from tsqp.cli.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
@@ -29,28 +36,12 @@ _TERMS = (
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 
-def _complete_shape(
-    _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    from tsqp.bench.shapes import SHAPES
-
-    return [name for name in SHAPES if name.startswith(incomplete)]
-
-
-def _complete_policy(
-    _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    from tee_side.policy import policy_names
-
-    return [name for name in policy_names() if name.startswith(incomplete)]
-
-
 @click.command(context_settings=CONTEXT)
 @click.argument("model", required=False, envvar="TSQP_PLAN_MODEL")
 @click.option(
     "--shape",
     metavar="NAME",
-    shell_complete=_complete_shape,
+    shell_complete=complete_shape,
     help="In place of MODEL: the shape of a known one; nothing is downloaded.",
 )
 @click.option(
@@ -71,7 +62,7 @@ def _complete_policy(
     multiple=True,
     default=(DEFAULT_POLICY,),
     metavar="NAME|FILE",
-    shell_complete=_complete_policy,
+    shell_complete=complete_policy,
     help="Repeatable.",
 )
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, help="Of the prompt.")

@@ -37,6 +37,15 @@ def complete_policy(
     return [name for name in policy_names() if name.startswith(incomplete)]
 
 
+def complete_shape(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Return the names of models' shapes that begin so."""
+    from tsqp.bench.shapes import SHAPES
+
+    return [name for name in SHAPES if name.startswith(incomplete)]
+
+
 class FiniteFloatRange(click.FloatRange):
     """A `FloatRange` that also refuses nan, which no comparison refuses, and infinity."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from protocol.errors import SettingsError
+from tsqp.extras import needing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,14 +17,8 @@ Column = tuple[str, bool]
 
 def open_console(command: str) -> Console:
     """Return a console on stdout, 80 columns where that is no terminal. Raises SettingsError."""
-    try:
+    with needing(command, "the extra demo or bench (pip install '.[demo]'), or --json"):
         from rich.console import Console
-    except ImportError as error:
-        raise SettingsError(
-            command,
-            got=f"no module {error.name}",
-            expected="the extra demo or bench (pip install '.[demo]'), or --json",
-        ) from None
     # Shapes stand in brackets, which are no markup.
     return Console(markup=False, highlight=False, emoji=False)
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 from gpu_side.kernels import request_us
 from gpu_side.profiles import DeviceProfile
 from protocol.link import Link
-from tee_side.threads import ONE_THREAD_ROWS
 from tsqp.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step
 
 # Of a round trip's time that the service neither computes nor queues: taking the request in and
 # handing the reply out keep it from its next request, too.
 _SERVICE_SHARE = 0.5
+
+# Rows of a step from which most of it is shared by all threads: attention and passes over wide
+# tensors are (tee_side/threads.py), and what stays on one thread is little beside them.
+_SHARED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Tu
     only in steps that are large enough to be shared by several threads.
     """
     fewer = min(1.0, costs.threads / hardware.cores)
-    elsewhere = fewer if rows > ONE_THREAD_ROWS else 1.0
+    elsewhere = fewer if rows >= _SHARED_ROWS else 1.0
     turns: list[Turn] = []
     left = _Work()
     for section in _sections(lane, costs.order):
@@ -230,10 +233,11 @@ def _round_trip_us(trip: Trip, latency_us: float) -> float:
 
 @dataclass(slots=True)
 class _Line:
-    """One service with its link: when each is free, in microseconds."""
+    """One service with its accelerator and its link: when each is free, in microseconds."""
 
     up: float = 0.0
     service: float = 0.0
+    gpu: float = 0.0
     down: float = 0.0
 
 
@@ -242,6 +246,7 @@ class _Running:
     turns: deque[Turn]
     ready_us: float = 0.0
     receive_us: float = 0.0
+    has_begun: bool = False
 
 
 def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
@@ -250,7 +255,9 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
     The link is laid over the transport: of both, the longer one counts.
     """
     lines: dict[int, _Line] = {}
-    running = deque(_Running(deque(turns)) for turns in lanes)
+    waiting = deque(_Running(deque(turns)) for turns in lanes)
+    last = waiting.popleft()
+    running = deque([last])
     # Requests under way at the same time keep a service busy beyond their own computing.
     handling = _SERVICE_SHARE if len(lanes) > 1 else 0.0
     now = 0.0
@@ -266,12 +273,16 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
             # What the transport takes longer than the link, half of it each way.
             more = max(0.0, trip.wire_us - trip.up_us - trip.down_us - latency_us)
             line.up = max(line.up, now) + trip.up_us
-            start = max(line.service, line.up + (latency_us + more) / 2)
-            done = start + trip.service_us + trip.gpu_us
-            line.service = done + more * handling
-            line.down = max(line.down, done) + trip.down_us
+            read = max(line.service, line.up + (latency_us + more) / 2) + trip.service_us
+            line.service = read + more * handling
+            line.gpu = max(line.gpu, read) + trip.gpu_us
+            line.down = max(line.down, line.gpu) + trip.down_us
             lane.ready_us = max(lane.ready_us, line.down + (latency_us + more) / 2)
             lane.receive_us += trip.receive_us
         if lane.turns:
             running.append(lane)
+        if lane is last and (lane.has_begun or not lane.turns) and waiting:
+            last = waiting.popleft()
+            running.appendleft(last)
+        lane.has_begun = True
     return now

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -39,7 +37,7 @@ from tsqp.plan.job import Answer, Failed, Job, Measured, as_in_layer
 from tsqp.plan.model import Costs, Lane, PlanReport, PolicyPlan, Step
 from tsqp.plan.predict import Hardware, predict_decode, predict_prefill
 from tsqp.plan.worker import DECODED, pads_needed
-from tsqp.processes import ProcessError, child, start_service
+from tsqp.processes import ProcessError, start_service, worker
 
 # Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
 LAYERS = 3
@@ -380,13 +378,8 @@ def _with_kinds(step: Step, steps: list[Step]) -> Step:
 
 def _ask(job: Job) -> Measured:
     """Run a job in a process of its own. Raises ProcessError."""
-    command = [sys.executable, "-m", "tsqp.plan.worker"]
-    with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as (process, errors):
-        if process.stdin is None or process.stdout is None:
-            raise ProcessError("worker", got="no pipes", expected="stdin and stdout")
-        with process.stdin:
-            process.stdin.write(job.model_dump_json().encode())
-        output = process.stdout.read()
+    with worker("tsqp.plan.worker", job) as (process, answers, errors):
+        output = answers.read()
         process.wait()
         errors.join()
     if not output.strip():

@@ -11,16 +11,8 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.record import RECORDINGS, RESULTS, six_figures, without_layers
-from benchmarks.tables import (
-    SECTIONS,
-    Check,
-    at_least,
-    at_most,
-    benchmarks_page,
-    main,
-    markdown,
-    read_results,
-)
+from benchmarks.sections import SECTIONS
+from benchmarks.tables import benchmarks_page, main, read_results
 from protocol.errors import SettingsError
 from tests.unit.tsqp.bench.sample_report import sample_report, spread
 
@@ -284,15 +276,6 @@ def test_an_overhead_that_was_not_measurable_reaches_nothing() -> None:
     assert "| not measurable | >= 4 | **no** |" in page
 
 
-def test_ratios_at_their_targets() -> None:
-    assert at_least("", 4.0, 4.0) == Check("", ">= 4", "4.00", True)
-    assert at_least("", 3.9999, 4.0) == Check("", ">= 4", "3.99", False)
-    assert at_most("", 1.3, 1.3) == Check("", "<= 1.3", "1.30", True)
-    assert at_most("", 1.3001, 1.3) == Check("", "<= 1.3", "1.31", False)
-    assert not at_least("", None, 4.0).ok
-    assert not at_most("", None, 4.0).ok
-
-
 def test_where_it_was_measured_and_how_to_repeat_it() -> None:
     page = benchmarks_page(_documents())
     assert "- `tsqp bench --x` (recorded 2026-02-03; load of the minute before 0.2)" in page
@@ -323,10 +306,6 @@ def test_links_lead_to_headings() -> None:
     links = set(re.findall(r"\]\(#([^)]+)\)", page))
     assert links
     assert links <= headings
-
-
-def test_a_cell_with_a_bar() -> None:
-    assert markdown(["a", "b"], [["x|y", "1"]]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:

@@ -52,7 +52,18 @@ def test_measures_and_prints_json(
 def test_decode_follows_each_context(
     saved_model: Callable[..., SavedModel], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--tokens", "4", "--context", "3,6", "--new-tokens", "2", "--repeats", "1"]
+    arguments = [
+        "--tokens",
+        "4",
+        "--context",
+        "3,6",
+        "--new-tokens",
+        "2",
+        "--repeats",
+        "9",
+        "--case-s",
+        "0",
+    ]
     main([str(saved_model().directory), *arguments, "--threads", "1", "--dtype", "float32"])
     found = json.loads(capsys.readouterr().out)
     assert [(one["phase"], one["tokens"]) for one in found] == [
@@ -60,6 +71,7 @@ def test_decode_follows_each_context(
         ("decode", 3),
         ("decode", 6),
     ]
+    assert found[0]["step_ms"]["runs"] == 1  # out of time after the first
 
 
 def test_the_result_can_go_to_a_file(

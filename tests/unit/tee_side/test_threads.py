@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from protocol.model.config import read_config
-from tee_side import functional
+from tee_side import functional, step
 from tee_side import threads as module
 from tee_side.light import LightOperators
 from tee_side.local_operators import LocalOperators
+from tee_side.masks.mask import Masked
+from tee_side.masks.pad import Pad
 from tee_side.overlap import run
-from tee_side.threads import LARGE_ATTENTION, ONE_THREAD_ROWS, threads
+from tee_side.sites import IntegerSites
+from tee_side.threads import LARGE_ATTENTION, LARGE_TENSOR, TorchThreads, large_tensor
 from tests.support import SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -30,22 +34,22 @@ def three() -> Iterator[None]:
 
 
 def test_inside_the_block_there_are_as_many_as_it_says() -> None:
-    with threads(1):
+    with TorchThreads(1):
         assert torch.get_num_threads() == 1
-        with threads(2):
+        with TorchThreads(2):
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
 
 
 def test_an_error_leaves_the_block_as_it_was_found() -> None:
-    with pytest.raises(KeyError), threads(1):
+    with pytest.raises(KeyError), TorchThreads(1):
         raise KeyError
     assert torch.get_num_threads() == 3
 
 
 def test_a_block_that_is_entered_twice_finds_what_was_there_each_time() -> None:
-    block = threads(1)
+    block = TorchThreads(1)
     for outside in (3, 2):
         torch.set_num_threads(outside)
         with block:
@@ -81,20 +85,70 @@ def _noting(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("rows", "light"), [(1, 1), (ONE_THREAD_ROWS, 1), (ONE_THREAD_ROWS + 1, 3)]
-)
+@pytest.mark.parametrize(("rows", "light"), [(1, 1), (16, 1), (17, 3)])
 @pytest.mark.parametrize("policy", ["tee-only", "shielded"])
 def test_a_small_step_leaves_threads_to_the_weights(
     saved_model: Models, policy: str, rows: int, light: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = _noting(monkeypatch)
     tee = saved_model("llama").tee(policy)
+    monkeypatch.setattr(step, "ONE_THREAD_ELEMENTS", 16 * tee.model.config.hidden_size)
     for seen in found.values():
         seen.clear()  # of making the calibration
     tee.logits(token_ids(rows))
     assert found == {"light": {light}, "weights": {3}}
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(("elements", "count"), [(LARGE_TENSOR - 1, 1), (LARGE_TENSOR, 3)])
+def test_passes_over_a_large_tensor_are_shared(elements: int, count: int) -> None:
+    with TorchThreads(1):
+        with large_tensor(torch.empty(elements), 3):
+            assert torch.get_num_threads() == count
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(("threshold", "count"), [(1, 3), (2**40, 1)])
+def test_which_passes_are_shared(
+    saved_model: Models, threshold: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exponentials, and all that hides and quantises."""
+    monkeypatch.setattr(module, "LARGE_TENSOR", threshold)
+    found: dict[str, set[int]] = {}
+
+    def note(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def noted(*arguments: Any) -> Any:
+            found.setdefault(name, set()).add(torch.get_num_threads())
+            return inner(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(functional, "silu_mul")
+    note(functional, "softmax")
+    note(IntegerSites, "encode")
+    note(IntegerSites, "decode")
+    note(Pad, "mask")
+    mask = Pad.mask
+
+    def noted_unmask(self: Pad, *arguments: Any) -> Masked:
+        masked = mask(self, *arguments)
+
+        def unmask(y_TO: torch.Tensor) -> torch.Tensor:
+            found.setdefault("unmask", set()).add(torch.get_num_threads())
+            return masked.unmask(y_TO)
+
+        return replace(masked, unmask=unmask)
+
+    monkeypatch.setattr(Pad, "mask", noted_unmask)
+    tee = saved_model("llama").tee("shielded-prefill")
+    sent_scores = saved_model("llama").tee("tsqp")
+    found.clear()  # of making the calibration
+    tee.logits(token_ids(1))
+    sent_scores.logits(token_ids(2))
+    names = ("silu_mul", "softmax", "encode", "decode", "mask", "unmask")
+    assert found == {name: {count} for name in names}
 
 
 # Rows, heads, head dim: so many keys are a large context for them.
@@ -120,7 +174,7 @@ def test_attention_to_a_long_context_gets_all_threads(
     found: list[int] = []
     monkeypatch.setattr(functional, "attention", lambda *_: found.append(torch.get_num_threads()))
     light, q, k = LightOperators(1e-5), torch.empty(rows, 32, 64), torch.empty(8, keys, 64)
-    with threads(1):
+    with TorchThreads(1):
         light.attention(0, q, k, k, window)
         assert torch.get_num_threads() == 1
     light.attention(0, q, k, k, window)  # in a large step, which has them anyway
@@ -142,7 +196,7 @@ def test_so_does_each_of_its_products_alone(
     monkeypatch.setattr(torch, "matmul", noted)
     local = LocalOperators(read_config(saved_model("llama").directory), {})
     q, k, p = torch.ones(8, 4, 64), torch.ones(8, keys, 64), torch.ones(8, 4, keys)
-    with threads(1):
+    with TorchThreads(1):
         assert run(local.attn_scores(0, q, k)).shape == p.shape
         assert run(local.attn_values(0, p, k)).shape == q.shape
     assert found == [count, count]
@@ -183,6 +237,6 @@ def test_the_number_of_threads_does_not_change_a_result(saved_model: Models) -> 
     """Of a model whose products are large enough to be divided."""
     model = saved_model("llama", hidden_size=768, intermediate_size=1536, num_hidden_layers=1)
     few = model.tee("shielded").logits(token_ids(4))
-    with threads(1):
+    with TorchThreads(1):
         one = model.tee("shielded").logits(token_ids(4))
     assert torch.equal(few, one)

@@ -28,7 +28,9 @@ from tee_side.vocabulary import OPERATORS, PHASES, Phase
 from tests.support import SavedModel, Tee, assemble, token_ids
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
-from tsqp.explain import Cost, Explanation, Headers, explain
+from tsqp.explain.explanation import explain
+from tsqp.explain.model import Cost, Explanation
+from tsqp.explain.traffic import Headers
 
 Models = Callable[..., SavedModel]
 

@@ -7,12 +7,19 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from tsqp.processes import ProcessError, child, failure, start_service
+from tsqp import end_with_parent
+from tsqp.bench.job import Progress
+from tsqp.processes import ProcessError, child, failure, start_service, worker
 
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a child of its parent's end"
+)
 _PARENT = """
 import subprocess, sys
 from tsqp.processes import child
@@ -23,7 +30,7 @@ with child([sys.executable, "-c", code], stdout=subprocess.PIPE) as (process, _)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's end")
+@linux_only
 def test_a_child_ends_when_its_parent_is_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -38,12 +45,77 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
             os.close(descriptor)
 
 
+@linux_only
+def test_a_child_whose_parent_is_gone_ends_before_it_begins(tmp_path: Path) -> None:
+    mark = tmp_path / "begun"
+    command = [sys.executable, "-I", "-S", end_with_parent.__file__, "1", "touch", str(mark)]
+    ended = subprocess.run(command, check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert not mark.exists()
+
+
+@linux_only
+def test_a_child_outlives_the_thread_that_started_it() -> None:
+    def start() -> None:
+        process, _ = running.enter_context(child(["sh", "-c", "echo up; exec cat"], **pipes))
+        started.append(process)
+        assert process.stdout is not None
+        first.append(process.stdout.readline())
+
+    started: list[subprocess.Popen[bytes]] = []
+    first: list[bytes] = []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with ExitStack() as running:
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        (process,) = started
+        assert first == [b"up\n"]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin:
+            process.stdin.write(b"here")
+        assert process.stdout.read() == b"here"
+
+
+@linux_only
+def test_a_program_that_is_not_there_is_named() -> None:
+    with child(["/no/such/program"], stdout=subprocess.DEVNULL) as (process, errors):
+        assert process.wait() == 1
+        errors.join()
+    assert errors.last == "/no/such/program: got No such file or directory, expected a program"
+
+
+@linux_only
+def test_a_child_ignores_no_signals_that_its_starter_does_not() -> None:
+    # Of a shell, because Python ignores these two itself.
+    script = "grep SigIgn /proc/self/status"
+    with child(["sh", "-c", script], stdout=subprocess.PIPE) as (process, _):
+        assert process.stdout is not None
+        _, ignored = process.stdout.read().split()
+    bits = [1 << number - 1 for number in (signal.SIGPIPE, signal.SIGXFSZ)]
+    assert not any(int(ignored, 16) & bit for bit in bits)
+
+
 def test_a_child_gets_no_settings_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEE_RUNNER_SEED", "1")
     code = "import os; print('TEE_RUNNER_SEED' in os.environ)"
     with child([sys.executable, "-c", code], stdout=subprocess.PIPE) as (process, _):
         assert process.stdout is not None
         assert process.stdout.read() == b"False\n"
+
+
+def test_a_worker_gets_its_job_and_answers_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "echoing.py").write_text("import sys; print(sys.stdin.read()); print('end')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with worker("echoing", Progress(doing="x")) as (process, answers, errors):
+        job, end = answers.read().splitlines()
+        assert process.wait() == 0
+        errors.join()
+    assert Progress.model_validate_json(job) == Progress(doing="x")
+    assert (end, errors.last) == (b"end", "no output")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tee_side.pads.source import (
 )
 from tee_side.pads.store import MemoryStore, PadStore
 from tee_side.randomness import Keystream
-from tee_side.threads import threads
+from tee_side.threads import TorchThreads
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
 
 SITES: list[tuple[int, LinearOperator]] = [(site.layer, site.operator) for site in LAYOUT.sites]
@@ -416,9 +416,9 @@ def test_a_small_step_that_waits_makes_pads_with_all_threads() -> None:
             seen.add(torch.get_num_threads())
             super().fill(store, tokens)
 
-    with threads(3):
+    with TorchThreads(3):
         pads, _, _ = _pads(0, "wait", maker=Noting())
-        with threads(1):
+        with TorchThreads(1):
             assert None not in _step(pads.lane(), 1)
             assert torch.get_num_threads() == 1
     assert seen == {3}

@@ -346,6 +346,11 @@ def sample_report(
     )
 
 
+def of_device(device: str, **changes: object) -> Report:
+    """A report of a run with that device; of what else it says, some changed."""
+    return sample_report(layers=2).model_copy(update={"setup": setup(device=device), **changes})
+
+
 def partial_reports() -> dict[str, Report]:
     """Everything that a report may lack, by a name for it."""
     whole = sample_report(layers=2)

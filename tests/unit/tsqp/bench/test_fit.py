@@ -35,6 +35,17 @@ def test_a_point_off_the_line_is_told() -> None:
     assert law.r_squared == pytest.approx(1 - (6 / 9) / (24 / 9))
 
 
+def test_the_farthest_point_may_lie_below_the_line() -> None:
+    # As above, upside down.
+    law = fit_exponent([(1, 4), (2, 1), (4, 1)])
+    assert law is not None
+    assert law.exponent == pytest.approx(-1)
+    assert law.worst == pytest.approx(4 ** (1 / 3))
+    law = fit_exponent([(1, 1), (2, 1), (4, 4)])
+    assert law is not None
+    assert law.worst == pytest.approx(4 ** (1 / 3))
+
+
 def test_what_does_not_grow_fits_perfectly() -> None:
     law = fit_exponent([(1, 7), (10, 7), (100, 7)])
     assert law is not None

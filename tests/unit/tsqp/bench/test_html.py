@@ -10,9 +10,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from tsqp.bench.caveats import caveats
+from tsqp.bench.findings import missing
 from tsqp.bench.html import render_html
 from tsqp.bench.model import Report
-from tsqp.bench.summary import caveats, missing
 
 from .sample_report import partial_reports, sample_report, setup
 

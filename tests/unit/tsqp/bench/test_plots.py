@@ -225,8 +225,11 @@ def test_equal_reports_give_equal_plots() -> None:
     assert first == second
 
 
-def test_without_matplotlib_it_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["matplotlib", "matplotlib.figure"])
+def test_without_matplotlib_it_is_said_before_the_run(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_installed("--html")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SettingsError, match=r"--html: got no module matplotlib, expected .*bench"):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SettingsError, match=rf"--html: got no module {missing}, expected .*bench"):
         check_installed("--html")

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tsqp.bench import procfs
 from tsqp.bench.procfs import cpu_ns, peak_bytes
 
 
@@ -24,6 +26,17 @@ def test_a_peak_remains_when_memory_is_given_back() -> None:
             assert 300_000_000 <= peak_bytes(process.pid) < 400_000_000
         finally:
             process.kill()
+
+
+def test_linux_writes_kb_and_means_1024_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tx\nVmPeak:\t   9000 kB\nVmHWM:\t    2000 kB\n", encoding="ascii")
+    asked: list[str] = []
+    monkeypatch.setattr(procfs, "Path", lambda path: asked.append(path) or status)
+    assert peak_bytes(7) == 2000 * 1024
+    assert asked == ["/proc/7/status"]
 
 
 def test_cpu_time_counts_work_and_no_sleep() -> None:

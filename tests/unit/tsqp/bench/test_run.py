@@ -210,14 +210,14 @@ def test_an_interrupted_run_says_what_is_missing(
 
 @contextmanager
 def _worker(output: str, status: int, last: str) -> Iterator[Any]:
-    """Stand in for `child`: a process that says this and ends so."""
-    code = "import sys; sys.stdin.read(); sys.stdout.write(sys.argv[1])"
+    """Stand in for `worker`: a process that says this and ends so."""
+    code = "import sys; sys.stdout.write(sys.argv[1])"
     end = "; import os, signal; sys.stdout.flush(); " + (
         f"os.kill(os.getpid(), {-status})" if status < 0 else f"sys.exit({status})"
     )
     command = [sys.executable, "-c", code + end, output]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        yield process, _Errors(last)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        yield process, process.stdout, _Errors(last)
 
 
 class _Errors:
@@ -252,7 +252,7 @@ def test_how_a_worker_ends_is_told(
     message: str | None,
 ) -> None:
     output = "".join(line.model_dump_json() + "\n" for line in lines)
-    monkeypatch.setattr(run, "child", lambda *_, **__: _worker(output, status, last))
+    monkeypatch.setattr(run, "worker", lambda *_: _worker(output, status, last))
     monkeypatch.setattr(run, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     made = bench(settings(model))
     if message is None:

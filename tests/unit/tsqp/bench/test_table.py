@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tsqp.bench.findings import dominant
 from tsqp.bench.grids import (
     Grid,
     Row,
@@ -19,8 +20,7 @@ from tsqp.bench.grids import (
     setup_pairs,
     steps_grid,
 )
-from tsqp.bench.model import Stages
-from tsqp.bench.summary import dominant
+from tsqp.bench.model import Generation, Stages
 from tsqp.bench.table import render
 
 from .sample_report import case, partial_reports, sample_report, setup
@@ -182,6 +182,23 @@ def test_nothing_is_concluded_from_two_points() -> None:
     assert re.fullmatch(r"1\.\d\d", three["exponent"])
     assert re.fullmatch(r"0\.9\d\d", three["R2"])
     assert re.fullmatch(r"\d+%", three["worst"])
+
+
+def test_whole_requests() -> None:
+    report = sample_report(layers=1)
+    run = report.policies[0]
+    made = Generation(prompt_tokens=300, new_tokens=5, ttft_ms=80.0, tpot_ms=4.0, total_ms=96.0)
+    given = report.model_copy(update={"policies": (run.model_copy(update={"generation": made}),)})
+    assert row(requests_grid(given), run.policy) == {
+        "policy": run.policy,
+        "prompt": "300",
+        "new": "5",
+        "TTFT ms": "80.0",
+        "TPOT ms": "4.00",
+        "total ms": "96.0",
+        # After the first one.
+        "tokens/s": "250",
+    }
 
 
 def test_memory_beyond_what_must_be_there() -> None:

@@ -1,4 +1,4 @@
-"""What a policy means for a model, operator by operator: what crosses, and under which mask.
+"""What the operators of a step send, by calling them.
 
 Nothing is estimated. The operators that a policy places on the GPU are built as for a run and
 called with zeros of a step's shapes; what they send is encoded as for the wire and counted. Neither
@@ -7,20 +7,15 @@ weights nor services, keys, calibration or pads are needed: sizes do not depend 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from protocol.channel import Channel, Exchange, Traffic
 from protocol.encoding import Form, encode_reply, encode_request
-from protocol.errors import SettingsError
 from protocol.messages import (
     FUSED_MODULES,
-    Arithmetic,
     EmbeddingRequest,
     LinearOperator,
     LinearRequest,
@@ -31,42 +26,18 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig
 from protocol.tensors import WireTensor, from_torch, torch_dtype
-from tee_side.assembly import sites_under
-from tee_side.disclosure import SEEN
 from tee_side.feature_key import site_cloak
 from tee_side.masking import HideLinear, linear_masking
-from tee_side.masks.feature_rotation import FeatureRotation
-from tee_side.masks.mask import (
-    AdditiveMask,
-    Cloak,
-    Factors,
-    FeatureMask,
-    Kind,
-    Mask,
-    Masked,
-)
+from tee_side.masks.mask import AdditiveMask, Cloak, Factors, FeatureMask, Mask, Masked
 from tee_side.overlap import run
-from tee_side.pads.bank_format import segment_bytes
-from tee_side.pads.layout import PadLayout
-from tee_side.policy import LayerRange, Placement, Policy
+from tee_side.policy import Policy
 from tee_side.randomness import KEY_BYTES, Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sites import FloatSites, Sites
-from tee_side.vocabulary import (
-    LAYERLESS,
-    OPERATORS,
-    PHASES,
-    Operator,
-    Phase,
-    Place,
-    Site,
-    is_linear,
-)
-
-# Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
-MAX_TOKENS = 2**20
+from tee_side.vocabulary import OPERATORS, Operator, Phase, Site, is_linear
+from tsqp.explain.model import Cost, Message, PhaseCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,182 +51,6 @@ class Headers:
     first_request_id: int = 1000
     timeout_ms: int = 60_000
     timing: Timing = field(default_factory=lambda: Timing(queue_us=50, compute_us=1000))
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Cost(_Model):
-    """RPCs, and bytes of all their frames, header included."""
-
-    rpcs: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            rpcs=self.rpcs + other.rpcs,
-            bytes_sent=self.bytes_sent + other.bytes_sent,
-            bytes_received=self.bytes_received + other.bytes_received,
-        )
-
-
-class Message(_Model):
-    """One RPC. `service`: 1, or 2 for the second one; `modules`: of a linear operator.
-
-    `sent`, `received`: dtype and shape of each tensor as it crosses, dummy rows included.
-    """
-
-    service: int
-    method: str
-    modules: tuple[str, ...]
-    sent: tuple[str, ...]
-    received: str
-
-
-class PhaseCost(_Model):
-    """What an operator costs in a phase: in all its layers together.
-
-    `messages`: of one layer; of the first step, where a prompt takes several.
-    """
-
-    messages: tuple[Message, ...]
-    cost: Cost
-
-
-class OperatorRow(_Model):
-    """One operator in some layers (None: it belongs to none) and one phase, or both (None).
-
-    `sees`: None where nothing leaves the TEE; `decode`, `prefill`: None where the row is not about
-    that phase, or nothing leaves.
-    """
-
-    operator: Operator
-    layers: str | None
-    phase: Phase | None
-    place: Place
-    sees: str | None
-    mask: str | None
-    verify: str
-    decode: PhaseCost | None
-    prefill: PhaseCost | None
-
-
-class MaskUse(_Model):
-    """A mask with the options that the policy gives it, and what its class says of it."""
-
-    name: str
-    kind: Kind
-    options: dict[str, Any]
-    hides: str
-    known_break: str
-    broken: bool
-    # What its noise guarantees, where it has any.
-    noise: str | None
-
-
-class PadsNeeded(_Model):
-    """Pads that an additive mask uses up: one for each token of these phases.
-
-    `memory_bytes`, `bank_bytes`: of one, in memory and in a bank on disk (None: no bank can hold
-    it).
-    """
-
-    mask: str
-    phases: tuple[Phase, ...]
-    sites: int
-    memory_bytes: int
-    bank_bytes: int | None
-
-
-class Needs(_Model):
-    """What a policy needs beside the model: `key`: the feature mask that wants one."""
-
-    services: int
-    arithmetic: Arithmetic
-    calibration: bool
-    key: str | None
-    pads: tuple[PadsNeeded, ...]
-
-
-class Explanation(_Model):
-    """All that `tsqp explain` says. `decode`: of one token, the last of `context` tokens."""
-
-    model: str
-    architecture: str
-    num_hidden_layers: int
-    dtype: str
-    policy: str
-    summary: str
-    disclosure: str | None
-    context: int
-    prompt_tokens: int
-    step_tokens: int
-    operators: tuple[OperatorRow, ...]
-    masks: tuple[MaskUse, ...]
-    decode: Cost
-    prefill: Cost
-    needs: Needs
-
-
-def explain(
-    directory: Path,
-    policy: Policy,
-    *,
-    context: int,
-    prompt_tokens: int,
-    step_tokens: int,
-    dtype: str | None = None,
-    headers: Headers | None = None,
-) -> Explanation:
-    """Explain a policy for the model of a directory, of which only config.json is read.
-
-    `context`: tokens that the decoded token can look at, itself included; `prompt_tokens`: of a
-    prompt that is run in steps of `step_tokens` at most; `dtype`: None for the model's own.
-    Raises ModelError, PolicyError (a policy that does not fit the model) and SettingsError (more
-    tokens than the model's context).
-    """
-    config = read_config(directory)
-    policy.check(config.num_hidden_layers)
-    for name, tokens in (("--context", context), ("--prompt-tokens", prompt_tokens)):
-        _check_tokens(name, tokens, config)
-    chosen = dtype or config.dtype
-    measured = _Measurement(policy, config, torch_dtype(chosen), headers or Headers())
-    measured.decode(context)
-    measured.prefill(prompt_tokens, step_tokens)
-    return Explanation(
-        model=str(directory),
-        architecture=config.architecture,
-        num_hidden_layers=config.num_hidden_layers,
-        dtype=chosen,
-        policy=policy.name,
-        summary=policy.summary,
-        disclosure=policy.disclosure(),
-        context=context,
-        prompt_tokens=prompt_tokens,
-        step_tokens=step_tokens,
-        operators=tuple(_rows(policy, config.num_hidden_layers, measured)),
-        masks=tuple(_mask_use(mask, config) for mask in policy.masks),
-        decode=measured.total("decode"),
-        prefill=measured.total("prefill"),
-        needs=_needs(policy, config),
-    )
-
-
-def with_options(name: str, options: dict[str, Any]) -> str:
-    """Render a mask's name with its options: `row-rotation(shield_rows=8)`."""
-    given = ", ".join(f"{option}={value}" for option, value in options.items())
-    return f"{name}({given})" if given else name
-
-
-def _check_tokens(name: str, tokens: int, config: ModelConfig) -> None:
-    limit = min(config.context_length, MAX_TOKENS)
-    if not 1 <= tokens <= limit:
-        raise SettingsError(name, got=str(tokens), expected=f"1 to {limit}, the model's context")
-
-
-# ------------------------------------------------------------------------------- measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +136,7 @@ class _ZeroSites:
         return y_TO.to(self._dtype)
 
 
-class _Measurement:
+class StepTraffic:
     """Runs steps of a policy over recorders, and adds up what each operator and layer costs."""
 
     def __init__(
@@ -506,117 +301,3 @@ def _message(captured: _Captured) -> Message:
 
 def _described(tensor: WireTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-# -------------------------------------------------------------------------------------- rows
-
-
-def _rows(policy: Policy, layers: int, measured: _Measurement) -> Iterator[OperatorRow]:
-    """Yield a row for each operator, range of layers and phase that is placed in its own way."""
-    for operator in OPERATORS:
-        count = 1 if operator in LAYERLESS else layers
-        for found in _ranges(policy, operator, count):
-            prefill, decode = (policy.at(operator, found.start, phase) for phase in PHASES)
-            if _alike(prefill, decode):
-                yield _row(policy, operator, found, None, measured)
-            else:
-                for phase in PHASES:
-                    yield _row(policy, operator, found, phase, measured)
-
-
-def _ranges(policy: Policy, operator: Operator, count: int) -> Iterator[range]:
-    """Yield runs of layers with the same placements in both phases."""
-    start = 0
-    for layer in range(1, count + 1):
-        if layer == count or not all(
-            _alike(policy.at(operator, start, phase), policy.at(operator, layer, phase))
-            for phase in PHASES
-        ):
-            yield range(start, layer)
-            start = layer
-
-
-def _alike(one: Placement, other: Placement) -> bool:
-    return (one.place, one.mask, one.verify) == (other.place, other.mask, other.verify)
-
-
-def _row(
-    policy: Policy, operator: Operator, layers: range, phase: Phase | None, measured: _Measurement
-) -> OperatorRow:
-    placement = policy.at(operator, layers.start, phase or "decode")
-    leaves = placement.place == "gpu"
-    costs = {
-        name: measured.phase_cost(name, operator, layers) if leaves else None
-        for name in PHASES
-        if phase in (None, name)
-    }
-    mask = placement.mask
-    return OperatorRow(
-        operator=operator,
-        layers=None if operator in LAYERLESS else str(LayerRange(layers.start, layers.stop - 1)),
-        phase=phase,
-        place=placement.place,
-        sees=_sees(policy, operator, mask) if leaves else None,
-        mask=_named(mask) if mask else None,
-        verify=placement.verify,
-        decode=costs.get("decode"),
-        prefill=costs.get("prefill"),
-    )
-
-
-def _sees(policy: Policy, operator: Operator, mask: Mask | None) -> str:
-    what = SEEN[operator]
-    if mask is not None:
-        # One mask with two sets of options: the name would not say which.
-        alone = sum(other.name == mask.name for other in policy.masks) == 1
-        return f"{what} under {mask.name if alone else _named(mask)}"
-    whole = policy.arithmetic == "int8" and is_linear(operator)
-    return f"{what} in the clear" + (", as integers" if whole else "")
-
-
-def _named(mask: Mask) -> str:
-    return with_options(mask.name, mask.model_dump(mode="json"))
-
-
-def _mask_use(mask: Mask, config: ModelConfig) -> MaskUse:
-    noisy = isinstance(mask, FeatureRotation) and mask.sigma > 0
-    return MaskUse(
-        name=mask.name,
-        kind=mask.kind,
-        options=mask.model_dump(mode="json"),
-        hides=mask.hides,
-        known_break=mask.known_break,
-        broken=mask.broken,
-        noise=cast(FeatureRotation, mask).statement(config.hidden_size) if noisy else None,
-    )
-
-
-def _needs(policy: Policy, config: ModelConfig) -> Needs:
-    pads = []
-    for mask in policy.masks:
-        if not isinstance(mask, AdditiveMask):
-            continue
-        layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
-        on_disk = sum(map(segment_bytes, layout.sites)) if mask.arithmetic == "int8" else None
-        phases = tuple(
-            phase
-            for phase in PHASES
-            if any(p.mask == mask and p.phase in (None, phase) for _, p in policy.leaving())
-        )
-        pads.append(
-            PadsNeeded(
-                mask=mask.name,
-                phases=phases,
-                sites=len(layout.sites),
-                memory_bytes=layout.token_bytes,
-                bank_bytes=on_disk,
-            )
-        )
-    feature = policy.feature_mask
-    return Needs(
-        services=policy.services,
-        arithmetic=policy.arithmetic,
-        calibration=policy.arithmetic == "int8",
-        key=feature.name if feature else None,
-        pads=tuple(pads),
-    )

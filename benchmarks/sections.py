@@ -1,0 +1,412 @@
+"""The parts of the page of figures, from what is recorded: what is checked, and what is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.markdown import grid_markdown, markdown
+from benchmarks.memory import PROMPT, SHAPE
+from benchmarks.targets import (
+    CPU_TARGET,
+    MEMORY_TARGET_BYTES,
+    NEW_TOKENS_AFTER,
+    OVERHEAD_TARGETS,
+    OVERLAP_TARGET,
+    RPC_TARGET,
+    TOGETHER,
+    TOGETHER_TARGET,
+    Check,
+    at_least,
+    at_most,
+    divided,
+    hundredths,
+    verdict,
+)
+from tsqp.bench.findings import dominant
+from tsqp.bench.grids import STEP_COLUMNS, Grid, operators_grid, steps_grid
+from tsqp.bench.memory_need import kv_bytes
+from tsqp.bench.model import Baseline, Case, PolicyRun, Report
+from tsqp.bench.summary import case_name, find_case
+from tsqp.bench.units import figures, percent, size
+
+POLICY = "attention-in-tee"
+# That benchmarks.memory generates.
+_MEMORY_NEW_TOKENS = 8
+
+Documents = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. `sources`: names of recordings; `build`: what to say of them."""
+
+    key: str
+    title: str
+    sources: tuple[str, ...]
+    about: str
+    build: Callable[[Documents], tuple[list[Check], list[str]]]
+
+
+def _report(documents: Documents, name: str) -> Report:
+    return Report.model_validate(documents[name]["report"])
+
+
+def _run_of(report: Report) -> PolicyRun | None:
+    return next((run for run in report.policies if run.policy == POLICY), None)
+
+
+def _case(report: Report, phase: Any, tokens: int, batch: int = 1) -> Case | None:
+    run = _run_of(report)
+    return find_case(run, phase, (tokens, batch, 1)) if run else None
+
+
+def _baseline(
+    report: Report, name: str, phase: str, tokens: int, new_tokens: int | None = None
+) -> Baseline | None:
+    return next(
+        (
+            b
+            for b in report.baselines
+            if (b.name, b.phase, b.tokens) == (name, phase, tokens)
+            and (new_tokens is None or b.new_tokens == new_tokens)
+        ),
+        None,
+    )
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else figures(value) or "0"
+
+
+def _overhead(documents: Documents) -> tuple[list[Check], list[str]]:
+    checks, rows, notes = [], [], []
+    for transport, targets in OVERHEAD_TARGETS.items():
+        report = _report(documents, f"bench_null_{transport}")
+        for tokens, target in targets.items():
+            published = _baseline(report, "published", "prefill", tokens, 0)
+            ours = _case(report, "prefill", tokens)
+            theirs_ms = published.step_ms.median if published else None
+            ours_ms = ours.overhead_ms if ours else None
+            ratio = divided(theirs_ms, ours_ms)
+            check = at_least(f"{_tokens(tokens)}, {transport}", ratio, target)
+            checks.append(check)
+            cells = (transport, _tokens(tokens), _ms(theirs_ms), _ms(ours_ms))
+            rows.append((*cells, check.reached, check.wanted, verdict(check)))
+        notes += _floor(report, transport)
+    columns = (
+        *("transport", "forward of", "published ms", f"{POLICY} ms"),
+        *("ratio", "wanted", "reached"),
+    )
+    return checks, [markdown(columns, rows, texts=2), *notes]
+
+
+def _tokens(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"{tokens} tokens"
+
+
+def _floor(report: Report, transport: str) -> list[str]:
+    """Say what the round trips of one token would take with nothing of ours in them."""
+    names = {"tcp": "zeromq-tcp", "unix": "unix"}
+    raw = [p for p in report.ping_pong if (p.transport, p.kind) == (names[transport], "raw")]
+    case = _case(report, "prefill", 1)
+    if not raw or case is None:
+        return []
+    smallest = min(raw, key=lambda p: p.payload_bytes)
+    floor_ms = case.rpcs * smallest.p50_us / 1e3
+    return [
+        f"The floor of {transport}: {case.rpcs:.0f} round trips at {figures(smallest.p50_us)} us"
+        f" (raw, {smallest.payload_bytes // 1024} KiB each way) are {figures(floor_ms)} ms of the"
+        f" {_ms(case.overhead_ms)} ms that one token takes."
+    ]
+
+
+def _after(documents: Documents) -> tuple[list[Check], list[str]]:
+    report, new = _report(documents, "bench_after_512"), NEW_TOKENS_AFTER
+    published = _baseline(report, "published", "decode", 512, new)
+    prompt, decode = _case(report, "prefill", 512), _case(report, "decode", 512)
+    theirs_ms = published.step_ms.median * new if published else None
+    # The prompt's own step says the first token.
+    ours_ms = prompt.overhead_ms + (new - 1) * decode.overhead_ms if prompt and decode else None
+    ratio = divided(theirs_ms, ours_ms)
+    rows = [
+        (
+            *(_ms(theirs_ms), _ms(prompt.overhead_ms if prompt else None)),
+            *(_ms(decode.overhead_ms if decode else None), _ms(ours_ms), hundredths(ratio)),
+        )
+    ]
+    columns = ("published ms", f"{POLICY}: prompt ms", "each further token ms", "all ms", "ratio")
+    what = f"{new} tokens after 512"
+    return [Check(what, "state it", hundredths(ratio), None)], [markdown(columns, rows, texts=0)]
+
+
+def _rpc(documents: Documents) -> tuple[list[Check], list[str]]:
+    found = documents["ping_pong"]["results"]
+    checks, rows = [], []
+    for one in found:
+        if one["kind"] != "raw":
+            continue
+        key = (one["transport"], one["payload_bytes"])
+        ours = next(
+            (p for p in found if (p["transport"], p["payload_bytes"], p["kind"]) == (*key, "ours")),
+            None,
+        )
+        label = f"{one['payload_bytes'] // 1024} KiB, {one['transport']}"
+        if ours is None:
+            rows.append((*_payload(one), "", figures(one["p50_us"]), "", "no such transport"))
+            continue
+        check = at_most(label, divided(ours["p50_us"], one["p50_us"]), RPC_TARGET)
+        checks.append(check)
+        us = (figures(ours["p50_us"]), figures(one["p50_us"]))
+        rows.append((*_payload(one), *us, check.reached, verdict(check)))
+    columns = ("transport", "payload", "ours p50 us", "raw p50 us", "ours/raw", "<= 1.3")
+    return checks, [markdown(columns, rows, texts=2)]
+
+
+def _payload(one: Mapping[str, Any]) -> tuple[str, str]:
+    return one["transport"], f"{one['payload_bytes'] // 1024} KiB"
+
+
+def _cpu(documents: Documents) -> tuple[list[Check], list[str]]:
+    report = _report(documents, "bench_cpu")
+    checks, rows = [], []
+    for phase, tokens in (("prefill", 128), ("prefill", 512), ("decode", 128)):
+        theirs, ours = (
+            _baseline(report, "transformers", phase, tokens),
+            _case(report, phase, tokens),
+        )
+        theirs_ms = theirs.step_ms.median if theirs else None
+        ours_ms = ours.step_ms.median if ours else None
+        what = case_name("prefill" if phase == "prefill" else "decode", tokens)
+        check = at_most(what, divided(ours_ms, theirs_ms), CPU_TARGET)
+        checks.append(check)
+        rows.append((what, _ms(theirs_ms), _ms(ours_ms), check.reached, verdict(check)))
+    columns = ("step", "transformers ms", f"{POLICY} ms", "ratio", f"<= {CPU_TARGET:g}")
+    return checks, [markdown(columns, rows)]
+
+
+def _together(documents: Documents) -> tuple[list[Check], list[str]]:
+    checks, rows = [], []
+    for transport in OVERHEAD_TARGETS:
+        report = _report(documents, f"bench_null_{transport}")
+        one, many = _case(report, "decode", 128), _case(report, "decode", 128, TOGETHER)
+        rates = [case.tokens_per_s if case else None for case in (one, many)]
+        check = at_least(transport, divided(rates[1], rates[0]), TOGETHER_TARGET)
+        checks.append(check)
+        shown = [_ms(rate) for rate in rates]
+        rows.append((transport, *shown, check.reached, verdict(check)))
+    columns = (
+        *("transport", "1 sequence, tokens/s", f"{TOGETHER} sequences, tokens/s"),
+        *("ratio", f">= {TOGETHER_TARGET:g}"),
+    )
+    return checks, [markdown(columns, rows)]
+
+
+def _overlap(documents: Documents) -> tuple[list[Check], list[str]]:
+    checks, rows = [], []
+    for one in documents["overlap"]["results"]:
+        label = f"{one['case']} in {one['micro_batches']}, {one['transport']}"
+        if one["bound"] == "arithmetic":
+            check = at_least(label, one["ratio"], OVERLAP_TARGET)
+        else:
+            # Overlap cannot help where the second micro-batch costs the accelerator as much again.
+            check = Check(label, "no target", hundredths(one["ratio"]), None)
+        checks.append(check)
+        rows.append(
+            (
+                *(one["case"], one["transport"], str(one["micro_batches"])),
+                figures(one["null_ms"]),
+                *(f"{figures(gpu)}" for gpu in one["gpu_ms"]),
+                *(figures(one["serial_ms"]), figures(one["overlapped_ms"])),
+                *(check.reached, verdict(check) or "no target"),
+            )
+        )
+    columns = (
+        *("case", "transport", "parts", "TEE ms", "GPU ms", "GPU ms cut"),
+        *("undivided ms", "cut ms", "ratio", f">= {OVERLAP_TARGET:g}"),
+    )
+    return checks, [markdown(columns, rows, texts=2)]
+
+
+def _memory(documents: Documents) -> tuple[list[Check], list[str]]:
+    found = documents["memory"]
+    tokens = len(PROMPT.split(",")) + _MEMORY_NEW_TOKENS
+    config = SHAPE.config()
+    cache = kv_bytes(config, tokens=tokens, sequences=1, itemsize=2)
+    measured = [
+        (
+            f"`tee-runner`, {tokens} tokens",
+            found["tee_runner_attention_in_tee_peak_bytes"],
+            found["embedding_and_lm_head_bytes"],
+            cache,
+        )
+    ]
+    if "bench_null_tcp" in documents:
+        run = _run_of(_report(documents, "bench_null_tcp"))
+        if run is not None:
+            sizes = (run.tee_peak_bytes, run.vocabulary_bytes, run.kv_bytes)
+            measured.append(("`tsqp bench`, prompts of 512, 8 sequences", *sizes))
+    checks, rows = [], []
+    for what, peak, vocabulary, kv in measured:
+        rest = peak - vocabulary - kv
+        ok = rest <= MEMORY_TARGET_BYTES
+        checks.append(Check(what, f"<= {size(MEMORY_TARGET_BYTES)}", size(rest), ok))
+        rows.append((what, *map(size, (peak, vocabulary, kv, rest)), verdict(checks[-1])))
+    columns = ("process", "peak", "embedding and LM head", "KV cache", "beyond", "<= 300 MB")
+    note = (
+        f"Of what is beyond, {size(found['import_torch_peak_bytes'])} are an interpreter that has"
+        " only imported torch."
+    )
+    return checks, [markdown(columns, rows), note]
+
+
+def _plan(documents: Documents) -> tuple[list[Check], list[str]]:
+    found = documents["plan"]
+    tolerance = found["tolerance"]
+    rows, off = [], []
+    for one in found["rows"]:
+        ok = abs(one["error"]) <= tolerance
+        off += [] if ok else [one]
+        link = f"{one['link_gbps']:g} Gbit/s, {one['link_rtt_us']:g} us"
+        name = case_name(one["phase"], one["tokens"], one["batch"], one["micro_batches"])
+        rows.append(
+            (
+                *(f"{one['shape']}, {one['policy']}", f"{one['gpu']}, {link}", name),
+                *(figures(one["predicted_ms"]), figures(one["measured_ms"])),
+                *(f"{one['error']:+.0%}", one["bottleneck"], "yes" if ok else "**no**"),
+            )
+        )
+    cases = len({one["case"] for one in found["rows"]})
+    within, count = len(rows) - len(off), len(rows)
+    worst = max((abs(one["error"]) for one in found["rows"]), default=math.inf)
+    wanted = f"within {percent(tolerance)}, 6 cases"
+    check = Check(
+        f"{cases} cases, {count} figures",
+        wanted,
+        f"{within} of {count} within, largest error {worst:.0%}",
+        not off and cases >= 6,
+    )
+    columns = ("what", "accelerator and link", "step", "predicted ms", "measured ms", "error")
+    return [check], [markdown((*columns, "bottleneck", "within"), rows, texts=3)]
+
+
+def _growth(documents: Documents) -> tuple[list[Check], list[str]]:
+    checks, rows = [], []
+    for one in documents["growth"]["growth"]:
+        exponent = one["exponent"]
+        shown = "no fit" if exponent is None else f"{exponent:.2f}"
+        what = f"{one['cost']} against {one['against']}"
+        ok = None if one["may_exceed"] else bool(one["linear"])
+        check = Check(what, "" if one["may_exceed"] else "at most linear", shown, ok)
+        checks.append(check)
+        points = ", ".join(f"{count}: {figures(ms)}" for count, ms in one["points"])
+        fit = "" if one["worst"] is None else f"{one['worst'] - 1:.0%}"
+        reached = verdict(check) or "may exceed it"
+        rows.append((one["cost"], one["against"], one["at"], points, shown, fit, reached))
+    columns = ("cost", "against", "at", "size: ms", "exponent", "farthest point off")
+    return checks, [markdown((*columns, "at most linear"), rows, texts=4)]
+
+
+def _time(documents: Documents) -> tuple[list[Check], list[str]]:
+    report = _report(documents, "bench_null_tcp")
+    parts = ["Policies side by side:", grid_markdown(_without_spread(steps_grid(report)))]
+    run = _run_of(report)
+    for phase, tokens in (("prefill", 512), ("decode", 128)):
+        case = _case(report, phase, tokens)
+        if run is None or case is None:
+            continue
+        parts += [f"### {case_name('prefill' if phase == 'prefill' else 'decode', tokens)}"]
+        parts += [dominant(run, case), grid_markdown(operators_grid(case, ""))]
+    return [], parts
+
+
+def _without_spread(grid: Grid) -> Grid:
+    names = [name for name in STEP_COLUMNS if name != "low to high"]
+    return grid.select(grid.title, [*names, "RPCs", "sent", "received", "TEE CPU ms"])
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "overhead",
+        "Overhead beside the published client",
+        ("bench_null_tcp", "bench_null_unix"),
+        "Both against a service that answers at once, so that what is left is each client's own"
+        " cost. The published client speaks ZeroMQ over TCP in either run.",
+        _overhead,
+    ),
+    Section(
+        "after-512",
+        "64 tokens after a prompt of 512",
+        ("bench_after_512",),
+        "Overhead again, over ZeroMQ. The published client has no KV cache: each new token runs all"
+        " tokens before it once more. A few of its 64 passes are run, the others interpolated.",
+        _after,
+    ),
+    Section(
+        "rpc",
+        "One RPC beside a raw ping-pong",
+        ("ping_pong",),
+        "Ours: a Linear from tensor to tensor, with all checks. Raw: the same frames on the same"
+        " transport, bounced by a process that does nothing else. In turns, in short blocks.",
+        _rpc,
+    ),
+    Section(
+        "cpu",
+        "A whole run beside transformers",
+        ("bench_cpu",),
+        "The service computes, on the CPU that the TEE side runs on; bfloat16 and equally many"
+        " threads on both. Whole steps, LM head and all.",
+        _cpu,
+    ),
+    Section(
+        "together",
+        "Eight sequences decoding together",
+        ("bench_null_tcp", "bench_null_unix"),
+        "Tokens of all sequences together, whole steps, a service that answers at once, 128 tokens"
+        " behind each.",
+        _together,
+    ),
+    Section(
+        "overlap",
+        "Overlap of micro-batches",
+        ("overlap",),
+        "A step undivided, and cut so that the TEE works on one part while the accelerator works"
+        " on another. The accelerator is a model made to take as long for the step as the TEE does"
+        " against a service that answers at once. In `memory` cases it reads the weights again for"
+        " each part, so the GPU's time doubles and there is nothing to win.",
+        _overlap,
+    ),
+    Section(
+        "memory",
+        "Memory of the TEE side",
+        ("memory",),
+        "Largest resident set, beyond Embedding, LM head and KV cache.",
+        _memory,
+    ),
+    Section(
+        "plan",
+        "What `tsqp plan` predicts",
+        ("plan",),
+        "Prediction from three layers, and measurement of the whole model against a service and a"
+        " link that are modelled.",
+        _plan,
+    ),
+    Section(
+        "growth",
+        "Growth with layers, context, prompt and batch",
+        ("growth",),
+        "cost = factor x size^exponent, fitted over logarithms; overhead, a service that answers at"
+        " once. Up to 1.05 counts as linear. Only attention of a prompt may exceed it.",
+        _growth,
+    ),
+    Section(
+        "time",
+        "Where the time goes",
+        ("bench_null_tcp",),
+        f"Over ZeroMQ, a service that answers at once; operators under `{POLICY}`, all layers"
+        " together. `tsqp bench --html FILE` draws this, `--details` prints every layer.",
+        _time,
+    ),
+)

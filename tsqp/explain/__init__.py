@@ -1,0 +1,1 @@
+"""What a policy means for a model."""
