@@ -119,23 +119,26 @@ def _bench(name: str, *options: str) -> Recording:
     return Recording(name, command, without_layers, talks=False)
 
 
-def _script(name: str, shorten: Shorten = as_it_is, *, may_miss: bool = False) -> Recording:
-    module = {"plan": "plan_check"}.get(name, name)
-    command = ("python", "-m", f"benchmarks.{module}")
+def _script(
+    name: str, *options: str, shorten: Shorten = as_it_is, may_miss: bool = False
+) -> Recording:
+    module = {"plan": "plan_check", "ping_pong_spin": "ping_pong"}.get(name, name)
+    command = ("python", "-m", f"benchmarks.{module}", *options)
     return Recording(name, command, shorten, may_miss=may_miss)
 
 
 _THREE = ("tsqp", "attention-in-tee", "shielded")
 # Both sides look for a message for a while before they sleep: where the service answers at once,
 # being woken up is most of a round trip.
+_SPIN = ("--spin-us", "300")
 _NULL = (
     "--device",
     "null",
-    "--spin-us",
-    "300",
+    *_SPIN,
     *(word for name in _THREE for word in ("--policy", name)),
 )
 _ONE = ("--policy", "attention-in-tee")
+_CPU = ("--device", "cpu", *_ONE, "--prefill", "128,512", "--batch", "1")
 
 RECORDINGS: tuple[Recording, ...] = (
     _bench("bench_null_tcp", *_NULL),
@@ -144,8 +147,10 @@ RECORDINGS: tuple[Recording, ...] = (
         "bench_after_512",
         *("--device", "null", *_ONE, "--prefill", "512", "--context", "512", "--batch", "1"),
     ),
-    _bench("bench_cpu", *("--device", "cpu", *_ONE, "--prefill", "128,512", "--batch", "1")),
-    _script("ping_pong", with_machine),
+    _bench("bench_cpu_tcp", *_CPU),
+    _bench("bench_cpu_unix", *_CPU, "--transport", "unix"),
+    _script("ping_pong", shorten=with_machine),
+    _script("ping_pong_spin", *_SPIN, shorten=with_machine),
     _script("overlap"),
     _script("growth"),
     _script("plan", may_miss=True),

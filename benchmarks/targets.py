@@ -22,13 +22,21 @@ REASONS: Mapping[str, str] = {
         " other code has run in between, twice to five times what it takes in a loop of its own),"
         " headers and checks 1.3 ms, sending and the service 2.5 ms, and about 3 ms of Python"
         " around 64 requests. The floor of the transport is 64 raw round trips; the rest is the"
-        " interpreter, and more of it can go only with less Python in a request. For prompts it"
-        " is attention (200 of 415 ms at 512 tokens) and copies through the socket."
+        " interpreter, and more of it can go only with less Python in a request. Prompts are"
+        " attention and transport: at 512 tokens 200 to 230 ms and 150 to 180 ms, for 620 MB"
+        " through a socket; at 128 tokens 25 to 32 ms and 37 to 51 ms. With all else free, they"
+        " would be 15 to 16 and 8 to 9 times less than the published client."
     ),
     "rpc": (
         "A request costs about 25 us of Python at either end (messages, checks, bookkeeping), of"
-        " which headers are 8 us together: no more than a raw round trip over ZeroMQ, and three"
-        " times one over a Unix stream. From 1 MiB on, copies count more than that."
+        " which headers are 8 us together: less than a raw round trip over ZeroMQ, and more than"
+        " one over a Unix stream. An end that blocks while the other computes for so long goes to"
+        " sleep, and is woken up on another core; a raw ping-pong hands one core to and fro. From"
+        " 1 MiB on, copies count more than that."
+    ),
+    "cpu": (
+        "Over ZeroMQ a decoded token has 64 round trips whose hand-offs between threads meet"
+        " sleeping cores; over a Unix stream it is as fast as transformers."
     ),
     "overlap": (
         "Operators take the TEE and the accelerator unequally long (most of a layer is attention in"

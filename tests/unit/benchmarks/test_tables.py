@@ -112,15 +112,21 @@ def _documents() -> dict[str, dict[str, Any]]:
     }
     bench = _bench()
     return {
-        **{f"bench_{name}": bench for name in ("null_tcp", "null_unix", "after_512", "cpu")},
-        "ping_pong": {
-            **_about(),
-            "machine": MACHINE,
-            "results": [
-                {**pong, "kind": "ours", "p50_us": 12.0},
-                {**pong, "kind": "raw", "p50_us": 10.0},
-                {**pong, "kind": "raw", "p50_us": 9.0, "transport": "tcp"},
-            ],
+        **{
+            f"bench_{name}": bench
+            for name in ("null_tcp", "null_unix", "after_512", "cpu_tcp", "cpu_unix")
+        },
+        **{
+            name: {
+                **_about(),
+                "machine": MACHINE,
+                "results": [
+                    {**pong, "kind": "ours", "p50_us": 12.0},
+                    {**pong, "kind": "raw", "p50_us": 10.0},
+                    {**pong, "kind": "raw", "p50_us": 9.0, "transport": "tcp"},
+                ],
+            }
+            for name in ("ping_pong", "ping_pong_spin")
         },
         "overlap": {
             **_about(),
@@ -189,8 +195,8 @@ def test_reached_targets() -> None:
             assert re.search(
                 rf"\| {transport} \| {tokens} .*\| (19\.99|20\.00) \| >= [\d.]+ \| yes \|", overhead
             )
-    assert "| 4 KiB, unix | <= 1.3 | 1.20 | yes |" in summary
-    assert "| tcp | 4 KiB |  | 9.00 |  | no such transport |" in page
+    assert "| 4 KiB, unix, blocks | <= 1.3 | 1.20 | yes |" in summary
+    assert "| tcp | spins | 4 KiB |  | 9.00 |  | no such transport |" in page
     assert "| unix | >= 4 | 4.00 | yes |" in summary
     assert "| prefill-512 in 2, unix | >= 1.6 | 1.66 | yes |" in summary
     assert "| m in 2, unix | no target | 1.01 |  |" in summary
@@ -216,7 +222,16 @@ def test_64_tokens_after_512() -> None:
 @pytest.mark.parametrize(
     ("key", "change", "said"),
     [
-        ("rpc", lambda d: d["ping_pong"]["results"][0].update(p50_us=14.0), "4 KiB, unix: 1.40"),
+        (
+            "rpc",
+            lambda d: d["ping_pong"]["results"][0].update(p50_us=14.0),
+            "4 KiB, unix, blocks: 1.40",
+        ),
+        (
+            "rpc",
+            lambda d: d["ping_pong_spin"]["results"][0].update(p50_us=14.0),
+            "4 KiB, unix, spins: 1.40",
+        ),
         ("overlap", lambda d: d["overlap"]["results"][0].update(ratio=1.59), "in 2, unix: 1.59"),
         ("plan", lambda d: d["plan"]["rows"][2].update(error=-0.3), "5 of 6 within"),
         ("plan", lambda d: d["plan"]["rows"][2].update(case="0"), "5 cases, 6 figures"),
@@ -241,10 +256,10 @@ def test_64_tokens_after_512() -> None:
             "cpu",
             lambda d: [
                 b["step_ms"].update(median=1e-3)
-                for b in d["bench_cpu"]["report"]["baselines"]
+                for b in d["bench_cpu_unix"]["report"]["baselines"]
                 if b["name"] == "transformers"
             ],
-            "prefill 128: ",
+            "prefill 128, unix: ",
         ),
     ],
 )
