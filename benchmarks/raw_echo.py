@@ -11,6 +11,7 @@ behind the other, and both ends know how long a message is.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def receive_message(zmq_socket: zmq.Socket[bytes], spin_ns: int) -> list[zmq.Fra
         try:
             return zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            continue
+            os.sched_yield()  # as ours does: ZeroMQ's own threads may need this core
     return zmq_socket.recv_multipart(copy=False)
 
 
@@ -102,6 +103,7 @@ def receive_exactly(stream: socket.socket, into: memoryview, spin_ns: int) -> bo
         try:
             count = stream.recv_into(into[got:], 0, socket.MSG_DONTWAIT if spinning else 0)
         except BlockingIOError:
+            os.sched_yield()
             continue
         if count == 0:
             return False

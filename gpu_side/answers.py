@@ -10,13 +10,8 @@ from protocol.messages import Response
 class Working(Protocol):
     """What an accelerator was given; the host has other things to do meanwhile."""
 
-    @property
-    def started_ns(self) -> int:
-        """When it begins or began (perf_counter_ns), as far as the host knows."""
-        ...
-
     def ends_ns(self) -> int:
-        """Return when it ends, or ended; where the device does not say, when to ask again.
+        """Return when it ends or ended (perf_counter_ns), or when to ask again.
 
         Raises RuntimeError where the device has failed.
         """

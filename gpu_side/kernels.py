@@ -126,7 +126,6 @@ def _there(held: T | None) -> T:
 class _Modelled:
     """Work that takes as long as was computed before."""
 
-    started_ns: int
     end_ns: int
 
     def ends_ns(self) -> int:
@@ -162,9 +161,8 @@ class NullKernels:
         answer, duration_ns = self._answer(plan)
         if self._profile is None:
             return answer
-        started_ns = max(self._clock(), self._free_ns)
-        self._free_ns = started_ns + duration_ns
-        return Answer(answer.response, _Modelled(started_ns, self._free_ns))
+        self._free_ns = max(self._clock(), self._free_ns) + duration_ns
+        return Answer(answer.response, _Modelled(self._free_ns))
 
     def _make_answer(self, plan: Plan) -> tuple[Answer, int]:
         size = plan.output_bytes

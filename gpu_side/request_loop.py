@@ -36,8 +36,11 @@ from protocol.messages import Response, Timing
 
 log = logging.getLogger("gpu_service")
 
-# Picked up but not answered. Beyond it messages wait in the transport's bounded queues.
+# Picked up but not yet started. Beyond it messages wait in the transport's bounded queues.
 MAX_QUEUED_REQUESTS = 64
+# Given to an accelerator: one that it works on, and the next, so that it need not wait for us. The
+# others stay in the queue, where their deadlines are checked, and take no memory for an output.
+MAX_UNDERWAY = 2
 _STOPPING_S = 0.1
 # A wait for messages takes whole milliseconds. In the last of them before an accelerator is done we
 # look for messages so often.
@@ -68,11 +71,12 @@ class _Origin(NamedTuple):
 
 
 class _Underway(NamedTuple):
-    """A request that an accelerator works on."""
+    """A request that an accelerator was given, and when (perf_counter_ns)."""
 
     origin: _Origin
     response: Response
     work: Working
+    given_ns: int
 
 
 class RequestLoop:
@@ -84,6 +88,8 @@ class RequestLoop:
         self._queue: deque[Incoming] = deque()
         # What an accelerator works on, in the order in which it will be done.
         self._underway: deque[_Underway] = deque()
+        # When it was done with the last one (perf_counter_ns).
+        self._free_ns = 0
 
     def run(self, listener: Listener, stop: StopSignal) -> None:
         """Answer until told to stop."""
@@ -94,34 +100,31 @@ class RequestLoop:
     def _run(self, listener: Listener, stop: StopSignal) -> None:
         queue, underway = self._queue, self._underway
         while not stop.requested:
-            if queue:
-                incoming: Incoming | None = queue.popleft()
+            if queue and len(underway) < MAX_UNDERWAY:
+                self._answer(listener, queue.popleft())
             elif underway:
-                incoming = self._receive_meanwhile(listener, stop)
-            elif listener.wait(wakeup=stop.reader):
-                incoming = listener.receive()
-            else:
+                self._wait_for_accelerator(listener, stop)
+            elif not listener.wait(wakeup=stop.reader):
                 break
-            if incoming is not None:
+            elif (incoming := listener.receive()) is not None:
                 self._answer(listener, incoming)
-            while underway and self._send_ended(listener, *underway[0]):
+            while underway and self._send_ended(listener, underway[0]):
                 underway.popleft()
             # After the reply, not before it: finding nothing takes time, too.
-            while len(queue) + len(underway) < MAX_QUEUED_REQUESTS and (
-                later := listener.receive()
-            ):
+            while len(queue) < MAX_QUEUED_REQUESTS and (later := listener.receive()):
                 queue.append(later)
 
-    def _receive_meanwhile(self, listener: Listener, stop: StopSignal) -> Incoming | None:
-        """Wait for a message, but only until the accelerator is done with what it works on."""
-        full = len(self._underway) >= MAX_QUEUED_REQUESTS
+    def _wait_for_accelerator(self, listener: Listener, stop: StopSignal) -> None:
+        """Wait until it is done with what it works on, or a message can be received."""
+        full = len(self._queue) >= MAX_QUEUED_REQUESTS
         while (left_ns := self._left_ns()) > 0 and not stop.requested:
             timeout_ms = max(0, left_ns // 1_000_000 - 1)
             if not full and listener.wait(wakeup=stop.reader, timeout_ms=timeout_ms):
-                return listener.receive()
-            if full or not timeout_ms:
-                wait_until(time.perf_counter_ns() + min(left_ns, _LOOK_NS))
-        return None
+                return
+            if left_ns <= 2 * _LOOK_NS:
+                wait_until(time.perf_counter_ns() + left_ns)
+            elif full or not timeout_ms:
+                time.sleep(_LOOK_NS / 1e9)
 
     def _left_ns(self) -> int:
         """Say how long the accelerator works on the first request, or when to ask again."""
@@ -154,12 +157,14 @@ class RequestLoop:
                 ended_ns = time.perf_counter_ns()
                 self._send_result(listener, origin, answer.response, started_ns, ended_ns)
             else:
-                self._underway.append(_Underway(origin, answer.response, answer.work))
+                # What was received has been read, or copied: its memory can be used again.
+                origin = origin._replace(incoming=incoming._replace(frames=[]))
+                given = _Underway(origin, answer.response, answer.work, started_ns)
+                self._underway.append(given)
 
-    def _send_ended(
-        self, listener: Listener, origin: _Origin, response: Response, work: Working
-    ) -> bool:
+    def _send_ended(self, listener: Listener, underway: _Underway) -> bool:
         """Send a result if the accelerator is done with it, or has failed."""
+        origin, response, work, given_ns = underway
         try:
             ends_ns = work.ends_ns()
         except RuntimeError:
@@ -168,7 +173,8 @@ class RequestLoop:
             return True
         if ends_ns > time.perf_counter_ns():
             return False
-        self._send_result(listener, origin, response, work.started_ns, ends_ns)
+        self._send_result(listener, origin, response, max(given_ns, self._free_ns), ends_ns)
+        self._free_ns = ends_ns
         return True
 
     def _send_result(
@@ -208,7 +214,8 @@ class RequestLoop:
         """
         until = time.monotonic() + _STOPPING_S
         for underway in self._underway:
-            self._send(listener, underway.origin, ErrorCode.SHUTTING_DOWN)
+            if not self._send_ended(listener, underway):
+                self._send(listener, underway.origin, ErrorCode.SHUTTING_DOWN)
         while self._queue or listener.wait(
             timeout_ms=max(0, int((until - time.monotonic()) * 1000))
         ):

@@ -58,17 +58,17 @@ class _Event(Protocol):
     def query(self) -> bool: ...
 
 
-def _record_on_current_stream() -> _Event:
+def _record(device: torch.device) -> _Event:
     event = torch.cuda.Event()
-    event.record()
+    # The device's own stream: the current device may be another.
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
 class _Queued:
     """What stands in a stream before an event."""
 
-    def __init__(self, event: _Event, started_ns: int) -> None:
-        self.started_ns = started_ns
+    def __init__(self, event: _Event) -> None:
         self._event = event
         self._ended_ns = 0
 
@@ -93,7 +93,7 @@ class PinnedStaging:
         device: torch.device,
         *,
         empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
-        record: Callable[[], _Event] = _record_on_current_stream,
+        record: Callable[[torch.device], _Event] = _record,
     ) -> None:
         self._device = device
         self._empty = empty
@@ -109,10 +109,9 @@ class PinnedStaging:
         self, tensor: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Working | None]:
         """See `Transfer.to_host`."""
-        started_ns = time.perf_counter_ns()
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
-        return pinned, _Queued(self._record(), started_ns)
+        return pinned, _Queued(self._record(self._device))
 
 
 def transfer_to(device: torch.device) -> Transfer:

@@ -146,7 +146,7 @@ class StreamListener:
         """See `Listener.wait`."""
         if wakeup is not self._wakeup:
             self._watch_wakeup(wakeup)
-        if not self._spin.is_on:
+        if not self._spin.is_on or timeout_ms == 0:
             return self._wait(timeout_ms)
         started_ns = time.perf_counter_ns()
         left_s = None if timeout_ms is None else timeout_ms / 1000

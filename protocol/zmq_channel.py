@@ -235,7 +235,8 @@ class ZmqListener:
             return True
         give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         left_s = None if timeout_ms is None else timeout_ms / 1000
-        started_ns = time.perf_counter_ns() if self._spin.is_on else 0
+        # Only looking is no wait, and says nothing of how soon messages come.
+        started_ns = time.perf_counter_ns() if self._spin.is_on and timeout_ms != 0 else 0
         if not (started_ns and self._spin.expects_soon and self._spin.until(self._take, left_s)):
             self._wait(wakeup, give_up)
         if started_ns:

@@ -74,9 +74,10 @@ class ObservedRemoteOperators(RemoteOperators):
     def _mask(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked | None:
         return self._time(operator, layer, "mask", super()._mask, layer, operator, x_TI)
 
-    def _mask_rows(self, operator: Operator, layer: int | None, mask: Callable[..., T]) -> T:
+    def _mask_rows(self, operator: Operator, layer: int | None, *arguments: Any) -> Any:
         self._observer.called(operator, layer, "gpu")
-        return self._time(operator, layer, "mask", mask)
+        hide = super()._mask_rows
+        return self._time(operator, layer, "mask", hide, operator, layer, *arguments)
 
     async def _compute_here(
         self, layer: int, operator: LinearOperator, x_TI: torch.Tensor

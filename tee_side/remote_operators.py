@@ -79,6 +79,8 @@ class RemoteOperators(FusedOperators):
         self._without_factors = without_factors
         self._one_rpc_per_module = one_rpc_per_module
         self._threads = torch.get_num_threads()
+        # Pads and shares are passes over a tensor; others multiply, factorise or draw noise.
+        self._heavy_mask = mask is not None and not mask.uniform
 
     def attention_stays(self, layer: int) -> bool:
         """Say that attention is asked for."""
@@ -90,6 +92,7 @@ class RemoteOperators(FusedOperators):
         masked = self._mask_rows(
             "embedding",
             None,
+            token_ids_T,
             lambda: (
                 Masked((token_ids_T,), as_it_is)
                 if rows is None
@@ -138,6 +141,7 @@ class RemoteOperators(FusedOperators):
         masked = self._mask_rows(
             "lm_head",
             None,
+            h_ND,
             lambda: (
                 Masked((h_ND,), as_it_is) if rows is None else rows.mask(h_ND, self._randomness)
             ),
@@ -160,15 +164,18 @@ class RemoteOperators(FusedOperators):
 
     def _mask(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> Masked | None:
         """Hide it; None if there is nothing left to hide it with."""
-        with large_tensor(x_TI, self._threads):
+        with large_tensor(x_TI, self._threads, self._heavy_mask):
             masked = self._hide(layer, operator, x_TI)
         if masked is not None:
             self._check_sent(operator, x_TI, masked)
         return masked
 
-    def _mask_rows(self, operator: Operator, layer: int | None, mask: Callable[[], M]) -> M:
-        """Hide what is no input of a linear operator."""
-        return mask()
+    def _mask_rows(
+        self, operator: Operator, layer: int | None, largest: torch.Tensor, mask: Callable[[], M]
+    ) -> M:
+        """Hide what is no input of a linear operator; `largest`: of what is hidden."""
+        with large_tensor(largest, self._threads, self._heavy_mask):
+            return mask()
 
     async def _compute_here(
         self, layer: int, operator: LinearOperator, x_TI: torch.Tensor
@@ -212,7 +219,7 @@ class RemoteOperators(FusedOperators):
         masked: Masked | MaskedProduct,
         outputs: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        with large_tensor(outputs[0], self._threads):
+        with large_tensor(outputs[0], self._threads, self._heavy_mask):
             return masked.unmask(*outputs)
 
     def _decode(self, layer: int, operator: LinearOperator, y_TO: torch.Tensor) -> torch.Tensor:
@@ -294,9 +301,11 @@ class RemoteOperators(FusedOperators):
         self, operator: Operator, layer: int, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
         rows = self._rows
+
         masked = self._mask_rows(
             operator,
             layer,
+            max(a, b, key=torch.numel),
             lambda: (
                 MaskedProduct(a, b, as_it_is)
                 if rows is None

@@ -37,7 +37,7 @@ def run_step(
     micro_batches = [batch] if parts == 1 else batch.split(parts)
     for chunk in batch.chunks:
         chunk.cache.begin_step()
-    large = rows * model.config.hidden_size > ONE_THREAD_ELEMENTS
+    large = rows // parts * model.config.hidden_size > ONE_THREAD_ELEMENTS
     try:
         with TorchThreads(torch.get_num_threads() if large else 1):
             h_ND = run_overlapped(

@@ -22,6 +22,9 @@ ONE_THREAD_ELEMENTS = 2**20
 # or roundings: 64 rows of 8,192, 0.55 ms of SiLU on one thread.
 LARGE_TENSOR = 2**19
 
+# Likewise where it is multiplied by a matrix or factorised: more than 16 rows of 2,048.
+LARGE_FACTOR = 2**15 + 1
+
 # Multiplications of one product of attention, rows x heads x head dim x context, from which all
 # threads serve it in a small step, too: one row of 32 heads of 64 and 2,048 tokens. While the other
 # core is idle, two threads take 1.3 of the time of one for 512 tokens, 0.8 for 2,048, 0.6 for
@@ -59,6 +62,12 @@ def attention_threads(multiplications: int, most: int) -> int:
     return max(torch.get_num_threads(), most if multiplications >= LARGE_ATTENTION else 1)
 
 
-def large_tensor(tensor: torch.Tensor, most: int) -> TorchThreads | nullcontext[None]:
-    """Return a context for passes over a tensor: with `most` threads where it is large."""
-    return TorchThreads(most) if tensor.numel() >= LARGE_TENSOR else _AS_BEFORE
+def large_tensor(
+    tensor: torch.Tensor, most: int, heavy: bool = False
+) -> TorchThreads | nullcontext[None]:
+    """Return a context for work on a tensor: with `most` threads where it is large.
+
+    `heavy`: products or factorisations, not only passes over it.
+    """
+    large = tensor.numel() >= (LARGE_FACTOR if heavy else LARGE_TENSOR)
+    return TorchThreads(most) if large else _AS_BEFORE

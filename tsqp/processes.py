@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -77,7 +77,8 @@ def worker(
     with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as (process, errors):
         if process.stdin is None or process.stdout is None:
             raise ProcessError(module, got="no pipes", expected="stdin and stdout")
-        with process.stdin:
+        # One that has ended already says why on stderr.
+        with suppress(BrokenPipeError), process.stdin:
             process.stdin.write(job.model_dump_json().encode())
         yield process, process.stdout, errors
 

@@ -256,6 +256,8 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
     """
     lines: dict[int, _Line] = {}
     waiting = deque(_Running(deque(turns)) for turns in lanes)
+    if not waiting:
+        return 0.0
     last = waiting.popleft()
     running = deque([last])
     # Requests under way at the same time keep a service busy beyond their own computing.

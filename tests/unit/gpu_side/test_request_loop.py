@@ -15,7 +15,12 @@ import torch
 
 from gpu_side import request_loop
 from gpu_side.answers import Answer
-from gpu_side.request_loop import MAX_QUEUED_REQUESTS, RequestLoop, StopSignal
+from gpu_side.request_loop import (
+    MAX_QUEUED_REQUESTS,
+    MAX_UNDERWAY,
+    RequestLoop,
+    StopSignal,
+)
 from protocol.channel import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import MatmulRequest, Request, TensorReply
@@ -205,9 +210,8 @@ def test_client_that_has_gone_is_logged(caplog: pytest.LogCaptureFixture) -> Non
 class Work:
     """Takes from one time of the clock to another, or fails then."""
 
-    def __init__(self, clock: Clock, started_ns: int, end_ns: int, fails: bool) -> None:
-        self.started_ns, self._end_ns = started_ns, end_ns
-        self._clock, self._fails = clock, fails
+    def __init__(self, clock: Clock, end_ns: int, fails: bool) -> None:
+        self._clock, self._end_ns, self._fails = clock, end_ns, fails
 
     def ends_ns(self) -> int:
         if self._fails and self._clock.now >= self._end_ns:
@@ -241,10 +245,9 @@ class Accelerator:
 
     def __call__(self, request: Request) -> Answer:
         self._count += 1
-        started_ns = max(self._clock.now, self._free_ns)
-        self._free_ns = started_ns + self._duration_ns
+        self._free_ns = max(self._clock.now, self._free_ns) + self._duration_ns
         fails = self._count == self._failing
-        work = self._kind(self._clock, started_ns, self._free_ns, fails)
+        work = self._kind(self._clock, self._free_ns, fails)
         return Answer(RESULT.response, work)
 
 
@@ -255,17 +258,21 @@ class Clock:
         self.now = 10**9
         monkeypatch.setattr(request_loop.time, "perf_counter_ns", lambda: self.now)
         monkeypatch.setattr(request_loop, "wait_until", self.wait_until)
+        monkeypatch.setattr(request_loop.time, "sleep", self.sleep)
 
     def wait_until(self, ns: int) -> None:
         self.now = max(self.now, ns)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9)
 
 
 class Timed(Listener):
     """Requests that come at their times, in ns behind the beginning, and when replies go."""
 
-    def __init__(self, clock: Clock, *arrivals_ns: int) -> None:
+    def __init__(self, clock: Clock, *arrivals_ns: int, timeout_ms: int = 60_000) -> None:
         super().__init__([])
-        self._clock, self._began = clock, clock.now
+        self._clock, self._began, self._timeout_ms = clock, clock.now, timeout_ms
         self._coming = deque(enumerate(arrivals_ns, 1))
         self.sent_ns: list[int] = []
         self.received_ns: list[int] = []
@@ -286,7 +293,8 @@ class Timed(Listener):
             return None
         number, _ = self._coming.popleft()
         self.received_ns.append(self._clock.now - self._began)
-        return _incoming(number)._replace(received_ns=self._clock.now)
+        incoming = _incoming(number, self._timeout_ms)
+        return incoming._replace(received_ns=self._clock.now)
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
         self.sent_ns.append(self._clock.now - self._began)
@@ -332,15 +340,65 @@ def test_an_accelerator_that_fails_fails_one_request_only(
     assert [record.getMessage() for record in caplog.records] == ["failed"]
 
 
-def test_what_an_accelerator_works_on_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_has_two_requests_and_the_queue_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch)
-    count = MAX_QUEUED_REQUESTS + 3
+    count = MAX_QUEUED_REQUESTS + 6
     listener = Timed(clock, *([0] * count))
-    _run(listener, Accelerator(clock, 10 * MS))
-    assert listener.received_ns[MAX_QUEUED_REQUESTS - 1] == 0
-    # The others wait in the transport until there is room.
-    assert listener.received_ns[MAX_QUEUED_REQUESTS:] == [10 * MS, 20 * MS, 30 * MS]
+    given_ns: list[int] = []
+    accelerator = Accelerator(clock, 10 * MS)
+
+    def answer(request: Request) -> Answer:
+        given_ns.append(clock.now - 10**9)
+        return accelerator(request)
+
+    _run(listener, answer)
+    assert given_ns == [max(0, n - 1) * 10 * MS for n in range(count)]
     assert listener.sent_ns == [n * 10 * MS for n in range(1, count + 1)]
+    # Two, and as many as wait; the rest stay in the transport until there is room.
+    room = MAX_QUEUED_REQUESTS + MAX_UNDERWAY
+    assert listener.received_ns[:room] == [0] * room
+    assert listener.received_ns[room:] == [n * 10 * MS for n in range(1, count - room + 1)]
+
+
+def test_deadlines_are_checked_before_an_accelerator_gets_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    listener = Timed(clock, 0, 0, 0, 0, timeout_ms=25)
+    accelerator, computed = Accelerator(clock, 30 * MS), []
+    _run(listener, lambda request: computed.append(request) or accelerator(request))  # type: ignore[func-returns-value]
+    assert sorted(_errors(listener)) == [
+        (1, None),
+        (2, None),
+        (3, "DEADLINE_EXCEEDED"),
+        (4, "DEADLINE_EXCEEDED"),
+    ]
+    assert len(computed) == 2
+
+
+def test_a_request_s_memory_is_free_while_an_accelerator_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    listener = Timed(clock, 0)
+    alive: list[bool] = []
+    accelerator = Accelerator(clock, 10 * MS)
+    loop: Any = RequestLoop(Operators(accelerator), DEFAULT_MAX_MESSAGE_BYTES)  # type: ignore[arg-type]
+    wait_until = clock.wait_until
+
+    def waiting(ns: int) -> None:
+        alive.extend(bool(one.origin.incoming.frames) for one in loop._underway)
+        wait_until(ns)
+
+    monkeypatch.setattr(request_loop, "wait_until", waiting)
+    stop = StopSignal()
+    loop.run(listener, stop)
+    stop.reader.close()
+    stop.writer.close()
+    assert alive == [False]
+    assert _errors(listener) == [(1, None)]
 
 
 def test_stop_refuses_what_an_accelerator_still_works_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,13 @@ from tee_side.masks.mask import Masked
 from tee_side.masks.pad import Pad
 from tee_side.overlap import run
 from tee_side.sites import IntegerSites
-from tee_side.threads import LARGE_ATTENTION, LARGE_TENSOR, TorchThreads, large_tensor
+from tee_side.threads import (
+    LARGE_ATTENTION,
+    LARGE_FACTOR,
+    LARGE_TENSOR,
+    TorchThreads,
+    large_tensor,
+)
 from tests.support import SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -106,6 +112,36 @@ def test_passes_over_a_large_tensor_are_shared(elements: int, count: int) -> Non
         with large_tensor(torch.empty(elements), 3):
             assert torch.get_num_threads() == count
         assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(("elements", "count"), [(LARGE_FACTOR - 1, 1), (LARGE_FACTOR, 3)])
+def test_products_with_a_tensor_are_shared_earlier(elements: int, count: int) -> None:
+    with TorchThreads(1), large_tensor(torch.empty(elements), 3, heavy=True):
+        assert torch.get_num_threads() == count
+
+
+@pytest.mark.parametrize(("large", "count"), [(1, 3), (2**40, 1)])
+@pytest.mark.parametrize("policy", ["row-mix", "tsqp-permuted", "float-noise"])
+def test_masks_that_multiply_are_shared_as_products_are(
+    saved_model: Models, policy: str, large: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of attention's operands."""
+    monkeypatch.setattr(module, "LARGE_FACTOR", large)
+    found: set[int] = set()
+    tee = saved_model("llama").tee(policy)
+    mask = type(next(iter(tee.assembly.policy.masks)))
+    for name in ("mask", "mask_product"):
+        if not hasattr(mask, name):
+            continue
+        inner = getattr(mask, name)
+
+        def noted(*arguments: Any, inner: Any = inner) -> Any:
+            found.add(torch.get_num_threads())
+            return inner(*arguments)
+
+        monkeypatch.setattr(mask, name, noted)
+    tee.logits(token_ids(2))
+    assert found == {count}
 
 
 @pytest.mark.parametrize(("threshold", "count"), [(1, 3), (2**40, 1)])

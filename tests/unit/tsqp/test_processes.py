@@ -48,7 +48,7 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 @linux_only
 def test_a_child_whose_parent_is_gone_ends_before_it_begins(tmp_path: Path) -> None:
     mark = tmp_path / "begun"
-    command = [sys.executable, "-I", "-S", end_with_parent.__file__, "1", "touch", str(mark)]
+    command = [sys.executable, "-I", "-S", end_with_parent.__file__, "0", "touch", str(mark)]
     ended = subprocess.run(command, check=False)
     assert ended.returncode == -signal.SIGTERM
     assert not mark.exists()

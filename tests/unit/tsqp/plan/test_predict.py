@@ -113,6 +113,7 @@ def test_the_reply_of_another_lane_is_received_by_the_one_thread() -> None:
 
 
 def test_lanes_that_ask_nobody_follow_one_another() -> None:
+    assert play([], 0.0) == 0.0
     assert play([[turn(10)], [turn(20)], [turn(30)]], 0.0) == pytest.approx(60)
 
 
