@@ -43,8 +43,9 @@ _LOOK_AFTER = 16
 # How long all clients together may keep us waiting in vain, in a row and as a share of all time.
 _PATIENCE_S = 0.05
 _PATIENCE_SHARE = 0.05
-# A client that has taken nothing for so long is busy with something else.
-_PAUSE_S = 0.001
+# A client that has taken nothing for so long is busy with something else; one that reads may be
+# kept from its core for a moment.
+_PAUSE_S = 0.002
 # How long nobody is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
 _CLOSING_S = 0.5

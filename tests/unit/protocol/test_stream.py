@@ -377,6 +377,7 @@ def test_a_client_that_reads_is_waited_for(
     listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_listener, "patience_s", lambda _: 60.0)
+    monkeypatch.setattr(stream_listener, "_PAUSE_S", 60.0)
     monkeypatch.setattr(listener._patience, "_left_s", 60.0)
     monkeypatch.setattr(stream_listener, "_PATIENCE_S", 60.0)
     with _raw(endpoint) as raw:
