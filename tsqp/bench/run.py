@@ -55,7 +55,8 @@ _LOADING_TIMEOUT_S = 600.0
 # Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
 _PUBLISHED_NEW_TOKENS = 64
 # For one length of one baseline; the slowest take 6 s a pass.
-_BASELINE_CASE_S = 8.0
+_BASELINE_CASE_S = 6.0
+_ROUND_TRIPS = 300
 
 Say = Callable[[str], None]
 
@@ -398,11 +399,12 @@ class Bench:
                 ((_, endpoint),) = self._start(running, folder, model, policy, "tcp")
                 options = ["--tokens", lengths, "--threads", str(settings.threads)]
                 options += ["--against", against, "--new-tokens", str(_PUBLISHED_NEW_TOKENS)]
-                options += ["--sampled", "3", "--case-s", str(_BASELINE_CASE_S)]
+                options += ["--sampled", "2", "--case-s", str(_BASELINE_CASE_S)]
                 found = self._script("benchmarks.published_client", endpoint, *options)
                 self._baselines += _BASELINES.validate_json(found)
         self._say("baseline: raw ping-pong")
-        self._ping_pong += _PING_PONG.validate_json(self._script("benchmarks.ping_pong"))
+        found = self._script("benchmarks.ping_pong", "--round-trips", str(_ROUND_TRIPS))
+        self._ping_pong += _PING_PONG.validate_json(found)
 
     def _script(self, module: str, *arguments: str) -> str:
         """Run one of our scripts, and return what it prints. Raises ProcessError."""
