@@ -165,8 +165,9 @@ class _Bench:
         heavy = _Heavy()
         self._runner.observe(heavy, HEAVY)
         started = time.perf_counter()
+        least = 2 if slow else _LEAST_REPEATS
         while len(times_ms) < repeats:
-            if len(times_ms) >= _LEAST_REPEATS and time.perf_counter() - started > _BUDGET_S:
+            if len(times_ms) >= least and time.perf_counter() - started > _BUDGET_S:
                 break
             before = time.perf_counter_ns()
             work()
@@ -220,6 +221,7 @@ class _Bench:
         self._runner.observe(collector)
         if not slow:
             work()
+        collector.keep_spans = timeline and slow
         runs: list[tuple[float, tuple[OperatorCost, ...]]] = []
         for _ in range(times):
             before = time.perf_counter_ns()
@@ -228,8 +230,8 @@ class _Bench:
             elapsed_us = (time.perf_counter_ns() - before) / 1e3
             runs.append((elapsed_us, collector.costs(1)))
         elapsed_us, costs = median_run(runs)
-        spans: tuple[Span, ...] = ()
-        if timeline:
+        spans = collector.spans() if timeline and slow else ()
+        if timeline and not slow:
             collector.keep_spans = True
             collector.reset(time.perf_counter_ns())
             work()
