@@ -7,7 +7,7 @@ import torch
 from tee_side import functional
 from tee_side.batch import Chunk
 from tee_side.sampling import Sampler
-from tee_side.threads import TorchThreads, attention_threads, large_tensor
+from tee_side.threads import large_attention, large_tensor
 
 
 class LightOperators:
@@ -44,7 +44,7 @@ class LightOperators:
     ) -> torch.Tensor:
         """Scores, softmax and values in one: [T, H * C]."""
         context = k_KSC.shape[1] if window is None else min(k_KSC.shape[1], window)
-        with TorchThreads(attention_threads(q_THC.numel() * context, self._threads)):
+        with large_attention(q_THC.numel() * context, self._threads):
             return functional.attention(q_THC, k_KSC, v_KSC, window)
 
     def softmax(

@@ -22,7 +22,7 @@ from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.fused import FusedOperators
 from tee_side.policy import Policy
 from tee_side.sites import IntegerSites
-from tee_side.threads import TorchThreads, attention_threads
+from tee_side.threads import TorchThreads, large_attention
 from tee_side.vocabulary import PHASES, Site, is_linear
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -87,7 +87,7 @@ class LocalOperators(FusedOperators):
             return lm_head(h_ND)
 
     def _attention_product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        with TorchThreads(attention_threads(a.numel() * b.shape[-1], self._threads)):
+        with large_attention(a.numel() * b.shape[-1], self._threads):
             return _attention_product(a, b)
 
 

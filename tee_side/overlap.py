@@ -64,9 +64,9 @@ def run_overlapped(running: Sequence[Running[R]]) -> list[R]:
             else:
                 turns.popleft()
                 turns.append((index, now_waiting))
-                if waiting is None:
-                    continue
-            if index == begun - 1 and begun < len(running):
+            # It has had its second turn, or came to its end without one.
+            settled = waiting is not None or index in results
+            if settled and index == begun - 1 and begun < len(running):
                 turns.appendleft((begun, None))
                 begun += 1
     finally:

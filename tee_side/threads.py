@@ -31,7 +31,7 @@ LARGE_FACTOR = 2**15 + 1
 # 4,096.
 LARGE_ATTENTION = 2**22
 
-
+# One for all calls: there are hundreds a token.
 _AS_BEFORE = nullcontext()
 
 
@@ -57,9 +57,9 @@ class TorchThreads:
         torch.set_num_threads(self._before)
 
 
-def attention_threads(multiplications: int, most: int) -> int:
-    """Return how many threads one product of attention gets: all `most` where it is large."""
-    return max(torch.get_num_threads(), most if multiplications >= LARGE_ATTENTION else 1)
+def large_attention(multiplications: int, most: int) -> TorchThreads | nullcontext[None]:
+    """Return a context for one product of attention: with `most` threads where it is large."""
+    return TorchThreads(most) if multiplications >= LARGE_ATTENTION else _AS_BEFORE
 
 
 def large_tensor(

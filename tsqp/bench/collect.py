@@ -30,15 +30,16 @@ class _Sums:
 
 
 class Collector:
-    """Adds up steps between `begin` and `end`. Hand `lane(0)`, `lane(1)`, ... to the operators.
+    """Adds up steps since `reset`. Hand `lane(0)`, `lane(1)`, ... to the operators.
 
-    `keep_spans`: from now on, keep every piece of a step as well.
+    `keep_spans`: keep every piece of a step as well.
     """
 
-    def __init__(self) -> None:
-        self.keep_spans = False
+    def __init__(self, *, keep_spans: bool = False) -> None:
+        self._keep_spans = keep_spans
         self._sums: dict[Site, _Sums] = {}
-        self._spans: list[Span] = []
+        # Of a piece what `Span` says; made into one later, as that takes time.
+        self._pieces: list[tuple[int, Site, str, float, float]] = []
         self._origin_ns = 0
 
     def lane(self, index: int) -> _Lane:
@@ -47,7 +48,7 @@ class Collector:
 
     def reset(self, origin_ns: int) -> None:
         """Forget everything; spans are counted from this moment on."""
-        self._sums, self._spans, self._origin_ns = {}, [], origin_ns
+        self._sums, self._pieces, self._origin_ns = {}, [], origin_ns
 
     def costs(self, steps: int) -> tuple[OperatorCost, ...]:
         """Return the mean of `steps` steps, in the order in which operators were first called."""
@@ -69,7 +70,18 @@ class Collector:
 
     def spans(self) -> tuple[Span, ...]:
         """Return the pieces, by their start."""
-        return tuple(sorted(self._spans, key=lambda span: (span.start_us, span.lane)))
+        spans = [
+            Span(
+                lane=lane,
+                operator=operator,
+                layer=layer,
+                stage=stage,
+                start_us=_NS * (started_ns - self._origin_ns),
+                duration_us=_NS * elapsed_ns,
+            )
+            for lane, (operator, layer), stage, started_ns, elapsed_ns in self._pieces
+        ]
+        return tuple(sorted(spans, key=lambda span: (span.start_us, span.lane)))
 
     def sums(self, operator: AnyOperator, layer: int | None) -> _Sums:
         """Return what is counted for one operator of one layer."""
@@ -79,17 +91,8 @@ class Collector:
         self, lane: int, site: Site, stage: str, started_ns: float, elapsed_ns: float
     ) -> None:
         """Keep a piece of the timeline, if they are to be kept."""
-        if self.keep_spans and elapsed_ns > 0:
-            self._spans.append(
-                Span(
-                    lane=lane,
-                    operator=site[0],
-                    layer=site[1],
-                    stage=stage,
-                    start_us=_NS * (started_ns - self._origin_ns),
-                    duration_us=_NS * elapsed_ns,
-                )
-            )
+        if self._keep_spans and elapsed_ns > 0:
+            self._pieces.append((lane, site, stage, started_ns, elapsed_ns))
 
 
 class _Lane:

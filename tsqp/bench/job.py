@@ -15,8 +15,6 @@ from tsqp.bench.model import Case, Generation, Timeline
 # Of every case, before anything is timed.
 WARM_UP = 2
 _LEAST_OBSERVED, _MOST_OBSERVED = 3, 12
-# One to warm up with the observer, and one for the timeline.
-_BESIDE_OBSERVED = 2
 
 
 class _Line(BaseModel):
@@ -49,7 +47,7 @@ class Plan(_Line):
     def runs(self, phase: Phase) -> int:
         """Return how often a case is run in all, at most: a prompt, or a decode step."""
         timed = self.repeats if phase == "prefill" else self.decode_steps
-        return WARM_UP + timed + _BESIDE_OBSERVED + self.observed(phase, timed)
+        return WARM_UP + timed + self.observed(phase, timed)
 
     def new_tokens(self, context: int, batch: int, step_tokens: int) -> int:
         """Return how many tokens each sequence of a decode case generates, at most.

@@ -6,23 +6,27 @@ Each in a process of its own, so that its memory is not counted with what is mea
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from protocol.errors import ModelError, PolicyError, TsqpError
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint, linear_tensors
+from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
+from protocol.model.weights import load_tensor
 from tee_side.assembly import sites_under
-from tee_side.calibration import CALIBRATION_FILE
+from tee_side.calibration import CALIBRATION_FILE, Calibration
 from tee_side.masks.mask import AdditiveMask
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
@@ -62,7 +66,7 @@ def endless(model: Path, beside: Path) -> Path:
     for file in model.iterdir():
         # Names further EOS ids.
         if file.name not in ("config.json", "generation_config.json"):
-            (made / file.name).symlink_to(file.resolve())
+            _share(file, made / file.name)
     content = json.loads((model / "config.json").read_text(encoding="utf-8"))
     content["eos_token_id"] = None
     (made / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -83,9 +87,91 @@ def calibration(model: Path, beside: Path) -> Path:
     calibrated = beside / "calibrated"
     calibrated.mkdir()
     for file in model.iterdir():
-        (calibrated / file.name).symlink_to(file.resolve())
+        _share(file, calibrated / file.name)
     in_fresh_process(_calibrate, str(calibrated))
     return calibrated
+
+
+def hollow(model: Path, beside: Path) -> Path:
+    """Return a directory of the model whose linear weights are zeros.
+
+    For services that answer with zeros, which is right then: results of a verified policy pass
+    their checks, at the same cost as those of any weights. Scales of inputs are those of the model,
+    if it has a calibration. `beside`: a folder to make it in.
+    """
+    made = beside / "hollow"
+    made.mkdir()
+    in_fresh_process(_write_hollow, str(model), str(made))
+    return made
+
+
+def _write_hollow(model: str, made: str) -> None:
+    source, target = Path(model), Path(made)
+    config, checkpoint = read_config(source), Checkpoint(source)
+    shutil.copyfile(source / "config.json", target / "config.json")
+    shapes = light_tensors(config)
+    checkpoint.require(shapes)
+    light = {
+        name: load_tensor(checkpoint, name, shape, dtype=checkpoint.rows(name, 0, 1).dtype)
+        for name, shape in shapes.items()
+    }
+    files = {
+        "light.safetensors": shapes,
+        "zeros.safetensors": linear_tensors(config, FUSED_MODULES),
+    }
+    save_file(light, target / "light.safetensors", metadata={"format": "pt"})
+    write_zeros(target / "zeros.safetensors", files["zeros.safetensors"])
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (target / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    if (source / CALIBRATION_FILE).exists():
+        _hollow_scales(config, source, target).save(target / CALIBRATION_FILE)
+
+
+def _hollow_scales(config: ModelConfig, source: Path, target: Path) -> Calibration:
+    """Return a model's scales for weights of zeros, whose own scale is 1."""
+    of = Checkpoint(source)
+    found = Calibration.load(
+        source / CALIBRATION_FILE, config, model_digest(config, of), linear_digest(config, of)
+    )
+    made = Checkpoint(target)
+    return replace(
+        found,
+        sites={
+            site: replace(scales, weight_scale=torch.ones_like(scales.weight_scale))
+            for site, scales in found.sites.items()
+        },
+        model_digest=model_digest(config, made),
+        linear_digest=linear_digest(config, made) or "",
+    )
+
+
+def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Write a safetensors file of bfloat16 zeros, which takes next to no room on a disk."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        # What is past the end of what was written reads as zeros.
+        file.truncate(8 + len(text) + end)
+
+
+def _share(file: Path, name: Path) -> None:
+    """Give a file another name; a copy where the file system or its owner forbids it.
+
+    No symbolic link: one that leads out of a model's directory is refused.
+    """
+    if not file.is_file():
+        return
+    try:
+        name.hardlink_to(file.resolve())
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _calibrate(model: str) -> None:

@@ -6,8 +6,6 @@ is there when a run is interrupted is reported as far as it goes.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -28,35 +26,21 @@ from tee_side.feature_key import FeatureKey
 from tee_side.local_operators import sites_here
 from tee_side.policy import Policy, load_policy
 from tsqp.bench import prepare
-from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.bench.baselines import Baselines
+from tsqp.bench.job import Answer, Failed, Finished, Job, Plan, Progress
 from tsqp.bench.machine import describe_machine
 from tsqp.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
-from tsqp.bench.model import (
-    Baseline,
-    Case,
-    Generation,
-    PingPong,
-    PolicyRun,
-    Report,
-    Setup,
-    Timeline,
-)
+from tsqp.bench.model import PolicyRun, Report, Setup
+from tsqp.bench.partial import Partial
 from tsqp.bench.procfs import peak_bytes
 from tsqp.bench.random_model import required_bytes
+from tsqp.bench.services import start_services
 from tsqp.bench.settings import BenchSettings
 from tsqp.bench.shapes import find_shape
-from tsqp.processes import ProcessError, child, failure, start_service, worker
+from tsqp.processes import ProcessError, failure, worker
 
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
-_BASELINES = TypeAdapter(tuple[Baseline, ...])
-_PING_PONG = TypeAdapter(tuple[PingPong, ...])
 _TEE_ONLY = "tee-only"
-_LOADING_TIMEOUT_S = 600.0
-# Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
-_PUBLISHED_NEW_TOKENS = 64
-# For one length of one baseline; the slowest take 6 s a pass.
-_BASELINE_CASE_S = 5.0
-_ROUND_TRIPS = 300
 
 Say = Callable[[str], None]
 
@@ -67,8 +51,7 @@ class Bench:
     def __init__(self, settings: BenchSettings, say: Say) -> None:
         self._say = say
         self._policies: list[PolicyRun] = []
-        self._baselines: list[Baseline] = []
-        self._ping_pong: list[PingPong] = []
+        self._baselines = Baselines()
         self._finished: set[str] = set()
         self._incomplete: str | None = None
         self._created = datetime.now(UTC)
@@ -103,13 +86,13 @@ class Bench:
         ):
             if found:
                 yield f"{what} measured: {', '.join(found)}"
-        if self._settings.baselines and not self._ping_pong:
+        if self._settings.baselines and not self._baselines.complete:
             yield "not all baselines measured"
 
     @property
     def measured(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self._policies or self._baselines or self._ping_pong)
+        return bool(self._policies or self._baselines.any)
 
     def report(self) -> Report:
         """Return what has been measured so far."""
@@ -133,8 +116,8 @@ class Bench:
                 step_tokens=settings.step_tokens,
             ),
             policies=tuple(self._policies),
-            baselines=tuple(self._baselines),
-            ping_pong=tuple(self._ping_pong),
+            baselines=self._baselines.measured,
+            ping_pong=self._baselines.ping_pong,
             incomplete=self._incomplete,
         )
 
@@ -198,6 +181,8 @@ class Bench:
         weights = 0
         if self._settings.shape is not None:
             weights = required_bytes(self._config, linear=self._needs_linear())
+        if any(self._needs_hollow(policy) for _, policy in self._all_policies()):
+            weights += required_bytes(self._config, linear=False)
         check_disk(Path(tempfile.gettempdir()), pads + weights)
 
     def _check_endpoints(self, policy: Policy) -> None:
@@ -275,12 +260,20 @@ class Bench:
         if any(policy.arithmetic == "int8" for _, policy in self._all_policies()):
             self._say("choosing scales for int8 arithmetic")
             model = prepare.calibration(model, folder)
+        hollow = model
+        if any(self._needs_hollow(policy) for _, policy in self._all_policies()):
+            hollow = prepare.hollow(model, folder)
         for name, policy in self._all_policies():
             # A service a policy: a fresh one, whose peak of memory is that policy's.
             with ExitStack() as running:
-                self._measure(running, folder, model, name, policy)
+                used = hollow if self._needs_hollow(policy) else model
+                self._measure(running, folder, used, name, policy)
         if settings.baselines:
-            self._measure_baselines(folder, model)
+            self._baselines.measure(settings, self._config, folder, model, self._say)
+
+    def _needs_hollow(self, policy: Policy) -> bool:
+        """Whether it verifies what services answer that compute nothing."""
+        return policy.verified and not self._settings.computes
 
     def _random_model(self, folder: Path) -> Path:
         directory = folder / "model"
@@ -294,7 +287,7 @@ class Bench:
         self, running: ExitStack, folder: Path, model: Path, name: str, policy: Policy
     ) -> None:
         settings = self._settings
-        services = self._start(running, folder, model, policy, settings.transport)
+        services = start_services(running, settings, folder, model, policy, settings.transport)
         bank = folder / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
@@ -316,7 +309,7 @@ class Bench:
             dtype=settings.dtype,
             plan=settings.plan,
         )
-        partial = _Partial(policy)
+        partial = Partial(policy)
         try:
             for answer in self._answers(job):
                 partial.take(answer)
@@ -328,30 +321,6 @@ class Bench:
                 partial.gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
             if partial.any:
                 self._policies.append(partial.run())
-
-    def _start(
-        self, running: ExitStack, folder: Path, model: Path, policy: Policy, transport: str
-    ) -> list[tuple[int, str]]:
-        """Start the services of a policy; return process ids (0: not ours) and endpoints."""
-        settings = self._settings
-        if settings.endpoints:
-            return [(0, endpoint) for endpoint in settings.endpoints[: policy.services]]
-        served = settings.server_model if policy.feature_mask else None
-        return [
-            start_service(
-                running,
-                [
-                    *(str(served or model), "--device", settings.device),
-                    *("--bind", _bind(transport, folder, number)),
-                    *("--threads", str(settings.gpu_threads)),
-                    *("--arithmetic", policy.arithmetic),
-                    *("--spin-us", str(settings.spin_us)),
-                    *(("--dtype", settings.dtype) if settings.dtype else ()),
-                ],
-                timeout_s=_LOADING_TIMEOUT_S,
-            )
-            for number in range(policy.services)
-        ]
 
     def _answers(self, job: Job) -> Iterator[Answer]:
         """Run a worker, and yield what it says. Raises ProcessError if it fails."""
@@ -373,91 +342,6 @@ class Bench:
                 raise failure(
                     f"policy {job.policy}", status, errors.last, expected="a run to its end"
                 )
-
-    # ------------------------------------------------------------------------------- baselines
-
-    def _measure_baselines(self, folder: Path, model: Path) -> None:
-        settings, config, plan = self._settings, self._config, self._settings.plan
-        lengths = ",".join(map(str, plan.prefill))
-        dtype = settings.dtype or config.dtype
-        if Checkpoint(model).holds(linear_tensors(config, FUSED_MODULES)):
-            self._say("baseline: transformers")
-            options = ["--tokens", lengths, "--dtype", dtype, "--repeats", str(plan.repeats)]
-            options += ["--case-s", str(_BASELINE_CASE_S)]
-            options += ["--threads", str(settings.threads)]
-            contexts = ",".join(map(str, sorted({context for context, _ in plan.decode})))
-            options += ["--context", contexts] if contexts else []
-            options += ["--new-tokens", str(plan.decode_steps if contexts else 0)]
-            found = self._script("benchmarks.transformers_baseline", str(model), *options)
-            self._baselines += _BASELINES.validate_json(found)
-        if not settings.endpoints:
-            self._say("baseline: the published client")
-            with ExitStack() as running:
-                # Its socket is ZeroMQ's, whatever ours is.
-                policy = load_policy("tsqp")
-                against = "cpu" if settings.computes else "null"
-                ((_, endpoint),) = self._start(running, folder, model, policy, "tcp")
-                options = ["--tokens", lengths, "--threads", str(settings.threads)]
-                options += ["--against", against, "--new-tokens", str(_PUBLISHED_NEW_TOKENS)]
-                options += ["--sampled", "2", "--case-s", str(_BASELINE_CASE_S)]
-                found = self._script("benchmarks.published_client", endpoint, *options)
-                self._baselines += _BASELINES.validate_json(found)
-        self._say("baseline: raw ping-pong")
-        found = self._script("benchmarks.ping_pong", "--round-trips", str(_ROUND_TRIPS))
-        self._ping_pong += _PING_PONG.validate_json(found)
-
-    def _script(self, module: str, *arguments: str) -> str:
-        """Run one of our scripts, and return what it prints. Raises ProcessError."""
-        command = [sys.executable, "-m", module, *arguments]
-        with child(command, stdout=subprocess.PIPE) as (process, errors):
-            output = process.stdout.read().decode() if process.stdout else ""
-            status = process.wait()
-            errors.join()
-        if status != 0:
-            raise failure(module, status, errors.last, expected="exit status 0")
-        return output
-
-
-class _Partial:
-    """A policy's run as its answers come in."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._cases: list[Case] = []
-        self._timelines: list[Timeline] = []
-        self._generation: Generation | None = None
-        self._finished: Finished | None = None
-        self.gpu_peak_bytes: int | None = None
-
-    @property
-    def any(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._cases or self._generation)
-
-    def take(self, answer: Answer) -> None:
-        """Keep what an answer says."""
-        if isinstance(answer, Finished):
-            self._finished = answer
-        elif isinstance(answer, Measured):
-            self._cases += [answer.case] if answer.case else []
-            self._timelines += [answer.timeline] if answer.timeline else []
-            self._generation = answer.generation or self._generation
-
-    def run(self) -> PolicyRun:
-        """Return what there is."""
-        finished = self._finished
-        return PolicyRun(
-            policy=self._policy.name,
-            summary=self._policy.summary,
-            disclosure=self._policy.disclosure(),
-            cases=tuple(self._cases),
-            generation=self._generation,
-            timelines=tuple(self._timelines),
-            tee_peak_bytes=finished.peak_bytes if finished else 0,
-            gpu_peak_bytes=self.gpu_peak_bytes,
-            kv_bytes=finished.kv_bytes if finished else 0,
-            vocabulary_bytes=finished.vocabulary_bytes if finished else 0,
-        )
 
 
 def _read_config(settings: BenchSettings) -> ModelConfig:
@@ -499,10 +383,3 @@ def _reason(error: BaseException) -> str:
 
 def _scheme(endpoint: str) -> str:
     return endpoint.split("://", 1)[0]
-
-
-def _bind(transport: str, folder: Path, number: int) -> str:
-    """Return where a service is to listen."""
-    if transport == "tcp":
-        return "tcp://127.0.0.1:*"
-    return f"{transport}://{folder}/gpu-{number}.sock"

@@ -19,7 +19,8 @@ import operator
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -41,11 +42,10 @@ from tsqp.bench.procfs import cpu_ns, peak_bytes
 from tsqp.processes import ProcessError
 
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
-# Repeats of a slow case end here, once there are as many as a median needs.
-_BUDGET_S = 5.0
-_LEAST_REPEATS = 3
-# Work that takes longer needs no second run to warm up.
-_SLOW_S = 0.6
+# A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.
+_WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
+# A median of fewer says nothing of how far they differ.
+_LEAST_TIMED = 2
 
 
 def measure(job: Job, tell: Callable[[Answer], None]) -> None:
@@ -156,7 +156,8 @@ class _Bench:
         repeats: int,
         timeline: bool,
     ) -> None:
-        slow = self._warm_up(work)
+        for _ in _rounds(WARM_UP, _WARM_UP_S):
+            work()
         pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
         cpu_before = [_cpu_ns(pid) for pid in pids]
         traffic_before = self._runner.traffic
@@ -164,11 +165,7 @@ class _Bench:
         heavy_ms: list[float] = []
         heavy = _Heavy()
         self._runner.observe(heavy, HEAVY)
-        started = time.perf_counter()
-        least = 2 if slow else _LEAST_REPEATS
-        while len(times_ms) < repeats:
-            if len(times_ms) >= least and time.perf_counter() - started > _BUDGET_S:
-                break
+        for _ in _rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
             before = time.perf_counter_ns()
             work()
             times_ms.append((time.perf_counter_ns() - before) / 1e6)
@@ -179,9 +176,8 @@ class _Bench:
             for pid, before in zip(pids, cpu_before, strict=True)
         ]
         traffic = self._runner.traffic
-        # Slow work differs less from one run to the next, and takes the time of all the others.
-        observed = 1 if slow else self._job.plan.observed(phase, count)
-        costs, observed_us, kept = self._observe(work, observed, timeline=timeline, slow=slow)
+        times = self._job.plan.observed(phase, count)
+        observed = self._observe(work, times, timeline=timeline)
         median = statistics.median(times_ms)
         done = batch if phase == "decode" else tokens
         case = Case(
@@ -198,52 +194,48 @@ class _Bench:
             rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
             bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
             bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
-            operators=costs,
-            rest_us=observed_us - sum(cost.stages.total_us for cost in costs),
+            operators=observed.costs,
+            rest_us=observed.elapsed_us - sum(cost.stages.total_us for cost in observed.costs),
         )
-        spans = Timeline(phase=phase, tokens=tokens, batch=batch, spans=kept) if kept else None
-        self._tell(Measured(case=case, timeline=spans))
+        kept: Timeline | None = None
+        if observed.spans:
+            kept = Timeline(phase=phase, tokens=tokens, batch=batch, spans=observed.spans)
+        self._tell(Measured(case=case, timeline=kept))
 
-    def _warm_up(self, work: Callable[[], None]) -> bool:
-        """Run until things are in place; say whether once is enough, because it takes so long."""
-        for _ in range(WARM_UP):
-            started = time.perf_counter()
-            work()
-            if time.perf_counter() - started > _SLOW_S:
-                return True
-        return False
-
-    def _observe(
-        self, work: Callable[[], None], times: int, *, timeline: bool, slow: bool
-    ) -> tuple[tuple[OperatorCost, ...], float, tuple[Span, ...]]:
-        """Return costs and time of the median one of some runs, and the pieces of one more."""
-        collector = Collector()
+    def _observe(self, work: Callable[[], None], times: int, *, timeline: bool) -> Observed:
+        """Return the median one of some runs."""
+        collector = Collector(keep_spans=timeline)
         self._runner.observe(collector)
-        if not slow:
-            work()
-        collector.keep_spans = timeline and slow
-        runs: list[tuple[float, tuple[OperatorCost, ...]]] = []
-        for _ in range(times):
+        runs: list[Observed] = []
+        for _ in _rounds(times, _OBSERVED_S):
             before = time.perf_counter_ns()
             collector.reset(before)
             work()
             elapsed_us = (time.perf_counter_ns() - before) / 1e3
-            runs.append((elapsed_us, collector.costs(1)))
-        elapsed_us, costs = median_run(runs)
-        spans = collector.spans() if timeline and slow else ()
-        if timeline and not slow:
-            collector.keep_spans = True
-            collector.reset(time.perf_counter_ns())
-            work()
-            spans = collector.spans()
+            runs.append(Observed(elapsed_us, collector.costs(1), collector.spans()))
         self._runner.observe(None)
-        return costs, elapsed_us, spans
+        return median_run(runs)
 
 
-def median_run(
-    runs: Sequence[tuple[float, tuple[OperatorCost, ...]]],
-) -> tuple[float, tuple[OperatorCost, ...]]:
-    """Return the run (time, costs) whose time is the median; of two in the middle, the shorter."""
+def _rounds(most: int, budget_s: float, *, least: int = 1) -> Iterator[int]:
+    """Count to `most`, or until the time is over; to `least` in any case."""
+    started = time.perf_counter()
+    for number in range(most):
+        if number >= least and time.perf_counter() - started > budget_s:
+            return
+        yield number
+
+
+class Observed(NamedTuple):
+    """One run with an observer; `spans`: its timeline, if that was wanted."""
+
+    elapsed_us: float
+    costs: tuple[OperatorCost, ...]
+    spans: tuple[Span, ...]
+
+
+def median_run(runs: Sequence[Observed]) -> Observed:
+    """Return the run whose time is the median; of two in the middle, the shorter."""
     return sorted(runs, key=operator.itemgetter(0))[(len(runs) - 1) // 2]
 
 

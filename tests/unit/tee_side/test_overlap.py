@@ -39,7 +39,7 @@ class Recorder:
         if request_id in self.losing:
             raise self.refusing
         reply = TensorReply(output=WireTensor("float32", (1,), bytes(4)))
-        return Exchange(reply, request_id, 0, 0, 0, 0, None, 0)
+        return Exchange(reply, request_id, 0, 0, 0, 0, None, 0, "tcp://h:1")
 
     def abandon(self, request_id: int) -> None:
         """As in `Channel`: nothing for a request that is not under way."""

@@ -23,6 +23,7 @@ def _exchange(
         decode_ns=2000,
         timing=Timing(queue_us=queue_us, compute_us=compute_us),
         sent_ns=sent_ns,
+        endpoint="tcp://h:1",
     )
 
 
@@ -66,10 +67,16 @@ def test_a_claim_beyond_the_round_trip_is_made_to_fit() -> None:
     assert cost.stages == Stages(encode_us=5, queue_us=80, gpu_us=20, decode_us=2)
 
 
-def test_pieces_follow_each_other_from_the_start_of_the_step() -> None:
+def test_pieces_are_kept_only_where_they_are_wanted() -> None:
     collector = Collector()
     collector.lane(0).spent("rope", 0, "tee", 1_000_000, 1_001_000)
-    collector.keep_spans = True
+    assert collector.spans() == ()
+    assert len(collector.costs(1)) == 1
+
+
+def test_pieces_follow_each_other_from_the_start_of_the_step() -> None:
+    collector = Collector(keep_spans=True)
+    collector.lane(0).spent("rope", 0, "tee", 1_000_000, 1_001_000)
     collector.reset(1_000_000)
     assert collector.spans() == ()
     collector.lane(1).exchanged("o_proj", 3, [_exchange(100_000, 10, 30)])

@@ -99,8 +99,8 @@ def test_scales_are_made_beside_a_model_that_has_none(
 @pytest.mark.parametrize(
     ("policy", "pads"),
     [
-        # Of each sequence one a decoded token: 2 + 4 + 1 + 4 + 1 and the one of the prompt's step.
-        ("shielded", (1 + 4) * 13 + 2),
+        # Of each sequence one a decoded token: 2 + 4 + 4 and the one of the prompt's step.
+        ("shielded", (1 + 4) * 11 + 2),
         ("attention-in-tee", 0),
     ],
 )
@@ -110,8 +110,8 @@ def test_pads_are_counted_by_what_is_run(policy: str, pads: int) -> None:
 
 def test_prompts_take_pads_where_they_are_masked() -> None:
     policy = load_policy("shielded-prefill")
-    prompts = (2 + 3 + 1 + 3 + 1) * (3 + 5) + 7 + 4 * 7 + 6
-    assert prepare.pads_needed(policy, PLAN, 512) == prompts + (1 + 4) * 13 + 2
+    prompts = (2 + 3 + 3) * (3 + 5) + 7 + 4 * 7 + 6
+    assert prepare.pads_needed(policy, PLAN, 512) == prompts + (1 + 4) * 11 + 2
 
 
 @pytest.mark.parametrize("zeros", [True, False])

@@ -18,8 +18,9 @@ from tee_side.masks.feature_rotation import FeatureRotation
 from tee_side.policy import load_policy
 from tee_side.provisioning import provision
 from tests.support import SavedModel
-from tests.unit.tsqp.bench.sample_report import baselines, case
-from tsqp.bench import run
+from tests.unit.tsqp.bench.sample_report import baselines, case, ping_pongs
+from tsqp.bench import run, services
+from tsqp.bench.baselines import Baselines
 from tsqp.bench.job import Failed, Finished, Job, Measured, Plan, Progress
 from tsqp.bench.run import Bench
 from tsqp.bench.settings import BenchSettings
@@ -117,8 +118,8 @@ def test_lengths_that_nobody_asked_for_give_way(model: Path) -> None:
     plan = Plan(prefill=(1, 256), decode=((250, 1),), generation=None, decode_steps=3)
     given = settings(model, plan=plan, default_prefill=True, default_context=True)
     bench(given, said)
-    # 2 + 3 + 1 + 3 + 1 steps and the one of the prompt.
-    assert said == ["prompts and contexts that fit the model: prefill 1; context 245"]
+    # Of 256 tokens: 2 + 3 + 3 steps and the one of the prompt.
+    assert said == ["prompts and contexts that fit the model: prefill 1; context 247"]
     bench(settings(model), said)
     assert len(said) == 1
 
@@ -137,7 +138,7 @@ def _answering(
         yield from answers(job)
 
     monkeypatch.setattr(Bench, "_answers", answered)
-    monkeypatch.setattr(run, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
+    monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     return jobs
 
 
@@ -253,7 +254,7 @@ def test_how_a_worker_ends_is_told(
 ) -> None:
     output = "".join(line.model_dump_json() + "\n" for line in lines)
     monkeypatch.setattr(run, "worker", lambda *_: _worker(output, status, last))
-    monkeypatch.setattr(run, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
+    monkeypatch.setattr(services, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     made = bench(settings(model))
     if message is None:
         made.run()
@@ -263,28 +264,17 @@ def test_how_a_worker_ends_is_told(
     assert str(refused.value).startswith(message)
 
 
-def test_baselines_measure_the_same_cases(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_reported_beside_the_tee_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _answering(monkeypatch, _whole)
-    asked: dict[str, tuple[str, ...]] = {}
-
-    def script(_self: Bench, module: str, *arguments: str) -> str:
-        asked[module] = arguments
-        return "[]" if "ping" in module else f"[{baselines()[0].model_dump_json()}]"
-
-    monkeypatch.setattr(Bench, "_script", script)
-    plan = PLAN.model_copy(update={"decode": ((6, 1), (5, 1), (5, 8)), "prefill": (3, 4)})
-    made = bench(settings(model, baselines=True, plan=plan, threads=3))
+    monkeypatch.setattr(Baselines, "measure", _measured)
+    made = bench(settings(model, baselines=True))
     made.run()
-    options = asked["benchmarks.transformers_baseline"]
-    for name, value in (
-        ("--tokens", "3,4"),
-        ("--context", "5,6"),
-        ("--new-tokens", "3"),
-        ("--threads", "3"),
-        ("--dtype", "float32"),
-    ):
-        assert options[options.index(name) + 1] == value
-    published = asked["benchmarks.published_client"]
-    assert published[published.index("--against") + 1] == "null"
-    assert [one.name for one in made.report().baselines] == ["published"] * 2
-    assert [one.policy for one in made.report().policies] == ["attention-in-tee", "tee-only"]
+    report = made.report()
+    assert (report.baselines, report.ping_pong) == (baselines(), ping_pongs())
+    assert [one.policy for one in report.policies] == ["attention-in-tee", "tee-only"]
+
+
+def _measured(found: Baselines, *_: Any) -> None:
+    found.measured, found.ping_pong, found.complete = baselines(), ping_pongs(), True

@@ -72,7 +72,7 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     # As often as the plan counts, which is what contexts and pads are sized by.
     runs = PLAN.runs("prefill")
     assert given == [
-        *[(1, 1)] * (runs - 1),  # no timeline but of the longest
+        *[(1, 1)] * runs,
         *[(9, 1)] * runs,
         *[(5, PLAN.new_tokens(5, 3, 64))] * 3,
         (4, 6),
@@ -93,9 +93,9 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     assert (generation.prompt_tokens, generation.new_tokens) == (4, 6)
     finished = told[-1]
     assert isinstance(finished, Finished)
-    # Keys and values of 3 sequences of 5 + 15 - 1 tokens: 3 layers of 2 heads of 16 floats each.
-    assert PLAN.cached_tokens(64) == 3 * (5 + 15 - 1)
-    assert finished.kv_bytes == 57 * 2 * 3 * 2 * 16 * 4
+    # Keys and values of 3 sequences of 5 + 13 - 1 tokens: 3 layers of 2 heads of 16 floats each.
+    assert PLAN.cached_tokens(64) == 3 * (5 + 13 - 1)
+    assert finished.kv_bytes == 51 * 2 * 3 * 2 * 16 * 4
     assert (
         finished.vocabulary_bytes == 2 * 320 * 48 * 4 or finished.vocabulary_bytes == 320 * 48 * 4
     )
@@ -119,7 +119,10 @@ def test_the_last_decode_step_still_has_every_sequence(
 
 
 def test_the_median_run_is_one_that_was_observed() -> None:
-    runs = [(3.0, (_cost("c"),)), (1.0, (_cost("a"),)), (2.0, (_cost("b"),))]
+    runs = [
+        worker.Observed(elapsed_us, (_cost(name),), ())
+        for elapsed_us, name in ((3.0, "c"), (1.0, "a"), (2.0, "b"))
+    ]
     assert worker.median_run(runs) == runs[2]
     assert worker.median_run(runs[:2]) == runs[1]
     assert worker.median_run(runs[:1]) == runs[0]
@@ -221,7 +224,7 @@ def _measured(
     """Measure steps of 10, 40 and 20 ms, then observe others."""
     clock = _Clock()
     warm, timed = [(50.0, 5.0)] * 2, [(10.0, 1.0), (40.0, 2.0), (20.0, 9.0)]
-    observed = [(90.0, 9.0), (24.0, 4.0), (16.0, 4.0), (32.0, 4.0)]
+    observed = [(24.0, 4.0), (16.0, 4.0), (32.0, 4.0)]
     runner: Any = _ScriptedRunner(clock, warm + timed + observed)
     monkeypatch.setattr(worker, "time", clock)
     rates = {"self": 3e6, 11: 5e6, 12: 7e6}
@@ -254,6 +257,71 @@ def test_what_a_case_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         "rope": pytest.approx(14000),
     }
     assert case.rest_us == pytest.approx(6000)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "times"),
+    [
+        (100.0, (2, 5, 3)),
+        (599.0, (2, 5, 3)),
+        (601.0, (1, 5, 3)),
+        (1200.0, (1, 5, 2)),
+        (1300.0, (1, 4, 2)),
+        (9000.0, (1, 2, 1)),
+    ],
+)
+def test_slow_work_is_run_less_often(
+    monkeypatch: pytest.MonkeyPatch, step_ms: float, times: tuple[int, int, int]
+) -> None:
+    """To warm up, timed, and observed."""
+    clock = _Clock()
+    runner: Any = _ScriptedRunner(clock, [(step_ms, 0.0)] * 20)
+    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(worker, "cpu_ns", lambda _pid: 0)
+    under: list[str] = []
+    observe, step = runner.observe, runner.step
+
+    def observing(observer: Any, *operators: Any) -> None:
+        under.append(type(observer).__name__)
+        observe(observer, *operators)
+
+    done: list[str] = []
+
+    def noted() -> None:
+        done.append(under[-1] if under else "")
+        step()
+
+    monkeypatch.setattr(runner, "observe", observing)
+    told: list[Answer] = []
+    worker._Bench(runner, job(Path("nowhere")), told.append)._measure(
+        "prefill", 128, 1, noted, 5, True
+    )
+    assert (done.count(""), done.count("_Heavy"), done.count("Collector")) == times
+    (answer,) = told
+    assert isinstance(answer, Measured)
+    assert answer.case is not None
+    assert answer.case.step_ms.runs == times[1]
+
+
+def test_the_timeline_is_that_of_the_step_whose_costs_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = _Clock()
+    observed = [(24.0, 4.0), (16.0, 4.0), (32.0, 4.0)]
+    runner: Any = _ScriptedRunner(clock, [(10.0, 1.0)] * 5 + observed)
+    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(worker, "cpu_ns", lambda _pid: 0)
+    told: list[Answer] = []
+    bench = worker._Bench(runner, job(Path("nowhere")), told.append)
+    bench._measure("prefill", 128, 1, runner.step, 3, True)
+    (answer,) = told
+    assert isinstance(answer, Measured)
+    assert answer.timeline is not None
+    pieces = [(s.operator, s.start_us, s.duration_us) for s in answer.timeline.spans]
+    assert pieces == [
+        ("lm_head", 0, pytest.approx(4000)),
+        ("rope", pytest.approx(4000), pytest.approx(14000)),
+    ]
 
 
 def test_of_a_prompt_every_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:

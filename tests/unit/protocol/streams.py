@@ -1,0 +1,63 @@
+"""Peers of stream sockets: what they write, byte by byte, and how slowly they read."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from protocol.encoding import Form, encode_reply, encode_request
+from protocol.errors import ErrorCode
+from protocol.liveness import QUESTION
+from protocol.messages import InitRequest, TensorReply
+from protocol.stream_wire import to_pieces
+from protocol.tensors import from_torch
+
+LARGE = 2**20
+REFUSED = encode_reply(Form.FRAMED, 1, "Init", ErrorCode.INTERNAL)
+
+
+def raw_socket(endpoint: str) -> socket.socket:
+    """Connect to a Unix socket; no read takes longer than ten seconds."""
+    raw = socket.socket(socket.AF_UNIX)
+    raw.settimeout(10)
+    raw.connect(endpoint.removeprefix("unix://"))
+    return raw
+
+
+@contextmanager
+def accepted(listening: socket.socket) -> Iterator[socket.socket]:
+    """Let a `StreamChannel` in: its connection for signs of life, which stays silent, and ours."""
+    asking, _ = listening.accept()
+    with asking:
+        assert asking.recv(10) == QUESTION
+        served, _ = listening.accept()
+        with served:
+            yield served
+
+
+def request_bytes(request_id: int = 1) -> bytes:
+    """Return an Init request as it is written to a stream."""
+    return b"".join(to_pieces(encode_request(InitRequest(), request_id, 1000))[0])
+
+
+def tensor_reply(request_id: int, value: torch.Tensor) -> list[bytes | bytearray | memoryview]:
+    """Return the frames of a reply to LMHead."""
+    reply = TensorReply(output=from_torch(value))
+    return encode_reply(Form.FRAMED, request_id, "LMHead", reply)
+
+
+def slow_reader(raw: socket.socket) -> tuple[threading.Thread, bytearray]:
+    """Make a thread that reads a little every millisecond, as long as anything comes."""
+    received, pace = bytearray(), threading.Event()
+
+    def read() -> None:
+        with suppress(OSError):
+            while data := raw.recv(36_000):
+                received.extend(data)
+                pace.wait(0.001)
+
+    return threading.Thread(target=read), received
