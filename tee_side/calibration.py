@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from protocol.errors import ActivationRangeError, CalibrationError, describe
+from protocol.errors import ActivationRangeError, CalibrationError, ModelError, describe
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
+from protocol.model.files import read_bytes, require_inside
+from protocol.model.manifest import Manifest
+from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from tee_side.vocabulary import Site
 
 CALIBRATION_FILE = "calibration.safetensors"
@@ -45,6 +47,9 @@ HEADROOM = 4.0
 # What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
 # than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
 _MARGIN = 0.995
+
+# A headroom that is none.
+_SMALLEST = 1e-300
 
 _FORMAT = "tsqp-calibration"
 _TABLES = ("input_scale", "norm_limit", "max_norm")
@@ -120,7 +125,8 @@ class Calibration:
         """Return how many times as large as the largest row seen an input row may be."""
         scales = self.sites[site]
         largest = self.max_norms[site] / scales.input_scale
-        return scales.norm_limit / largest if largest else math.inf
+        # A file may hold any positive numbers, also such as are too small to divide by.
+        return max(scales.norm_limit / largest, _SMALLEST) if largest else math.inf
 
     def check_ring(self) -> None:
         """Check that the largest rows seen, times `HEADROOM`, stay within the ring.
@@ -194,16 +200,22 @@ class Calibration:
 
     @staticmethod
     def load(
-        path: Path, config: ModelConfig, model_digest: str, linear_digest: str | None = None
+        path: Path,
+        config: ModelConfig,
+        model_digest: str,
+        linear_digest: str | None = None,
+        manifest: Manifest | None = None,
     ) -> Calibration:
         """Read a file and check it against a model.
 
         `linear_digest`: None where the TEE has no linear weights; the service's is then compared
-        with the file's by whoever shakes hands with it. Raises CalibrationError: no such file,
-        damaged, of another version or model, with sites missing or left over, scales that are not
-        positive and finite, or a ring that is too small for what calibration saw.
+        with the file's by whoever shakes hands with it. `manifest`: the file's content must be that
+        of the calibration that it names, wherever the file is. Raises CalibrationError: no such
+        file, damaged, of another version or model, with sites missing or left over, scales that are
+        not positive and finite, or a ring that is too small for what calibration saw; and
+        ManifestError.
         """
-        metadata, tensors = _read(path, config)
+        metadata, tensors = _read(path, config, manifest)
         compared = {"model_digest": model_digest, "linear_digest": linear_digest}
         for name, expected in compared.items():
             if expected is not None and metadata[name] != expected:
@@ -247,9 +259,10 @@ def norm_limit(max_norm: float) -> float:
 def calibration_path(model: Path, given: Path | None) -> Path:
     """Return the file to read: the one given, else the one beside the model.
 
-    Raises CalibrationError, which names the command that makes one, if there is none.
+    Raises CalibrationError, which names the command that makes one, if there is none; and
+    ModelError for a link out of the model's directory.
     """
-    path = model / CALIBRATION_FILE if given is None else given
+    path = require_inside(model / CALIBRATION_FILE) if given is None else given
     if not path.is_file():
         raise CalibrationError(
             f"activation scales {path}",
@@ -278,33 +291,29 @@ def _expected_tensors(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], s
     return expected
 
 
-def _read(path: Path, config: ModelConfig) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def _read(
+    path: Path, config: ModelConfig, manifest: Manifest | None
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Read metadata and tensors, both checked by themselves and against the model's shape."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            _check_metadata(path, metadata)
-            names = set(file.keys())
-            tensors: dict[str, torch.Tensor] = {}
-            for name, (shape, dtype) in _expected_tensors(config).items():
-                if name not in names:
-                    raise CalibrationError(
-                        f"{path}: {name}", got="no such tensor", expected=f"{dtype} {list(shape)}"
-                    )
-                found = file.get_slice(name)
-                if (tuple(found.get_shape()), found.get_dtype()) != (shape, dtype):
-                    raise CalibrationError(
-                        f"{path}: {name}",
-                        got=f"{found.get_dtype()} {list(found.get_shape())}",
-                        expected=f"{dtype} {list(shape)}",
-                    )
-                # A copy: a view would map the file for as long as the process lives.
-                tensors[name] = file.get_tensor(name).clone()
-    except (SafetensorError, OSError) as error:
-        raise CalibrationError(
-            str(path), got=f"{error}"[:120], expected="a file made by tsqp calibrate"
-        ) from None
-    if extra := sorted(names - tensors.keys()):
+    expected = _expected_tensors(config)
+    content, header = _content(path, expected, manifest)
+    _check_metadata(path, header.metadata)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in expected.items():
+        found = header.entries.get(name)
+        if found is None:
+            raise CalibrationError(
+                f"{path}: {name}", got="no such tensor", expected=f"{dtype} {list(shape)}"
+            )
+        if (found.shape, found.dtype) != (shape, dtype):
+            raise CalibrationError(
+                f"{path}: {name}",
+                got=f"{found.dtype} {describe(list(found.shape))}",
+                expected=f"{dtype} {list(shape)}",
+            )
+        raw = bytearray(content[found.begin : found.end])
+        tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
+    if extra := sorted(header.entries.keys() - tensors.keys()):
         raise CalibrationError(
             f"{path}: {describe(extra[0])}",
             got="a tensor that the model does not explain",
@@ -325,7 +334,24 @@ def _read(path: Path, config: ModelConfig) -> tuple[dict[str, str], dict[str, to
         raise CalibrationError(
             f"{path}: norm_limit", got=f"{largest:g}", expected=f"at most {MAX_SUM}: the ring's"
         )
-    return metadata, tensors
+    return header.metadata, tensors
+
+
+def _content(
+    path: Path, expected: dict[str, tuple[tuple[int, ...], str]], manifest: Manifest | None
+) -> tuple[bytes, Header]:
+    """Read the whole file at once, so that what is verified is what is used."""
+    largest = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in expected.values())
+    try:
+        content = read_bytes(path, largest, inside=False)
+        if manifest is not None:
+            manifest.check_content(path, CALIBRATION_FILE, content)
+        end = 8 + min(MAX_HEADER_BYTES, int.from_bytes(content[:8], "little"))
+        return content, parse_header(content[:end], len(content), str(path))
+    except ModelError as error:
+        raise CalibrationError(
+            error.where, got=error.got, expected="a file made by tsqp calibrate"
+        ) from None
 
 
 def _check_metadata(path: Path, metadata: dict[str, Any]) -> None:

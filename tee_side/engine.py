@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
-from protocol.errors import PromptError
+from protocol.errors import LimitError, PromptError
 from tee_side.batch import Batch
-from tee_side.kv_cache import KVCache
+from tee_side.kv_cache import KVCache, available_kv_bytes, kv_bytes
 from tee_side.light import LightOperators
 from tee_side.model import TeeModel
 from tee_side.operators import PlacedOperators
@@ -99,7 +99,8 @@ class Sampled:
 class Engine:
     """Holds the running sequences. One thread; errors of the channel pass through `step`.
 
-    `lanes`: operators for as many micro-batches as a step may be cut into.
+    `lanes`: operators for as many micro-batches as a step may be cut into. `max_kv_bytes`: what the
+    KV caches of all running sequences may have together; None: 80 % of the memory available now.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class Engine:
         lanes: Lanes[PlacedOperators],
         *,
         step_tokens: int = DEFAULT_STEP_TOKENS,
+        max_kv_bytes: int | None = None,
     ) -> None:
         self._model = model
+        self.max_kv_bytes = available_kv_bytes() if max_kv_bytes is None else max_kv_bytes
         self.lanes = lanes
         self._step_tokens = step_tokens
         self._running: list[Sequence] = []
@@ -126,7 +129,8 @@ class Engine:
         """Admit a prompt and reserve its KV cache, before any work is done for it.
 
         Generation ends at the model's context length even if `max_new_tokens` would allow more.
-        Raises PromptError: empty, too long for the context, or ids outside the vocabulary.
+        Raises PromptError: empty, too long for the context, or ids outside the vocabulary; and
+        LimitError where its KV cache does not fit beside those of the running sequences.
         """
         config = self._model.config
         check_prompt(prompt_ids, config.vocab_size, config.context_length)
@@ -135,7 +139,9 @@ class Engine:
         room = config.context_length - len(prompt_ids)
         new_tokens = min(max_new_tokens, room)
         # The last token is never fed back, so it needs no place in the cache.
-        cache = KVCache(config, len(prompt_ids) + new_tokens - 1, self._model.dtype)
+        capacity = len(prompt_ids) + new_tokens - 1
+        self._require_kv(capacity)
+        cache = KVCache(config, capacity, self._model.dtype)
         sequence = Sequence(
             prompt_ids,
             cache,
@@ -149,12 +155,32 @@ class Engine:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that nobody waits for any more."""
         self._running = [running for running in self._running if running is not sequence]
+        sequence.cache.release()
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences that are not finished."""
+        """Sequences that are not finished; what the others held is given back."""
+        for sequence in self._running:
+            if sequence.finish_reason is not None:
+                sequence.cache.release()
         self._running = [s for s in self._running if s.finish_reason is None]
         return tuple(self._running)
+
+    def _require_kv(self, capacity: int) -> None:
+        """Refuse a sequence whose KV cache does not fit: its pages are taken only as it grows.
+
+        Raises LimitError; retrying helps if other sequences are what is in the way.
+        """
+        needed = kv_bytes(self._model.config, capacity, self._model.dtype)
+        left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self.running)
+        if needed > left:
+            error = LimitError(
+                f"KV memory, of which {_mib(self.max_kv_bytes)} may be used (--max-kv-mib)",
+                got=f"a request that needs {_mib(needed)} for {capacity} tokens",
+                expected=f"at most {_mib(left)}, which is what is left",
+            )
+            error.retryable = needed <= self.max_kv_bytes
+            raise error
 
     def step(self) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
@@ -198,6 +224,10 @@ class Engine:
         found = {phase: tuple(s for s in running if s.phase == phase) for phase in PHASES}
         phase = turn if found[turn] else self._last_phase
         return phase, found[phase]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def check_prompt(prompt_ids: Ids[int], vocab_size: int, context: int) -> None:

@@ -6,10 +6,40 @@ keys are [K, S, C], so that the part in use is a view that a batched product rea
 
 from __future__ import annotations
 
+import math
+import os
+from pathlib import Path
+
 import torch
 
 from protocol.errors import PromptError
 from protocol.model.config import ModelConfig
+
+# What is left of the memory at start for everything but KV caches.
+_SHARE_OF_MEMORY = 0.8
+_MEMORY = Path("/proc/meminfo")
+
+
+def kv_shape(config: ModelConfig, capacity: int) -> tuple[int, int, int, int]:
+    """Return the shape of all keys, and of all values, of a sequence: layers, K, S, C."""
+    return (config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim)
+
+
+def kv_bytes(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
+    """Return how many bytes the KV cache of a sequence of `capacity` tokens has."""
+    return 2 * math.prod(kv_shape(config, capacity)) * dtype.itemsize
+
+
+def available_kv_bytes() -> int:
+    """Return 80 % of the memory that is available now; of all of it where nobody says that."""
+    try:
+        for line in _MEMORY.read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(int(value.split()[0]) * 1024 * _SHARE_OF_MEMORY)
+    except OSError:
+        pass  # no Linux, or no /proc
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_MEMORY)
 
 
 class KVCache:
@@ -21,14 +51,10 @@ class KVCache:
     """
 
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
-        shape = (
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            capacity,
-            config.head_dim,
-        )
+        shape = kv_shape(config, capacity)
         self.length = 0
         self.capacity = capacity
+        self.nbytes = kv_bytes(config, capacity, dtype)
         # Rows behind `length` that each layer has written in this step.
         self._written = [0] * config.num_hidden_layers
         try:
@@ -40,6 +66,11 @@ class KVCache:
                 expected="fewer tokens (lower --max-new-tokens)",
             ) from None
         self._layers = list(zip(keys, values, strict=True))
+
+    def release(self) -> None:
+        """Give the memory back: the sequence has ended, and is asked for its length at most."""
+        self._layers = []
+        self.nbytes = 0
 
     def begin_step(self) -> None:
         """Forget what has been written behind `length`, by a step that failed."""

@@ -13,27 +13,47 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from protocol.errors import ModelError, PromptError
-from protocol.model.config import read_json
+from protocol.model.config import MAX_JSON_BYTES, read_json
+from protocol.model.manifest import Manifest, find_file, read_file
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
+# Those of the supported architectures have up to 17 MB.
+MAX_TOKENIZER_BYTES = 24 * 1024 * 1024
+# Of lists and objects, and of what they hold. The library takes fifty bytes for each before it
+# knows what it reads; those of the supported architectures have up to 300,000 and 700,000.
+_MAX_LISTS = 600_000
+_MAX_ITEMS = 2_000_000
+
 
 class Tokenizer:
-    """The tokenizer of a model directory. Raises ModelError when it is missing or damaged."""
+    """The tokenizer of a model directory. Raises ModelError when it is missing or damaged.
 
-    def __init__(self, directory: Path) -> None:
+    With a manifest, every file must be the one that it names, or ManifestError is raised.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
         self._directory = directory
-        path = directory / TOKENIZER_FILE
-        if not path.is_file():
+        self._manifest = manifest
+        path = find_file(directory, TOKENIZER_FILE, manifest)
+        if path is None:
             raise ModelError(
                 str(directory),
                 got=f"no {TOKENIZER_FILE}",
                 expected="one (or a prompt given as token ids)",
             )
+        content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
+        lists, items = content.count(b"[") + content.count(b"{"), content.count(b",")
+        if lists > _MAX_LISTS or items > _MAX_ITEMS:
+            raise ModelError(
+                str(path),
+                got=f"{lists} lists of {items} items",
+                expected=f"at most {_MAX_LISTS} and {_MAX_ITEMS}",
+            )
         try:
-            self._raw = RawTokenizer.from_file(str(path))
+            self._raw = RawTokenizer.from_buffer(content)
         except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise ModelError(str(path), got=f"{error}"[:120], expected="a tokenizer") from None
 
@@ -90,17 +110,17 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _chat_template(self) -> tuple[str, dict[str, Any]]:
-        config_path = self._directory / CONFIG_FILE
-        config = read_json(config_path) if config_path.exists() else {}
-        template_path = self._directory / TEMPLATE_FILE
+        config_path = find_file(self._directory, CONFIG_FILE, self._manifest)
+        config = {} if config_path is None else read_json(config_path, self._manifest)
+        template_path = find_file(self._directory, TEMPLATE_FILE, self._manifest)
         template = config.get("chat_template")
         if isinstance(template, list):
             # Several named templates, of which "default" is the one for chat.
             named = [entry for entry in template if isinstance(entry, dict)]
             template = {e.get("name"): e.get("template") for e in named}.get("default")
-        if template_path.exists():
+        if template_path is not None:
             try:
-                template = template_path.read_text(encoding="utf-8")
+                template = read_file(template_path, MAX_JSON_BYTES, self._manifest).decode("utf-8")
             except UnicodeDecodeError:
                 raise ModelError(
                     str(template_path), got="bytes that are not UTF-8", expected="a template"

@@ -1,30 +1,32 @@
 """Weights of a model directory: safetensors, one file or several with an index.
 
 The tensors that a model must have follow from its configuration; names, shapes and dtypes are
-checked before any weight is read. Reading is memory-mapped through the safetensors library, a
-block at a time: pages of a mapping count towards the process's memory as long as it lives.
+checked before any weight is read. Reading copies a block of rows at a time into memory of our own,
+where it is verified, if there is a manifest, and found to be finite, and only then handed out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
 from protocol.model.config import ModelConfig, read_json
+from protocol.model.files import is_there, shown
+from protocol.model.manifest import Manifest, TensorPin, check_block, rows_per_block
+from protocol.model.tensor_file import TORCH_DTYPES, Entry, TensorFile, bytes_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
-_BLOCK_BYTES = 32 * 1024 * 1024
 _DTYPES = ("F32", "F16", "BF16")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_PICKLE_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 def lm_head_name(config: ModelConfig) -> str:
@@ -81,51 +83,62 @@ def linear_tensors(
 class Checkpoint:
     """The safetensors files of one directory, their headers checked for damage.
 
-    Raises ModelError that names the file: none there, pickled weights, a truncated or damaged
-    file, an index that points outside the directory or at a tensor that its file does not hold.
+    `manifest`: what the directory must hold; then every byte that is handed out was compared with
+    it, in the memory in which it is handed out. Raises ModelError that names the file: none there,
+    pickled weights, a truncated or damaged file, an index that points outside the directory or at a
+    tensor that its file does not hold; ManifestError that names file and tensor, where it differs.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
         self.directory = directory
-        self._file_of: dict[str, Path] = {}
-        self._shape_of: dict[str, tuple[int, ...]] = {}
-        self._dtype_of: dict[str, str] = {}
+        self.manifest = manifest
+        self._found: dict[str, tuple[TensorFile, Entry]] = {}
         # Shards that the index names and the directory lacks: a TEE may hold only what it uses.
         self._missing: dict[str, Path] = {}
-        index = directory / INDEX_FILE
-        if (directory / SINGLE_FILE).exists():
-            self._add_file(directory / SINGLE_FILE)
-        elif index.exists():
-            self._add_index(index)
+        self._remembered: dict[object, str] = {}
+        # The file that says which tensors there are.
+        self._contents = directory / SINGLE_FILE
+        if is_there(self._contents):
+            self._add_file(self._contents)
+        elif is_there(directory / INDEX_FILE):
+            self._contents = directory / INDEX_FILE
+            self._add_index(self._contents)
         else:
             self._refuse_missing()
 
     def holds(self, tensors: Iterable[str]) -> bool:
         """Say whether all of these tensors are there."""
-        return all(name in self._file_of for name in tensors)
+        return all(name in self._found for name in tensors)
 
     def require(self, tensors: dict[str, tuple[int, ...]]) -> None:
-        """Check that these tensors are there with these shapes, as floats. Raises ModelError."""
+        """Check that these tensors are there with these shapes, as floats, as in the manifest.
+
+        Raises ModelError, ManifestError.
+        """
         for name, shape in tensors.items():
             if name in self._missing:
                 raise ModelError(
-                    str(self._missing[name]), got="no such file", expected=f"one that holds {name}"
+                    f"{self._missing[name]}: {name}",
+                    got="no such file",
+                    expected=f"one, as {INDEX_FILE} says",
                 )
-            if name not in self._file_of:
+            if name not in self._found:
                 raise ModelError(
-                    f"{self.directory}: {name}", got="no such tensor", expected=f"{list(shape)}"
+                    f"{self._contents}: {name}", got="no such tensor", expected=f"{list(shape)}"
                 )
-            where = f"{self._file_of[name]}: {name}"
-            if self._shape_of[name] != shape:
+            _, entry = self._found[name]
+            where = self._where(name)
+            if entry.shape != shape:
                 raise ModelError(
-                    where, got=f"shape {list(self._shape_of[name])}", expected=f"{list(shape)}"
+                    where, got=f"shape {describe(list(entry.shape))}", expected=f"{list(shape)}"
                 )
-            if self._dtype_of[name] not in _DTYPES:
+            if entry.dtype not in _DTYPES:
                 raise ModelError(
                     where,
-                    got=f"dtype {self._dtype_of[name]}",
+                    got=f"dtype {entry.dtype}",
                     expected=f"one of {', '.join(_DTYPES)}",
                 )
+            self._pin(entry)
 
     def refuse_extra(self, config: ModelConfig) -> None:
         """Refuse tensors that the configuration does not explain, a bias for example.
@@ -134,11 +147,11 @@ class Checkpoint:
         tied embedding and the RoPE buffers of old checkpoints mean nothing and are allowed.
         """
         known = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
-        for name in sorted(set(self._file_of) - set(known)):
+        for name in sorted(set(self._found) - set(known)):
             if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
                 continue
             raise ModelError(
-                f"{self._file_of[name]}: {name}",
+                self._where(name),
                 got="a tensor that config.json does not explain",
                 expected=f"only those of a {config.architecture} with these settings",
             )
@@ -146,33 +159,112 @@ class Checkpoint:
     def copy_into(self, name: str, destination: torch.Tensor) -> None:
         """Copy a tensor into memory that we own, converting to its dtype and device.
 
-        Goes block by block through a mapping that is dropped after each, so that a weight is
-        never in memory twice. Raises ModelError if the file has changed under us.
+        Goes block by block, so that a weight is never in memory twice. Raises ModelError if the
+        file has changed under us, ManifestError.
         """
-        row_bytes = max(1, destination.nbytes // max(1, destination.shape[0]))
-        block = max(1, _BLOCK_BYTES // row_bytes)
-        for start in range(0, destination.shape[0], block):
-            rows = destination[start : start + block]
-            found = self.rows(name, start, start + rows.shape[0])
-            if found.shape != rows.shape:  # copy_ would broadcast
-                raise ModelError(
-                    f"{self._file_of[name]}: {name}",
-                    got=f"{list(found.shape)} since the file was checked",
-                    expected=f"{list(rows.shape)}",
-                )
-            rows.copy_(found)
+        for rows, found in self.blocks(name, tuple(destination.shape)):
+            destination[rows].copy_(found)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield a tensor of a checked shape, some 4 MiB of rows after the other, as stored.
+
+        Each is valid until the next is asked for. Raises ModelError, ManifestError.
+        """
+        _, entry = self._found[name]
+        if entry.shape != shape:  # copy_ would broadcast
+            raise ModelError(
+                self._where(name),
+                got=f"{describe(list(entry.shape))} since the file was checked",
+                expected=f"{list(shape)}",
+            )
+        step = rows_per_block(shape, entry.row_bytes)
+        yield from self._verified(entry, range(-(-shape[0] // step)))
 
     def rows(self, name: str, start: int, stop: int, step: int = 1) -> torch.Tensor:
-        """Return rows of a tensor as a view of the mapped file: short-lived use only."""
-        path = self._file_of[name]
-        try:
-            with safe_open(path, framework="pt") as file:
-                found: torch.Tensor = file.get_slice(name)[start:stop][::step]
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path}: {name}", got=_damage(path, error), expected="a readable tensor"
-            ) from None
+        """Return a copy of some rows of a checked tensor, as stored.
+
+        With a manifest, all blocks that they lie in are read and verified. Raises ModelError,
+        ManifestError.
+        """
+        _, entry = self._found[name]
+        wanted = range(start, min(stop, entry.shape[0]), step)
+        found = torch.empty((len(wanted), *entry.shape[1:]), dtype=TORCH_DTYPES[entry.dtype])
+        if self.manifest is None:
+            self._copy_rows(entry, wanted, found)
+            return found
+        size = rows_per_block(entry.shape, entry.row_bytes)
+        blocks = sorted({row // size for row in wanted})
+        for rows, block in self._verified(entry, blocks):
+            first = -(-max(0, rows.start - start) // step)
+            inside = wanted[first : -(-max(0, rows.stop - start) // step)]
+            begin, end = inside.start - rows.start, inside.stop - rows.start
+            found[first : first + len(inside)] = block[begin:end:step]
         return found
+
+    def pin(self, name: str) -> TensorPin:
+        """Return what a manifest says of a checked tensor; from what is here, believed or verified.
+
+        Raises ModelError, ManifestError.
+        """
+        _, entry = self._found[name]
+        digests = [
+            hashlib.sha256(bytes_of(found)).hexdigest()
+            for _, found in self.blocks(name, entry.shape)
+        ]
+        return TensorPin.model_validate(
+            {"dtype": entry.dtype, "shape": entry.shape, "blocks": digests}
+        )
+
+    def remember(self, what: object, compute: Callable[[], str]) -> str:
+        """Return a digest of what is here; computed once where a manifest pins the content."""
+        if self.manifest is None:
+            return compute()
+        if what not in self._remembered:
+            self._remembered[what] = compute()
+        return self._remembered[what]
+
+    def _verified(
+        self, entry: Entry, blocks: Iterable[int]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield whole blocks of a tensor: copied first, checked then. One buffer for all."""
+        file, _ = self._found[entry.name]
+        where, pin = self._where(entry.name), self._pin(entry)
+        size = rows_per_block(entry.shape, entry.row_bytes)
+        buffer = torch.empty(size * entry.row_bytes, dtype=torch.uint8)
+        with file.reading(entry) as descriptor:
+            for block in blocks:
+                rows = slice(block * size, min((block + 1) * size, entry.shape[0]))
+                part = buffer[: (rows.stop - rows.start) * entry.row_bytes]
+                file.read_rows(descriptor, entry, rows.start, part)
+                if pin is not None:
+                    check_block(pin, where, block, bytes_of(part))
+                found = _typed(part, entry)
+                _require_finite(found, where)
+                yield rows, found
+
+    def _copy_rows(self, entry: Entry, wanted: range, into: torch.Tensor) -> None:
+        """Copy rows of a tensor that nobody pinned; those between them are not read."""
+        file, _ = self._found[entry.name]
+        if not into.numel():
+            return
+        raw = into.view(-1).view(torch.uint8)
+        with file.reading(entry) as descriptor:
+            if wanted.step == 1:
+                file.read_rows(descriptor, entry, wanted.start, raw)
+            else:
+                for row, part in zip(wanted, raw.split(entry.row_bytes), strict=True):
+                    file.read_rows(descriptor, entry, row, part)
+        _require_finite(into, self._where(entry.name))
+
+    def _pin(self, entry: Entry) -> TensorPin | None:
+        """Return what the manifest says of a tensor; None only where there is no manifest."""
+        if self.manifest is None:
+            return None
+        where = self._where(entry.name)
+        return self.manifest.check_tensor(where, entry.name, entry.dtype, entry.shape)
+
+    def _where(self, name: str) -> str:
+        return f"{self._found[name][0].path}: {shown(name)}"
 
     def _add_index(self, index: Path) -> None:
         weight_map = read_json(index).get("weight_map")
@@ -181,50 +273,43 @@ class Checkpoint:
                 f"{index}: weight_map", got=describe(weight_map), expected="an object of file names"
             )
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            if not isinstance(file, str) or not _plain(file):
                 raise ModelError(
-                    f"{index}: {name}",
+                    f"{index}: {shown(name)}",
                     got=describe(file),
                     expected="the name of a file in the same directory",
                 )
         for file in sorted(set(weight_map.values())):
-            if (self.directory / file).exists():
+            if is_there(self.directory / file):
                 self._add_file(self.directory / file)
         for name, file in weight_map.items():
-            if not (self.directory / file).exists():
-                self._missing[name] = self.directory / file
-            elif self._file_of.get(name) != self.directory / file:
+            path = self.directory / file
+            if not is_there(path):
+                self._missing[name] = path
+            elif name not in self._found or self._found[name][0].path != path:
                 raise ModelError(
-                    f"{self.directory / file}: {name}",
+                    f"{path}: {shown(name)}",
                     got="no such tensor",
                     expected=f"one, as {INDEX_FILE} says",
                 )
 
     def _add_file(self, path: Path) -> None:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is not iterable
-                    if name in self._file_of:
-                        raise ModelError(
-                            f"{path}: {name}",
-                            got=f"a tensor that {self._file_of[name].name} holds too",
-                            expected="every tensor once",
-                        )
-                    description = file.get_slice(name)
-                    self._file_of[name] = path
-                    self._shape_of[name] = tuple(description.get_shape())
-                    self._dtype_of[name] = str(description.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                str(path), got=_damage(path, error), expected="a complete safetensors file"
-            ) from None
+        file = TensorFile(path)
+        for name, entry in file.entries.items():
+            if name in self._found:
+                raise ModelError(
+                    f"{path}: {shown(name)}",
+                    got=f"a tensor that {self._found[name][0].path.name} holds too",
+                    expected="every tensor once",
+                )
+            self._found[name] = (file, entry)
 
     def _refuse_missing(self) -> None:
         found = sorted(p.name for p in self.directory.iterdir()) if self.directory.is_dir() else []
         pickled = [name for name in found if name.endswith(_PICKLE_SUFFIXES)]
         if pickled:
             raise ModelError(
-                str(self.directory / pickled[0]),
+                str(self.directory / shown(pickled[0])),
                 got="pickled weights, which can run code when they are loaded",
                 expected=f"{SINGLE_FILE} or {INDEX_FILE}",
             )
@@ -235,13 +320,21 @@ class Checkpoint:
         )
 
 
-def _damage(path: Path, error: Exception) -> str:
-    """Say what is wrong with a file that safetensors refuses; pickle is recognised by its magic."""
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as open_error:
-        return open_error.strerror or type(open_error).__name__
-    if magic.startswith(_PICKLE_MAGICS):
-        return "a pickle, which can run code when it is loaded"
-    return f"{path.stat().st_size} bytes that do not parse ({error})"[:160]
+def _plain(name: str) -> bool:
+    """Say whether this names a file of a directory, and nothing beyond it."""
+    fits = 0 < len(name) < 256 and name.isprintable()
+    return fits and Path(name).name == name and name not in (".", "..")
+
+
+def _typed(raw: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """View bytes as rows of a tensor."""
+    return raw.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
+
+
+def _require_finite(values: torch.Tensor, where: str) -> None:
+    """Refuse NaN and infinity: one of them makes every token wrong. Raises ModelError."""
+    if not values.numel():
+        return
+    smallest, largest = values.aminmax()  # passes NaN on; many times as fast as isfinite
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        raise ModelError(where, got="NaN or infinity", expected="finite weights")

@@ -6,7 +6,6 @@ ignored; keys that do not change the forward pass are skipped.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
@@ -14,8 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from protocol.errors import ModelError, describe, expectation
 from protocol.messages import FloatDtype, ModuleName
+from protocol.model.files import RepeatedKeyError, parse_json, shown
+from protocol.model.manifest import Manifest, find_file, read_file
 
-MAX_JSON_BYTES = 16 * 1024 * 1024
+# An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
+MAX_JSON_BYTES = 2 * 1024 * 1024
 
 Architecture = Literal[
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
@@ -29,7 +31,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
 Size: TypeAlias = Annotated[int, Field(ge=1, le=2**24)]
-Positive: TypeAlias = Annotated[float, Field(gt=0, lt=1e12)]
+# Bounds within which no formula of RoPE overflows or divides by zero.
+Positive: TypeAlias = Annotated[float, Field(ge=1e-30, lt=1e12)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0, lt=1e12)]
 
 
 class RopeParameters(BaseModel):
@@ -38,14 +42,15 @@ class RopeParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     rope_type: RopeType = "default"
-    rope_theta: Positive = 10000.0
+    # Its logarithm is divided by.
+    rope_theta: Annotated[float, Field(gt=1, lt=1e12)] = 10000.0
     factor: Positive | None = None
     original_max_position_embeddings: Size | None = None
     attention_factor: Positive | None = None
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
     truncate: bool = True
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -106,6 +111,11 @@ class ModelConfig(BaseModel):
                 raise ValueError(
                     f"rope {name} has {len(factors)} entries, head_dim / 2 is {self.head_dim // 2}"
                 )
+        if self.rope.rope_type == "dynamic" and self.head_dim < 4:
+            raise ValueError(f"dynamic RoPE needs a head_dim of at least 4, not {self.head_dim}")
+        original = self.rope.original_max_position_embeddings
+        if self.rope.rope_type == "longrope" and original is not None and original < 2:
+            raise ValueError("longrope needs original_max_position_embeddings of at least 2")
         return self
 
     @property
@@ -140,16 +150,16 @@ class ModelConfig(BaseModel):
         return shapes[module]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError that names the file."""
+def read_json(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Read a JSON object. Raises ModelError that names the file, ManifestError if it differs."""
+    content = read_file(path, MAX_JSON_BYTES, manifest)
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise ModelError(str(path), got=f"{size} bytes", expected=f"at most {MAX_JSON_BYTES}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(str(path), got="no such file", expected="a JSON file") from None
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except RepeatedKeyError as error:
+        raise ModelError(
+            f"{path}: {shown(error.key)}", got="this key twice", expected="it once"
+        ) from None
+    except ValueError as error:
         raise ModelError(
             str(path), got=f"{type(error).__name__}: {error}"[:120], expected="a JSON object"
         ) from None
@@ -158,18 +168,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfig:
     """Read `config.json` (and the EOS ids of `generation_config.json`).
 
     Raises ModelError that names the file and field: a missing or empty directory, an unsupported
-    architecture, activation, RoPE type or quantisation, sizes that do not fit together.
+    architecture, activation, RoPE type or quantisation, sizes that do not fit together; and
+    ManifestError for files that are not those of the manifest.
     """
     if not directory.is_dir():
         raise ModelError(str(directory), got="no such directory", expected="a model directory")
-    path = directory / "config.json"
-    if not path.exists():
+    path = find_file(directory, "config.json", manifest)
+    if path is None:
         raise ModelError(str(directory), got="no config.json", expected="a Hugging Face directory")
-    raw = read_json(path)
+    raw = read_json(path, manifest)
     architecture = _architecture(raw, path)
     _refuse_unsupported(raw, path)
     heads = raw.get("num_attention_heads")
@@ -186,21 +197,27 @@ def read_config(directory: Path) -> ModelConfig:
     }
     fields |= {
         "architecture": architecture,
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or _default_head_dim(raw, architecture),
+        "num_key_value_heads": _given(raw, "num_key_value_heads", heads),
+        "head_dim": _given(raw, "head_dim", _default_head_dim(raw, architecture)),
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": raw.get("tie_word_embeddings", False),
         "rope": _rope(raw, path),
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "dtype": _given(raw, "dtype", _given(raw, "torch_dtype", "float32")),
         "biased_modules": _biased_modules(raw, architecture, path),
         "qk_norm": architecture == "Qwen3ForCausalLM",
         "sliding_windows": _sliding_windows(raw, architecture, path),
-        "eos_token_ids": _eos_token_ids(raw, directory, path),
+        "eos_token_ids": _eos_token_ids(raw, directory, path, manifest),
     }
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:
         raise _as_model_error(error, path) from None
+
+
+def _given(raw: dict[str, Any], field: str, default: object) -> object:
+    """Return a value, or the default where there is none: 0 and false are values."""
+    value = raw.get(field)
+    return default if value is None else value
 
 
 def _as_model_error(error: ValidationError, path: Path) -> ModelError:
@@ -245,15 +262,17 @@ def _default_head_dim(raw: dict[str, Any], architecture: Architecture) -> int | 
 
 def _rope(raw: dict[str, Any], path: Path) -> RopeParameters:
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    key = "rope_parameters"
+    for name in ("rope_parameters", "rope_scaling"):
+        if raw.get(name) is not None and not isinstance(raw[name], dict):
+            raise ModelError(f"{path}: {name}", got=describe(raw[name]), expected="an object")
+        key = name if raw.get(name) else key
     given = raw.get(key) or {}
-    if not isinstance(given, dict):
-        raise ModelError(f"{path}: {key}", got=describe(given), expected="an object")
     fields = {"rope_theta": raw["rope_theta"]} if raw.get("rope_theta") is not None else {}
     fields |= given
     # `type` is the key of the earliest configurations, and may stand beside `rope_type`.
     legacy_type = fields.pop("type", None)
-    fields.setdefault("rope_type", legacy_type or "default")
+    fields.setdefault("rope_type", "default" if legacy_type is None else legacy_type)
     if fields["rope_type"] in ("yarn", "longrope", "llama3"):
         # Beside the parameters it wins over what is inside, as in transformers.
         if (outer := raw.get("original_max_position_embeddings")) is not None:
@@ -294,6 +313,10 @@ def _sliding_windows(
         )
     if architecture == "LlamaForCausalLM" or window is None:
         return (None,) * layers
+    if type(window) is not int or not 0 < window <= 2**24:
+        raise ModelError(
+            f"{path}: sliding_window", got=describe(window), expected=f"1 to {2**24} tokens"
+        )
     if architecture == "MistralForCausalLM":
         return (window,) * layers
     if not _flag(raw, "use_sliding_window", path):
@@ -320,12 +343,14 @@ def _sliding_windows(
     return tuple(known[t] for t in types)
 
 
-def _eos_token_ids(raw: dict[str, Any], directory: Path, path: Path) -> frozenset[int]:
+def _eos_token_ids(
+    raw: dict[str, Any], directory: Path, path: Path, manifest: Manifest | None
+) -> frozenset[int]:
     """EOS ids: generation_config.json if it names any, else config.json (as transformers does)."""
     value = None
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        value = read_json(generation).get("eos_token_id")
+    generation = find_file(directory, "generation_config.json", manifest)
+    if generation is not None:
+        value = read_json(generation, manifest).get("eos_token_id")
         path = generation
     if value is None:
         value = raw.get("eos_token_id")

@@ -23,26 +23,38 @@ def model_digest(config: ModelConfig, checkpoint: Checkpoint) -> str:
     """Return SHA-256, in hex, over the configuration, all norms and some rows of the embedding.
 
     It covers what every TEE-side directory has. EOS ids and `dtype` are left out: they do not
-    change what the service computes.
+    change what the service computes. Raises ModelError, ManifestError.
     """
+    tensors = light_tensors(config)
+    checkpoint.require(tensors)
     described = config.model_dump(mode="json", exclude={"eos_token_ids", "dtype", "biased_modules"})
     described["biased_modules"] = sorted(config.biased_modules)
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    _add_rows(digest, checkpoint, light_tensors(config), _EMBEDDING_ROWS)
-    return digest.hexdigest()
+
+    def compute() -> str:
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+        _add_rows(digest, checkpoint, tensors, _EMBEDDING_ROWS)
+        return digest.hexdigest()
+
+    return checkpoint.remember(("model", config), compute)
 
 
 def linear_digest(config: ModelConfig, checkpoint: Checkpoint) -> str | None:
     """Return SHA-256, in hex, over a few rows of every linear weight and bias.
 
-    None where the directory lacks them: a TEE that only offloads needs no linear weights.
+    None where the directory lacks them: a TEE that only offloads needs no linear weights. Raises
+    ModelError, ManifestError.
     """
     tensors = linear_tensors(config, FUSED_MODULES)
     if not checkpoint.holds(tensors):
         return None
-    digest = hashlib.sha256()
-    _add_rows(digest, checkpoint, tensors, _LINEAR_ROWS)
-    return digest.hexdigest()
+    checkpoint.require(tensors)
+
+    def compute() -> str:
+        digest = hashlib.sha256()
+        _add_rows(digest, checkpoint, tensors, _LINEAR_ROWS)
+        return digest.hexdigest()
+
+    return checkpoint.remember(("linear", config), compute)
 
 
 def _add_rows(

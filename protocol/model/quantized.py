@@ -141,23 +141,16 @@ def _empty(out_features: int, in_features: int, device: torch.device) -> Quantiz
 
 
 def _fill(checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Quantise a tensor of the checkpoint into place.
+    """Quantise a tensor of the checkpoint into place, a block of rows at a time.
 
     On the CPU, wherever the result goes: a division that another device rounds otherwise would
     give other integers than the other side has.
     """
     where = f"{checkpoint.directory}: {name}"
-    for block in _row_blocks(*weight.shape):
-        found = checkpoint.rows(name, block.start, block.stop)
-        if found.shape != weight[block].shape:  # copy_ would broadcast
-            raise ModelError(
-                where,
-                got=f"{list(found.shape)} since the file was checked",
-                expected=f"{list(weight[block].shape)}",
-            )
+    for rows, found in checkpoint.blocks(name, tuple(weight.shape)):
         integers, scales = quantize_rows(found, where)
-        weight[block].copy_(integers)
-        scale[block].copy_(scales)
+        weight[rows].copy_(integers)
+        scale[rows].copy_(scales)
 
 
 def _row_blocks(rows: int, in_features: int) -> Iterator[slice]:

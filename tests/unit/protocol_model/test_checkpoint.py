@@ -110,7 +110,10 @@ def test_a_truncated_file_is_refused_with_its_size(directory: Path, kept: int) -
     content = path.read_bytes()
     path.write_bytes(content[:kept])
     error = _refusal(directory, SINGLE_FILE)
-    assert error.got.startswith(f"{len(content[:kept])} bytes that do not parse")
+    if 0 <= kept <= 100:  # not even the header is whole
+        assert error.got.startswith(f"{kept} bytes that do not parse")
+    else:
+        assert error.where.endswith(": data_offsets")
 
 
 def test_a_file_with_trailing_bytes_is_refused(directory: Path) -> None:
@@ -238,7 +241,20 @@ def test_weights_that_are_a_directory_are_refused(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", "", 7, None],
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "sub/a.safetensors",
+        "..",
+        ".",
+        "",
+        "a\0",
+        "a\n",
+        "\ud800",
+        "x" * 256,
+        7,
+        None,
+    ],
 )
 def test_an_index_that_points_outside_its_directory_is_refused(sharded: Path, file: object) -> None:
     shutil.copy(sharded / "a.safetensors", sharded.parent / "outside.safetensors")
@@ -323,5 +339,42 @@ def test_a_shard_that_holds_nothing_needed_may_be_missing(sharded: Path) -> None
     _write_index(sharded, {**weight_map, "model.layers.0.mlp.up_proj.weight": "gone.safetensors"})
     checkpoint = Checkpoint(sharded)
     checkpoint.require(light)
-    with pytest.raises(ModelError, match=r"gone\.safetensors: got no such file, expected one that"):
+    with pytest.raises(ModelError, match=r"gone\.safetensors: .*up_proj.weight: got no such file"):
         checkpoint.require(linear_tensors(config, ("gate_up_proj",)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_no_reader_hands_out_what_is_not_finite(
+    directory: Path, dtype: torch.dtype, value: float
+) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[DOWN] = tensors[DOWN].to(dtype)
+        tensors[DOWN][3, 5] = value
+
+    _change(directory, spoil)
+    checkpoint = _open_and_check(directory)
+    assert checkpoint.rows(DOWN, 0, 3).shape == (3, 96)
+    for read in (
+        lambda: checkpoint.rows(DOWN, 0, 48),
+        lambda: checkpoint.rows(DOWN, 0, 48, 3),
+        lambda: load_tensor(checkpoint, DOWN, (48, 96), dtype=torch.float32),
+    ):
+        with pytest.raises(ModelError) as caught:
+            read()
+        assert caught.value.where == f"{directory / SINGLE_FILE}: {DOWN}"
+        assert caught.value.got == "NaN or infinity"
+
+
+def test_the_largest_floats_are_read(directory: Path) -> None:
+    largest = torch.finfo(torch.float32).max
+    _change(directory, lambda tensors: tensors[DOWN].fill_(largest))
+    assert (_open_and_check(directory).rows(DOWN, 0, 48) == largest).all()
+
+
+@pytest.mark.parametrize("target", ["../outside", "nowhere"])
+def test_a_shard_that_is_a_link_to_elsewhere_is_refused(sharded: Path, target: str) -> None:
+    shutil.copy(sharded / "a.safetensors", sharded.parent / "outside")
+    (sharded / "a.safetensors").unlink()
+    (sharded / "a.safetensors").symlink_to(target)
+    _refusal(sharded, "a.safetensors")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
 from protocol.messages import FUSED_MODULES
-from protocol.model import quantized
+from protocol.model import manifest, quantized
 from protocol.model.checkpoint import SINGLE_FILE, Checkpoint, lm_head_name, module_name
 from protocol.model.config import read_config
 from protocol.model.quantized import (
@@ -23,6 +23,7 @@ from protocol.model.quantized import (
     load_quantized_lm_head,
     quantize_rows,
 )
+from protocol.model.tensor_file import Entry, TensorFile
 from tests.support import SavedModel, make_model
 
 Models = Callable[..., SavedModel]
@@ -88,7 +89,7 @@ def test_weights_that_are_not_finite_are_refused(bad: float, place: tuple[int, i
 def test_a_fused_operator_is_the_quantised_rows_of_its_modules(
     saved_model: Models, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 4 * block)
     directory = saved_model(kind).directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     tensors = load_file(directory / SINGLE_FILE)
@@ -124,16 +125,17 @@ def test_no_more_than_a_block_is_read_at_once(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = saved_model("llama").directory
-    monkeypatch.setattr(quantized, "_BLOCK_ELEMENTS", 480)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 480 * 4)
     read: list[int] = []
-    whole = Checkpoint.rows
+    whole = TensorFile.read_rows
 
-    def counted(self: Checkpoint, name: str, start: int, stop: int, step: int = 1) -> torch.Tensor:
-        found = whole(self, name, start, stop, step)
-        read.append(found.numel())
-        return found
+    def counted(
+        self: TensorFile, descriptor: int, entry: Entry, start: int, into: torch.Tensor
+    ) -> None:
+        whole(self, descriptor, entry, start, into)
+        read.append(into.numel() // 4)
 
-    monkeypatch.setattr(Checkpoint, "rows", counted)
+    monkeypatch.setattr(TensorFile, "read_rows", counted)
     load_quantized(Checkpoint(directory), read_config(directory), 0, "gate_up_proj")
     assert max(read) == 480
     assert sum(read) == 2 * 96 * 48

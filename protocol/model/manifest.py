@@ -1,0 +1,184 @@
+"""A manifest pins a model directory by digests, so that the disk need not be trusted.
+
+It has the SHA-256 of every small file that is read, and for each tensor dtype, shape and the
+SHA-256 of consecutive blocks of rows, so that any part of a tensor can be verified at the moment at
+which it is read, in the memory in which it is used. With a manifest, a model directory is what the
+manifest says: a file that it does not name is not there, and a byte that differs is refused. How
+tensors are spread over files is not pinned, and need not be.
+
+A manifest proves as much as the place that it comes from: `load` takes the digest of its own bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import ManifestError, ModelError, describe, expectation
+from protocol.messages import Digest
+from protocol.model.files import RepeatedKeyError, is_there, parse_json, read_bytes, shown
+
+MANIFEST_FILE = "manifest.json"
+MANIFEST_VERSION = 1
+# A model of 400 billion parameters has one of 14 MB.
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+BLOCK_BYTES = 4 * 1024 * 1024
+
+# Everything that the trusted side reads but tensors and the index, which says only where they are.
+PinnedFile = Literal[
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "calibration.safetensors",
+]
+PINNED_FILES: tuple[PinnedFile, ...] = get_args(PinnedFile)
+
+PinnedDtype = Literal["F32", "F16", "BF16"]
+_ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
+_Size = Annotated[int, Field(ge=1, le=2**24)]
+
+
+def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
+    """Return how many rows a block has: those of about 4 MiB; a vector's rows are elements."""
+    return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
+
+
+class TensorPin(BaseModel):
+    """What is pinned of a tensor. `blocks`: SHA-256, in hex, of each block of rows as stored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    dtype: PinnedDtype
+    shape: Annotated[tuple[_Size, ...], Field(strict=False, min_length=1, max_length=2)]
+    blocks: Annotated[tuple[Digest, ...], Field(strict=False)]
+
+    @model_validator(mode="after")
+    def _complete(self) -> TensorPin:
+        rows = rows_per_block(self.shape, math.prod(self.shape[1:]) * _ITEM_BYTES[self.dtype])
+        expected = -(-self.shape[0] // rows)
+        if len(self.blocks) != expected:
+            raise ValueError(f"{expected} blocks, not {len(self.blocks)}")
+        return self
+
+
+class Manifest(BaseModel):
+    """What a model directory must hold. Every method raises ManifestError that names the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Annotated[int, Field(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)]
+    files: dict[PinnedFile, Digest]
+    tensors: dict[str, TensorPin]
+
+    @model_validator(mode="after")
+    def _usable(self) -> Manifest:
+        if "config.json" not in self.files:
+            raise ValueError("a digest of config.json")
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content: the same bytes for the same model."""
+        return self.model_dump_json(indent=1).encode() + b"\n"
+
+    @staticmethod
+    def load(path: Path, digest: str | None = None) -> Manifest:
+        """Read a manifest. `digest`: SHA-256, in hex, that the file itself must have.
+
+        Raises ManifestError that names file and field: missing, malformed, not that digest.
+        """
+        try:
+            content = read_bytes(path, MAX_MANIFEST_BYTES, inside=False)
+        except ModelError as error:
+            raise ManifestError(error.where, got=error.got, expected=error.expected) from None
+        found = hashlib.sha256(content).hexdigest()
+        if digest is not None and found != digest.lower():
+            raise ManifestError(
+                f"{path}: SHA-256", got=found, expected=f"{shown(digest)}, as was asked for"
+            )
+        try:
+            return Manifest.model_validate(parse_json(content))
+        except RepeatedKeyError as error:
+            raise ManifestError(
+                f"{path}: {shown(error.key)}", got="this key twice", expected="it once"
+            ) from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(shown(str(part)) for part in first["loc"] if part != "[key]")
+            raise ManifestError(
+                f"{path}: {field}" if field else str(path),
+                got="nothing" if first["type"] == "missing" else describe(first["input"]),
+                expected=expectation(first["type"], first["msg"]),
+            ) from None
+        except ValueError as error:
+            raise ManifestError(str(path), got=f"{error}"[:120], expected="JSON") from None
+
+    def check_file(self, path: Path, content: bytes) -> None:
+        """Check a file's content, by the file's name."""
+        self.check_content(path, path.name, content)
+
+    def check_content(self, path: Path, name: str, content: bytes) -> None:
+        """Check what was read from `path` against the file that is pinned under `name`."""
+        pinned: str | None = dict[str, str](self.files.items()).get(name)
+        if pinned is None:
+            raise ManifestError(
+                str(path), got="a file that the manifest does not name", expected="a manifest of it"
+            )
+        found = hashlib.sha256(content).hexdigest()
+        if found != pinned:
+            raise ManifestError(
+                str(path), got=f"SHA-256 {found}", expected=f"{pinned}, as in the manifest"
+            )
+
+    def names(self, name: str) -> bool:
+        """Say whether a file is pinned: one that is not counts as absent."""
+        return name in self.files
+
+    def check_tensor(self, where: str, name: str, dtype: str, shape: tuple[int, ...]) -> TensorPin:
+        """Check that a tensor is pinned with this dtype and shape, and return its pin."""
+        pin = self.tensors.get(name)
+        if pin is None:
+            raise ManifestError(
+                where, got="a tensor that the manifest does not name", expected="a manifest of it"
+            )
+        if (pin.dtype, pin.shape) != (dtype, shape):
+            raise ManifestError(
+                where,
+                got=f"{dtype} {list(shape)}",
+                expected=f"{pin.dtype} {list(pin.shape)}, as in the manifest",
+            )
+        return pin
+
+
+def check_block(pin: TensorPin, where: str, block: int, content: memoryview) -> None:
+    """Check the bytes of a block of rows against its pin. Raises ManifestError."""
+    found = hashlib.sha256(content).hexdigest()
+    if found != pin.blocks[block]:
+        raise ManifestError(
+            f"{where}: block {block}",
+            got=f"SHA-256 {found}",
+            expected=f"{pin.blocks[block]}, as in the manifest",
+        )
+
+
+def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
+    """Return the path of a file that may be missing, or None.
+
+    With a manifest, what it names is there, or its absence is an error of whoever opens it.
+    """
+    path = directory / name
+    there = is_there(path) if manifest is None else manifest.names(name)
+    return path if there else None
+
+
+def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
+    """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
+    content = read_bytes(path, limit)
+    if manifest is not None:
+        manifest.check_file(path, content)
+    return content
