@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from protocol.errors import ModelError, describe
+from gpu_side.queues import QueueLimits
+from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
     FUSED_MODULES,
     Arithmetic,
@@ -29,9 +29,11 @@ from protocol.model.checkpoint import (
     norm_names,
 )
 from protocol.model.config import ModelConfig, read_config
+from protocol.model.files import is_there
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.provision import PROVISION_FILE, Provision, read_provision
 from protocol.model.rope import rope_frequencies
+from protocol.model.tensor_file import TensorFile
 from protocol.model.weights import load_tensor
 from protocol.tensors import from_torch
 
@@ -54,7 +56,8 @@ class Holdings:
 
     `arithmetic`: which linear weights are held. `norms`: float32 on the CPU, under the names of the
     wire schema, empty where the directory holds weights for somebody's feature mask (`provision`);
-    such a directory has no embedding and no LM head either.
+    such a directory has no embedding and no LM head either. `layers`: first and last layer whose
+    weights are held, None: all; the embedding goes with layer 0, the LM head with the last.
     """
 
     config: ModelConfig
@@ -63,8 +66,27 @@ class Holdings:
     provision: Provision | None
     arithmetic: tuple[Arithmetic, ...]
     norms: dict[str, torch.Tensor]
+    layers: tuple[int, int] | None = None
 
-    def init_reply(self, max_message_bytes: int, instance_id: str) -> InitReply:
+    @property
+    def held_layers(self) -> range:
+        """Layers whose linear weights are held."""
+        first, last = self.layers or (0, self.config.num_hidden_layers - 1)
+        return range(first, last + 1)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether Embedding can be answered."""
+        return self.provision is None and self.held_layers[0] == 0
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether LMHead can be answered."""
+        return self.provision is None and self.held_layers[-1] == self.config.num_hidden_layers - 1
+
+    def init_reply(
+        self, max_message_bytes: int, limits: QueueLimits, instance_id: str
+    ) -> InitReply:
         """Return the reply to Init."""
         config = self.config
         inv_freq, attention_scaling = rope_frequencies(config)
@@ -89,19 +111,34 @@ class Holdings:
             arithmetic=self.arithmetic,
             provision_id=None if self.provision is None else self.provision.provision_id,
             instance_id=instance_id,
+            layers=(self.held_layers[0], self.held_layers[-1]),
+            max_queued_requests=limits.requests,
+            max_queued_bytes=limits.bytes,
         )
 
 
 def read_holdings(
-    directory: Path, arithmetic: Sequence[Arithmetic] = BOTH, *, weights: bool = True
+    directory: Path,
+    arithmetic: Sequence[Arithmetic] = BOTH,
+    *,
+    weights: bool = True,
+    layers: tuple[int, int] | None = None,
 ) -> tuple[Holdings, Checkpoint]:
     """Check a model directory and read what Init says of it, but no matrix.
 
     `arithmetic`: which linear weights are wanted; a directory for a feature mask has float ones
     only. `weights`: whether a model's own directory must have them at all: for a null device the
-    norms, embedding and LM head are enough. Raises ModelError that names file and tensor.
+    norms, embedding and LM head are enough. `layers`: first and last to hold, None: all; the
+    directory has all of them. Raises ModelError that names file and tensor, and SettingsError for
+    layers that the model has not.
     """
     config = read_config(directory)
+    if layers is not None and not 0 <= layers[0] <= layers[1] < config.num_hidden_layers:
+        raise SettingsError(
+            "layers to hold",
+            got=f"{layers[0]}-{layers[1]}",
+            expected=f"a range within 0-{config.num_hidden_layers - 1}, the model's",
+        )
     provision = read_provision(directory)
     checkpoint = Checkpoint(directory)
     linears = linear_tensors(config, FUSED_MODULES)
@@ -129,6 +166,7 @@ def read_holdings(
         provision=provision,
         arithmetic=tuple(kind for kind in BOTH if kind in arithmetic),
         norms=_read_norms(config, checkpoint) if provision is None else {},
+        layers=layers,
     )
     return held, checkpoint
 
@@ -139,16 +177,10 @@ def _calibrated_digest(directory: Path) -> str | None:
     A runner without linear weights of its own expects the service to have those.
     """
     path = directory / _CALIBRATION_FILE
-    if not path.exists():
+    if not is_there(path):
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            digest = (file.metadata() or {}).get("linear_digest")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            str(path), got=f"a file that does not parse ({error})"[:160], expected="a calibration"
-        ) from None
-    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+    digest = TensorFile(path).metadata.get("linear_digest")
+    if digest is None or not re.fullmatch("[0-9a-f]{64}", digest):
         raise ModelError(
             f"{path}: linear_digest",
             got="nothing" if digest is None else describe(digest),

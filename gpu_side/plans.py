@@ -89,6 +89,7 @@ class Planner:
     def __init__(self, held: Holdings, max_message_bytes: int) -> None:
         self._held = held
         self._config = held.config
+        self._layers = held.held_layers
         self._max_message_bytes = max_message_bytes
         self._linear: Callable[[bool, tuple[ModuleName, ...], str, Shape], Plan] = lru_cache(
             _KEPT_PLANS
@@ -125,6 +126,8 @@ class Planner:
         if request.layer_idx >= layers:
             where = f"{request.method}.layer_idx"
             raise _refuse(where, str(request.layer_idx), f"0 to {layers - 1}")
+        if request.layer_idx not in self._layers:
+            raise self._unavailable(request.method, f"layer {request.layer_idx}")
         return self._linear(integer, request.module_names, tensor.dtype, tensor.shape)
 
     def _plan_linear(
@@ -145,7 +148,7 @@ class Planner:
         return self._product(where, dtype, shape, in_features, out_features, integer)
 
     def _plan_lm_head(self, dtype: str, shape: Shape) -> Plan:
-        if self._held.provision is not None:
+        if not self._held.has_lm_head:
             raise self._unavailable("LMHead", "an LM head")
         where = "LMHead.hidden_states"
         if dtype not in FLOAT_DTYPES:
@@ -171,7 +174,7 @@ class Planner:
         return Plan((*shape[:-1], out_features), dtype, work, size)
 
     def _plan_embedding(self, ids_dtype: str, shape: Shape, dtype: str) -> Plan:
-        if self._held.provision is not None:
+        if not self._held.has_embedding:
             raise self._unavailable("Embedding", "an embedding")
         if ids_dtype != "int64":
             raise _refuse("Embedding.input_ids", ids_dtype, "int64")
@@ -211,12 +214,14 @@ class Planner:
 
     def _unavailable(self, method: str, needed: str) -> ProtocolError:
         held = " and ".join(self._held.arithmetic)
-        provision = self._held.provision
+        provision, layers = self._held.provision, ""
+        if self._held.layers is not None:
+            layers = f" of layers {self._layers[0]} to {self._layers[-1]}"
         mask = "" if provision is None else f", for the mask {provision.mask} alone"
         return ProtocolError(
             method,
             got=f"a request that needs {needed}",
-            expected=f"one that {held} linear weights can answer{mask}",
+            expected=f"one that {held} linear weights{layers} can answer{mask}",
             code=ErrorCode.UNAVAILABLE,
         )
 

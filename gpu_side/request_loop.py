@@ -1,27 +1,31 @@
-"""Answers requests, one after the other, until told to stop.
+"""Answers requests, one after the other, until told to stop; then what it has taken before.
 
-One thread does everything. Whatever has arrived is picked up between two requests, from its clients
-in turn. What waits in the transport while the processor computes a product is not seen before the
-product is done, so the queueing time in a reply is a lower bound; while an accelerator works,
-messages come in and replies go out. A malformed message gets an error reply with a code and a line
-in the log; nothing that a client sends ends the loop.
+One thread does everything. Whatever has arrived is picked up between two requests and waits in a
+bounded queue, from which its clients are served in turn (`gpu_side.queues`). What waits in the
+transport while the processor computes a product is not seen before the product is done, so the
+queueing time in a reply is a lower bound; while an accelerator works, messages come in and replies
+go out. A malformed message gets an error reply with a code and a line in the log; nothing that a
+client sends ends the loop.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections import deque
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 
-from gpu_side.answers import Working
+from gpu_side.answers import Answer, Working
+from gpu_side.counters import SUCCESS
 from gpu_side.operators import Operators
+from gpu_side.queues import Refused
+from gpu_side.state import ServiceState
+from gpu_side.stop_signal import StopSignal
 from protocol.channel import Incoming, Listener
 from protocol.clock import wait_until
+from protocol.codec import MAX_HEADER_BYTES
 from protocol.encoding import (
     EnvelopeError,
     Form,
@@ -32,33 +36,24 @@ from protocol.encoding import (
     read_request,
 )
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import Response, Timing
+from protocol.messages import HealthRequest, Response, Timing
+from protocol.pending import frame_bytes
 
 log = logging.getLogger("gpu_service")
 
-# Picked up but not yet started. Beyond it messages wait in the transport's bounded queues.
-MAX_QUEUED_REQUESTS = 64
+DEFAULT_DRAIN_S = 30.0
+# Between two requests, answers to what does not wait: refusals, and how we are.
+MAX_REFUSED_AT_ONCE = 4
 # Given to an accelerator: one that it works on, and the next, so that it need not wait for us. The
 # others stay in the queue, where their deadlines are checked, and take no memory for an output.
 MAX_UNDERWAY = 2
 _STOPPING_S = 0.1
+_FULL_LOG_S = 1.0
+# More than a request for our health has in either form.
+_HEALTH_BYTES = 256
 # A wait for messages takes whole milliseconds. In the last of them before an accelerator is done we
 # look for messages so often.
 _LOOK_NS = 200_000
-
-
-class StopSignal:
-    """Turns SIGTERM and SIGINT into a readable socket, so that a blocked poll wakes at once."""
-
-    def __init__(self) -> None:
-        self.reader, self.writer = socket.socketpair()
-        self.reader.setblocking(False)
-        self.writer.setblocking(False)
-        self.requested = False
-
-    def request(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
-        self.requested = True
 
 
 class _Origin(NamedTuple):
@@ -80,73 +75,150 @@ class _Underway(NamedTuple):
 
 
 class RequestLoop:
-    """Takes messages from a listener and gives it the replies."""
+    """Takes messages from a listener and gives it the replies.
 
-    def __init__(self, operators: Operators, max_message_bytes: int) -> None:
+    `state`: its queue, and what it counts. `drain_timeout_s`: how long it goes on, once told to
+    stop, with what it has taken.
+    """
+
+    def __init__(
+        self,
+        operators: Operators,
+        max_message_bytes: int,
+        state: ServiceState | None = None,
+        drain_timeout_s: float = DEFAULT_DRAIN_S,
+    ) -> None:
         self._operators = operators
         self._max_message_bytes = max_message_bytes
-        self._queue: deque[Incoming] = deque()
+        self._state = state or ServiceState()
+        self._queue = self._state.queue
+        self._counters = self._state.counters
+        self._drain_ns = int(drain_timeout_s * 1e9)
         # What an accelerator works on, in the order in which it will be done.
         self._underway: deque[_Underway] = deque()
         # When it was done with the last one (perf_counter_ns).
         self._free_ns = 0
+        self._full_log = _FullLog()
 
     def run(self, listener: Listener, stop: StopSignal) -> None:
-        """Answer until told to stop."""
+        """Answer until told to stop, and then what was taken before."""
+        self._state.status = "ready"
         with torch.inference_mode():
             self._run(listener, stop)
-        self._stop(listener)
+            self._state.status = "draining"
+            self._drain(listener, stop)
+        self._refuse_rest(listener)
 
     def _run(self, listener: Listener, stop: StopSignal) -> None:
         queue, underway = self._queue, self._underway
         while not stop.requested:
             if queue and len(underway) < MAX_UNDERWAY:
-                self._answer(listener, queue.popleft())
+                self._answer(listener, queue.take())
             elif underway:
                 self._wait_for_accelerator(listener, stop)
             elif not listener.wait(wakeup=stop.reader):
                 break
             elif (incoming := listener.receive()) is not None:
+                # Nothing waits: it need not either.
+                queue.pass_by(incoming.route[0])
                 self._answer(listener, incoming)
-            while underway and self._send_ended(listener, underway[0]):
-                underway.popleft()
+            if underway:
+                self._send_what_ended(listener)
             # After the reply, not before it: finding nothing takes time, too.
-            while len(queue) < MAX_QUEUED_REQUESTS and (later := listener.receive()):
-                queue.append(later)
+            if not stop.requested and (incoming := listener.receive()) is not None:
+                self._pick_up(listener, incoming)
 
-    def _wait_for_accelerator(self, listener: Listener, stop: StopSignal) -> None:
+    def _drain(self, listener: Listener, stop: StopSignal) -> None:
+        """Finish what was taken; what still comes is refused.
+
+        Ends early where that takes too long, or at a second signal.
+        """
+        queue, underway = self._queue, self._underway
+        if queue or underway:
+            fields = {"queued_requests": queue.requests, "underway_requests": len(underway)}
+            log.info("draining", extra={"fields": fields})
+        stop.rearm()
+        until_ns = time.perf_counter_ns() + self._drain_ns
+        while (queue or underway) and not stop.requested and time.perf_counter_ns() < until_ns:
+            if queue and len(underway) < MAX_UNDERWAY:
+                self._answer(listener, queue.take())
+            else:
+                self._wait_for_accelerator(listener, stop, until_ns)
+            self._send_what_ended(listener)
+            if (incoming := listener.receive()) is not None:
+                self._pick_up(listener, incoming)
+
+    def _pick_up(self, listener: Listener, incoming: Incoming | None) -> None:
+        """Let everything wait that has arrived; answer at once what asks how we are.
+
+        Until some had to be refused: who sends too much must not keep us from the others' work.
+        """
+        refused, draining = 0, self._state.status == "draining"
+        while incoming is not None:
+            if self._asks_for_health(incoming):
+                self._answer(listener, incoming)
+                refused += 1
+            elif draining:
+                self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
+                refused += 1
+            else:
+                for full in self._queue.put(incoming):
+                    self._refuse_full(listener, full)
+                    refused += 1
+            incoming = listener.receive() if refused < MAX_REFUSED_AT_ONCE else None
+
+    def _asks_for_health(self, incoming: Incoming) -> bool:
+        frames = incoming.frames
+        if len(frames) != 1 or frames[0].nbytes > _HEALTH_BYTES:
+            return False
+        try:
+            return open_request(frames, self._max_message_bytes).method == HealthRequest.method
+        except ProtocolError:
+            return False  # answered in its turn
+
+    def _wait_for_accelerator(
+        self, listener: Listener, stop: StopSignal, until_ns: int | None = None
+    ) -> None:
         """Wait until it is done with what it works on, or a message can be received."""
-        full = len(self._queue) >= MAX_QUEUED_REQUESTS
-        while (left_ns := self._left_ns()) > 0 and not stop.requested:
+        while (left_ns := self._left_ns(until_ns)) > 0 and not stop.requested:
             timeout_ms = max(0, left_ns // 1_000_000 - 1)
-            if not full and listener.wait(wakeup=stop.reader, timeout_ms=timeout_ms):
+            if listener.wait(wakeup=stop.reader, timeout_ms=timeout_ms):
                 return
             if left_ns <= 2 * _LOOK_NS:
                 wait_until(time.perf_counter_ns() + left_ns)
-            elif full or not timeout_ms:
+            elif not timeout_ms:
                 time.sleep(_LOOK_NS / 1e9)
 
-    def _left_ns(self) -> int:
+    def _left_ns(self, until_ns: int | None) -> int:
         """Say how long the accelerator works on the first request, or when to ask again."""
         try:
-            return self._underway[0].work.ends_ns() - time.perf_counter_ns()
+            ends_ns = self._underway[0].work.ends_ns()
         except RuntimeError:
             return 0  # it has failed, as `_send_ended` will find
+        return (ends_ns if until_ns is None else min(ends_ns, until_ns)) - time.perf_counter_ns()
+
+    def _send_what_ended(self, listener: Listener) -> None:
+        underway = self._underway
+        while underway and self._send_ended(listener, underway[0]):
+            underway.popleft()
+        self._state.underway = len(underway)
 
     def _answer(self, listener: Listener, incoming: Incoming) -> None:
         started_ns = time.perf_counter_ns()
-        origin = _Origin(incoming, likely_form(incoming.frames), 0, "")
+        frames = incoming.frames
+        self._counters.received_bytes += frame_bytes(frames)
+        origin = _Origin(incoming, likely_form(frames), 0, "")
         try:
-            opened = open_request(incoming.frames, self._max_message_bytes)
+            opened = open_request(frames, self._max_message_bytes)
             origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
             _check_deadline(opened, (started_ns - incoming.received_ns) // 1000)
-            answer = self._operators.apply(read_request(opened))
+            request = read_request(opened)
+            if isinstance(request, HealthRequest):
+                answer = Answer(self._state.health())
+            else:
+                answer = self._operators.apply(request)
         except ProtocolError as error:
-            if isinstance(error, EnvelopeError):
-                origin = origin._replace(form=error.form, request_id=error.request_id)
-            extra = _fields(origin, code=error.code.value, detail=str(error))
-            log.warning("refused", extra=extra)
-            self._send(listener, origin, error.code)
+            self._send_refusal(listener, origin, error)
         except Exception:
             # Exhausted memory, a device fault or a mistake of ours: this request fails, the
             # others go on. The traceback stays in our own log.
@@ -185,10 +257,13 @@ class RequestLoop:
         started_ns: int,
         ended_ns: int,
     ) -> None:
-        queue_us = (started_ns - origin.incoming.received_ns) // 1000
-        compute_us = (ended_ns - started_ns) // 1000
-        timing = Timing(queue_us=max(0, queue_us), compute_us=max(0, compute_us))
+        queue_ns = max(0, started_ns - origin.incoming.received_ns)
+        compute_ns = max(0, ended_ns - started_ns)
+        timing = Timing(queue_us=queue_ns // 1000, compute_us=compute_ns // 1000)
         self._send(listener, origin, response, timing)
+        counters = self._counters.of(origin.method)
+        counters.queue.add(queue_ns)
+        counters.compute.add(compute_ns)
 
     def _send(
         self,
@@ -202,39 +277,94 @@ class RequestLoop:
             frames = encode_reply(form, request_id, method, result, timing)
         except Exception:
             log.exception("failed", extra=_fields(origin, method=method))
-            frames = encode_reply(form, request_id, method, ErrorCode.INTERNAL)
-        if not listener.send(incoming.route, frames):
+            result = ErrorCode.INTERNAL
+            frames = encode_reply(form, request_id, method, result)
+        counters = self._counters
+        outcome = result.value if type(result) is ErrorCode else SUCCESS
+        counters.of(method).outcomes[outcome] += 1
+        if listener.send(incoming.route, frames):
+            counters.sent_bytes += frame_bytes(frames)
+        else:
+            counters.dropped_replies += 1
             log.warning("client_gone", extra=_fields(origin))
 
-    def _stop(self, listener: Listener) -> None:
-        """Refuse what is left.
+    # ------------------------------------------------------------------------------- refusals
+
+    def _send_refusal(self, listener: Listener, origin: _Origin, error: ProtocolError) -> None:
+        if isinstance(error, EnvelopeError):
+            origin = origin._replace(form=error.form, request_id=error.request_id)
+        extra = _fields(origin, code=error.code.value, detail=str(error))
+        log.warning("refused", extra=extra)
+        self._send(listener, origin, error.code)
+
+    def _refuse(self, listener: Listener, incoming: Incoming, code: ErrorCode) -> _Origin:
+        """Answer with a code what is not even looked at, as far as its envelope can be read."""
+        frames = incoming.frames
+        self._counters.received_bytes += frame_bytes(frames)
+        origin = _Origin(incoming, likely_form(frames), 0, "")
+        # One frame as large as no header is: inline, which has no id that we would have to find.
+        if len(frames) > 1 or frames[0].nbytes <= MAX_HEADER_BYTES:
+            try:
+                opened = open_request(frames, self._max_message_bytes)
+            except ProtocolError as error:
+                self._send_refusal(listener, origin, error)
+                return origin
+            origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
+        self._send(listener, origin, code)
+        return origin
+
+    def _refuse_full(self, listener: Listener, refused: Refused) -> None:
+        origin = self._refuse(listener, refused.incoming, ErrorCode.QUEUE_FULL)
+        if (count := self._full_log.due(time.monotonic())) > 0:
+            fields = {
+                "code": ErrorCode.QUEUE_FULL.value,
+                "limit": f"max_queued_{refused.limit}",
+                "allowed": getattr(self._queue.limits, refused.limit),
+                "requested": refused.requested,
+                "available": refused.available,
+                "refused": count,
+            }
+            log.warning("queue_full", extra=_fields(origin, **fields))
+
+    def _refuse_rest(self, listener: Listener) -> None:
+        """Refuse what the drain has left.
 
         Requests that arrive in the moment of stopping get an answer, not a passed deadline.
         Bounded, so that a client that goes on sending cannot keep the service from stopping.
         """
+        left = [underway.origin for underway in self._underway]
+        if left or self._queue:
+            fields = {"refused_requests": len(left) + self._queue.requests}
+            log.warning("drain_ended", extra={"fields": fields})
+        for origin in left:
+            self._send(listener, origin, ErrorCode.SHUTTING_DOWN)
+        for incoming in self._queue.drain():
+            self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
         until = time.monotonic() + _STOPPING_S
-        for underway in self._underway:
-            if not self._send_ended(listener, underway):
-                self._send(listener, underway.origin, ErrorCode.SHUTTING_DOWN)
-        while self._queue or listener.wait(
-            timeout_ms=max(0, int((until - time.monotonic()) * 1000))
-        ):
+        while listener.wait(timeout_ms=max(0, int((until - time.monotonic()) * 1000))):
+            self._pick_up(listener, listener.receive())
             if time.monotonic() > until:
                 break
-            incoming = self._queue.popleft() if self._queue else listener.receive()
-            if incoming is not None:
-                self._refuse(listener, incoming)
-
-    def _refuse(self, listener: Listener, incoming: Incoming) -> None:
-        try:
-            opened = open_request(incoming.frames, self._max_message_bytes)
-        except ProtocolError:
-            return
-        origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
-        self._send(listener, origin, ErrorCode.SHUTTING_DOWN)
 
 
-def _fields(origin: _Origin, **more: str) -> dict[str, dict[str, object]]:
+class _FullLog:
+    """Lets one line a second through: a client that floods us must not fill our disk as well."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._count = 0
+
+    def due(self, now: float) -> int:
+        """Count one; return how many since the last line if another is due, else 0."""
+        self._count += 1
+        if now < self._next:
+            return 0
+        count, self._count = self._count, 0
+        self._next = now + _FULL_LOG_S
+        return count
+
+
+def _fields(origin: _Origin, **more: object) -> dict[str, dict[str, object]]:
     """Return what a line of the log says of a request, as `extra`."""
     return {"fields": {"peer": origin.incoming.peer, "request_id": origin.request_id, **more}}
 

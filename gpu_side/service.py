@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,17 +14,23 @@ from typing import Literal
 import torch
 
 from gpu_side.devices import Device, NullDevice, parse_device
+from gpu_side.hangup import rereads_list
 from gpu_side.holdings import BOTH, Holdings, read_holdings
 from gpu_side.kernels import NullWeights
 from gpu_side.operators import Operators
-from gpu_side.request_loop import RequestLoop, StopSignal
-from gpu_side.weights import check_integers, load_weights
+from gpu_side.queues import ALL_CLIENTS, QueueLimits
+from gpu_side.request_loop import DEFAULT_DRAIN_S, RequestLoop
+from gpu_side.state import ServiceState
+from gpu_side.stop_signal import StopSignal
+from gpu_side.weights import ServiceWeights, check_integers, load_weights
 from protocol.connect import open_listener
+from protocol.curve import ServiceKeys, require_keys_beyond_loopback, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import KernelError
+from protocol.errors import KernelError, SettingsError
 from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
+from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 log = logging.getLogger("gpu_service")
 
@@ -36,7 +42,13 @@ class ServiceSettings:
     `device`: as `parse_device` reads it. `arithmetic`: which linear weights to hold; "both" does
     without int8 ones where the device's int8 products are not exact, or the weights are transformed
     for a feature mask. `spin_us`: how long to look for the next message before blocking, as long as
-    messages come that fast.
+    messages come that fast. `layers`: first and last whose weights to hold, None: all. `metrics`:
+    as `gpu_side.metrics.parse_address` reads it, None: not served. `max_queued_`: how much of one
+    client may wait, in bytes None: one message as large as allowed; and of all together, None: as
+    much as of four. `drain_timeout_s`: how long to go on with what was taken, once told to stop.
+    `identity`: our secret key, and `allow`: the list of the clients that are let in, which SIGHUP
+    reads again; without them everybody is let in, and other machines have to be allowed by
+    `allow_anyone`. `heartbeat_timeout_s`: see `protocol.zmq_sockets`.
     """
 
     model: Path
@@ -47,6 +59,59 @@ class ServiceSettings:
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     arithmetic: Literal["float", "int8", "both"] = "both"
     spin_us: float = 0.0
+    layers: tuple[int, int] | None = None
+    metrics: str | None = None
+    max_queued_requests: int = 64
+    max_queued_bytes: int | None = None
+    max_queued_total_requests: int = 1024
+    max_queued_total_bytes: int | None = None
+    drain_timeout_s: float = DEFAULT_DRAIN_S
+    identity: Path | None = None
+    allow: Path | None = None
+    allow_anyone: bool = False
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
+
+    def read_keys(self) -> ServiceKeys | None:
+        """Read our key and the list of those who are let in; None: everybody is.
+
+        Raises KeyFileError, and SettingsError where that is not what was meant.
+        """
+        if self.identity is None and self.allow is None:
+            if not self.allow_anyone:
+                require_keys_beyond_loopback(self.bind)
+            return None
+        if self.identity is None or self.allow is None or self.allow_anyone:
+            given = {"--identity": self.identity, "--allow": self.allow}
+            names = [name for name, value in given.items() if value is not None]
+            raise SettingsError(
+                "keys",
+                got=" and ".join(names + ["--allow-anyone"] * self.allow_anyone),
+                expected="--identity and --allow, or neither",
+            )
+        require_zmq_keys(self.bind)
+        return ServiceKeys.read(self.identity, self.allow)
+
+    @property
+    def limits(self) -> QueueLimits:
+        """Limits of the queue. Raises SettingsError for such as can never be reached, or passed."""
+        of_one = self.max_message_bytes if self.max_queued_bytes is None else self.max_queued_bytes
+        of_all = self.max_queued_total_bytes
+        of_all = ALL_CLIENTS * of_one if of_all is None else of_all
+        for name, value, least, why in (
+            ("bytes of one client", of_one, self.max_message_bytes, "the largest message"),
+            ("bytes", of_all, of_one, "what one client may have waiting"),
+            (
+                "requests",
+                self.max_queued_total_requests,
+                self.max_queued_requests,
+                "what one client may have waiting",
+            ),
+        ):
+            if value < least:
+                raise SettingsError(
+                    f"limit of queued {name}", got=str(value), expected=f"at least {least}, {why}"
+                )
+        return QueueLimits(self.max_queued_requests, of_one, self.max_queued_total_requests, of_all)
 
 
 def serve(settings: ServiceSettings) -> None:
@@ -60,16 +125,29 @@ def serve(settings: ServiceSettings) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = parse_device(settings.device)
+    limits, keys = settings.limits, settings.read_keys()
     with _stop_signals() as stop:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
             settings.bind,
             max_message_bytes=settings.max_message_bytes,
             spin_us=settings.spin_us,
+            keys=keys,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
+        # Not every transport counts whom it turns away.
+        state = ServiceState(
+            limits,
+            device=str(device),
+            clients_refused=lambda: getattr(listener, "clients_refused", 0),
+        )
+        beside = ExitStack()
         try:
-            log.info("bound", extra={"fields": {"endpoint": listener.endpoint}})
-            loop = _load(settings, device, stop)
+            # At once: until then SIGHUP ends the process.
+            beside.enter_context(rereads_list(listener, settings.allow))
+            log.info("bound", extra={"fields": {"endpoint": listener.endpoint, **_lets_in(keys)}})
+            _serve_metrics(settings, state, beside)
+            loop = _load(settings, device, state, stop)
             if loop is not None:
                 log.info(
                     "ready",
@@ -83,7 +161,31 @@ def serve(settings: ServiceSettings) -> None:
                 loop.run(listener, stop)
         finally:
             listener.close()
+            beside.close()
     log.info("stopped", extra={"fields": {"endpoint": settings.bind}})
+
+
+def _lets_in(keys: ServiceKeys | None) -> dict[str, object]:
+    """Say in the log who may use the service, and by which key clients know it."""
+    if keys is None:
+        return {"lets_in": "anyone"}
+    return {"lets_in": len(keys.allowed), "key": keys.public.decode("ascii")}
+
+
+def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitStack) -> None:
+    if settings.metrics is None:
+        return
+    try:
+        # Not imported, and need not be installed, where nobody asks for metrics.
+        from gpu_side.metrics import MetricsServer
+    except ModuleNotFoundError:
+        raise SettingsError(
+            "metrics",
+            got="no prometheus_client",
+            expected="it installed: pip install tsqp[metrics]",
+        ) from None
+    server = stack.enter_context(MetricsServer(settings.metrics, state))
+    log.info("metrics", extra={"fields": {"url": server.url}})
 
 
 @contextmanager
@@ -105,18 +207,22 @@ class _StoppedWhileLoadingError(Exception):
     """A stop signal came before the weights were read."""
 
 
-def _load(settings: ServiceSettings, device: Device, stop: StopSignal) -> RequestLoop | None:
+def _load(
+    settings: ServiceSettings, device: Device, state: ServiceState, stop: StopSignal
+) -> RequestLoop | None:
     """Read the weights; None if a stop signal came meanwhile."""
     began = time.monotonic()
     config = read_config(settings.model)
-    dtype = settings.dtype or config.dtype
+    dtype, layers = settings.dtype or config.dtype, settings.layers
     log.info(
         "loading",
         extra={
             "fields": {
                 "model": settings.model.name,
                 "architecture": config.architecture,
-                "layers": config.num_hidden_layers,
+                "layers": config.num_hidden_layers
+                if layers is None
+                else f"{layers[0]}-{layers[1]}",
                 "device": str(device),
                 "dtype": dtype,
             }
@@ -124,14 +230,19 @@ def _load(settings: ServiceSettings, device: Device, stop: StopSignal) -> Reques
     )
     limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device)
+
+    def loop_of(weights: ServiceWeights | NullWeights) -> RequestLoop:
+        operators = Operators(weights, limit, state.queue.limits)
+        return RequestLoop(operators, limit, state, settings.drain_timeout_s)
+
     if isinstance(device, NullDevice):
-        held, _ = read_holdings(settings.model, arithmetic, weights=False)
+        held, _ = read_holdings(settings.model, arithmetic, weights=False, layers=layers)
         log.warning(
             "null_device",
             extra={"fields": {"device": str(device), "computes": "nothing", "replies": "zeros"}},
         )
         _log_loaded(held, 0, time.monotonic() - began)
-        return RequestLoop(Operators(NullWeights(held, device, torch_dtype(dtype)), limit), limit)
+        return loop_of(NullWeights(held, device, torch_dtype(dtype)))
     logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -148,12 +259,13 @@ def _load(settings: ServiceSettings, device: Device, stop: StopSignal) -> Reques
             device=device,
             dtype=torch_dtype(dtype),
             arithmetic=arithmetic,
+            layers=layers,
             progress=progress,
         )
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    return RequestLoop(Operators(weights, limit), limit)
+    return loop_of(weights)
 
 
 def _log_loaded(held: Holdings, weight_bytes: int, load_s: float) -> None:

@@ -23,8 +23,9 @@ from protocol.model.weights import FusedLinear, load_linear, load_tensor
 
 Progress = Callable[[int, int], None]
 
-FloatLinears = list[dict[LinearOperator, FusedLinear]]
-IntegerLinears = list[dict[LinearOperator, QuantizedLinear]]
+# By layer, then by fused operator.
+FloatLinears = dict[int, dict[LinearOperator, FusedLinear]]
+IntegerLinears = dict[int, dict[LinearOperator, QuantizedLinear]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,9 @@ class ServiceWeights(Holdings):
     """Everything that the service multiplies by, on `device`; floats in `dtype`.
 
     `embedding`, `lm_head`: [vocab_size, hidden_size] (one tensor if tied), None where the
-    directory holds weights for somebody's feature mask. `linears[layer]` and `integers[layer]` by
-    fused operator, None where `arithmetic` lacks float or int8.
+    directory holds weights for somebody's feature mask, or their layer is not among `held_layers`.
+    `linears[layer]` and `integers[layer]` by fused operator, None where `arithmetic` lacks float or
+    int8.
     """
 
     device: torch.device
@@ -49,12 +51,12 @@ class ServiceWeights(Holdings):
         tensors = [] if self.embedding is None else [self.embedding]
         if self.lm_head is not None and self.lm_head is not self.embedding:
             tensors.append(self.lm_head)
-        for layer in self.linears or []:
+        for layer in (self.linears or {}).values():
             for linear in layer.values():
                 tensors += [linear.weight] + ([] if linear.bias is None else [linear.bias])
         floats = sum(tensor.nbytes for tensor in tensors)
         return floats + sum(
-            linear.nbytes for layer in self.integers or [] for linear in layer.values()
+            linear.nbytes for layer in (self.integers or {}).values() for linear in layer.values()
         )
 
 
@@ -64,42 +66,37 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     arithmetic: Sequence[Arithmetic] = BOTH,
+    layers: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> ServiceWeights:
     """Read a model directory. `progress(done, total)` is called after every layer.
 
     `arithmetic`: which linear weights to hold; a directory for a feature mask has float ones only.
-    Raises ModelError that names file and tensor.
+    `layers`: see `read_holdings`. Raises ModelError that names file and tensor, and SettingsError.
     """
     # Before the weights: the pages that its digests map would come on top of them.
-    held, checkpoint = read_holdings(directory, arithmetic)
+    held, checkpoint = read_holdings(directory, arithmetic, layers=layers)
     config, arithmetic = held.config, held.arithmetic
 
-    embedding = lm_head = None
-    if held.provision is None:
-        embedding, lm_head = _read_vocabulary(config, checkpoint, dtype, device)
-    linears: FloatLinears = []
-    integers: IntegerLinears = []
-    for layer in range(config.num_hidden_layers):
+    embedding, lm_head = _read_vocabulary(held, checkpoint, dtype, device)
+    linears: FloatLinears = {}
+    integers: IntegerLinears = {}
+    for done, layer in enumerate(held.held_layers, 1):
         if "float" in arithmetic:
-            linears.append(
-                {
-                    operator: load_linear(
-                        checkpoint, config, layer, operator, dtype=dtype, device=device
-                    )
-                    for operator in FUSED_MODULES
-                }
-            )
+            linears[layer] = {
+                operator: load_linear(
+                    checkpoint, config, layer, operator, dtype=dtype, device=device
+                )
+                for operator in FUSED_MODULES
+            }
         if "int8" in arithmetic:
             # From the file and not from the floats above: those are rounded to `dtype`.
-            integers.append(
-                {
-                    operator: load_quantized(checkpoint, config, layer, operator, device)
-                    for operator in FUSED_MODULES
-                }
-            )
+            integers[layer] = {
+                operator: load_quantized(checkpoint, config, layer, operator, device)
+                for operator in FUSED_MODULES
+            }
         if progress is not None:
-            progress(layer + 1, config.num_hidden_layers)
+            progress(done, len(held.held_layers))
     return ServiceWeights(
         **vars(held),
         device=device,
@@ -128,12 +125,19 @@ def check_integers(config: ModelConfig, device: torch.device | None) -> None:
 
 
 def _read_vocabulary(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read embedding and LM head, one tensor if they are tied."""
+    held: Holdings, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Read embedding and LM head as far as they are held, one tensor if they are tied."""
+    config = held.config
     shape = (config.vocab_size, config.hidden_size)
-    embedding = load_tensor(checkpoint, EMBEDDING, shape, dtype=dtype, device=device)
+
+    def read(name: str) -> torch.Tensor:
+        return load_tensor(checkpoint, name, shape, dtype=dtype, device=device)
+
+    embedding = read(EMBEDDING) if held.has_embedding else None
+    if not held.has_lm_head:
+        return embedding, None
     if config.tie_word_embeddings:
-        return embedding, embedding
-    name = lm_head_name(config)
-    return embedding, load_tensor(checkpoint, name, shape, dtype=dtype, device=device)
+        lm_head = read(EMBEDDING) if embedding is None else embedding
+        return embedding, lm_head
+    return embedding, read(lm_head_name(config))

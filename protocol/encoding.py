@@ -336,7 +336,9 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
         )
     response: Response | None = None
     if header.response is not None:
-        response = read_framed(response_type(header.method), header.response, frames, header.method)
+        # A name of ours, or none: what a service calls its reply is not repeated in messages.
+        where = header.method if header.method in REQUEST_TYPES else "reply"
+        response = read_framed(response_type(header.method), header.response, frames, where)
         if (split := split_reply(frames[0])) is not None:
             to_remember = known_message(header.method, header.response, response)
             if to_remember is not None:

@@ -56,6 +56,9 @@ _FRAMED_ONLY = (
     "arithmetic",
     "provision_id",
     "instance_id",
+    "layers",
+    "max_queued_requests",
+    "max_queued_bytes",
 )
 
 # Requests that may name one module under `module_name`, as the published Linear does.

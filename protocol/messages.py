@@ -38,6 +38,9 @@ ModuleNames: TypeAlias = Annotated[
 ]
 Digest: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 InstanceId: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+ByteCount: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
+# First and last, both included.
+Layers: TypeAlias = Annotated[tuple[LayerIndex, LayerIndex], Field(strict=False)]
 
 
 class Message(BaseModel):
@@ -52,6 +55,12 @@ class InitRequest(Message):
     """Ask what the service holds."""
 
     method: ClassVar[str] = "Init"
+
+
+class HealthRequest(Message):
+    """Ask how the service is. Answered ahead of the work that waits."""
+
+    method: ClassVar[str] = "Health"
 
 
 class EmbeddingRequest(Message):
@@ -140,7 +149,10 @@ class InitReply(Message):
     `provision_id`: None for a model directory; for weights transformed by a feature mask the id of
     the key that they belong to (`protocol.model.provision`), and then `model_digest` repeats it
     and `norm_weights` is empty. `instance_id`: random, of this service process, by which a runner
-    notices that two endpoints lead to one service. Only the framed form carries these six.
+    notices that two endpoints lead to one service. `layers`: whose linear weights it holds; the
+    embedding goes with layer 0 and the LM head with the model's last. `max_queued_requests` and
+    `max_queued_bytes`: of one client, how much may wait; what is beyond is answered with
+    QUEUE_FULL. Only the framed form carries these nine.
     """
 
     config: InitConfig
@@ -148,10 +160,20 @@ class InitReply(Message):
     norm_weights: dict[str, NormWeight]
     model_digest: Digest
     linear_digest: Digest
-    max_message_bytes: Annotated[int, Field(ge=1, le=2**40)]
+    max_message_bytes: ByteCount
     arithmetic: Annotated[tuple[Arithmetic, ...], Field(min_length=1, max_length=2, strict=False)]
     provision_id: Digest | None
     instance_id: InstanceId
+    layers: Layers
+    max_queued_requests: Size
+    max_queued_bytes: ByteCount
+
+    @field_validator("layers")
+    @classmethod
+    def _in_order(cls, layers: tuple[int, int]) -> tuple[int, int]:
+        if layers[0] > layers[1]:
+            raise ValueError("the first layer before the last")
+        return layers
 
     @field_validator("arithmetic")
     @classmethod
@@ -159,6 +181,20 @@ class InitReply(Message):
         if len(set(kinds)) != len(kinds):
             raise ValueError("each arithmetic once")
         return kinds
+
+
+class HealthReply(Message):
+    """How the service is, in its own words.
+
+    `status`: "draining" once it was told to stop: it finishes what it has and takes nothing new.
+    `uptime_s`: since it was started. `queued_requests`, `queued_bytes`: what waits there, of all
+    clients.
+    """
+
+    status: Literal["ready", "draining"]
+    uptime_s: Annotated[FiniteFloat, Field(ge=0)]
+    queued_requests: Annotated[int, Field(ge=0, le=2**31 - 1)]
+    queued_bytes: Annotated[int, Field(ge=0, le=2**53)]
 
 
 class TensorReply(Message):
@@ -181,16 +217,18 @@ class Timing(Message):
 
 Request: TypeAlias = (
     InitRequest
+    | HealthRequest
     | EmbeddingRequest
     | LinearRequest
     | RingLinearRequest
     | MatmulRequest
     | LMHeadRequest
 )
-Response: TypeAlias = InitReply | TensorReply
+Response: TypeAlias = InitReply | HealthReply | TensorReply
 
 REQUEST_TYPES: dict[str, type[Request]] = {
     "Init": InitRequest,
+    "Health": HealthRequest,
     "Embedding": EmbeddingRequest,
     "Linear": LinearRequest,
     "RingLinear": RingLinearRequest,
@@ -199,6 +237,9 @@ REQUEST_TYPES: dict[str, type[Request]] = {
 }
 
 
+_OTHER_REPLIES: dict[str, type[Response]] = {"Init": InitReply, "Health": HealthReply}
+
+
 def response_type(method: str) -> type[Response]:
     """Return the model of a method's good reply."""
-    return InitReply if method == "Init" else TensorReply
+    return _OTHER_REPLIES.get(method, TensorReply)

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Literal, NoReturn
 
 import click
 
+from protocol.errors import SettingsError
 from tsqp.cli.program import DEFAULT_ENDPOINT, model_directory, run, setup_logging
-from tsqp.cli.settings import DTYPES, THREADS, FiniteFloatRange, config_option, version_option
+from tsqp.cli.settings import (
+    DTYPES,
+    PATH,
+    THREADS,
+    FiniteFloatRange,
+    config_option,
+    version_option,
+)
+
+MIB = 1024 * 1024
+
+
+def _layers(
+    _context: click.Context, _parameter: click.Parameter, text: str | None
+) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,4})-(\d{1,4})", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise SettingsError(
+            "--layers", got=repr(text)[:60], expected="FIRST-LAST, such as 0-7, counted from 0"
+        )
+    return int(found[1]), int(found[2])
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -49,6 +74,73 @@ from tsqp.cli.settings import DTYPES, THREADS, FiniteFloatRange, config_option, 
     " come that fast. Answers sooner and takes a core.",
 )
 @click.option(
+    "--layers",
+    metavar="FIRST-LAST",
+    callback=_layers,
+    help="Hold the linear weights of these layers only, counted from 0; the embedding goes with"
+    " layer 0 and the LM head with the last. Default: all.",
+)
+@click.option(
+    "--metrics",
+    metavar="[HOST:]PORT",
+    help="Serve Prometheus metrics at http://HOST:PORT/metrics (PORT * takes a free one). On"
+    " loopback unless HOST says otherwise; without a password.",
+)
+@click.option(
+    "--max-queued-requests",
+    type=click.IntRange(1, 65536),
+    default=64,
+    help="How many requests of one client may wait; others are refused.",
+)
+@click.option(
+    "--max-queued-mib",
+    type=click.IntRange(1, 1024 * 1024),
+    help="The same in MiB; default: as --max-message-mib.",
+)
+@click.option(
+    "--max-queued-total-requests",
+    type=click.IntRange(1, 2**20),
+    default=1024,
+    help="How many requests of all clients may wait.",
+)
+@click.option(
+    "--max-queued-total-mib",
+    type=click.IntRange(1, 1024 * 1024),
+    help="The same in MiB; default: four times --max-queued-mib.",
+)
+@click.option(
+    "--drain-timeout-s",
+    type=FiniteFloatRange(0, 86_400),
+    default=30.0,
+    help="How long to go on, once told to stop, with requests that were taken before. A second"
+    " signal ends it at once.",
+)
+@click.option(
+    "--identity",
+    type=PATH,
+    metavar="FILE",
+    help="Our secret key (tsqp keys new), by which clients know us: connections are encrypted, and"
+    " only clients on the --allow list are let in.",
+)
+@click.option(
+    "--allow",
+    type=PATH,
+    metavar="FILE",
+    help="Public keys of the clients to let in, one a line. SIGHUP reads it again.",
+)
+@click.option(
+    "--allow-anyone",
+    is_flag=True,
+    help="Let in whoever reaches the address, from other machines as well.",
+)
+@click.option(
+    "--heartbeat-timeout-s",
+    type=FiniteFloatRange(0, 3600),
+    default=1.0,
+    help="End a tcp:// or ipc:// connection on which nothing has come for so long, though we ask"
+    " twice in that time; longer than the largest tensor takes on the link. 0 is off.",
+)
+@click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"
 )
 @config_option
@@ -63,6 +155,17 @@ def command(
     threads: int | None,
     max_message_mib: int,
     spin_us: float,
+    layers: tuple[int, int] | None,
+    metrics: str | None,
+    max_queued_requests: int,
+    max_queued_mib: int | None,
+    max_queued_total_requests: int,
+    max_queued_total_mib: int | None,
+    drain_timeout_s: float,
+    identity: Path | None,
+    allow: Path | None,
+    allow_anyone: bool,
+    heartbeat_timeout_s: float,
     log_level: str,
 ) -> None:
     """Hold the weights of MODEL and do the heavy operators for tee-runner.
@@ -81,8 +184,19 @@ def command(
             dtype=dtype,
             arithmetic=arithmetic,
             threads=threads,
-            max_message_bytes=max_message_mib * 1024 * 1024,
+            max_message_bytes=max_message_mib * MIB,
             spin_us=spin_us,
+            layers=layers,
+            metrics=metrics,
+            max_queued_requests=max_queued_requests,
+            max_queued_bytes=max_queued_mib and max_queued_mib * MIB,
+            max_queued_total_requests=max_queued_total_requests,
+            max_queued_total_bytes=max_queued_total_mib and max_queued_total_mib * MIB,
+            drain_timeout_s=drain_timeout_s,
+            identity=identity,
+            allow=allow,
+            allow_anyone=allow_anyone,
+            heartbeat_timeout_s=heartbeat_timeout_s,
         )
     )
 

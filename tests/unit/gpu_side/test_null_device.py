@@ -17,8 +17,9 @@ from gpu_side.kernels import NullKernels, NullWeights, request_us
 from gpu_side.operators import Operators
 from gpu_side.plans import Computed, Plan, Planner
 from gpu_side.profiles import DeviceProfile
-from gpu_side.request_loop import StopSignal
 from gpu_side.service import ServiceSettings, _load
+from gpu_side.state import ServiceState
+from gpu_side.stop_signal import StopSignal
 from gpu_side.weights import load_weights
 from protocol.channel import Traffic
 from protocol.connect import open_channel
@@ -41,7 +42,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.provision import Provision, write_provision
 from protocol.tensors import from_torch, to_torch
-from tee_side.handshake import check_service
+from tee_side.handshake import ServiceCheck
 from tee_side.model import load_tee_model
 from tests.support import SIZES, LoopbackChannel, assemble, make_model, run, running_service
 
@@ -191,19 +192,12 @@ def test_a_runner_accepts_it_for_a_directory_without_linear_weights(
 ) -> None:
     config, checkpoint = read_config(light), Checkpoint(light)
     model = load_tee_model(config, checkpoint, torch.float32)
-    check_service(
-        NullChannel(light), config, checkpoint, model, arithmetic=arithmetic, timeout_s=1.0
-    )
+    check = ServiceCheck(config, checkpoint, model, arithmetic=arithmetic)
+    check.verify("null", NullChannel(light).call(InitRequest()).response)
     other: Arithmetic = "int8" if arithmetic == "float" else "float"
+    without = NullChannel(light, (other,)).call(InitRequest()).response
     with pytest.raises(ModelMismatchError, match="arithmetic"):
-        check_service(
-            NullChannel(light, (other,)),
-            config,
-            checkpoint,
-            model,
-            arithmetic=arithmetic,
-            timeout_s=1.0,
-        )
+        check.verify("null", without)
 
 
 def test_a_forward_pass_runs_against_it(light: Path) -> None:
@@ -241,7 +235,7 @@ def test_a_calibration_that_does_not_say_is_refused(
 def test_a_damaged_calibration_is_refused(light: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(light, tmp_path / "copy"))
     (copy / "calibration.safetensors").write_bytes(b"no safetensors")
-    with pytest.raises(ModelError, match="does not parse"):
+    with pytest.raises(ModelError, match="that do not parse"):
         read_holdings(copy, weights=False)
 
 
@@ -368,7 +362,7 @@ def test_the_log_says_that_nothing_is_computed(
     stop = StopSignal()
     settings = ServiceSettings(light, "", dtype="bfloat16")
     with caplog.at_level(logging.INFO):
-        assert _load(settings, device, stop) is not None
+        assert _load(settings, device, ServiceState(), stop) is not None
     stop.reader.close()
     stop.writer.close()
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -386,7 +380,7 @@ def test_a_model_too_wide_for_int8_products_is_served_in_floats(
     config = json.loads((copy / "config.json").read_text()) | {"intermediate_size": 2**17}
     (copy / "config.json").write_text(json.dumps(config))
     stop = StopSignal()
-    service = _load(ServiceSettings(copy, ""), NullDevice(), stop)
+    service = _load(ServiceSettings(copy, ""), NullDevice(), ServiceState(), stop)
     stop.reader.close()
     stop.writer.close()
     assert service is not None

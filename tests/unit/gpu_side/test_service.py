@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from gpu_side.queues import QueueLimits
 from gpu_side.service import ServiceSettings, _arithmetic, serve
-from protocol.errors import KernelError
+from protocol.errors import KernelError, SettingsError
 from protocol.model.config import read_config
 from tests.support import SavedModel
+from tsqp.cli.gpu_service import _layers
 
 
 def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
@@ -62,3 +66,74 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
     # The address is free again.
     with pytest.raises(KernelError):
         serve(ServiceSettings(saved_model().directory, endpoint, arithmetic="int8"))
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, QueueLimits(64, 512 * MIB, 1024, 2048 * MIB)),
+        ({"max_message_bytes": MIB}, QueueLimits(64, MIB, 1024, 4 * MIB)),
+        (
+            {"max_message_bytes": MIB, "max_queued_bytes": 3 * MIB, "max_queued_requests": 1024},
+            QueueLimits(1024, 3 * MIB, 1024, 12 * MIB),
+        ),
+        (
+            {"max_queued_total_bytes": 512 * MIB, "max_queued_total_requests": 64},
+            QueueLimits(64, 512 * MIB, 64, 512 * MIB),
+        ),
+    ],
+)
+def test_limits_of_the_queue(settings: dict[str, int], expected: QueueLimits) -> None:
+    assert ServiceSettings(Path(), "", **settings).limits == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"max_queued_bytes": 512 * MIB - 1},
+            "limit of queued bytes of one client: got 536870911, expected at least 536870912, the"
+            " largest message",
+        ),
+        (
+            {"max_queued_total_bytes": 512 * MIB - 1},
+            "limit of queued bytes: got 536870911, expected at least 536870912, what one client",
+        ),
+        (
+            {"max_queued_total_requests": 63},
+            "limit of queued requests: got 63, expected at least 64, what one client",
+        ),
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(
+    settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        _ = ServiceSettings(Path(), "", **settings).limits  # type: ignore[arg-type]
+
+
+def test_metrics_without_their_library_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "gpu_side.metrics", raising=False)
+    settings = ServiceSettings(tmp_path, f"ipc://{tmp_path}/s", metrics="*")
+    with pytest.raises(SettingsError, match="got no prometheus_client"):
+        serve(settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("0-7", (0, 7)), ("3-3", (3, 3)), ("0-4095", (0, 4095))]
+)
+def test_layers_on_the_command_line(text: str, layers: tuple[int, int]) -> None:
+    assert _layers(MagicMock(), MagicMock(), text) == layers
+    assert _layers(MagicMock(), MagicMock(), None) is None
+
+
+@pytest.mark.parametrize("text", ["", "1", "2-1", "0-1,2", "-1-2", "0-99999", "a-b", "0 - 1", "0-"])
+def test_what_is_no_range_of_layers_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--layers: got .*, expected FIRST-LAST"):
+        _layers(MagicMock(), MagicMock(), text)

@@ -32,7 +32,7 @@ def _load(
     return load_weights(directory, device=torch.device("cpu"), dtype=dtype, arithmetic=arithmetic)
 
 
-def _float(weights: ServiceWeights) -> list[dict[LinearOperator, FusedLinear]]:
+def _float(weights: ServiceWeights) -> dict[int, dict[LinearOperator, FusedLinear]]:
     assert weights.linears is not None
     return weights.linears
 
@@ -40,7 +40,7 @@ def _float(weights: ServiceWeights) -> list[dict[LinearOperator, FusedLinear]]:
 def _assert_equals_file(weights: ServiceWeights, tensors: dict[str, torch.Tensor]) -> set[str]:
     """Compare every fused row with the file's own tensor; return the names compared."""
     seen = set()
-    for layer, operators in enumerate(_float(weights)):
+    for layer, operators in _float(weights).items():
         assert set(operators) == set(FUSED_MODULES)
         for operator, linear in operators.items():
             assert tuple(linear.rows) == FUSED_MODULES[operator]
@@ -171,7 +171,7 @@ def test_integers_come_from_the_file_and_not_from_rounded_floats(
     weights = _load(llama, dtype, ("float", "int8"))
     assert weights.integers is not None
     assert len(weights.integers) == SIZES["num_hidden_layers"]
-    for layer, operators in enumerate(weights.integers):
+    for layer, operators in weights.integers.items():
         assert set(operators) == set(FUSED_MODULES)
         for linear in operators.values():
             for module, rows in linear.rows.items():

@@ -1,0 +1,136 @@
+"""Prometheus metrics over HTTP, from a thread of their own, read from plain numbers when asked for.
+
+The request loop pays for counting only. What is served: numbers by method and error code, and the
+device's name; nothing that a client can choose, no contents and no request ids.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Self
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from gpu_side.counters import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Counters, Histogram
+from gpu_side.state import ServiceState
+from protocol.errors import EndpointError, SettingsError, describe
+
+DEFAULT_HOST = "127.0.0.1"
+_ADDRESS = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]*):)?(?P<port>\d{1,5}|\*)")
+_BOUNDS = (*(f"{ns / 1e9:g}" for ns in BOUNDS_NS), "+Inf")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Read `[HOST:]PORT`: loopback where no host is named, port 0 for `*`. Raises SettingsError."""
+    found = _ADDRESS.fullmatch(text)
+    port = 0 if found is None or found["port"] == "*" else int(found["port"])
+    if found is None or port > 65535:
+        raise SettingsError("metrics address", got=describe(text), expected="[HOST:]PORT")
+    return (found["host"] or DEFAULT_HOST).strip("[]"), port
+
+
+class StateCollector(Collector):
+    """Turns a service's state into metrics at the moment they are asked for."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the registry need not collect in order to know our names."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all metrics."""
+        state = self._state
+        yield from _methods(state.counters)
+        for name, text, total in (
+            ("tsqp_received_bytes", "Bytes of requests.", state.counters.received_bytes),
+            ("tsqp_sent_bytes", "Bytes of replies.", state.counters.sent_bytes),
+            ("tsqp_dropped_replies", "Replies nobody took.", state.counters.dropped_replies),
+            ("tsqp_refused_clients", "Clients turned away or cut off.", state.clients_refused()),
+        ):
+            yield CounterMetricFamily(name, text, total)
+        queue = state.queue
+        for name, text, value in (
+            ("tsqp_queued_requests", "Requests that wait.", queue.requests),
+            ("tsqp_queued_bytes", "Bytes of requests that wait.", queue.bytes),
+            ("tsqp_queued_requests_limit", "Of all clients.", queue.limits.total_requests),
+            ("tsqp_queued_bytes_limit", "Of all clients.", queue.limits.total_bytes),
+            ("tsqp_underway_requests", "Given to an accelerator and not done.", state.underway),
+            ("tsqp_ready", "1 while new requests are taken.", state.status == "ready"),
+            ("tsqp_uptime_seconds", "Since the start.", state.uptime_s),
+        ):
+            yield GaugeMetricFamily(name, text, float(value))
+        yield InfoMetricFamily("tsqp_device", "What computes.", {"device": state.device})
+
+
+def _methods(counters: Counters) -> Iterable[Metric]:
+    """Return what there is of every method; of those that nobody has called, only that."""
+    requests = CounterMetricFamily(
+        "tsqp_requests", "Requests answered, by outcome.", labels=("method", "code")
+    )
+    compute = HistogramMetricFamily(
+        "tsqp_compute_seconds", "From starting on a request to its result.", labels=("method",)
+    )
+    queue = HistogramMetricFamily(
+        "tsqp_queue_seconds", "From picking a request up to starting on it.", labels=("method",)
+    )
+    for method, counted in counters.methods.items():
+        for code, total in counted.outcomes.items():
+            if total or (code == SUCCESS and method != UNKNOWN_METHOD):
+                requests.add_metric((method, code), total)
+        if counted.outcomes[SUCCESS]:
+            _add(compute, method, counted.compute)
+            _add(queue, method, counted.queue)
+    return requests, compute, queue
+
+
+def _add(family: HistogramMetricFamily, method: str, histogram: Histogram) -> None:
+    buckets = list(zip(_BOUNDS, histogram.cumulative(), strict=True))
+    family.add_metric((method,), buckets, histogram.sum_ns / 1e9)
+
+
+class MetricsServer:
+    """Serves a state's metrics until closed. `address`: as `parse_address` reads it.
+
+    Raises EndpointError where it cannot be bound, and SettingsError.
+    """
+
+    def __init__(self, address: str, state: ServiceState) -> None:
+        host, port = parse_address(address)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(StateCollector(state))
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            # A name that cannot be resolved has a number of another list.
+            number = error.errno or 0
+            raise EndpointError(
+                f"metrics at {address}",
+                got=os.strerror(number) if number > 0 else "an unknown host",
+                expected="an address to bind",
+            ) from None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,28 @@
+"""How a signal reaches a loop that waits for messages."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from types import FrameType
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a readable socket, so that a blocked poll wakes at once."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+        self.requested = False
+
+    def request(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self.requested = True
+
+    def rearm(self) -> None:
+        """Wait for another one."""
+        self.requested = False
+        with suppress(BlockingIOError):
+            while self.reader.recv(64):
+                pass

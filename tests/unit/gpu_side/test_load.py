@@ -1,0 +1,258 @@
+"""A loop with more clients and requests than it can serve, and those who ask how it is."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgpack
+import pytest
+
+from gpu_side.answers import Answer
+from gpu_side.queues import QueueLimits
+from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, _FullLog
+from gpu_side.state import ServiceState
+from protocol.channel import Incoming
+from protocol.messages import HealthRequest, InitRequest, Request
+from tests.unit.gpu_side.loop import (
+    MS,
+    RESULT,
+    Accelerator,
+    Clock,
+    Listener,
+    Timed,
+    errors_of,
+    incoming_request,
+    run_loop,
+)
+
+
+def _from(client: str, *numbers: int) -> list[Incoming]:
+    return [incoming_request(n, client=client.encode()) for n in numbers]
+
+
+def _inline(method: str, client: str = "peer") -> Incoming:
+    body = memoryview(msgpack.packb({"method": method, "request": {}}))
+    return Incoming((client.encode(), b""), [body], time.perf_counter_ns())
+
+
+def test_clients_are_served_in_turn() -> None:
+    listener = Listener([*_from("flood", *range(1, 7)), *_from("modest", 101, 102)])
+    run_loop(listener, lambda request: RESULT)
+    # The first was answered before anybody looked what else has come.
+    assert [n for n, _ in errors_of(listener)] == [1, 101, 2, 102, 3, 4, 5, 6]
+
+
+def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = Listener(
+        [*_from("a", 1, 2, 3, 4, 5), *_from("b", 11), _inline("Init", "a"), _inline("Init", "b")]
+    )
+    state = ServiceState(QueueLimits(requests=2))
+    with caplog.at_level(logging.WARNING):
+        run_loop(listener, lambda request: RESULT, state)
+    full = [reply for reply in listener.sent if reply.get("error") == "QUEUE_FULL"]
+    assert full == [
+        {
+            "version": 1,
+            "request_id": n,
+            "method": "Matmul",
+            "status": "error",
+            "error": "QUEUE_FULL",
+        }
+        for n in (4, 5)
+    ] + [{"status": "error", "error": "QUEUE_FULL"}]
+    assert len(listener.sent) == 8
+    # One line, however many were refused in that second.
+    (record,) = caplog.records
+    assert record.getMessage() == "queue_full"
+    assert record.__dict__["fields"] == {
+        "peer": b"a".hex(),
+        "request_id": 4,
+        "code": "QUEUE_FULL",
+        "limit": "max_queued_requests",
+        "allowed": 2,
+        "requested": 1,
+        "available": 0,
+        "refused": 1,
+    }
+    assert state.counters.of("Matmul").outcomes["QUEUE_FULL"] == 2
+    assert state.counters.of("Init").outcomes["QUEUE_FULL"] == 1
+
+
+def test_a_line_a_second_says_how_many_were_refused() -> None:
+    full_log = _FullLog()
+    assert [full_log.due(now) for now in (10.0, 10.5, 10.9, 11.1, 11.2, 13.0)] == [1, 0, 0, 3, 0, 2]
+
+
+def test_a_large_message_that_does_not_fit_is_not_decoded_to_be_refused() -> None:
+    large = Incoming((b"a", b""), [memoryview(bytes(100_000))], time.perf_counter_ns())
+    listener = Listener([*_from("b", 1), large])
+    run_loop(listener, lambda request: RESULT, ServiceState(QueueLimits(bytes=99_999)))
+    assert listener.sent[1] == {"status": "error", "error": "QUEUE_FULL"}
+
+
+def test_nonsense_that_does_not_fit_is_called_nonsense() -> None:
+    nonsense = Incoming((b"a", b""), [memoryview(b"\xc1" * 5000)], time.perf_counter_ns())
+    listener = Listener([*_from("b", 1), nonsense])
+    run_loop(listener, lambda request: RESULT, ServiceState(QueueLimits(bytes=4999)))
+    assert listener.sent[1] == {"status": "error", "error": "MALFORMED_MESSAGE"}
+
+
+def test_few_are_refused_between_two_requests() -> None:
+    """Whoever floods us takes little of the time of those who wait."""
+    listener = Listener([*_from("flood", *range(100)[1:]), *_from("modest", 1001)])
+    events: list[str] = []
+    send = listener.send
+
+    def noting(route: object, frames: object) -> bool:
+        sent: bool = send(route, frames)  # type: ignore[arg-type]
+        events.append(listener.sent[-1].get("error", "OK"))
+        return sent
+
+    listener.send = noting  # type: ignore[method-assign, assignment]
+    run_loop(listener, lambda request: RESULT, ServiceState(QueueLimits(requests=3)))
+    runs = "".join("." if event == "OK" else "x" for event in events).split(".")
+    assert max(map(len, runs)) == MAX_REFUSED_AT_ONCE
+    assert len(events) == 100
+    # It was behind all of the flood in the transport, and waited for what could be refused of it.
+    assert (1001, None) in errors_of(listener)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_health_is_answered_ahead_of_what_waits(
+    monkeypatch: pytest.MonkeyPatch, inline: bool
+) -> None:
+    clock = Clock(monkeypatch)
+    listener = Timed(clock, 0, 0, 0, 0)
+    received = listener.receive
+    asked = False
+
+    def receive() -> Incoming | None:
+        nonlocal asked
+        incoming = received()
+        if incoming is None and not asked:
+            asked = True
+            return _inline("Health") if inline else incoming_request(9, request=HealthRequest())
+        return incoming
+
+    listener.receive = receive  # type: ignore[method-assign]
+    state = ServiceState()
+    run_loop(listener, Accelerator(clock, 10 * MS), state)
+    reply = listener.sent[0]
+    assert reply["status"] == "success"
+    assert listener.sent_ns == [0, 10 * MS, 20 * MS, 30 * MS, 40 * MS]
+    health = reply["response"]
+    assert health.keys() == {"status", "uptime_s", "queued_requests", "queued_bytes"}
+    assert health["status"] == "ready"
+    size = sum(frame.nbytes for frame in incoming_request(1).frames)
+    assert (health["queued_requests"], health["queued_bytes"]) == (3, 3 * size)
+    assert health["uptime_s"] >= 0
+    if not inline:
+        assert (reply["request_id"], reply["method"]) == (9, "Health")
+
+
+def test_only_health_is_answered_ahead() -> None:
+    named_like_it = Incoming(
+        (b"a", b""),
+        [memoryview(msgpack.packb({"method": "Init", "request": {"Health": 1}}))],
+        time.perf_counter_ns(),
+    )
+    listener = Listener(
+        [
+            *_from("a", 1, 2),
+            incoming_request(3, client=b"a", request=InitRequest()),
+            named_like_it,
+            Incoming((b"a", b""), [memoryview(b"Health")], time.perf_counter_ns()),
+            *_from("a", 6),
+        ]
+    )
+    answered: list[str] = []
+
+    def answer(request: Request) -> Answer:
+        answered.append(request.method)
+        return RESULT
+
+    run_loop(listener, answer)
+    assert answered == ["Matmul", "Matmul", "Init", "Matmul"]
+    assert [reply.get("error") for reply in listener.sent] == [
+        None,
+        None,
+        None,
+        "INVALID_FIELD",
+        "MALFORMED_MESSAGE",
+        None,
+    ]
+
+
+def test_health_that_asks_for_more_is_refused() -> None:
+    request = msgpack.packb({"method": "Health", "request": {"verbose": True}})
+    listener = Listener(
+        [*_from("a", 1), Incoming((b"a", b""), [memoryview(request)], time.perf_counter_ns())]
+    )
+    run_loop(listener, lambda request: RESULT)
+    assert listener.sent[1] == {"status": "error", "error": "INVALID_FIELD"}
+
+
+def test_everything_is_counted() -> None:
+    good = incoming_request(1, age_s=2.0)
+    listener = Listener(
+        [
+            good,
+            incoming_request(2, timeout_ms=1, age_s=1.0),
+            _inline("Init"),
+            _inline("Canary"),
+            Incoming((b"a", b""), [memoryview(b"\xc1")], time.perf_counter_ns()),
+            incoming_request(3, request=HealthRequest()),
+        ]
+    )
+    received = sum(frame.nbytes for one in listener.incoming for frame in one.frames)
+    sizes: list[int] = []
+    send = listener.send
+
+    def noting(route: object, frames: list[bytes | memoryview]) -> bool:
+        sizes.append(sum(f.nbytes if isinstance(f, memoryview) else len(f) for f in frames))
+        return send(route, frames)  # type: ignore[arg-type]
+
+    listener.send = noting  # type: ignore[method-assign, assignment]
+    state = ServiceState()
+    run_loop(listener, lambda request: RESULT, state)
+    counters = state.counters
+    found = {
+        (method, code): count
+        for method, counted in counters.methods.items()
+        for code, count in counted.outcomes.items()
+        if count
+    }
+    assert found == {
+        ("Matmul", "OK"): 1,
+        ("Matmul", "DEADLINE_EXCEEDED"): 1,
+        ("Init", "OK"): 1,
+        ("unknown", "UNKNOWN_METHOD"): 1,
+        ("unknown", "MALFORMED_MESSAGE"): 1,
+        ("Health", "OK"): 1,
+    }
+    assert counters.received_bytes == received
+    assert counters.sent_bytes == sum(sizes)
+    matmul = counters.of("Matmul")
+    assert (sum(matmul.queue.buckets), sum(matmul.compute.buckets)) == (1, 1)
+    assert matmul.queue.sum_ns >= 2e9
+    assert matmul.compute.sum_ns > 0
+    assert sum(counters.of("unknown").compute.buckets) == 0
+
+
+def test_a_reply_that_nobody_takes_is_counted_as_lost() -> None:
+    state = ServiceState()
+    run_loop(Listener(_from("a", 1), gone=True), lambda request: RESULT, state)
+    assert (state.counters.dropped_replies, state.counters.sent_bytes) == (1, 0)
+
+
+def test_a_failure_is_counted_as_one() -> None:
+    def failing(request: Request) -> Answer:
+        raise RuntimeError("canary")
+
+    state = ServiceState()
+    run_loop(Listener(_from("a", 1)), failing, state)
+    outcomes = state.counters.of("Matmul").outcomes
+    assert {code for code, count in outcomes.items() if count} == {"INTERNAL"}

@@ -1,0 +1,182 @@
+"""What waits, for whom, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_side.queues import FairQueue, QueueLimits
+from protocol.channel import Incoming
+
+MANY = QueueLimits(requests=1000, bytes=10**9, total_requests=10**6, total_bytes=10**12)
+
+
+def _message(client: str, number: int = 0, size: int = 4) -> Incoming:
+    return Incoming(
+        (client.encode(), b""), [memoryview(bytes(3)), memoryview(bytes(size - 3))], number
+    )
+
+
+def _names(queue: FairQueue) -> list[tuple[str, int]]:
+    return [(taken.route[0].decode(), taken.received_ns) for taken in queue.drain()]
+
+
+def _filled(limits: QueueLimits, *messages: Incoming) -> FairQueue:
+    queue = FairQueue(limits)
+    for message in messages:
+        assert queue.put(message) == ()
+    return queue
+
+
+def test_clients_are_served_in_turn_and_each_in_its_own_order() -> None:
+    queue = _filled(
+        MANY,
+        *(_message("a", n) for n in range(4)),
+        *(_message("b", n) for n in range(2)),
+        _message("c", 0),
+    )
+    assert (queue.requests, queue.bytes) == (7, 28)
+    assert _names(queue) == [
+        ("a", 0),
+        ("b", 0),
+        ("c", 0),
+        ("a", 1),
+        ("b", 1),
+        ("a", 2),
+        ("a", 3),
+    ]
+    assert not queue
+    assert (queue.requests, queue.bytes) == (0, 0)
+
+
+def test_one_that_comes_again_and_again_waits_for_one_of_another_with_many() -> None:
+    queue = _filled(MANY, *(_message("flood", n) for n in range(50)))
+    served = []
+    for _ in range(10):
+        queue.put(_message("modest"))
+        served += [queue.take().route[0], queue.take().route[0]]
+    assert served.count(b"modest") == 10
+    assert {tuple(sorted(served[n : n + 2])) for n in range(0, 20, 2)} == {(b"flood", b"modest")}
+
+
+def test_who_had_its_turn_without_waiting_goes_to_the_end() -> None:
+    queue = _filled(MANY, _message("a", 1), _message("a", 2), _message("b"))
+    queue.pass_by(b"a")
+    assert _names(queue) == [("b", 0), ("a", 1), ("a", 2)]
+    # But alone it need not wait for anybody.
+    queue.put(_message("b"))
+    queue.pass_by(b"b")
+    assert queue.take().route[0] == b"b"
+
+
+def test_an_empty_queue_has_nothing_to_take() -> None:
+    with pytest.raises(IndexError):
+        FairQueue(MANY).take()
+
+
+def test_a_client_has_its_own_number_of_requests() -> None:
+    queue = _filled(QueueLimits(requests=2), _message("a"), _message("a"), _message("b"))
+    (refused,) = queue.put(_message("a", 7))
+    assert refused == (refused.incoming, "requests", 1, 0)
+    assert refused.incoming.received_ns == 7
+    assert queue.requests == 3
+    assert queue.put(_message("b")) == ()
+    queue.take()
+    assert queue.put(_message("a")) == ()
+
+
+def test_a_client_has_its_own_number_of_bytes() -> None:
+    queue = _filled(QueueLimits(bytes=100), _message("a", size=60), _message("b", size=100))
+    (refused,) = queue.put(_message("a", 7, size=41))
+    assert refused == (refused.incoming, "bytes", 41, 40)
+    assert queue.bytes == 160
+    assert queue.put(_message("a", size=40)) == ()
+    assert queue.take().route[0] == b"a"
+    assert queue.put(_message("a", size=61))[0].available == 60
+    assert queue.put(_message("a", size=60)) == ()
+
+
+def test_a_message_that_fills_all_of_it_fits() -> None:
+    queue = FairQueue(QueueLimits(bytes=100, total_bytes=100))
+    assert queue.put(_message("a", size=100)) == ()
+    assert queue.put(_message("b", size=4))[0].limit == "total_bytes"
+
+
+def test_where_all_are_too_many_the_one_with_most_gives_up_its_newest() -> None:
+    limits = QueueLimits(requests=5, total_requests=6)
+    queue = _filled(
+        limits, *(_message("a", n) for n in range(4)), *(_message("b", n) for n in range(2))
+    )
+    (refused,) = queue.put(_message("c", 9))
+    assert refused[1:] == ("total_requests", 1, 0)
+    assert (refused.incoming.route[0], refused.incoming.received_ns) == (b"a", 3)
+    # It would have more than others, or as many: refused itself.
+    (refused,) = queue.put(_message("a", 9))
+    assert (refused.incoming.route[0], refused.incoming.received_ns) == (b"a", 9)
+    (refused,) = queue.put(_message("b", 9))
+    assert (refused.incoming.route[0], refused.incoming.received_ns) == (b"b", 9)
+    assert queue.requests == 6
+    assert _names(queue) == [("a", 0), ("b", 0), ("c", 9), ("a", 1), ("b", 1), ("a", 2)]
+
+
+def test_a_clients_only_message_is_not_given_up() -> None:
+    limits = QueueLimits(total_requests=3)
+    queue = _filled(limits, *(_message(name) for name in "abc"))
+    (refused,) = queue.put(_message("d", 9))
+    assert (refused.incoming.route[0], refused.limit, refused.available) == (
+        b"d",
+        "total_requests",
+        0,
+    )
+
+
+def test_where_all_have_too_many_bytes_the_one_with_most_gives_up_as_many_as_it_takes() -> None:
+    limits = QueueLimits(bytes=100, total_bytes=150)
+    queue = _filled(limits, *(_message("a", n, size=10) for n in range(10)))
+    assert queue.put(_message("b", size=50)) == ()
+    refused = queue.put(_message("c", size=25))
+    assert [(one.incoming.received_ns, one.limit) for one in refused] == [
+        (9, "total_bytes"),
+        (8, "total_bytes"),
+        (7, "total_bytes"),
+    ]
+    assert (queue.requests, queue.bytes) == (9, 145)
+    # More than what may be taken from others: this one is refused, and says what is left.
+    (*_, last) = queue.put(_message("d", 9, size=90))
+    assert (last.incoming.route[0], last.requested) == (b"d", 90)
+    assert last.available == limits.total_bytes - queue.bytes
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(3, 60)) | st.none(), min_size=1, max_size=120
+    )
+)
+def test_whatever_comes_limits_hold_and_nothing_is_lost(
+    steps: list[tuple[str, int] | None],
+) -> None:
+    limits = QueueLimits(requests=4, bytes=90, total_requests=8, total_bytes=200)
+    queue = FairQueue(limits)
+    waiting: dict[int, Incoming] = {}
+    for number, step in enumerate(steps):
+        if step is None:
+            if queue:
+                taken = queue.take()
+                # The oldest of its client.
+                own = [n for n, one in waiting.items() if one.route == taken.route]
+                assert taken.received_ns == min(own)
+                del waiting[taken.received_ns]
+            continue
+        name, size = step
+        waiting[number] = _message(name, number, size)
+        for refused in queue.put(waiting[number]):
+            del waiting[refused.incoming.received_ns]
+        assert queue.requests == len(waiting) <= limits.total_requests
+        sizes = {n: sum(f.nbytes for f in one.frames) for n, one in waiting.items()}
+        assert queue.bytes == sum(sizes.values()) <= limits.total_bytes
+        for client in {one.route for one in waiting.values()}:
+            own = [n for n, one in waiting.items() if one.route == client]
+            assert len(own) <= limits.requests
+            assert sum(sizes[n] for n in own) <= limits.bytes
+    assert sorted(taken.received_ns for taken in queue.drain()) == sorted(waiting)
