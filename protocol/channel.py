@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from protocol.errors import VerificationError
 from protocol.messages import Request, Response, Timing
 from protocol.tensors import Buffer
 
@@ -25,7 +26,7 @@ class Exchange(NamedTuple):
     Bytes count every frame, header included. `elapsed_ns` runs from handing the request to the
     transport to having received the reply; `timing` is the service's own claim. `sent_ns` is when
     the request was handed over, on the clock of `time.perf_counter_ns`, `encode_ns` after its
-    encoding began.
+    encoding began. `endpoint`: of the service that answered.
     """
 
     response: Response
@@ -36,6 +37,7 @@ class Exchange(NamedTuple):
     decode_ns: int
     timing: Timing | None
     sent_ns: int
+    endpoint: str
 
 
 @dataclass(slots=True)
@@ -72,6 +74,14 @@ class Channel(Protocol):
 
     def abandon(self, request_id: int) -> None:
         """Stop waiting for a submitted request; its reply is dropped. Unknown ids do nothing."""
+        ...
+
+    def distrust(self, exchange: Exchange, error: VerificationError) -> None:
+        """Ask whoever sent this wrong result no more.
+
+        Raises `error` where nobody else is left to ask; else the same request may be submitted
+        again.
+        """
         ...
 
     def limit_messages(self, max_message_bytes: int) -> None:

@@ -8,12 +8,16 @@
     │   ├── PromptError     prompt text or token ids
     │   ├── PadBankError    bank, key or state file of pads
     │   ├── CalibrationError    file of activation scales
-    │   └── FeatureKeyError     key of a feature mask
+    │   ├── FeatureKeyError     key of a feature mask
+    │   ├── ManifestError       manifest of a model directory
+    │   └── KeyFileError        key of a channel, or list of allowed ones
     ├── EndpointError           nothing can be bound or reached there      (retry helps)
     ├── DeadlineExceededError   no reply in time                           (retry helps)
     ├── ProtocolError           bytes that do not follow the wire schema; has an ErrorCode
     ├── ServiceError            an error reply; has an ErrorCode           (retry: by code)
     ├── ReplyError              a well-formed reply that is not what was asked for
+    ├── VerificationError       a reply of the right form that is a wrong result
+    ├── LimitError              a limit of the trusted side itself      (retry helps)
     ├── ModelMismatchError      the service holds another model than the TEE's own directory
     ├── KernelError             this processor's int8 products are not exact
     ├── MaskError               a mask that cannot be applied or undone
@@ -38,6 +42,8 @@ class ErrorCode(StrEnum):
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     SHUTTING_DOWN = "SHUTTING_DOWN"
+    # More of this client's requests wait than the service keeps for one.
+    QUEUE_FULL = "QUEUE_FULL"
     # The service does not hold what this needs.
     UNAVAILABLE = "UNAVAILABLE"
     INTERNAL = "INTERNAL"
@@ -45,7 +51,26 @@ class ErrorCode(StrEnum):
     @property
     def retryable(self) -> bool:
         """Whether the same request may succeed when it is sent again."""
-        return self in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN)
+        return self in (
+            ErrorCode.DEADLINE_EXCEEDED,
+            ErrorCode.SHUTTING_DOWN,
+            ErrorCode.QUEUE_FULL,
+        )
+
+
+# Of each of the three parts of a message; a path may be long, a list of what is expected as well.
+_MAX_PART = 1000
+
+
+def one_line(text: str) -> str:
+    """Keep a part of a message short and printable.
+
+    Names in it may come from a file or a peer: no control sequences for the terminal that shows it,
+    no second line for the log.
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= _MAX_PART else f"{text[: _MAX_PART - 3]}..."
 
 
 class TsqpError(Exception):
@@ -54,6 +79,7 @@ class TsqpError(Exception):
     retryable: bool = False
 
     def __init__(self, where: str, *, got: str, expected: str) -> None:
+        where, got, expected = one_line(where), one_line(got), one_line(expected)
         super().__init__(where, got, expected)
         self.where = where
         self.got = got
@@ -95,6 +121,14 @@ class FeatureKeyError(InputError):
     """The key of a feature mask that is missing, malformed or of another model."""
 
 
+class ManifestError(InputError):
+    """A manifest that is missing, malformed or of another model than the directory holds."""
+
+
+class KeyFileError(InputError):
+    """A key of a channel, or a list of allowed ones: missing, malformed or readable by others."""
+
+
 class EndpointError(TsqpError):
     """An endpoint that is malformed, in use or does not answer."""
 
@@ -128,6 +162,19 @@ class ServiceError(TsqpError):
 
 class ReplyError(TsqpError):
     """A reply whose operator, shape or dtype is not the one that was asked for."""
+
+
+class VerificationError(TsqpError):
+    """A reply that passed every check of its form, and is not the product that was asked for.
+
+    Retrying with the same service never helps: it computes wrongly, or lies.
+    """
+
+
+class LimitError(TsqpError):
+    """A limit of the trusted side: names the limit, what was asked for and what is available."""
+
+    retryable = True
 
 
 class ModelMismatchError(TsqpError):

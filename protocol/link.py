@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from protocol.channel import Channel, Exchange
 from protocol.clock import wait_until
-from protocol.errors import DeadlineExceededError, SettingsError
+from protocol.errors import DeadlineExceededError, SettingsError, VerificationError
 from protocol.messages import Request
 from protocol.tensors import WireTensor
 
@@ -126,6 +126,10 @@ class ModelledLink:
         """See `Channel.abandon`. What it sent still takes its time on the link."""
         self._sent.pop(request_id, None)
         self._channel.abandon(request_id)
+
+    def distrust(self, exchange: Exchange, error: VerificationError) -> None:
+        """See `Channel.distrust`."""
+        self._channel.distrust(exchange, error)
 
     def limit_messages(self, max_message_bytes: int) -> None:
         """See `Channel.limit_messages`."""

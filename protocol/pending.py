@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,12 +21,19 @@ from protocol.errors import (
     ProtocolError,
     ReplyError,
     ServiceError,
+    VerificationError,
 )
 from protocol.messages import MAX_TIMEOUT_MS, REQUEST_TYPES, Request
 from protocol.tensors import Buffer
 
 # How long a request may wait for a lost connection to come back before it is sent.
 RECONNECT_S = 2.0
+# ZeroMQ replaces a lost connection by itself, but not sooner than twice this. A reply that came
+# sooner after its request came over the connection on which that went out.
+_RECONNECT_NS = 50_000_000
+# Of the first request id of a channel, which is drawn: a reply that was recorded in another session
+# answers nothing in this one.
+_ID_BITS = 62
 
 # The frames of one message, and when the last of them had come.
 Received: TypeAlias = tuple[Sequence[memoryview], int]
@@ -37,6 +45,10 @@ def frame_bytes(frames: Sequence[Buffer]) -> int:
     for frame in frames:
         total += frame.nbytes if isinstance(frame, memoryview) else len(frame)
     return total
+
+
+class OversizedRequestError(ProtocolError):
+    """A request of our own that is larger than the limit; it was not sent."""
 
 
 @dataclass(slots=True)
@@ -59,7 +71,8 @@ class PendingChannel(ABC):
     """A `Channel` without its transport.
 
     `timeout_s` is the deadline of a request that names none. A reply that comes after its request
-    was given up is dropped; one whose id was never sent is a ProtocolError.
+    was given up is dropped; one whose id was never sent is a ProtocolError. All waiting goes by
+    `time.monotonic`: it does not matter what happens to the machine's clock.
     """
 
     def __init__(self, endpoint: str, *, timeout_s: float, max_message_bytes: int) -> None:
@@ -67,12 +80,16 @@ class PendingChannel(ABC):
         self.traffic = Traffic()
         self._timeout_s = timeout_s
         self._max_message_bytes = max_message_bytes
-        self._last_id = 0
+        # A reply may be as large as the service's limit allows, which we know only after the first
+        # one: so `limit_messages` does not touch it.
+        self._max_reply_bytes = max_message_bytes
+        self._first_id = self._last_id = secrets.randbits(_ID_BITS)
         self._pending: dict[int, Pending] = {}
         self._arrived: dict[int, tuple[Reply, int, int, int]] = {}
         # Counts lost connections: a request that went out on another one than this has no reply
         # to hope for.
         self._connection = 0
+        self._one_connection = False
 
     @abstractmethod
     def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
@@ -88,6 +105,9 @@ class PendingChannel(ABC):
         Counts a lost connection in `_connection`. Raises ProtocolError for what is no message.
         """
 
+    def _note_events(self) -> None:  # noqa: B027 - a transport without events has none to note
+        """Count a loss that the transport itself has noticed, where it tells of one. No waiting."""
+
     @abstractmethod
     def close(self) -> None:
         """See `Channel.close`."""
@@ -98,8 +118,14 @@ class PendingChannel(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """See `Channel.submit`."""
+    def submit(
+        self,
+        request: Request,
+        timeout_s: float | None = None,
+        *,
+        send_within_s: float | None = None,
+    ) -> int:
+        """See `Channel.submit`. `send_within_s`: as long as sending may take, if less than all."""
         started_ns = time.perf_counter_ns()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._last_id = request_id = self._last_id + 1
@@ -107,7 +133,7 @@ class PendingChannel(ABC):
         frames = encode_request(request, request_id, timeout_ms)
         size = frame_bytes(frames)
         if size > self._max_message_bytes:
-            raise ProtocolError(
+            raise OversizedRequestError(
                 f"{request.method} to {self.endpoint}",
                 got=f"{size} bytes",
                 expected=f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
@@ -115,7 +141,8 @@ class PendingChannel(ABC):
             )
         encode_ns = time.perf_counter_ns() - started_ns
         deadline = time.monotonic() + timeout_s
-        sent_ns = self._send(request.method, frames, size, timeout_s)
+        patience_s = timeout_s if send_within_s is None else min(timeout_s, send_within_s)
+        sent_ns = self._send(request.method, frames, size, patience_s)
         self._pending[request_id] = Pending(
             request.method, deadline, timeout_s, sent_ns, encode_ns, size, self._connection
         )
@@ -126,10 +153,11 @@ class PendingChannel(ABC):
         pending = self._pending[request_id]
         if request_id not in self._arrived:
             try:
-                self._wait_until_arrived(request_id, pending)
+                if not self._wait_until_arrived(request_id, pending, pending.deadline):
+                    raise self._too_late(pending)
             except BaseException:
                 # Given up: should its reply still come, it must not be taken for another's.
-                self._pending.pop(request_id, None)
+                self.abandon(request_id)
                 raise
         del self._pending[request_id]
         reply, received_ns, decode_ns, bytes_received = self._arrived.pop(request_id)
@@ -156,6 +184,7 @@ class PendingChannel(ABC):
             decode_ns,
             reply.timing,
             pending.sent_ns,
+            self.endpoint,
         )
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
@@ -167,39 +196,95 @@ class PendingChannel(ABC):
         self._pending.pop(request_id, None)
         self._arrived.pop(request_id, None)
 
+    def distrust(self, exchange: Exchange, error: VerificationError) -> None:
+        """See `Channel.distrust`. A channel to one service has nobody else to ask."""
+        raise error
+
     def limit_messages(self, max_message_bytes: int) -> None:
         """See `Channel.limit_messages`."""
         self._max_message_bytes = min(self._max_message_bytes, max_message_bytes)
 
-    def _wait_until_arrived(self, request_id: int, pending: Pending) -> None:
+    def arrived(self, request_id: int, until: float = 0.0) -> bool:
+        """Say whether the reply to a submitted request has come, and `wait` has not to wait.
+
+        Waits for it until then at most (time.monotonic; 0: not at all), and no longer than its
+        deadline. Raises EndpointError and ProtocolError as `wait` does, which then raises them
+        again.
+        """
+        if request_id in self._arrived:
+            return True
+        pending = self._pending[request_id]
+        return self._wait_until_arrived(request_id, pending, min(until, pending.deadline))
+
+    def use_one_connection(self) -> None:
+        """Never go on with another connection: what is asked after a loss raises EndpointError.
+
+        For who must know whom a request goes to: somebody else may be at the endpoint by then.
+        """
+        self._one_connection = True
+
+    def limit_replies(self, max_reply_bytes: int) -> None:
+        """Take no larger replies than this; to be called before the first request."""
+        self._max_reply_bytes = min(self._max_reply_bytes, max_reply_bytes)
+
+    def _wait_until_arrived(self, request_id: int, pending: Pending, until: float) -> bool:
         while True:
             lost = pending.connection != self._connection
             # Its reply may have come before the connection was lost; but nothing more will.
-            received = self._receive(0.0 if lost else pending.deadline)
+            received = self._receive(0.0 if lost else until)
             if received is not None:
                 self._accept(*received)
                 if request_id in self._arrived:
-                    return
+                    if received[1] - pending.sent_ns > _RECONNECT_NS:
+                        self._check_connection(request_id, pending)
+                    return True
             elif lost:
                 raise self._connection_lost(f"while {pending.method} was waiting for its reply")
             # Whatever came: a peer that keeps sending what nobody waits for must not hold us past
             # the deadline.
-            if time.monotonic() >= pending.deadline and not lost:
-                raise DeadlineExceededError(
-                    self.endpoint,
-                    got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
-                    expected="a gpu-service that answers there",
-                )
+            if time.monotonic() >= until and not lost:
+                return False
+
+    def _check_connection(self, request_id: int, pending: Pending) -> None:
+        """Refuse a reply that may have come over another connection than the request went out on.
+
+        Whoever is at its other end was sent the request by ZeroMQ, and may hold another model.
+        """
+        before = self._connection
+        self._note_events()
+        if self._one_connection and self._connection != before:
+            del self._arrived[request_id]
+            raise self._connection_lost(f"while {pending.method} was waiting for its reply")
+
+    def _refuse_second_connection(self, method: str) -> None:
+        """Raise EndpointError if the only connection that may be used has been lost."""
+        if self._one_connection and self._connection:
+            raise self._connection_lost(f"before {method} could be sent")
+
+    def _too_late(self, pending: Pending) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            self.endpoint,
+            got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
+            expected="a gpu-service that answers there",
+        )
 
     def _accept(self, frames: Sequence[memoryview], received_ns: int) -> None:
         """Decode a reply and keep it for who waits for it, if anybody does."""
         started_ns = time.perf_counter_ns()
+        size = frame_bytes(frames)
+        if size > self._max_reply_bytes:
+            raise ProtocolError(
+                f"reply from {self.endpoint}",
+                got=f"{size} bytes",
+                expected=f"at most {self._max_reply_bytes}, which is the largest to ask for",
+                code=ErrorCode.LIMIT_EXCEEDED,
+            )
         reply = decode_reply(frames)
         request_id = reply.request_id
         if request_id in self._pending and request_id not in self._arrived:
             decode_ns = time.perf_counter_ns() - started_ns
-            self._arrived[request_id] = (reply, received_ns, decode_ns, frame_bytes(frames))
-        elif not 0 < request_id <= self._last_id:
+            self._arrived[request_id] = (reply, received_ns, decode_ns, size)
+        elif not self._first_id < request_id <= self._last_id:
             raise ProtocolError(
                 f"reply from {self.endpoint}",
                 got=f"request id {request_id}"

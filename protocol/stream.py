@@ -14,6 +14,7 @@ from math import ceil
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
 from protocol.errors import DeadlineExceededError, EndpointError
+from protocol.liveness import ASK_AFTER_S, Pulse
 from protocol.memory_pool import MemoryPool
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.spin import AdaptiveSpin
@@ -25,7 +26,6 @@ from protocol.tensors import Buffer
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 # Requests of which some bytes still wait here because the service does not read.
 QUEUED_REQUESTS = 64
-_READ_INTERVAL_S = 1.0
 _CONNECT_INTERVAL_S = 0.01
 
 # What says that nobody listens there yet, or not at this moment.
@@ -68,12 +68,10 @@ class StreamChannel(PendingChannel):
             raise EndpointError(endpoint, got="no stream", expected=f"a stream of {SPELLINGS}")
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         self._address: StreamAddress = address
-        # A reply may be as large as the service's limit allows, which we know only after the first
-        # one: so `limit_messages` does not touch it.
-        self._max_reply_bytes = max_message_bytes
         self._spin = AdaptiveSpin(spin_us)
         self._pool = MemoryPool()
         self._socket: socket.socket | None = None
+        self._pulse: Pulse
         self._was_connected = False
         self._poll = select.poll()
         self._read_timeout_s = 0.0
@@ -89,7 +87,7 @@ class StreamChannel(PendingChannel):
     def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
         while True:
             try:
-                connection = _connected(self._address, give_up - time.monotonic())
+                connection, self._pulse = _connected_twice(self._address, give_up)
                 break
             except OSError as error:
                 if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
@@ -128,6 +126,7 @@ class StreamChannel(PendingChannel):
     def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
+            self._pulse.close()
             self._socket = None
             self._connection += 1
 
@@ -136,6 +135,7 @@ class StreamChannel(PendingChannel):
     def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
         give_up = 0.0
         while True:
+            self._refuse_second_connection(method)
             try:
                 if self._socket is None or self._writer.unsent_messages:
                     give_up = give_up or time.monotonic() + self._patience_s(timeout_s)
@@ -218,13 +218,23 @@ class StreamChannel(PendingChannel):
         if left_s <= 0:
             self._read_now()
         elif self._reader.in_large_message:
-            self._read(lambda: self._reader.read_rest(deadline))
+            interval_s = min(left_s, ASK_AFTER_S)
+            give_up = min(deadline, time.monotonic() + interval_s)
+            self._read(lambda: self._reader.read_rest(give_up))
+            if self._reader.in_large_message:
+                self._waited(interval_s)
         else:
             # It returns with the first byte that comes, so a peer that sends one now and then
             # cannot prolong the time-out.
-            if self._read_timeout_s != (timeout_s := min(left_s, _READ_INTERVAL_S)):
+            if self._read_timeout_s != (timeout_s := min(left_s, ASK_AFTER_S)):
                 self._set_read_timeout(timeout_s)
-            self._read(self._reader.read)
+            if not self._read(self._reader.read):
+                self._waited(timeout_s)
+
+    def _waited(self, waited_s: float) -> None:
+        """Take note that so much time has brought no reply, and go on only if the service lives."""
+        if self._socket is not None and not self._pulse.beats(waited_s):
+            self._disconnect()
 
     def _read_now(self) -> bool:
         return self._read(self._read_at_once)
@@ -258,7 +268,11 @@ class StreamChannel(PendingChannel):
         if self._socket is None:
             return
         self._poll.register(self._socket, select.POLLOUT | (select.POLLIN if reading else 0))
-        for _, events in self._poll.poll(max(0.0, timeout_s) * 1000):
+        timeout_s = min(max(0.0, timeout_s), ASK_AFTER_S)
+        ready = self._poll.poll(timeout_s * 1000)
+        if timeout_s and not ready:
+            self._waited(timeout_s)
+        for _, events in ready:
             if reading and events & ~select.POLLOUT:
                 self._read_now()
             if events & select.POLLOUT and self._socket is not None:
@@ -270,6 +284,17 @@ class StreamChannel(PendingChannel):
         except BaseException:
             self._disconnect()
             raise
+
+
+def _connected_twice(address: StreamAddress, give_up: float) -> tuple[socket.socket, Pulse]:
+    """Connect for messages and for signs of life; who is let in for the former has the latter."""
+    asking = _connected(address, give_up - time.monotonic())
+    try:
+        pulse = Pulse(asking)
+        return _connected(address, give_up - time.monotonic()), pulse
+    except BaseException:
+        asking.close()
+        raise
 
 
 def _connected(address: StreamAddress, timeout_s: float) -> socket.socket:

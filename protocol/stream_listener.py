@@ -7,7 +7,6 @@ dropped.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
@@ -23,7 +22,9 @@ from protocol.channel import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint, refuse_live_socket
 from protocol.errors import EndpointError, ProtocolError
+from protocol.liveness import Door
 from protocol.memory_pool import MemoryPool
+from protocol.pending import frame_bytes
 from protocol.spin import AdaptiveSpin
 from protocol.stream import prepare
 from protocol.stream_wire import MessageReader, MessageWriter, patience_s
@@ -36,8 +37,10 @@ MAX_CLIENTS = 256
 QUEUED_REPLIES = 16
 # More than a request may have, so that a slightly wrong one gets its error reply.
 MAX_FRAMES = 64
-# A client with so many requests that nobody has taken yet is not read from.
+# A client with so many requests, or so many bytes in them, that nobody has taken yet is not read
+# from. Beside them at most one more is being received.
 QUEUED_REQUESTS = 64
+QUEUED_BYTES = 16 * 1024 * 1024
 # Messages that are handed out before somebody looks whether others have sent something too.
 _LOOK_AFTER = 16
 # How long all clients together may keep us waiting in vain, in a row and as a share of all time.
@@ -46,11 +49,8 @@ _PATIENCE_SHARE = 0.05
 # A client that has taken nothing for so long is busy with something else; one that reads may be
 # kept from its core for a moment.
 _PAUSE_S = 0.002
-# How long nobody is let in where there are too few file descriptors.
-_ACCEPT_AGAIN_S = 1.0
 _CLOSING_S = 0.5
 _BACKLOG = 128
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
 
 class _Patience:
@@ -94,6 +94,16 @@ class _Client:
         # Whether it stands among those whose turn comes, because it has messages.
         self.has_turn = False
 
+    @property
+    def may_send_more(self) -> bool:
+        """Whether to read from it, with what nobody has taken yet."""
+        messages = self.reader.messages
+        if not messages:
+            return True
+        if len(messages) >= QUEUED_REQUESTS:
+            return False
+        return sum(frame_bytes(frames) for frames, _ in messages) < QUEUED_BYTES
+
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""
         try:
@@ -121,6 +131,8 @@ class StreamListener:
         spin_us: float = 0.0,
     ) -> None:
         self._max_message_bytes = max_message_bytes
+        # Turned away, or cut off because they sent what is no message.
+        self.clients_refused = 0
         self._spin = AdaptiveSpin(spin_us)
         # One for all clients, so that their number does not multiply what it keeps.
         self._pool = MemoryPool()
@@ -134,14 +146,12 @@ class StreamListener:
         self._looked = False
         self._handed_out = 0
         self._patience = _Patience()
-        self._accepting = True
-        # When to try again to accept (time.monotonic), where that failed; 0: it did not.
-        self._accept_again = 0.0
         self._wakeup: socket.socket | None = None
         self._file: tuple[str, int, int] | None = None
         self._socket, self.endpoint = self._bind(parse_endpoint(endpoint, for_bind=True))
         self._epoll = select.epoll()
-        self._epoll.register(self._socket, select.EPOLLIN)
+        self._door = Door(self._socket, max_clients=MAX_CLIENTS)
+        self._epoll.register(self._door.bell, select.EPOLLIN)
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """See `Listener.wait`."""
@@ -187,6 +197,7 @@ class StreamListener:
 
     def close(self) -> None:
         """See `Listener.close`."""
+        self._door.stop()
         self._socket.close()
         self._remove_file()
         self._watch_wakeup(None)
@@ -203,6 +214,8 @@ class StreamListener:
                     self._finish(writing)
         for client in list(self._clients.values()):
             self._drop(client)
+        # Last: who still reads its replies must not take us for dead.
+        self._door.close()
         self._epoll.close()
 
     def _finish(self, client: _Client) -> None:
@@ -322,20 +335,15 @@ class StreamListener:
         self._looked = True
         self._handed_out = 0
         stopping = False
-        if self._accept_again:
-            left_s = self._accept_again - time.monotonic()
-            if left_s <= 0:
-                self._accept_more(True)
-            elif timeout_s is None or timeout_s > left_s:
-                timeout_s = left_s
         for file, events in self._epoll.poll(timeout_s):
             client = self._by_file.get(file)
             if client is not None:
                 self._serve(client, events)
             elif self._wakeup is not None and file == self._wakeup.fileno():
                 stopping = True
-            else:
-                self._accept()
+            elif file == self._door.bell:
+                for connection in self._door.arrivals():
+                    self._let_in(connection)
         return stopping
 
     def _serve(self, client: _Client, events: int) -> None:
@@ -343,27 +351,20 @@ class StreamListener:
             if events & select.EPOLLOUT:
                 client.writer.flush()
                 self._watch(client)
-            queued = len(client.reader.messages)
-            if events & ~select.EPOLLOUT and queued < QUEUED_REQUESTS and not client.read():
+            if events & ~select.EPOLLOUT and client.may_send_more and not client.read():
                 self._drop(client)
         except OSError:
             self._drop(client)
         except ProtocolError as error:
             fields = {"peer": client.name.hex(), "code": error.code.value, "detail": str(error)}
             log.warning("dropped", extra={"fields": fields})
+            self.clients_refused += 1
             self._drop(client)
         if client.reader.messages and not client.has_turn:
             client.has_turn = True
             self._turns.append(client)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._socket.accept()
-        except OSError as error:
-            # A client that has gone again is nothing.
-            if error.errno in _EXHAUSTED:
-                self._accept_later()
-            return
+    def _let_in(self, connection: socket.socket) -> None:
         try:
             prepare(connection)
             name = next(self._names).to_bytes(8)
@@ -371,26 +372,13 @@ class StreamListener:
             self._epoll.register(connection, client.watched)
         except (OSError, MemoryError):
             connection.close()
-            self._accept_later()
+            self.clients_refused += 1
+            self._door.left()
+            self._door.rest()
             return
         self._clients[name] = self._by_file[connection.fileno()] = client
-        if len(self._clients) >= MAX_CLIENTS:
-            log.warning("no_more_clients", extra={"fields": {"clients": len(self._clients)}})
-            self._accept_more(False)
-
-    def _accept_later(self) -> None:
-        """Without file descriptors or memory, those that come wait in the backlog for a while.
-
-        Or until another client leaves; but it may be somebody else who has them all.
-        """
-        log.warning("no_more_clients", extra={"fields": {"clients": len(self._clients)}})
-        self._accept_more(False)
-        self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
-
-    def _accept_more(self, accepting: bool) -> None:
-        self._accepting = accepting
-        self._accept_again = 0.0
-        self._epoll.modify(self._socket, select.EPOLLIN if accepting else 0)
+        # It has come to us because it has sent something.
+        self._serve(client, select.EPOLLIN)
 
     def _watch(self, client: _Client) -> None:
         unsent = client.writer.unsent_messages
@@ -407,8 +395,7 @@ class StreamListener:
         del self._by_file[client.socket.fileno()]
         # Closing takes it out of the epoll set too.
         client.socket.close()
-        if not self._accepting and self._socket.fileno() >= 0:
-            self._accept_more(True)
+        self._door.left()
 
     def _watch_wakeup(self, wakeup: socket.socket | None) -> None:
         if wakeup is self._wakeup:

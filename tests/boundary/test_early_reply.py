@@ -61,7 +61,7 @@ class Accomplice(StreamChannel):
         self.sent.append([bytes(field.data) for field in fields if isinstance(field, WireTensor)])
         last = isinstance(request, InitRequest)
         reply = ErrorCode.INTERNAL if last else self._true.answer(request)
-        self.asked.put((len(self.sent), request.method, reply))
+        self.asked.put((self._last_id + 1, request.method, reply))
         return super().submit(request, timeout_s)
 
 
@@ -76,9 +76,10 @@ class EarlyService:
         self.early = 0
 
     def serve(self) -> None:
+        asking, _ = self._listener.accept()  # for signs of life
         connection, _ = self._listener.accept()
         connection.settimeout(TIMEOUT_S)
-        with connection:
+        with asking, connection:
             rest: list[int] = []
             while True:
                 asked = self._channel.asked.get(timeout=TIMEOUT_S)

@@ -26,6 +26,8 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     EmbeddingRequest,
+    HealthReply,
+    HealthRequest,
     InitConfig,
     InitReply,
     InitRequest,
@@ -81,6 +83,7 @@ def tensors(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = floats) -> WireTen
 
 requests: st.SearchStrategy[Request] = st.one_of(
     st.builds(InitRequest),
+    st.builds(HealthRequest),
     st.builds(EmbeddingRequest, input_ids=tensors(st.just("int64")), dtype=floats),
     st.builds(
         LinearRequest,
@@ -123,9 +126,20 @@ init_replies = st.builds(
     arithmetic=st.sampled_from([("float",), ("int8",), ("float", "int8"), ("int8", "float")]),
     provision_id=st.none() | st.text("0123456789abcdef", min_size=64, max_size=64),
     instance_id=st.text("0123456789abcdef", min_size=32, max_size=32),
+    layers=st.lists(st.integers(0, 4095), min_size=2, max_size=2).map(lambda ab: tuple(sorted(ab))),
+    max_queued_requests=sizes,
+    max_queued_bytes=st.integers(1, 2**40),
+)
+health_replies = st.builds(
+    HealthReply,
+    status=st.sampled_from(["ready", "draining"]),
+    uptime_s=st.floats(0, allow_nan=False, allow_infinity=False),
+    queued_requests=st.integers(0, 2**31 - 1),
+    queued_bytes=st.integers(0, 2**53),
 )
 results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(
     st.tuples(st.just("Init"), init_replies),
+    st.tuples(st.just("Health"), health_replies),
     st.tuples(
         st.sampled_from(["Embedding", "Linear", "RingLinear", "Matmul", "LMHead"]),
         st.builds(TensorReply, output=tensors(floats | st.just("int32"))),

@@ -12,6 +12,8 @@ from tsqp.cli.bench import bench
 from tsqp.cli.calibrate import calibrate
 from tsqp.cli.catalogue import masks, policies
 from tsqp.cli.explain import explain
+from tsqp.cli.keys import keys
+from tsqp.cli.manifest import manifest
 from tsqp.cli.plan import plan
 from tsqp.cli.program import EXIT_FAILURE, run
 from tsqp.cli.prompts import require_utf8
@@ -47,9 +49,10 @@ def demo(
 ) -> None:
     """Watch the same prompt three ways: all in the TEE, offloaded in the clear, and shielded.
 
-    Starts gpu-service and tee-runner processes on loopback, and shows the story, what the GPU side
-    received each time, and what it cost. Exit status 1 if tokens differ from transformers', or
-    masked integers from the same integers without a mask.
+    Then shielded again, with a service that lies in one number. Starts gpu-service and tee-runner
+    processes on loopback, and shows the story, what the GPU side received each time, and what it
+    cost. Exit status 1 if tokens differ from transformers', masked integers from the same integers
+    without a mask, or the lie goes unnoticed.
     """
     require_utf8(prompt, "--prompt")
     with needing("tsqp demo", _EXTRA):
@@ -107,7 +110,7 @@ def completion(shell: str) -> None:
         click.echo(generator(program, {}, name, variable).source())
 
 
-for _command in (policies, masks, explain, bench, plan, calibrate, provision):
+for _command in (policies, masks, explain, bench, plan, calibrate, keys, manifest, provision):
     command.add_command(_command)
 
 

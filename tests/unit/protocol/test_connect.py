@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol import connect
 from protocol.connect import open_channel, open_listener
-from protocol.errors import EndpointError
+from protocol.curve import ClientKeys, ServiceKeys
+from protocol.errors import EndpointError, SettingsError
 from protocol.link import Link, ModelledLink
 from protocol.stream import StreamChannel
 from protocol.stream_listener import StreamListener
-from protocol.zmq_channel import ZmqChannel, ZmqListener
+from protocol.zmq_channel import ZmqChannel
+from protocol.zmq_listener import ZmqListener
 
 
 @pytest.mark.parametrize(
@@ -46,12 +49,24 @@ def test_settings_reach_the_transport(
     given: list[dict[str, object]] = []
     for name in ("ZmqChannel", "ZmqListener", "StreamChannel", "StreamListener"):
         monkeypatch.setattr(connect, name, lambda endpoint, **settings: given.append(settings))
-    open_channel(f"{scheme}://{tmp_path}/s", timeout_s=7.0, max_message_bytes=8, spin_us=9.0)
-    open_listener(f"{scheme}://{tmp_path}/s", max_message_bytes=8, spin_us=9.0)
-    assert given == [
-        {"timeout_s": 7.0, "max_message_bytes": 8, "spin_us": 9.0},
-        {"max_message_bytes": 8, "spin_us": 9.0},
-    ]
+    endpoint = f"{scheme}://{tmp_path}/s"
+    common: dict[str, Any] = {"max_message_bytes": 8, "spin_us": 9.0}
+    client: dict[str, Any] = {}
+    service: dict[str, Any] = {}
+    if scheme == "ipc":  # a stream has neither keys nor heartbeats
+        client = {"heartbeat_timeout_s": 3.0, "keys": ClientKeys(b"s", b"p")}
+        service = {"heartbeat_timeout_s": 4.0, "keys": ServiceKeys(b"s", frozenset())}
+    open_channel(endpoint, timeout_s=7.0, **common, **client)
+    open_listener(endpoint, **common, **service)
+    assert given == [{"timeout_s": 7.0, **common, **client}, {**common, **service}]
+
+
+def test_keys_are_refused_where_nothing_would_use_them(tmp_path: Path) -> None:
+    endpoint = f"unix://{tmp_path}/s"
+    with pytest.raises(SettingsError, match=r"got a plain stream, .* expected tcp"):
+        open_channel(endpoint, keys=ClientKeys(b"s", b"p"))
+    with pytest.raises(SettingsError, match=r"got a plain stream, .* expected tcp"):
+        open_listener(endpoint, keys=ServiceKeys(b"s", frozenset()))
 
 
 @pytest.mark.parametrize("endpoint", ["", "udp://127.0.0.1:1", "vsock://host:1"])

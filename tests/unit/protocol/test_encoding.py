@@ -56,6 +56,9 @@ def _init_reply() -> InitReply:
         arithmetic=("float", "int8"),
         provision_id=None,
         instance_id="d" * 32,
+        layers=(0, 0),
+        max_queued_requests=1,
+        max_queued_bytes=1,
     )
 
 
@@ -346,6 +349,25 @@ def test_reply_of_no_frames_or_with_a_huge_header_is_refused() -> None:
         {"instance_id": None},
         {"instance_id": "d" * 31},
         {"instance_id": "D" * 32},
+        {"layers": ...},
+        {"layers": None},
+        {"layers": []},
+        {"layers": [0]},
+        {"layers": [0, 0, 0]},
+        {"layers": [1, 0]},
+        {"layers": [-1, 0]},
+        {"layers": [0, 4096]},
+        {"layers": [0, True]},
+        {"layers": [0, 0.0]},
+        {"layers": ["0", "0"]},
+        {"max_queued_requests": ...},
+        {"max_queued_requests": 0},
+        {"max_queued_requests": None},
+        {"max_queued_requests": 2**31},
+        {"max_queued_bytes": ...},
+        {"max_queued_bytes": 0},
+        {"max_queued_bytes": True},
+        {"max_queued_bytes": 2**40 + 1},
     ],
 )
 def test_init_reply_is_checked(changes: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from protocol import errors
 from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError, describe
 
-RETRYABLE_CODES = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN}
+RETRYABLE_CODES = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN, ErrorCode.QUEUE_FULL}
 
 
 def test_message_reads_where_got_expected() -> None:
@@ -35,6 +35,10 @@ def test_service_error_is_retryable_by_its_code(code: ErrorCode) -> None:
         (errors.PadBankError, errors.InputError, False),
         (errors.CalibrationError, errors.InputError, False),
         (errors.FeatureKeyError, errors.InputError, False),
+        (errors.ManifestError, errors.InputError, False),
+        (errors.KeyFileError, errors.InputError, False),
+        (errors.VerificationError, TsqpError, False),
+        (errors.LimitError, TsqpError, True),
         (errors.InputError, TsqpError, False),
         (errors.EndpointError, TsqpError, True),
         (errors.DeadlineExceededError, TsqpError, True),

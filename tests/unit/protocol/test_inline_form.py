@@ -258,6 +258,9 @@ def test_init_reply_has_the_published_layout() -> None:
         arithmetic=("int8",),
         provision_id="c" * 64,
         instance_id="d" * 32,
+        layers=(0, 3),
+        max_queued_requests=64,
+        max_queued_bytes=1,
     )
     frames = encode_reply(Form.INLINE, 0, "Init", reply)
     assert msgpack.unpackb(frames[0])["response"] == {

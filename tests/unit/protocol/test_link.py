@@ -59,7 +59,17 @@ class Instant:
         if self.error is not None:
             raise self.error
         sent_ns = self._sent_ns[request_id]
-        return Exchange(REPLY, 10, self.received_bytes, 1, self.elapsed_ns, 3, self.timing, sent_ns)
+        return Exchange(
+            REPLY,
+            10,
+            self.received_bytes,
+            1,
+            self.elapsed_ns,
+            3,
+            self.timing,
+            sent_ns,
+            self.endpoint,
+        )
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         return self.wait(self.submit(request, timeout_s))

@@ -6,8 +6,9 @@ What it has in common with the other transports is in `tests/contract/test_trans
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ import zmq
 
 from protocol.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
 from protocol.endpoint import parse_endpoint
-from protocol.errors import EndpointError, ErrorCode
+from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
 from protocol.tensors import Buffer, from_torch, to_torch
-from protocol.zmq_channel import ZmqChannel, ZmqListener
+from protocol.zmq_channel import ZmqChannel
+from protocol.zmq_listener import ZmqListener
 
 
 class Peer:
@@ -104,9 +106,55 @@ def test_too_large_reply_is_never_received(peer: Peer) -> None:
         request_id = channel.submit(_request())
         peer.receive()
         peer.reply(request_id, torch.ones(1000))
-        # ZeroMQ closes the connection at the first byte too many.
+        # ZeroMQ closes the connection at the first byte too many, and would not make another.
         with pytest.raises(EndpointError, match="a lost connection while LMHead was waiting"):
             channel.wait(request_id)
+        _one_round_trip(peer, channel)
+
+
+def test_a_limit_for_replies_counts_from_the_first_connection_on(peer: Peer) -> None:
+    with ZmqChannel(peer.endpoint, timeout_s=60) as channel:
+        channel.limit_replies(1000)
+        channel.limit_replies(2000)  # a higher one is ignored
+        _one_round_trip(peer, channel)
+        request_id = channel.submit(_request())
+        peer.receive()
+        peer.reply(request_id, torch.ones(1000))
+        with pytest.raises(EndpointError, match="a lost connection while LMHead was waiting"):
+            channel.wait(request_id)
+
+
+# A service that speaks ZMTP 3.0 and sends frame after frame of one message.
+GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(16) + b"\0" + bytes(31)
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER"
+MORE_TO_COME = b"\x03" + (2**16).to_bytes(8, "big") + bytes(2**16)
+
+
+def test_a_reply_without_an_end_is_not_gathered_until_memory_ends() -> None:
+    sent = 0
+
+    def flood(listening: socket.socket) -> None:
+        nonlocal sent
+        connection, _ = listening.accept()
+        with connection, suppress(ConnectionError):
+            connection.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+            answered = b""
+            while b"LMHead" not in answered:
+                answered += connection.recv(4096)
+            while True:
+                connection.sendall(MORE_TO_COME)
+                sent += len(MORE_TO_COME)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=flood, args=(listening,))
+        thread.start()
+        endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        with ZmqChannel(endpoint, timeout_s=3600, max_message_bytes=2**16) as channel:
+            with pytest.raises(ProtocolError, match="bytes of a message without its end") as info:
+                channel.call(_request())
+            assert info.value.code == ErrorCode.LIMIT_EXCEEDED
+            thread.join()  # the connection is closed: it could not go on
+    assert sent > 2**20
 
 
 def test_a_peer_that_died_between_requests_is_noticed_at_the_next_one(

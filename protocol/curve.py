@@ -1,0 +1,289 @@
+"""Keys of a channel: who may talk to a service, and to which service a client talks.
+
+CurveZMQ (ZeroMQ's CURVE mechanism, on tcp:// and ipc://) encrypts and authenticates a connection
+with one long-term key pair on each side. A client knows its service's public key; a service has a
+list of the clients' public keys that it lets in. On disk each is a small text file:
+
+    # tsqp secret key           mode 0600; `NAME.key` of `tsqp keys new NAME`
+    <40 characters, Z85>
+
+    # tsqp public key           `NAME.pub`
+    <40 characters, Z85>
+
+    # an allow-list: a public key a line, comments after #
+    <40 characters, Z85>    # the runner in the VM
+
+No key begins with # (it would be more than 32 bits hold), and so a public key file can be appended
+to an allow-list as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+from zmq.utils import z85
+
+from protocol.endpoint import parse_endpoint
+from protocol.errors import KeyFileError, SettingsError
+
+SECRET_HEADER = "# tsqp secret key"  # noqa: S105 - the first line of a file, not a secret
+PUBLIC_HEADER = "# tsqp public key"
+SECRET_MODE = 0o600
+_MAX_KEY_FILE_BYTES = 1024
+_MAX_LIST_BYTES = 2**20
+_KEY_TEXT = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_A_KEY = "a key of 40 Z85 characters"
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """A client's own key pair and the public key of the service that it expects (Z85)."""
+
+    secret: bytes = field(repr=False)
+    service: bytes
+
+    @property
+    def public(self) -> bytes:
+        """The client's own public key, which the service must have on its allow-list."""
+        return bytes(zmq.curve_public(self.secret))
+
+    @classmethod
+    def read(cls, identity: Path, service_key: Path) -> ClientKeys:
+        """Read both files. Raises KeyFileError."""
+        return cls(read_secret_key(identity), read_public_key(service_key))
+
+
+@dataclass(frozen=True)
+class ServiceKeys:
+    """A service's own secret key, and the public keys of the clients that it lets in (Z85)."""
+
+    secret: bytes = field(repr=False)
+    allowed: frozenset[bytes]
+
+    @property
+    def public(self) -> bytes:
+        """The service's own public key, which clients must know."""
+        return bytes(zmq.curve_public(self.secret))
+
+    @classmethod
+    def read(cls, identity: Path, allow: Path) -> ServiceKeys:
+        """Read both files. Raises KeyFileError, also for a list of nobody."""
+        allowed = read_allow_list(allow)
+        if not allowed:
+            raise KeyFileError(str(allow), got="no key", expected="a client's public key a line")
+        return cls(read_secret_key(identity), allowed)
+
+
+def require_curve() -> None:
+    """Raise SettingsError where this ZeroMQ was built without CURVE."""
+    if not zmq.has("curve"):
+        raise SettingsError(
+            "keys", got=f"libzmq {zmq.zmq_version()} without CURVE", expected="one built with it"
+        )
+
+
+def new_key_pair(name: Path) -> tuple[Path, Path, str]:
+    """Make a key pair: write `name`.key and `name`.pub, and return both paths and the public key.
+
+    Nothing is overwritten, and nothing is left after a failure. Raises KeyFileError.
+    """
+    require_curve()
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    secret_path = name.with_name(f"{name.name}.key")
+    public_path = name.with_name(f"{name.name}.pub")
+    _write_new(secret_path, f"{SECRET_HEADER}\n{secret}\n", SECRET_MODE)
+    try:
+        _write_new(public_path, f"{PUBLIC_HEADER}\n{public}\n", 0o644)
+    except BaseException:
+        secret_path.unlink()
+        raise
+    return secret_path, public_path, public
+
+
+def read_secret_key(path: Path) -> bytes:
+    """Read a secret key file. Raises KeyFileError.
+
+    Refused: what group or others may use at all, and a public key in its place.
+    """
+    return _read_key(path, secret=True)
+
+
+def read_public_key(path: Path) -> bytes:
+    """Read a public key file. Raises KeyFileError.
+
+    Refused: what group or others may write, and a secret key in its place.
+    """
+    return _read_key(path, secret=False)
+
+
+def public_key_of(path: Path) -> bytes:
+    """Return the public key of either kind of file. Raises KeyFileError."""
+    text, _ = _read(path, _MAX_KEY_FILE_BYTES)
+    if text.startswith(SECRET_HEADER):
+        return bytes(zmq.curve_public(read_secret_key(path)))
+    return read_public_key(path)
+
+
+def read_allow_list(path: Path) -> frozenset[bytes]:
+    """Read an allow-list, which may hold nobody. Raises KeyFileError that names the line.
+
+    Refused: what group or others may write; a line that is no key; a secret key file in it.
+    """
+    allowed = set()
+    text, mode = _read(path, _MAX_LIST_BYTES)
+    _require_owner_writes(path, mode)
+    for number, line in enumerate(text.splitlines(), 1):
+        where = f"{path}: line {number}"
+        if line.strip() == SECRET_HEADER:
+            raise KeyFileError(where, got="a secret key", expected="public keys (NAME.pub)")
+        words = line.split(maxsplit=1)
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 1 and not words[1].startswith("#"):
+            raise KeyFileError(where, got="more after the key", expected="nothing, or # a comment")
+        allowed.add(_checked_key(words[0], where))
+    return frozenset(allowed)
+
+
+def require_zmq_keys(endpoint: str) -> None:
+    """Raise SettingsError for an endpoint that cannot have keys, and where CURVE is missing."""
+    if parse_endpoint(endpoint, for_bind=True).is_stream:
+        raise SettingsError(
+            f"keys for {endpoint}",
+            got="a plain stream, which has neither encryption nor keys",
+            expected="tcp://HOST:PORT or ipc://PATH",
+        )
+    require_curve()
+
+
+def require_keys_beyond_loopback(endpoint: str) -> None:
+    """Raise SettingsError if binding `endpoint` without keys lets other machines in."""
+    scheme, _, rest = endpoint.partition("://")
+    host = rest.rpartition(":")[0]
+    loopback = host in ("localhost", "lo", "[::1]") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host)
+    if scheme == "tcp" and not loopback:
+        raise SettingsError(
+            f"--bind {endpoint}",
+            got="an address that other machines reach, and nobody to keep out",
+            expected="--identity and --allow (tsqp keys new makes keys), or --allow-anyone",
+        )
+
+
+def one_for_each(
+    keys: Sequence[K], endpoints: Sequence[str], option: str = "--service-key"
+) -> list[K | None]:
+    """Say which keys go with which endpoint: none, one for all, or one for each in order.
+
+    Raises SettingsError.
+    """
+    if len(keys) in (0, 1):
+        return [keys[0] if keys else None] * len(endpoints)
+    if len(keys) != len(endpoints):
+        raise SettingsError(
+            option,
+            got=f"{len(keys)} for {len(endpoints)} endpoints",
+            expected="one for all of them, or one for each in order",
+        )
+    return list(keys)
+
+
+def _read_key(path: Path, *, secret: bool) -> bytes:
+    text, mode = _read(path, _MAX_KEY_FILE_BYTES)
+    wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
+    wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
+    lines = text.split("\n")
+    # Before its mode: a public key in the place of a secret one is world-readable, rightly.
+    if lines[0] == other:
+        got = f"a {'public' if secret else 'secret'} key"
+        raise KeyFileError(str(path), got=got, expected=wants)
+    if secret and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise KeyFileError(
+            str(path),
+            got=f"mode {mode:04o}",
+            expected=f"{SECRET_MODE:04o}: for its owner alone (chmod 600)",
+        )
+    _require_owner_writes(path, mode)
+    if lines[0] != wanted:
+        got = "another first line" if text else "an empty file"
+        raise KeyFileError(str(path), got=got, expected=f"{wants}, {wanted!r} in its first line")
+    if len(lines) < 2 or any(lines[2:]):
+        got = f"{len(lines) - 1} lines after the first"
+        raise KeyFileError(str(path), got=got, expected=f"one: {_A_KEY}")
+    return _checked_key(lines[1], f"{path}: line 2")
+
+
+def _require_owner_writes(path: Path, mode: int) -> None:
+    """Refuse what others could have changed: whoever writes a list lets himself in."""
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KeyFileError(
+            str(path),
+            got=f"mode {mode:04o}",
+            expected="a file that only its owner can change (chmod go-w)",
+        )
+
+
+def _checked_key(text: str, where: str) -> bytes:
+    """Return a key as Z85 bytes. What is wrong with it is not quoted: it may be a secret."""
+    if not _KEY_TEXT.fullmatch(text):
+        got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
+        raise KeyFileError(where, got=got, expected=_A_KEY)
+    key = text.encode("ascii")
+    # Five characters can say more than four bytes hold.
+    if any(_value(key[start : start + 5]) >= 2**32 for start in range(0, 40, 5)):
+        raise KeyFileError(where, got="five characters beyond 32 bits", expected=_A_KEY)
+    return key
+
+
+def _value(group: bytes) -> int:
+    value = 0
+    for character in group:
+        value = value * 85 + z85.Z85MAP[character]
+    return value
+
+
+def _read(path: Path, limit: int) -> tuple[str, int]:
+    """Read a small text file, and its mode. Raises KeyFileError."""
+    where = str(path)
+    try:
+        # Not to wait for whoever writes to a named pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise KeyFileError(where, got="no regular file", expected="a file of keys")
+            content = file.read(limit + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise KeyFileError(where, got=reason, expected="a file of keys") from None
+    if len(content) > limit:
+        raise KeyFileError(where, got="a larger file", expected=f"at most {limit} bytes of keys")
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n"), stat.S_IMODE(mode)
+    except UnicodeDecodeError:
+        raise KeyFileError(where, got="bytes that are no text", expected="keys as text") from None
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise KeyFileError(str(path), got=reason, expected="a new file") from None
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink()
+        raise

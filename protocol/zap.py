@@ -1,0 +1,184 @@
+"""Who is let in: the answers to ZeroMQ's authentication requests (ZAP, RFC 27), on a thread.
+
+ZeroMQ asks at inproc://zeromq.zap.01 of the service's context, once in the handshake of every
+connection. Where nobody answers nobody gets in: the service's socket has
+`ZMQ_ZAP_ENFORCE_DOMAIN` set, and a handshake without an answer ends at its time limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from protocol.zmq_sockets import watch
+
+log = logging.getLogger("gpu_service")
+
+DOMAIN = b"tsqp"
+# By its number, as older versions of pyzmq have no name for it.
+ZAP_ENFORCE_DOMAIN = 93
+_ADDRESS = "inproc://zeromq.zap.01"
+_REQUEST_FRAMES = 7
+_KEY_BYTES = 32
+_LOGGED_AT_ONCE = 5
+_LOG_INTERVAL_S = 10.0
+
+# What ends a handshake before anybody's key is looked at.
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+
+
+class Doorkeeper:
+    """Lets in the clients whose public keys are `allowed`, and logs whom it does not.
+
+    Ready when made, before the service's socket is bound. Its thread ends with the context, which
+    waits for it. `allowed`: public keys, Z85.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        service: zmq.Socket[bytes],
+        allowed: frozenset[bytes],
+    ) -> None:
+        self._allowed = allowed
+        self._names = _names(allowed)
+        # Keys that were let in. Noted before the list is looked at: whoever replaces the list finds
+        # here every key that was let in by the one before.
+        self._let_in: set[bytes] = set()
+        self._log = _RefusalLog()
+        self._requests = context.socket(zmq.REP)
+        self._failures = watch(context, service, FAILURES)
+        self._requests.setsockopt(zmq.LINGER, 0)
+        self._requests.bind(_ADDRESS)
+        self._thread = threading.Thread(target=self._serve, name="doorkeeper", daemon=True)
+        self._thread.start()
+
+    def replace_list(self, allowed: frozenset[bytes]) -> bool:
+        """Let in these keys from now on; whether one was let in before that is not among them.
+
+        For any thread.
+        """
+        self._allowed, self._names = allowed, _names(allowed)
+        # A copy, made in one step that no other thread can come between.
+        revoked = set(self._let_in) - allowed
+        self._let_in -= revoked
+        return bool(revoked)
+
+    def lets_in(self, frame: zmq.Frame) -> bool:
+        """Say whether the sender of a message is on the list as it stands (about a microsecond).
+
+        ZeroMQ notes with each message by which key its connection was let in.
+        """
+        try:
+            return frame.get("User-Id") in self._names
+        except zmq.ZMQError:
+            return False
+
+    @property
+    def refused(self) -> int:
+        """How many connections were refused so far."""
+        return self._log.count
+
+    def join(self) -> None:
+        """Wait until the thread has ended, as it does when the context is terminated."""
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            self._answer_all()
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._requests.close()
+            self._failures.close()
+
+    def _answer_all(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._requests, zmq.POLLIN)
+        poller.register(self._failures, zmq.POLLIN)
+        try:
+            while True:
+                ready = {found for found, _ in poller.poll()}
+                if self._requests in ready:
+                    self._requests.send_multipart(self._answer(self._requests.recv_multipart()))
+                if self._failures in ready:
+                    self._note_failure(self._failures.recv_multipart())
+        except zmq.ContextTerminated:
+            raise
+        except Exception:
+            # Those who are in stay; the service has to be started again to let in anybody else.
+            log.exception("doorkeeper_failed", extra={"fields": {"lets_in": "nobody"}})
+            self._requests.close()
+        # ZeroMQ's own thread would wait for somebody to read them.
+        while True:
+            self._failures.recv_multipart()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """Return the reply to one request; it is a refusal unless everything is right."""
+        version, request_id = (*request, b"", b"")[:2]
+        try:
+            key = self._key_of(request)
+            self._let_in.add(key)
+            if key in self._allowed:
+                return [version, request_id, b"200", b"OK", key, b""]
+            self._let_in.discard(key)
+            self._log.refused("unknown_key", key=key.decode("ascii"))
+        except ValueError as error:
+            self._log.refused(str(error))
+        return [version, request_id, b"400", b"refused", b"", b""]
+
+    def _key_of(self, request: list[bytes]) -> bytes:
+        """Return who asks (Z85). Raises ValueError, which says in a word what is wrong."""
+        if len(request) != _REQUEST_FRAMES:
+            raise ValueError("malformed_request")
+        version, _, domain, _, _, mechanism, key = request
+        if version != b"1.0" or domain != DOMAIN or len(key) != _KEY_BYTES:
+            raise ValueError("malformed_request")
+        if mechanism != b"CURVE":
+            raise ValueError("no_key")
+        return bytes(z85.encode(key))
+
+    def _note_failure(self, event: list[bytes]) -> None:
+        found = parse_monitor_message(event)
+        if found["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            wrong = found["value"] == _WRONG_MECHANISM
+            self._log.refused("no_key" if wrong else "handshake_not_of_this_service")
+        elif found["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._log.refused("handshake_not_finished")
+
+
+def _names(keys: frozenset[bytes]) -> frozenset[str]:
+    """Return keys as ZeroMQ notes them with messages."""
+    return frozenset(key.decode("ascii") for key in keys)
+
+
+class _RefusalLog:
+    """A line for each refused connection, but few where there are many: others could fill disks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._since = -_LOG_INTERVAL_S
+        self._lines = 0
+        self._left_out = 0
+
+    def refused(self, reason: str, **more: str) -> None:
+        """Log a reason, or count it."""
+        self.count += 1
+        now = time.monotonic()
+        if now - self._since >= _LOG_INTERVAL_S:
+            self._since, self._lines = now, 0
+        if self._lines >= _LOGGED_AT_ONCE:
+            self._left_out += 1
+            return
+        self._lines += 1
+        fields: dict[str, object] = {"reason": reason, **more}
+        if self._left_out:
+            fields["refused_since_last_line"] = self._left_out
+            self._left_out = 0
+        log.warning("connection_refused", extra={"fields": fields})

@@ -1,0 +1,244 @@
+"""The service's end of ZeroMQ: a ROUTER socket, which also serves plain REQ sockets.
+
+A REQ socket's empty delimiter frame is kept with the peer's identity, and put back in front of the
+reply. Of two clients that call themselves by the same routing id the first is served, and the
+other gets nothing; our own let the ROUTER draw one. With keys (`protocol.curve`) a connection is
+let in by the doorkeeper (`protocol.zap`), and each message is taken only from a client that is on
+the list as it stands then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from math import ceil
+
+import zmq
+
+from protocol.channel import Incoming
+from protocol.curve import ServiceKeys, require_zmq_keys
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.endpoint import parse_endpoint, refuse_live_socket
+from protocol.errors import EndpointError, SettingsError
+from protocol.spin import AdaptiveSpin
+from protocol.tensors import Buffer
+from protocol.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, Doorkeeper
+from protocol.zmq_sockets import (
+    DEFAULT_HEARTBEAT_TIMEOUT_S,
+    DONTWAIT,
+    QUEUED_MESSAGES,
+    is_readable,
+    receive_frames,
+    require_zmq,
+    send_frames,
+    set_options,
+)
+
+log = logging.getLogger("gpu_service")
+
+# How often a service that waits for messages looks whether it is to stop.
+WAKEUP_INTERVAL_MS = 100
+# ZeroMQ's own thread closes a socket that is unbound, in its time.
+_REBIND_S = 5.0
+
+
+class ZmqListener:
+    """The service's end: a ROUTER socket that hands out messages and takes replies.
+
+    With `keys`, only to clients that hold one of the allowed ones. `heartbeat_timeout_s`: see
+    `protocol.zmq_sockets`. Raises EndpointError when the endpoint is malformed, in use or not ours
+    to bind, and SettingsError where ZeroMQ cannot keep strangers out.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        spin_us: float = 0.0,
+        keys: ServiceKeys | None = None,
+        heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        parsed = parse_endpoint(endpoint, for_bind=True)
+        require_zmq(parsed)
+        if keys is not None:
+            require_zmq_keys(endpoint)
+        refuse_live_socket(parsed)
+        self._spin = AdaptiveSpin(spin_us)
+        # A message that `wait` has received and nobody has taken yet.
+        self._waiting: Incoming | None = None
+        self._patience_ms = -1
+        self._doorkeeper: Doorkeeper | None = None
+        # Set by `allow`, on any thread; `_take` then cuts all connections.
+        self._to_cut = False
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        try:
+            self._set_up(endpoint, max_message_bytes, heartbeat_timeout_s, keys)
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise EndpointError(
+                endpoint, got=os.strerror(error.errno or 0), expected="an address to bind"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _set_up(
+        self,
+        endpoint: str,
+        max_message_bytes: int,
+        heartbeat_timeout_s: float,
+        keys: ServiceKeys | None,
+    ) -> None:
+        set_options(
+            self._socket,
+            endpoint,
+            max_message_bytes=max_message_bytes,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A client that sends and does not read must not make us hold its replies without end.
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        if keys is None:
+            return
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        try:
+            # Without it whoever comes while no doorkeeper is there is let in.
+            self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
+        except zmq.ZMQError:
+            raise SettingsError(
+                "keys",
+                got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
+                expected="one that has it (4.3 or later): without it strangers may get in",
+            ) from None
+        # Before the socket is bound: whoever comes finds it.
+        self._doorkeeper = Doorkeeper(self._context, self._socket, keys.allowed)
+
+    def allow(self, allowed: frozenset[bytes]) -> None:
+        """Let in these clients, by their public keys (Z85), and no others from now on.
+
+        From another thread as well. No message is taken any more from a client that is not among
+        them; where one that was let in before is not, all connections are cut the next time that
+        the listener is used, and those that are allowed come back by themselves. Raises
+        RuntimeError for a listener without keys.
+        """
+        if self._doorkeeper is None:
+            raise RuntimeError("a list of clients for a listener without keys")
+        if self._doorkeeper.replace_list(allowed):
+            self._to_cut = True
+
+    @property
+    def clients_refused(self) -> int:
+        """How many connections were turned away so far; without keys, none."""
+        return 0 if self._doorkeeper is None else self._doorkeeper.refused
+
+    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
+        """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
+
+        To sleep in the call that receives, and not in a poll of both sockets before it, is what a
+        fifth of a small round trip went into.
+        """
+        if self._waiting is not None:
+            return True
+        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        left_s = None if timeout_ms is None else timeout_ms / 1000
+        # Only looking is no wait, and says nothing of how soon messages come.
+        started_ns = time.perf_counter_ns() if self._spin.is_on and timeout_ms != 0 else 0
+        if not (started_ns and self._spin.expects_soon and self._spin.until(self._take, left_s)):
+            self._wait(wakeup, give_up)
+        if started_ns:
+            self._spin.waited(started_ns)
+        return self._waiting is not None
+
+    def _wait(self, wakeup: socket.socket | None, give_up: float | None) -> None:
+        while True:
+            patience_ms = WAKEUP_INTERVAL_MS
+            if give_up is not None:
+                patience_ms = ceil(1000 * max(0.0, give_up - time.monotonic()))
+                patience_ms = min(patience_ms, WAKEUP_INTERVAL_MS)
+            if self._take(patience_ms):
+                return
+            if give_up is not None and time.monotonic() >= give_up:
+                return
+            if wakeup is not None and select.select([wakeup], [], [], 0)[0]:
+                return
+
+    def _take(self, patience_ms: int = 0) -> bool:
+        """Receive a message, and keep it for `receive`; False if none comes."""
+        if self._to_cut:
+            self._cut_connections()
+        if patience_ms == 0:
+            if not is_readable(self._socket):
+                return False
+        elif patience_ms != self._patience_ms:
+            self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)
+            self._patience_ms = patience_ms
+        try:
+            parts, last = receive_frames(self._socket, 0 if patience_ms else DONTWAIT)
+        except zmq.Again:
+            return False
+        received_ns = time.perf_counter_ns()
+        if self._doorkeeper is not None and not self._doorkeeper.lets_in(last):
+            return False
+        has_delimiter = len(parts) > 1 and parts[1].nbytes == 0
+        split = 2 if has_delimiter else 1
+        route = tuple([bytes(part) for part in parts[:split]])
+        self._waiting = Incoming(route, parts[split:], received_ns)
+        return True
+
+    def _cut_connections(self) -> None:
+        """End all connections, and listen again. Raises EndpointError if that fails.
+
+        ZeroMQ cannot end one of them; but those that it accepted end with the socket that listens.
+        """
+        self._to_cut = False
+        log.warning("connections_cut", extra={"fields": {"endpoint": self.endpoint}})
+        self._socket.unbind(self.endpoint)
+        until = time.monotonic() + _REBIND_S
+        while True:
+            try:
+                self._socket.bind(self.endpoint)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > until:
+                    raise EndpointError(
+                        self.endpoint,
+                        got=os.strerror(error.errno or 0),
+                        expected="the address that was ours a moment ago",
+                    ) from None
+                time.sleep(0.001)
+            else:
+                return
+
+    def receive(self) -> Incoming | None:
+        """See `Listener.receive`."""
+        if self._waiting is None:
+            self._take()
+        incoming, self._waiting = self._waiting, None
+        return incoming
+
+    def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+        """Send a reply; False if the client has gone or does not read."""
+        try:
+            send_frames(self._socket, [*route, *frames])
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Stop listening; replies on their way get half a second."""
+        self._socket.close()
+        self._context.term()
+        if self._doorkeeper is not None:
+            self._doorkeeper.join()

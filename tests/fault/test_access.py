@@ -1,0 +1,491 @@
+"""Who is served by a real gpu-service with keys: the right key, and nobody else, whatever fails."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+from click.testing import CliRunner
+
+from protocol.curve import ClientKeys, new_key_pair
+from protocol.errors import EndpointError, TsqpError
+from protocol.messages import InitRequest
+from protocol.zmq_channel import ZmqChannel
+from tests import support
+from tests.fault.wire import header, inline
+from tests.support import Service, make_model, run, running_service
+from tsqp.cli.gpu_service import command as gpu_service
+from tsqp.cli.tee_runner import command as tee_runner
+
+REQUEST = inline("Init", {})
+FRAMED_REQUEST = [header(method="Init", request={})]
+FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Key files: of the service, and of clients that are on its list, once were, or never."""
+
+    directory: Path
+
+    def secret(self, name: str) -> Path:
+        return self.directory / f"{name}.key"
+
+    def public(self, name: str) -> Path:
+        return self.directory / f"{name}.pub"
+
+    def allow(self, *names: str) -> Path:
+        path = self.directory / "allow"
+        path.write_text("".join(self.public(name).read_text() for name in names))
+        path.chmod(0o600)
+        return path
+
+    def options(self, *allowed: str) -> tuple[str, ...]:
+        identity = str(self.secret("service"))
+        return ("--identity", identity, "--allow", str(self.allow(*allowed)), "--threads", "1")
+
+    def client(self, name: str, service: str = "service") -> ClientKeys:
+        return ClientKeys.read(self.secret(name), self.public(service))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    directory = tmp_path / "keys"
+    directory.mkdir()
+    for name in ("service", "friend", "other", "stranger"):
+        new_key_pair(directory / name)
+    return Files(directory)
+
+
+class Client:
+    """A socket of any kind, and what became of its handshake."""
+
+    def __init__(
+        self, kind: int, endpoint: str, set_up: Callable[[zmq.Socket[bytes]], None]
+    ) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        set_up(self.socket)
+        self.failures = self.socket.get_monitor_socket(FAILED)
+        self.socket.connect(endpoint)
+        self.socket.send_multipart([REQUEST] if kind == zmq.REQ else FRAMED_REQUEST)
+
+    def is_served(self) -> bool:
+        """Wait until it is known."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.failures, zmq.POLLIN)
+        ready = dict(poller.poll(30_000))
+        assert ready, "neither served nor refused"
+        if self.socket not in ready:
+            return False
+        return bool(msgpack.unpackb(self.socket.recv_multipart()[0])["status"] == "success")
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.failures.close()
+        self.socket.close()
+        self._context.term()
+
+
+def _curve(secret: bytes, public: bytes, service: bytes) -> Callable[[zmq.Socket[bytes]], None]:
+    def set_up(client: zmq.Socket[bytes]) -> None:
+        client.curve_secretkey, client.curve_publickey = secret, public
+        client.curve_serverkey = service
+
+    return set_up
+
+
+def _plain(client: zmq.Socket[bytes]) -> None:
+    client.plain_username, client.plain_password = b"admin", b"admin"
+
+
+def _strangers(files: Files) -> dict[str, Callable[[zmq.Socket[bytes]], None]]:
+    friend, stranger = files.client("friend"), files.client("stranger")
+    service = friend.service
+    return {
+        "NULL": lambda _: None,
+        "PLAIN": _plain,
+        "random key": _curve(stranger.secret, stranger.public, service),
+        "revoked key": _curve(files.client("other").secret, files.client("other").public, service),
+        "another's public key": _curve(stranger.secret, friend.public, service),
+        "the service's own public key": _curve(stranger.secret, service, service),
+        "another service's key": _curve(friend.secret, friend.public, stranger.public),
+    }
+
+
+# What stands in for the doorkeeper's answers, in the service's own process.
+ABSENT = """
+import protocol.zap
+def absent(self):
+    self._requests.close()
+    while True:
+        self._failures.recv_multipart()
+protocol.zap.Doorkeeper._answer_all = absent
+"""
+DIES = """
+import protocol.zap
+def dies(self, request):
+    raise KeyError("a mistake")
+protocol.zap.Doorkeeper._answer = dies
+"""
+SILENT = """
+import protocol.zap, threading
+protocol.zap.Doorkeeper._answer = lambda self, request: threading.Event().wait()
+"""
+TALKS_NONSENSE = """
+import protocol.zap
+protocol.zap.Doorkeeper._answer = lambda self, request: [b"200", b"OK"]
+"""
+
+
+@contextmanager
+def _service(
+    model: Path, endpoint: str, files: Files, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Service]:
+    """Start a real gpu-service, with a fault of its doorkeeper."""
+    site = files.directory / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(fault)
+    # "other" is on the list, until SIGHUP finds it gone: a revoked key and not only a random one.
+    options = files.options("friend", "other")
+    with monkeypatch.context() as patch:
+        patch.setitem(support.ENVIRONMENT, "PYTHONPATH", str(site))
+        with running_service(model, endpoint, *options) as service:
+            files.allow("friend")
+            service.process.send_signal(signal.SIGHUP)
+            _log_until(service, " allow_list ")
+            try:
+                yield service
+            finally:
+                if fault:
+                    # With a doorkeeper that does not come back from its work it cannot end.
+                    service.stop(signal.SIGKILL)
+
+
+def _log_until(service: Service, text: str) -> str:
+    """Read the log up to the first line with a text in it, and return that line."""
+    assert service.process.stderr is not None
+    while text not in (line := service.process.stderr.readline()):
+        assert line, f"the service has ended:\n{service.log}"
+        service.log.append(line.rstrip("\n"))
+    service.log.append(line.rstrip("\n"))
+    return line
+
+
+RIGHT = {"right key over REQ", "right key over DEALER"}
+
+
+@pytest.mark.parametrize(
+    ("transport", "fault", "expected"),
+    [
+        ("tcp", "", RIGHT),
+        ("tcp", ABSENT, set()),
+        ("tcp", DIES, set()),
+        ("tcp", SILENT, set()),
+        ("tcp", TALKS_NONSENSE, set()),
+        ("ipc", "", RIGHT),
+        ("ipc", ABSENT, set()),
+    ],
+    ids=["tcp-up", "tcp-absent", "tcp-dies", "tcp-silent", "tcp-nonsense", "ipc-up", "ipc-absent"],
+)
+def test_only_the_right_key_is_ever_served(
+    model: Path,
+    files: Files,
+    tmp_path: Path,
+    transport: str,
+    fault: str,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
+    friend = files.client("friend")
+    cases = {
+        **_strangers(files),
+        "right key": _curve(friend.secret, friend.public, friend.service),
+    }
+    with (
+        _service(model, endpoint, files, fault, monkeypatch) as service,
+        ExitStack() as stack,
+    ):
+        clients = {}
+        # All at once, and the right ones among them: nobody profits from another's answer.
+        for name, set_up in cases.items():
+            for kind in (zmq.REQ, zmq.DEALER):
+                client = Client(kind, service.endpoint, set_up)
+                stack.callback(client.close)
+                clients[f"{name} over {zmq.SocketType(kind).name}"] = client
+        assert {name for name, client in clients.items() if client.is_served()} == expected
+        # And nobody was served later, when others were.
+        assert not any(client.socket.poll(0) for client in clients.values())
+
+
+# Greetings of old versions of ZMTP, which know of no mechanism at all.
+ZMTP_1 = b"\x01\x00"
+ZMTP_2 = b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x03" + b"\0\0"
+
+
+def _frames_1(body: bytes) -> bytes:
+    return b"\x01\x01" + b"\xff" + (len(body) + 1).to_bytes(8, "big") + b"\0" + body
+
+
+def _frames_2(body: bytes) -> bytes:
+    return b"\x01\0" + bytes([0, len(body)]) + body
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [ZMTP_1 + _frames_1(REQUEST), ZMTP_2 + _frames_2(REQUEST)],
+    ids=["ZMTP 1.0", "ZMTP 2.0"],
+)
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_old_protocols_are_no_way_around_the_keys(
+    model: Path, files: Files, with_keys: bool, sent: bytes
+) -> None:
+    options = files.options("friend") if with_keys else ()
+    with running_service(model, "tcp://127.0.0.1:*", *options) as service:
+        host, _, port = service.endpoint.removeprefix("tcp://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall(sent)
+            received = b""
+            while b"success" not in received:
+                try:
+                    received += (more := client.recv(65536))
+                except ConnectionResetError:
+                    break
+                if not more:
+                    break
+        # Without keys they are served, so the test asks as it should.
+        assert (b"success" in received) == (not with_keys)
+
+
+# ------------------------------------------------------------------------------------- SIGHUP
+
+
+def test_a_key_that_is_taken_off_the_list_is_cut_off(model: Path, files: Files) -> None:
+    options = files.options("friend", "other")
+    with (
+        running_service(model, "tcp://127.0.0.1:*", *options) as service,
+        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
+        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("other")) as other,
+    ):
+        friend.call(InitRequest())
+        other.call(InitRequest())
+        files.allow("friend")
+        service.process.send_signal(signal.SIGHUP)
+        # Its connection ends though nobody uses it.
+        while not other._lost:
+            assert other._events.poll(30_000), "a revoked client stays connected"
+            other._note_events()
+        with pytest.raises(EndpointError, match="got a refusal of our key"):
+            other.call(InitRequest())
+        friend.call(InitRequest())
+
+        # And the way back.
+        files.allow("friend", "other")
+        service.process.send_signal(signal.SIGHUP)
+        _log_until(service, " connection_refused ")
+        assert "keys=2" in _log_until(service, " allow_list ")
+        other.call(InitRequest())
+        assert service.stop() == 0
+    log = "\n".join(service.log)
+    assert " connections_cut " in log
+    assert "Traceback" not in log
+
+
+def test_a_damaged_list_changes_nothing_and_is_told(model: Path, files: Files) -> None:
+    with (
+        running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service,
+        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
+    ):
+        friend.call(InitRequest())
+        path = files.allow("other")
+        for damage, told in (
+            (lambda: path.write_text("nonsense\n"), "line 1: got 8 characters"),
+            (lambda: path.chmod(0o622), "got mode 0622"),
+            (path.unlink, "got No such file or directory"),
+        ):
+            damage()
+            service.process.send_signal(signal.SIGHUP)
+            assert told in _log_until(service, " error allow_list_unchanged ")
+        friend.call(InitRequest())
+        assert friend._connection == 0
+        with (
+            ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("other")) as other,
+            pytest.raises(EndpointError, match="got a refusal of our key"),
+        ):
+            other.call(InitRequest())
+        assert service.stop(signal.SIGINT) == 0
+
+
+def test_many_hangups_and_then_the_end(model: Path, files: Files) -> None:
+    with running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service:
+        for _ in range(50):
+            service.process.send_signal(signal.SIGHUP)
+        _log_until(service, " allow_list ")
+        with ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend:
+            friend.call(InitRequest())
+        assert service.stop() == 0
+
+
+# ----------------------------------------------------------------------------- the programs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--bind tcp://*:*: got an address that other machines reach"),
+        (("--identity", "service.key"), "keys: got --identity, expected --identity and --allow"),
+        (("--allow", "friend.pub"), "keys: got --allow, expected --identity and --allow"),
+        (
+            ("--identity", "service.key", "--allow", "friend.pub", "--allow-anyone"),
+            "got --identity and --allow and --allow-anyone, expected --identity and --allow, or",
+        ),
+        (("--identity", "service.pub", "--allow", "friend.pub"), "service.pub: got a public key"),
+        (("--identity", "service.key", "--allow", "friend.key"), "line 1: got a secret key"),
+        (("--identity", "service.key", "--allow", "nobody"), "nobody: got no key"),
+        (("--identity", "none.key", "--allow", "friend.pub"), "none.key: got No such file"),
+        (("--identity", "open.key", "--allow", "friend.pub"), "open.key: got mode 0644"),
+        (
+            ("--bind", "unix:///tmp/s", "--identity", "service.key", "--allow", "friend.pub"),
+            "keys for unix:///tmp/s: got a plain stream",
+        ),
+    ],
+)
+def test_a_service_does_not_start_with_wrong_keys(
+    model: Path, files: Files, options: tuple[str, ...], message: str
+) -> None:
+    (files.directory / "nobody").write_text("# nobody\n")
+    (files.directory / "open.key").write_text(files.secret("service").read_text())
+    (files.directory / "open.key").chmod(0o644)
+    for name in ("nobody", "service.pub", "friend.pub"):
+        (files.directory / name).chmod(0o644)
+    bind = () if "--bind" in options else ("--bind", "tcp://*:*")
+    given = [_path(files, word) for word in options]
+    result = CliRunner().invoke(gpu_service, [str(model), *bind, *given])
+    assert isinstance(result.exception, TsqpError)
+    assert message in str(result.exception)
+
+
+def _path(files: Files, word: str) -> str:
+    return str(files.directory / word) if word.endswith((".key", ".pub", "nobody")) else word
+
+
+def test_a_refusal_to_start_is_one_line(model: Path, files: Files) -> None:
+    result = run("gpu-service", str(model), "--identity", str(files.secret("service")))
+    assert result.returncode == 2
+    assert result.stderr == (
+        "gpu-service: error: keys: got --identity, expected --identity and --allow, or neither\n"
+    )
+
+
+def test_anyone_can_be_let_in_on_purpose(model: Path) -> None:
+    with running_service(model, "tcp://*:*", "--allow-anyone", "--threads", "1") as service:
+        port = service.endpoint.rpartition(":")[2]
+        with ZmqChannel(f"tcp://127.0.0.1:{port}", timeout_s=60) as channel:
+            channel.call(InitRequest())
+    assert "lets_in=anyone" in "\n".join(service.log)
+
+
+def _generate(model: Path, endpoint: str, *options: str) -> tuple[int, str]:
+    result = run(
+        "tee-runner",
+        "generate",
+        str(model),
+        "--policy",
+        "attention-in-tee",
+        "--prompt-token-ids",
+        "5,6,7",
+        "--max-new-tokens",
+        "2",
+        "--gpu",
+        endpoint,
+        *options,
+    )
+    return result.returncode, result.stderr
+
+
+def test_a_runner_with_the_right_key_generates_and_others_do_not(model: Path, files: Files) -> None:
+    def pair(name: str, service: str) -> tuple[str, ...]:
+        key, known = str(files.secret(name)), str(files.public(service))
+        return ("--identity", key, "--service-key", known)
+
+    with running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service:
+        status, told = _generate(model, service.endpoint, *pair("friend", "service"))
+        assert status == 0, told
+        for options, message in (
+            (pair("stranger", "service"), "got a refusal of our key"),
+            (pair("friend", "stranger"), "the service that holds the key of --service-key"),
+            ((), "or --identity and --service-key for one with them"),
+        ):
+            status, told = _generate(model, service.endpoint, *options)
+            assert (status, message in told) == (2, True), told
+    log = "\n".join(service.log)
+    assert " connection_refused " in log
+    for name in ("service", "friend", "stranger"):
+        assert files.secret(name).read_text().split("\n")[1] not in log + told
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--identity", "friend.key"), "keys: got --identity alone, expected both, or neither"),
+        (("--service-key", "service.pub"), "keys: got --service-key alone"),
+        (("--identity", "friend.pub", "--service-key", "service.pub"), "friend.pub: got a public"),
+        (("--identity", "friend.key", "--service-key", "service.key"), "got a secret key"),
+        (
+            ("--identity", "friend.key", *(2 * ("--service-key", "service.pub"))),
+            "--service-key: got 2 for 1 endpoints, expected one for all of them, or one for each",
+        ),
+        (
+            ("--gpu", "unix:///tmp/s", "--identity", "friend.key", "--service-key", "service.pub"),
+            "keys for unix:///tmp/s: got a plain stream",
+        ),
+    ],
+)
+def test_a_runner_does_not_start_with_wrong_keys(
+    model: Path, files: Files, options: tuple[str, ...], message: str
+) -> None:
+    gpu = () if "--gpu" in options else ("--gpu", "tcp://127.0.0.1:9")
+    given = [_path(files, word) for word in options]
+    command = ["generate", str(model), *gpu, *given, "--policy", "attention-in-tee"]
+    more = ["--prompt-token-ids", "5,6,7", "--connect-timeout-s", "1"]
+    result = CliRunner().invoke(tee_runner, command + more)
+    assert isinstance(result.exception, TsqpError)
+    assert message in str(result.exception)
+
+
+def test_refusals_do_not_keep_a_service_from_its_work(model: Path, files: Files) -> None:
+    with (
+        running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service,
+        ExitStack() as stack,
+        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
+    ):
+        for set_up in list(_strangers(files).values()) * 4:
+            client = Client(zmq.DEALER, service.endpoint, set_up)
+            stack.callback(client.close)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            friend.call(InitRequest())
+        assert friend._connection == 0

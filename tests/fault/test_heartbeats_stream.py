@@ -1,0 +1,162 @@
+"""A service over a plain stream that is stopped is noticed; one that computes is not taken for it.
+
+Real processes. What is noticed "long before the deadline" has one of an hour.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from protocol.connect import open_channel
+from protocol.errors import EndpointError, ServiceError
+from protocol.messages import InitReply, InitRequest
+from protocol.stream import StreamChannel
+from tests.support import ENVIRONMENT, Service, make_model, running_service
+
+HOUR_S = 3600.0
+CLIENTS = 8
+# More than it takes to give up a service that gives no signs of life.
+BUSY_S = 2
+
+# Its only other thread is the one that it answers with: this one sleeps over each request.
+BUSY_SERVICE = f"""
+import sys, time
+from protocol.connect import open_listener
+from protocol.encoding import Form, encode_reply, open_request
+from protocol.errors import ErrorCode
+
+listener = open_listener(sys.argv[1])
+print("ready", flush=True)
+while listener.wait():
+    while (incoming := listener.receive()) is not None:
+        print("busy", flush=True)
+        time.sleep({BUSY_S})
+        opened = open_request(incoming.frames, 1000)
+        reply = encode_reply(Form.FRAMED, opened.request_id, opened.method, ErrorCode.INTERNAL)
+        listener.send(incoming.route, reply)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+@pytest.fixture
+def service(model: Path, tmp_path: Path) -> Iterator[Service]:
+    with running_service(model, f"unix://{tmp_path}/s", "--threads", "1") as made:
+        yield made
+        # Stopping a stopped process would wait for ever.
+        made.process.send_signal(signal.SIGCONT)
+
+
+def _is_served(channel: StreamChannel) -> bool:
+    return isinstance(channel.call(InitRequest()).response, InitReply)
+
+
+def _loses_its_connection(channel: StreamChannel) -> bool:
+    """Ask, and wait in vain."""
+    request_id = channel.submit(InitRequest())
+    with pytest.raises(EndpointError, match="a lost connection while Init") as info:
+        channel.wait(request_id)
+    return info.value.retryable
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_stopped_service_is_noticed_and_used_again(service: Service, known: bool) -> None:
+    """Also again and again, on connections that it never knew of."""
+    with StreamChannel(service.endpoint, timeout_s=HOUR_S) as channel:
+        if known:
+            assert _is_served(channel)
+        service.process.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            assert _loses_its_connection(channel)
+        service.process.send_signal(signal.SIGCONT)
+        assert _is_served(channel)
+
+
+def test_a_service_that_is_stopped_while_it_is_asked_is_noticed(service: Service) -> None:
+    with StreamChannel(service.endpoint, timeout_s=HOUR_S) as channel:
+        assert _is_served(channel)
+        service.process.send_signal(signal.SIGSTOP)
+        ids = [channel.submit(InitRequest()) for _ in range(3)]
+        for request_id in ids:
+            with pytest.raises(EndpointError, match="a lost connection while Init"):
+                channel.wait(request_id)
+        service.process.send_signal(signal.SIGCONT)
+        assert _is_served(channel)
+
+
+def test_many_clients_notice_and_come_back(service: Service) -> None:
+    with ExitStack() as stack:
+        channels = [
+            stack.enter_context(StreamChannel(service.endpoint, timeout_s=HOUR_S))
+            for _ in range(CLIENTS)
+        ]
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            assert all(pool.map(_is_served, channels))
+            service.process.send_signal(signal.SIGSTOP)
+            assert all(pool.map(_loses_its_connection, channels))
+            service.process.send_signal(signal.SIGCONT)
+            assert all(pool.map(_is_served, channels))
+
+
+def test_a_stopped_service_does_not_end_a_client_of_another(
+    service: Service, model: Path, tmp_path: Path
+) -> None:
+    with (
+        running_service(model, f"unix://{tmp_path}/other", "--threads", "1") as other,
+        StreamChannel(service.endpoint, timeout_s=HOUR_S) as stopped,
+        StreamChannel(other.endpoint, timeout_s=HOUR_S) as healthy,
+    ):
+        assert _is_served(stopped)
+        service.process.send_signal(signal.SIGSTOP)
+        waiting = stopped.submit(InitRequest())
+        assert _is_served(healthy)
+        with pytest.raises(EndpointError):
+            stopped.wait(waiting)
+        assert _is_served(healthy)
+
+
+@contextmanager
+def _busy_service(endpoint: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", BUSY_SERVICE, endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_busy_service_is_waited_for(tmp_path: Path) -> None:
+    """Also by those who come while it is busy, and whose turn comes last."""
+    endpoint = f"unix://{tmp_path}/busy"
+
+    def is_answered(channel: object) -> bool:
+        assert isinstance(channel, StreamChannel)
+        with pytest.raises(ServiceError, match="INTERNAL"):
+            channel.call(InitRequest())
+        return True
+
+    with _busy_service(endpoint) as process, ExitStack() as stack:
+        channels = [open_channel(endpoint, timeout_s=HOUR_S) for _ in range(3)]
+        for channel in channels:
+            stack.callback(channel.close)
+        with ThreadPoolExecutor(3) as pool:
+            first = pool.submit(is_answered, channels[0])
+            assert process.stdout is not None
+            assert process.stdout.readline() == "busy\n"
+            others = [pool.submit(is_answered, channel) for channel in channels[1:]]
+            assert all(answered.result() for answered in (first, *others))

@@ -1,0 +1,429 @@
+"""Tests of keys on ZeroMQ's connections: who is let in, who is cut off, and what each is told."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from zmq.utils import z85
+
+from protocol import zmq_listener
+from protocol.curve import ClientKeys, ServiceKeys
+from protocol.encoding import encode_reply, open_request
+from protocol.errors import EndpointError, SettingsError
+from protocol.messages import LMHeadRequest, TensorReply
+from protocol.tensors import from_torch
+from protocol.zap import DOMAIN, Doorkeeper
+from protocol.zmq_channel import ZmqChannel
+from protocol.zmq_listener import ZmqListener
+from tests.fault.wire import inline
+
+LONG_S = 3600.0
+REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
+
+SERVICE_PUBLIC, SERVICE_SECRET = zmq.curve_keypair()
+FRIEND, FRIEND_SECRET = zmq.curve_keypair()
+OTHER, OTHER_SECRET = zmq.curve_keypair()
+STRANGER, STRANGER_SECRET = zmq.curve_keypair()
+KEYS = ServiceKeys(SERVICE_SECRET, frozenset({FRIEND, OTHER}))
+
+
+class Service:
+    """A listener, and a thread that answers whatever it hands out."""
+
+    def __init__(self, endpoint: str, keys: ServiceKeys | None = KEYS) -> None:
+        self.listener = ZmqListener(endpoint, keys=keys)
+        self.endpoint = self.listener.endpoint
+        self.served = 0
+        self._reader, self._writer = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        reply = TensorReply(output=from_torch(torch.ones(2)))
+        while self.listener.wait(wakeup=self._reader):
+            while (incoming := self.listener.receive()) is not None:
+                self.served += 1
+                opened = open_request(incoming.frames, 2**30)
+                frames = encode_reply(opened.form, opened.request_id, opened.method, reply)
+                self.listener.send(incoming.route, frames)
+
+    def close(self) -> None:
+        self._writer.send(b"x")
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+        self.listener.close()
+
+
+@contextmanager
+def _service(endpoint: str, keys: ServiceKeys | None = KEYS) -> Iterator[Service]:
+    made = Service(endpoint, keys)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def service(endpoint: str) -> Iterator[Service]:
+    with _service(endpoint) as made:
+        yield made
+
+
+def _channel(
+    endpoint: str,
+    secret: bytes | None = FRIEND_SECRET,
+    service: bytes = SERVICE_PUBLIC,
+    timeout_s: float = LONG_S,
+) -> ZmqChannel:
+    keys = None if secret is None else ClientKeys(secret, service)
+    return ZmqChannel(endpoint, timeout_s=timeout_s, keys=keys)
+
+
+def _events_until(channel: ZmqChannel, what: str) -> None:
+    """Wait until a channel that nobody uses has been told of the loss of its connection."""
+    until = time.monotonic() + 30
+    while not channel._lost:
+        assert channel._events.poll(max(0, int(1000 * (until - time.monotonic())))), what
+        channel._note_events()
+
+
+# ------------------------------------------------------------------------------- who is let in
+
+
+def test_only_who_is_on_the_list_is_served(service: Service) -> None:
+    for secret in (FRIEND_SECRET, OTHER_SECRET):
+        with _channel(service.endpoint, secret) as channel:
+            channel.call(REQUEST)
+    assert service.served == 2
+    with (
+        _channel(service.endpoint, STRANGER_SECRET) as channel,
+        pytest.raises(EndpointError, match="got a refusal of our key while LMHead") as info,
+    ):
+        channel.call(REQUEST)
+    assert info.value.expected == f"a service that allows {STRANGER.decode()}"
+    assert service.served == 2
+
+
+def test_without_a_key_nobody_is_served(service: Service) -> None:
+    with (
+        _channel(service.endpoint, None) as channel,
+        pytest.raises(EndpointError, match=r"got a handshake that failed.*--identity"),
+    ):
+        channel.call(REQUEST)
+    assert service.served == 0
+
+
+def test_a_service_with_another_key_gets_nothing(service: Service) -> None:
+    with (
+        _channel(service.endpoint, service=STRANGER) as channel,
+        pytest.raises(EndpointError, match=r"got a handshake that failed.*the key of --service-k"),
+    ):
+        channel.call(REQUEST)
+    assert service.served == 0
+
+
+def test_a_service_without_keys_gets_nothing_from_who_expects_them(endpoint: str) -> None:
+    # Which of two messages it is depends on who closes the connection first.
+    with _service(endpoint, None) as service:
+        with (
+            _channel(service.endpoint) as channel,
+            pytest.raises(
+                EndpointError,
+                match=r"got a (service without keys|handshake that failed).*of --service-key",
+            ),
+        ):
+            channel.call(REQUEST)
+        assert service.served == 0
+
+
+def test_a_refused_request_is_refused_again_at_once(service: Service) -> None:
+    with _channel(service.endpoint, STRANGER_SECRET) as channel:
+        for when in ("while LMHead was waiting", "before LMHead could be sent"):
+            with pytest.raises(EndpointError, match=f"got a refusal of our key {when}"):
+                channel.call(REQUEST)
+    assert service.listener.clients_refused >= 2
+
+
+def test_the_published_clients_kind_of_socket_is_served_with_a_key_alone(service: Service) -> None:
+    context = zmq.Context()
+    for secret, public, served in (
+        (FRIEND_SECRET, FRIEND, True),
+        (STRANGER_SECRET, STRANGER, False),
+    ):
+        with context.socket(zmq.REQ) as client:
+            client.setsockopt(zmq.LINGER, 0)
+            client.curve_secretkey, client.curve_publickey = secret, public
+            client.curve_serverkey = SERVICE_PUBLIC
+            refused = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            client.connect(service.endpoint)
+            client.send(inline("Init", {}))
+            assert (client if served else refused).poll(30_000)
+            assert bool(client.poll(0)) == served
+            client.disable_monitor()
+            refused.close()
+    context.term()
+
+
+def test_large_messages_cross_encrypted(service: Service) -> None:
+    request = LMHeadRequest(hidden_states=from_torch(torch.ones(2**20)))
+    with _channel(service.endpoint) as channel:
+        assert channel.call(request).bytes_sent > 2**22
+
+
+# --------------------------------------------------------------------- the doorkeeper is not there
+
+
+class _Fault(Exception):  # noqa: N818 - it is no error of ours
+    pass
+
+
+def _fail(*_: object) -> None:
+    raise _Fault
+
+
+def test_where_the_doorkeeper_has_died_nobody_gets_in(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _channel(service.endpoint) as inside:
+        inside.call(REQUEST)
+        with monkeypatch.context() as patch:
+            patch.setattr(Doorkeeper, "_answer", _fail)
+            with _channel(service.endpoint) as channel, pytest.raises(EndpointError):
+                channel.call(REQUEST)
+        # It stays dead, for strangers and friends; and those inside stay inside.
+        for secret in (FRIEND_SECRET, STRANGER_SECRET):
+            with _channel(service.endpoint, secret) as channel, pytest.raises(EndpointError):
+                channel.call(REQUEST)
+        inside.call(REQUEST)
+    assert service.served == 2
+    assert "doorkeeper_failed" in caplog.messages
+
+
+def test_where_the_doorkeeper_does_not_answer_nobody_gets_in(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(Doorkeeper, "_answer", lambda *_: going_on.wait() and [b""])
+        with _channel(service.endpoint) as channel, pytest.raises(EndpointError):
+            channel.call(REQUEST)
+        going_on.set()
+    assert service.served == 0
+
+
+def test_a_zeromq_that_would_let_in_strangers_is_refused(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_listener, "ZAP_ENFORCE_DOMAIN", 9999)
+    with pytest.raises(SettingsError, match="without ZMQ_ZAP_ENFORCE_DOMAIN"):
+        ZmqListener(endpoint, keys=KEYS)
+    ZmqListener(endpoint).close()
+
+
+# ------------------------------------------------------------------------------------- revocation
+
+
+def test_a_revoked_key_loses_its_connection_and_cannot_come_back(service: Service) -> None:
+    with ExitStack() as stack:
+        friend = stack.enter_context(_channel(service.endpoint))
+        other = stack.enter_context(_channel(service.endpoint, OTHER_SECRET))
+        friend.call(REQUEST)
+        other.call(REQUEST)
+        service.listener.allow(frozenset({OTHER}))
+        # Nobody asks anything: the connection ends all the same.
+        _events_until(friend, "the connection goes on")
+        with pytest.raises(EndpointError, match="got a refusal of our key"):
+            friend.call(REQUEST)
+        _events_until(other, "the listener did not cut all")
+        other.call(REQUEST)
+        assert service.served == 3
+        service.listener.allow(frozenset({OTHER, FRIEND}))
+        friend.call(REQUEST)
+
+
+def test_a_message_of_a_revoked_key_is_not_taken_even_before_the_cut(service: Service) -> None:
+    with _channel(service.endpoint) as friend, _channel(service.endpoint, OTHER_SECRET) as other:
+        friend.call(REQUEST)
+        doorkeeper = service.listener._doorkeeper
+        assert doorkeeper is not None
+        assert doorkeeper.replace_list(frozenset({OTHER}))  # and nobody cuts anything
+        late = friend.submit(REQUEST)
+        for _ in range(20):
+            other.call(REQUEST)
+        assert service.served == 21
+        assert not friend._lost
+        friend.abandon(late)
+
+
+def test_more_keys_disturb_nobody(service: Service) -> None:
+    with _channel(service.endpoint) as friend:
+        friend.call(REQUEST)
+        # OTHER was never let in: nothing is to be cut.
+        service.listener.allow(frozenset({FRIEND, STRANGER}))
+        with _channel(service.endpoint, STRANGER_SECRET) as stranger:
+            stranger.call(REQUEST)
+        friend.call(REQUEST)
+        friend._note_events()
+        assert friend._connection == 0
+        with (
+            _channel(service.endpoint, OTHER_SECRET) as other,
+            pytest.raises(EndpointError, match="a refusal of our key"),
+        ):
+            other.call(REQUEST)
+
+
+def test_a_listener_without_keys_has_no_list(endpoint: str) -> None:
+    listener = ZmqListener(endpoint)
+    with pytest.raises(RuntimeError, match="without keys"):
+        listener.allow(frozenset())
+    assert listener.clients_refused == 0
+    listener.close()
+
+
+def test_all_addresses_can_be_bound_again() -> None:
+    with _service("tcp://*:*") as service:
+        port = service.endpoint.rpartition(":")[2]
+        with _channel(f"tcp://127.0.0.1:{port}") as friend:
+            friend.call(REQUEST)
+            service.listener.allow(frozenset())
+            _events_until(friend, "the connection goes on")
+            service.listener.allow(frozenset({FRIEND}))
+            friend.call(REQUEST)
+
+
+# -------------------------------------------------------------------------------- the doorkeeper
+
+
+@pytest.fixture
+def doorkeeper() -> Iterator[Doorkeeper]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.ROUTER) as watched:
+        made = Doorkeeper(context, watched, frozenset({FRIEND}))
+        yield made
+    context.term()
+    made.join()
+
+
+def _asked(**changed: Any) -> list[bytes]:
+    fields = {
+        "version": b"1.0",
+        "request_id": b"7",
+        "domain": DOMAIN,
+        "address": b"127.0.0.1",
+        "identity": b"",
+        "mechanism": b"CURVE",
+        "key": z85.decode(FRIEND),
+    }
+    return list({**fields, **changed}.values())
+
+
+def test_it_says_yes_to_a_friend_by_name(doorkeeper: Doorkeeper) -> None:
+    assert doorkeeper._answer(_asked()) == [b"1.0", b"7", b"200", b"OK", FRIEND, b""]
+    assert doorkeeper.refused == 0
+
+
+@pytest.mark.parametrize(
+    "request_frames",
+    [
+        _asked(key=z85.decode(STRANGER)),
+        _asked(key=b""),
+        _asked(key=FRIEND),
+        _asked(domain=b""),
+        _asked(domain=b"*"),
+        _asked(version=b"2.0"),
+        _asked(mechanism=b"NULL"),
+        _asked(mechanism=b"PLAIN"),
+        _asked()[:-1],
+        [*_asked(), b""],
+        [],
+        [b"1.0"],
+    ],
+)
+def test_it_says_no_to_everybody_else(doorkeeper: Doorkeeper, request_frames: list[bytes]) -> None:
+    version, request_id = (*request_frames, b"", b"")[:2]
+    answer = doorkeeper._answer(request_frames)
+    assert answer == [version, request_id, b"400", b"refused", b"", b""]
+    assert doorkeeper.refused == 1
+
+
+def test_a_flood_of_strangers_is_a_few_lines(
+    doorkeeper: Doorkeeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("protocol.zap.time.monotonic", lambda: now)
+    with caplog.at_level(logging.WARNING, "gpu_service"):
+        for _ in range(1000):
+            doorkeeper._answer(_asked(key=z85.decode(STRANGER)))
+        assert caplog.messages == ["connection_refused"] * 5
+        now += 60
+        doorkeeper._answer(_asked(mechanism=b"NULL"))
+    assert vars(caplog.records[0])["fields"] == {"reason": "unknown_key", "key": STRANGER.decode()}
+    assert vars(caplog.records[-1])["fields"] == {
+        "reason": "no_key",
+        "refused_since_last_line": 995,
+    }
+    assert doorkeeper.refused == 1001
+
+
+def test_it_knows_whom_it_let_in(doorkeeper: Doorkeeper) -> None:
+    assert not doorkeeper.replace_list(frozenset())
+    doorkeeper.replace_list(frozenset({FRIEND}))
+    doorkeeper._answer(_asked())
+    assert not doorkeeper.replace_list(frozenset({FRIEND, OTHER}))
+    assert doorkeeper.replace_list(frozenset({OTHER}))
+    assert not doorkeeper.replace_list(frozenset())
+
+
+def test_who_has_no_key_is_in_the_log(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with _channel(service.endpoint, None) as channel, pytest.raises(EndpointError):
+        channel.call(REQUEST)
+    until = time.monotonic() + 30
+    while not service.listener.clients_refused:
+        assert time.monotonic() < until
+    # Which of the two it is depends on who closes the connection first.
+    assert vars(caplog.records[0])["fields"]["reason"] in ("no_key", "handshake_not_finished")
+
+
+# ----------------------------------------------------------------------------------- routing ids
+
+
+def test_who_takes_anothers_routing_id_gets_nothing_of_his(service: Service) -> None:
+    context = zmq.Context()
+    with ExitStack() as stack:
+        sockets = []
+        for secret, public in ((FRIEND_SECRET, FRIEND), (OTHER_SECRET, OTHER)):
+            client = stack.enter_context(context.socket(zmq.DEALER))
+            client.setsockopt(zmq.LINGER, 0)
+            client.setsockopt(zmq.ROUTING_ID, b"victim")
+            client.curve_secretkey, client.curve_publickey = secret, public
+            client.curve_serverkey = SERVICE_PUBLIC
+            client.connect(service.endpoint)
+            sockets.append(client)
+            first = sockets[0]
+            first.send(inline("Init", {}))
+            assert first.poll(30_000), "the one who came first is served"
+            first.recv_multipart()
+        thief = sockets[1]
+        for _ in range(10):
+            thief.send(inline("Init", {}))
+            first.send(inline("Init", {}))
+            assert first.poll(30_000)
+            first.recv_multipart()
+        assert not thief.poll(0)
+    context.term()
