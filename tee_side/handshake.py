@@ -10,9 +10,8 @@ import math
 
 import torch
 
-from protocol.channel import Channel
 from protocol.errors import ModelMismatchError, ReplyError
-from protocol.messages import Arithmetic, InitReply, InitRequest
+from protocol.messages import Arithmetic, InitReply, Response
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from protocol.model.identity import model_digest
@@ -25,73 +24,88 @@ _SAME_MODEL = "start service and runner with the same model"
 _PROVISIONED = "start gpu-service with the directory that tsqp provision wrote with this key"
 
 
-def check_service(
-    channel: Channel,
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    model: TeeModel,
-    *,
-    arithmetic: Arithmetic = "float",
-    key: FeatureKey | None = None,
-    linear: str | None = None,
-    timeout_s: float,
-) -> str:
-    """Compare the service's Init reply with the TEE's own copy, and keep to its message limit.
+class ServiceCheck:
+    """What a service must say that it holds; made once, for every service and every connection.
 
-    Return the service's own name for its process: two services with one name are one.
-
-    `arithmetic`: what the service must be able to do; `key`: of the weights that a provisioned
-    service must hold, None where it must hold the model's own; `linear`: the linear digest that
-    these must have, None where the directory does not say. Raises ModelMismatchError naming
-    the field, ReplyError for an Init reply that is none, and the channel's errors:
-    DeadlineExceededError where nothing answers.
+    `arithmetic`: what it must be able to do; `key`: of the weights that a provisioned service must
+    hold, None where it must hold the model's own; `linear`: the linear digest that these must have,
+    None where the directory does not say.
     """
-    reply = channel.call(InitRequest(), timeout_s).response
-    if not isinstance(reply, InitReply):
-        raise ReplyError(
-            f"Init reply from {channel.endpoint}", got=type(reply).__name__, expected="InitReply"
-        )
-    where = f"model at {channel.endpoint}"
-    _compare(where, reply.config.model_dump(), _published_sizes(config))
-    _compare(where, _rotary(reply), _own_rotary(config))
-    if key is not None:
-        expected = {"provision_id": key.provision_id, "linear_digest": key.server_linear_digest}
-        theirs = {"provision_id": reply.provision_id, "linear_digest": reply.linear_digest}
-        _compare(where, dict(theirs), dict(expected), _PROVISIONED)
-    elif reply.provision_id is not None:
-        raise ModelMismatchError(
-            where,
-            got="weights that were provisioned for a feature mask",
-            expected="the model's own, which this policy needs",
-        )
-    else:
-        _compare_weights(where, reply, config, checkpoint, model, linear)
-    if arithmetic not in reply.arithmetic:
-        raise ModelMismatchError(
-            f"{where}: arithmetic",
-            got=" and ".join(reply.arithmetic) or "none",
-            expected=f"{arithmetic} (start gpu-service with --arithmetic {arithmetic} or both)",
-        )
-    # A larger message would not be answered at all: ZeroMQ drops the connection.
-    channel.limit_messages(reply.max_message_bytes)
-    return reply.instance_id
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        model: TeeModel,
+        *,
+        arithmetic: Arithmetic = "float",
+        key: FeatureKey | None = None,
+        linear: str | None = None,
+    ) -> None:
+        self._config = config
+        self._dtype = model.dtype
+        self._arithmetic = arithmetic
+        self._key = key
+        self._sizes = _published_sizes(config)
+        self._rotary = _own_rotary(config)
+        self._norms = _own_norms(config, model)
+        # Digests read the whole directory: not once more for each connection.
+        self._digests: dict[str, object] = {}
+        if key is None:
+            self._digests["model_digest"] = model_digest(config, checkpoint)
+            if linear is not None:
+                self._digests["linear_digest"] = linear
 
-def _compare_weights(
-    where: str,
-    reply: InitReply,
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    model: TeeModel,
-    linear: str | None,
-) -> None:
-    _compare(where, _norms(reply, model.dtype), _own_norms(config, model))
-    digests = {"model_digest": model_digest(config, checkpoint)}
-    theirs = {"model_digest": reply.model_digest}
-    if linear is not None:
-        digests["linear_digest"] = linear
-        theirs["linear_digest"] = reply.linear_digest
-    _compare(where, dict(theirs), dict(digests))
+    def verify(
+        self, endpoint: str, reply: Response, layers: tuple[int, int] | None = None
+    ) -> InitReply:
+        """Compare a service's Init reply with the TEE's own copy, and return it.
+
+        `layers`: first and last that it is to be asked for, None for all. Raises ModelMismatchError
+        naming the field, and ReplyError for an Init reply that is none.
+        """
+        if not isinstance(reply, InitReply):
+            raise ReplyError(
+                f"Init reply from {endpoint}", got=type(reply).__name__, expected="InitReply"
+            )
+        where, key = f"model at {endpoint}", self._key
+        _compare(where, reply.config.model_dump(), self._sizes)
+        _compare(where, _rotary(reply), self._rotary)
+        if key is not None:
+            expected = {
+                "provision_id": key.provision_id,
+                "linear_digest": key.server_linear_digest,
+            }
+            theirs = {"provision_id": reply.provision_id, "linear_digest": reply.linear_digest}
+            _compare(where, dict(theirs), dict(expected), _PROVISIONED)
+        elif reply.provision_id is not None:
+            raise ModelMismatchError(
+                where,
+                got="weights that were provisioned for a feature mask",
+                expected="the model's own, which this policy needs",
+            )
+        else:
+            _compare(where, _norms(reply, self._dtype), self._norms)
+            _compare(where, {name: getattr(reply, name) for name in self._digests}, self._digests)
+        if self._arithmetic not in reply.arithmetic:
+            raise ModelMismatchError(
+                f"{where}: arithmetic",
+                got=" and ".join(reply.arithmetic) or "none",
+                expected=f"{self._arithmetic} (start gpu-service with --arithmetic"
+                f" {self._arithmetic} or both)",
+            )
+        self._check_layers(where, reply.layers, layers or (0, self._config.num_hidden_layers - 1))
+        return reply
+
+    @staticmethod
+    def _check_layers(where: str, held: tuple[int, int], asked: tuple[int, int]) -> None:
+        if held[0] > asked[0] or held[1] < asked[1]:
+            raise ModelMismatchError(
+                f"{where}: layers",
+                got=f"{held[0]}-{held[1]}",
+                expected=f"{asked[0]}-{asked[1]}, which it is to be asked for (gpu-service"
+                " --layers, tee-runner --gpu ENDPOINT=LAYERS)",
+            )
 
 
 def _published_sizes(config: ModelConfig) -> dict[str, object]:
@@ -153,7 +167,9 @@ def _compare(
 def _equal(theirs: object, ours: object) -> bool:
     """Compare values; numbers may differ by rounding, since two processors computed them."""
     if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
-        return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-5, atol=0)
+        # The dtype too: torch compares no tensors of two, and which it is the service chooses.
+        same = theirs.dtype == ours.dtype and theirs.shape == ours.shape
+        return same and torch.allclose(theirs, ours, rtol=1e-5, atol=0)
     if isinstance(theirs, float) and isinstance(ours, float):
         return math.isclose(theirs, ours, rel_tol=1e-5)
     return type(theirs) is type(ours) and theirs == ours

@@ -6,29 +6,37 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from protocol.channel import Channel, Traffic
-from protocol.connect import open_channel
+from protocol.channel import Traffic
+from protocol.connect import open_connection
+from protocol.curve import ClientKeys, one_for_each
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import PromptError
 from protocol.link import Link
+from protocol.messages import InitReply, Response
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
+from protocol.model.manifest import Manifest
 from protocol.tensors import require_little_endian, torch_dtype
+from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine import DEFAULT_STEP_TOKENS, Engine, FinishReason, Sampled
 from tee_side.engine import Sequence as EngineSequence
-from tee_side.handshake import check_service
-from tee_side.model import load_tee_model
+from tee_side.handshake import ServiceCheck
+from tee_side.model import TeeModel, load_tee_model
 from tee_side.observer import Observers
 from tee_side.operators import PlacedOperators
 from tee_side.policy import Policy
+from tee_side.reply_size import largest_reply
 from tee_side.sampling import SamplingSettings
+from tee_side.services.connected import Services
+from tee_side.services.member import Connection, Dialling
+from tee_side.services.plan import ServiceSpec, assign_shares, plan_services
 from tee_side.text_stream import StopStrings
 from tee_side.tokenizer import Tokenizer
 from tee_side.vocabulary import Operator
@@ -38,9 +46,15 @@ from tee_side.vocabulary import Operator
 class RunnerSettings:
     """What `tee-runner` is told. `dtype`: a short name, or None for the model's own.
 
-    `gpu`: endpoints of services; those that the policy has no use for are not connected to.
+    `gpu`: services, as `ServiceSpec.parse` reads them; a policy of which nothing leaves connects to
+    none. `connect_timeout_s`: how long they are waited for at the start; `request_timeout_s`: for a
+    result, whoever is asked for it and comes back meanwhile.
     `micro_batches`: into how many parts a step is cut that overlap. `spin_us`: how long to look for
     a reply before sleeping, where the last one came as soon. `link`: a slower one to model.
+    `manifest`: what the model directory must hold, None: as it is. `max_kv_bytes`: for the KV
+    caches of all sequences, None: 80 % of the memory available once the weights are loaded.
+    `keys`: none, one for all services, or one for each in the order of `gpu`.
+    `heartbeat_timeout_s`: see `protocol.zmq_sockets`.
     """
 
     model: Path
@@ -56,6 +70,10 @@ class RunnerSettings:
     connect_timeout_s: float = 10.0
     request_timeout_s: float = 60.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    keys: tuple[ClientKeys, ...] = ()
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
+    manifest: Manifest | None = None
+    max_kv_bytes: int | None = None
 
 
 class Usage(BaseModel):
@@ -254,17 +272,21 @@ class Runner:
         # Told how many pads are missing, when a step has to wait for them.
         self.on_wait: Callable[[int], None] | None = None
         self._closing = ExitStack()
-        self._channels: list[Channel] = []
         self._tokenizer = tokenizer
         self._generations: dict[EngineSequence, Generation] = {}
         self._model_directory = settings.model
+        self._manifest = settings.manifest
         self._micro_batches = settings.micro_batches
-        _check_endpoints(policy, settings.gpu)
+        specs = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
+        assign_shares(specs, policy)
+        endpoints = [spec.endpoint for spec in specs]
+        keys = one_for_each(settings.keys, endpoints) if endpoints else []
+        self._keys = dict(zip(endpoints, keys, strict=True))
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        config = read_config(settings.model)
+        config = read_config(settings.model, settings.manifest)
         dtype = torch_dtype(settings.dtype or config.dtype)
-        checkpoint = Checkpoint(settings.model)
+        checkpoint = Checkpoint(settings.model, settings.manifest)
         checkpoint.require(light_tensors(config))
         model = load_tee_model(config, checkpoint, dtype)
         self.config, self.dtype = config, dtype
@@ -279,35 +301,54 @@ class Runner:
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
             )
             self._closing.callback(assembly.close)
-            instances: dict[str, str] = {}
-            for endpoint in settings.gpu[: policy.services]:
-                channel = open_channel(
-                    endpoint,
-                    timeout_s=settings.request_timeout_s,
-                    max_message_bytes=settings.max_message_bytes,
-                    spin_us=settings.spin_us,
-                    link=settings.link,
-                )
-                self._closing.callback(channel.close)
-                self._channels.append(channel)
-                instance = check_service(
-                    channel,
-                    config,
+            groups = plan_services(specs, policy, config.num_hidden_layers)
+            self._services = services = Services(
+                groups, config.num_hidden_layers, self._dialling(settings, model, checkpoint)
+            )
+            self._closing.callback(services.close)
+            services.connect(settings.connect_timeout_s)
+            lanes = self._lanes(observer)
+        except BaseException:
+            self.close()
+            raise
+        self._engine = Engine(
+            model, lanes, step_tokens=settings.step_tokens, max_kv_bytes=settings.max_kv_bytes
+        )
+
+    def _dialling(
+        self, settings: RunnerSettings, model: TeeModel, checkpoint: Checkpoint
+    ) -> Dialling:
+        """Say how services are reached, and what each must hold. Reads the whole directory once."""
+        policy, assembly = self.policy, self._assembly
+        reply_bytes = largest_reply(policy, self.config, settings.step_tokens, self.dtype)
+        check: ServiceCheck | None = None
+
+        def verify(endpoint: str, reply: Response, layers: tuple[int, int]) -> InitReply:
+            nonlocal check
+            if check is None:
+                check = ServiceCheck(
+                    self.config,
                     checkpoint,
                     model,
                     arithmetic=policy.arithmetic,
                     key=assembly.key,
                     linear=assembly.linear_digest,
-                    timeout_s=settings.connect_timeout_s,
                 )
-                if instance in instances:
-                    raise _one_service(instances[instance], endpoint)
-                instances[instance] = endpoint
-            lanes = self._lanes(observer)
-        except BaseException:
-            self.close()
-            raise
-        self._engine = Engine(model, lanes, step_tokens=settings.step_tokens)
+            return check.verify(endpoint, reply, layers)
+
+        def connect(endpoint: str) -> Connection:
+            channel = open_connection(
+                endpoint,
+                timeout_s=settings.request_timeout_s,
+                max_message_bytes=settings.max_message_bytes,
+                spin_us=settings.spin_us,
+                keys=self._keys[endpoint],
+                heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            )
+            channel.limit_replies(reply_bytes)
+            return channel
+
+        return Dialling(connect, verify, settings.link, settings.request_timeout_s)
 
     def __enter__(self) -> Runner:
         return self
@@ -319,17 +360,13 @@ class Runner:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, read when first needed if not given. Raises ModelError."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self._model_directory)
+            self._tokenizer = Tokenizer(self._model_directory, self._manifest)
         return self._tokenizer
 
     @property
     def traffic(self) -> Traffic:
-        """Totals of all channels; zero where nothing leaves the TEE."""
-        return Traffic(
-            sum(channel.traffic.round_trips for channel in self._channels),
-            sum(channel.traffic.bytes_sent for channel in self._channels),
-            sum(channel.traffic.bytes_received for channel in self._channels),
-        )
+        """Totals of all services; zero where nothing leaves the TEE."""
+        return replace(self._services.traffic)
 
     @property
     def pads(self) -> PadTotals | None:
@@ -361,7 +398,7 @@ class Runner:
         self, observer: Observers | None, only: Collection[Operator] | None = None
     ) -> list[PlacedOperators]:
         return self._assembly.lanes(
-            self._channels, observer, micro_batches=self._micro_batches, only=only
+            self._services.at, observer, micro_batches=self._micro_batches, only=only
         )
 
     def step(self) -> None:
@@ -398,27 +435,3 @@ class Runner:
     def close(self) -> None:
         """Disconnect from the services, and let go of the pad bank."""
         self._closing.close()
-
-
-def _check_endpoints(policy: Policy, endpoints: Sequence[str]) -> None:
-    """Refuse too few services, or one service twice where two must not know of each other."""
-    needed = policy.services
-    if len(endpoints) < needed:
-        raise SettingsError(
-            "--gpu",
-            got=f"{len(endpoints)} endpoints" if endpoints else "no endpoint",
-            expected=f"{needed}, because policy {policy.name} uses"
-            + (" a gpu-service" if needed == 1 else f" {needed} that do not collude"),
-        )
-    used = endpoints[:needed]
-    if len(set(used)) < len(used):
-        raise _one_service(used[0], used[0])
-
-
-def _one_service(first: str, second: str) -> SettingsError:
-    """Refuse what would give one service both shares; against a mistake, not against a lie."""
-    return SettingsError(
-        "--gpu",
-        got=f"{first} twice" if first == second else f"{first} and {second}, one and the same",
-        expected="two that do not collude",
-    )

@@ -209,14 +209,14 @@ def test_pads_that_never_would_be_are_refused_before_anything_runs(when_out: str
     assert f"--when-out: got {when_out} without --bank, expected wait" in result.stderr
 
 
-def test_more_services_than_the_policy_has_a_part_for_are_refused(demo_service: Service) -> None:
+def test_services_of_a_policy_that_needs_none_are_refused(demo_service: Service) -> None:
     result = call(
         "tee-runner",
-        *("generate", "demo", "--prompt", PROMPT, "--gpu", demo_service.endpoint),
-        *("--gpu", "tcp://127.0.0.1:9"),
+        *("generate", "demo", "--prompt", PROMPT, "--policy", "tee-only"),
+        *("--gpu", demo_service.endpoint, "--gpu", "tcp://127.0.0.1:9"),
     )
     assert result.returncode == 2
-    assert "--gpu: got 2 endpoints, expected 1 for policy shielded" in result.stderr
+    assert "--gpu: got 2 endpoints, expected none: nothing leaves" in result.stderr
 
 
 def test_pads_are_not_made_from_a_directory_without_an_embedding(

@@ -15,7 +15,7 @@ from tsqp.cli.tables import definitions, open_console, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tee_side.vocabulary import Phase
+    from tee_side.vocabulary import Phase, Verify
     from tsqp.catalogue import MaskEntry, PolicyEntry, Unusable
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -51,15 +51,16 @@ def _place(entry: PolicyEntry) -> list[str]:
 
 def _leaving(entry: PolicyEntry) -> list[str]:
     """Say what a policy is, and what crosses under each mask."""
-    groups: dict[tuple[str | None, Phase | None], list[str]] = {}
+    groups: dict[tuple[str | None, Phase | None, Verify], list[str]] = {}
     for one in entry.leaves:
-        seen = groups.setdefault((one.mask, one.phase), [])
+        seen = groups.setdefault((one.mask, one.phase, one.verify), [])
         seen += [one.sees] if one.sees not in seen else []
     lines = [entry.summary]
-    for (mask, phase), seen in groups.items():
+    for (mask, phase, verify), seen in groups.items():
         how = f"under {mask}" if mask else "in the clear"
         when = f" at {phase}" if phase else ""
-        lines.append(f"- {how}{when}: {', '.join(seen)}")
+        checked = "" if verify == "none" else "; results verified"
+        lines.append(f"- {how}{when}: {', '.join(seen)}{checked}")
     return lines
 
 

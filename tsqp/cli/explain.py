@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tee_side.vocabulary import Phase
     from tsqp.explain.model import Cost, Explanation, Message, OperatorRow
 
+# Headings of the first table.
+_PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")
+
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 
@@ -80,7 +83,7 @@ def explain(
     console.print(found.summary)
     console.print(found.disclosure or f"policy {found.policy}: nothing leaves the TEE")
     console.print()
-    columns = [(name, False) for name in ("operator", "layers", "phase", "where", "the GPU sees")]
+    columns = [(name, False) for name in _PLACEMENT]
     console.print(table("Placement", columns, [_placement(row) for row in found.operators]))
     for use in found.masks:
         console.print(_mask_title(use.name, use.options, broken=use.broken))
@@ -108,6 +111,7 @@ def _placement(row: OperatorRow) -> tuple[str, ...]:
         row.phase or "both",
         row.place,
         row.sees or "nothing",
+        "-" if row.sees is None else "verified" if row.verify != "none" else "believed",
     )
 
 
@@ -173,5 +177,16 @@ def _needs(found: Explanation) -> list[tuple[str, str]]:
                 f" --policy {found.policy})"
             )
         pairs.append(("pads", text))
-    pairs.append(("results", "not verified" if found.needs.services else "computed in the TEE"))
+    pairs.append(("results", _results(found)))
     return pairs
+
+
+def _results(found: Explanation) -> str:
+    leaving = [row for row in found.operators if row.sees is not None]
+    verified = [row for row in leaving if row.verify != "none"]
+    if not leaving:
+        return "computed in the TEE"
+    if not verified:
+        return "not verified: a service that lies changes the answer"
+    some = "" if len(verified) == len(leaving) else "in part "
+    return f"{some}verified against the weights of MODEL (docs/verification.md)"

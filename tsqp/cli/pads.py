@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from protocol.errors import PolicyError, SettingsError
+from tsqp.cli.manifest import MANIFEST, load_manifest
 from tsqp.cli.program import DEFAULT_POLICY, model_directory
 from tsqp.cli.settings import PATH, THREADS, config_option
 from tsqp.cli.status import bytes_for_people
@@ -84,11 +85,15 @@ def pads() -> None:
     help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
 @bank_options
+@MANIFEST[0]
+@MANIFEST[1]
 @click.option("--threads", type=THREADS, help="CPU threads for torch.")
 @config_option
 def make(
     *,
     model: str,
+    manifest: Path | None,
+    manifest_digest: str | None,
     tokens: int,
     capacity: int | None,
     bank: Path,
@@ -115,7 +120,8 @@ def make(
     if threads is not None:
         torch.set_num_threads(threads)
     directory = model_directory(model)
-    config, checkpoint = read_config(directory), Checkpoint(directory)
+    pinned = load_manifest(directory, {"manifest": manifest, "manifest_digest": manifest_digest})
+    config, checkpoint = read_config(directory, pinned), Checkpoint(directory, pinned)
     chosen = load_policy(policy)
     chosen.check(config.num_hidden_layers)
     mask, layout = _padded(chosen, config)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from tsqp.cli.manifest import MANIFEST
 from tsqp.cli.pads import BANK_FILES
 from tsqp.cli.program import DEFAULT_ENDPOINT, DEFAULT_POLICY
 from tsqp.cli.settings import DTYPES, PATH, THREADS, FiniteFloatRange, StopText, complete_policy
@@ -19,6 +20,29 @@ SPIN_US = click.option(
     default=0.0,
     help="Look for a reply so long before sleeping, where the last one came as soon: faster, and"
     " keeps a core busy.",
+)
+KEYS = (
+    click.option(
+        "--identity",
+        type=PATH,
+        metavar="FILE",
+        help="Our secret key (tsqp keys new), for services that let in some clients only.",
+    ),
+    click.option(
+        "--service-key",
+        type=PATH,
+        multiple=True,
+        metavar="FILE",
+        help="Public key of the service: nobody else is talked to. Once for all, or once for each"
+        " --gpu in order.",
+    ),
+    click.option(
+        "--heartbeat-timeout-s",
+        type=FiniteFloatRange(0, 3600),
+        default=1.0,
+        help="End a tcp:// or ipc:// connection on which nothing has come for so long, though we"
+        " ask twice in that time; longer than the largest tensor takes on the link. 0 is off.",
+    ),
 )
 MODELLED_LINK = (
     click.option(
@@ -42,8 +66,10 @@ def shared_options(command: C) -> C:
             "--gpu",
             multiple=True,
             default=(DEFAULT_ENDPOINT,),
-            metavar="ENDPOINT",
-            help="Where gpu-service is; twice for a policy that needs two services.",
+            metavar="ENDPOINT[=LAYERS][,share=1|2]",
+            help="A gpu-service, of some layers (0-7, 8-) or all of them. Repeatable: those of the"
+            " same layers stand in for each other; where a policy needs two that do not collude,"
+            " they take turns unless share= says who gets which.",
         ),
         click.option(
             "--policy",
@@ -52,6 +78,8 @@ def shared_options(command: C) -> C:
             shell_complete=complete_policy,
             help="What leaves the TEE, and masked how; tsqp policies lists them.",
         ),
+        *KEYS,
+        *MANIFEST,
         click.option(
             "--calibration",
             type=PATH,
@@ -112,6 +140,11 @@ def shared_options(command: C) -> C:
         ),
         click.option(
             "--request-timeout-s", type=FiniteFloatRange(0, 3600, min_open=True), default=60.0
+        ),
+        click.option(
+            "--max-kv-mib",
+            type=click.IntRange(min=1),
+            help="Memory for keys and values of all sequences; default: 80 % of what is available.",
         ),
         click.option(
             "--max-message-mib",

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.keys import read_client_keys
+from tsqp.cli.manifest import load_manifest
 from tsqp.cli.pads import pads
-from tsqp.cli.program import model_directory, run
+from tsqp.cli.program import model_directory, run, setup_logging
 from tsqp.cli.prompts import chosen_prompt, read_turn, require_utf8
 from tsqp.cli.runner_options import shared_options
 from tsqp.cli.settings import (
@@ -24,6 +26,7 @@ from tsqp.cli.status import StatusLine, pads_left, traffic
 if TYPE_CHECKING:
     import torch
 
+    from protocol.model.manifest import Manifest
     from tee_side.observer import OperatorTable
     from tee_side.policy import Policy
     from tee_side.runner import Generation, GenerationResult, Runner
@@ -92,14 +95,15 @@ def generate(
         context, prompt=prompt, prompt_file=prompt_file, prompt_token_ids=prompt_token_ids
     )
     policy = load_policy(settings["policy"])
+    manifest = load_manifest(model_directory(model), settings)
     # Token ids are enough for a model without a tokenizer; what comes out are token ids, too.
-    needed = given.token_ids is None or _has_tokenizer(model)
-    tokenizer = _load_tokenizer(model) if needed else None
+    needed = given.token_ids is None or _has_tokenizer(model, manifest)
+    tokenizer = _load_tokenizer(model, manifest) if needed else None
     ids = given.token_ids
     if tokenizer is not None and ids is None:
         ids = tokenizer.encode(given.text or "")
     table = OperatorTable() if report else None
-    with _open_runner(model, policy, settings, table, tokenizer) as runner:
+    with _open_runner(model, policy, settings, table, tokenizer, manifest) as runner:
         generation = runner.generate(
             ids or [],
             max_new_tokens=max_new_tokens,
@@ -144,9 +148,10 @@ def chat(
     messages = [{"role": "system", "content": require_utf8(system, "--system")}] if system else []
     turns: list[GenerationResult] = []
     policy = load_policy(settings["policy"])
-    tokenizer = _load_tokenizer(model)
+    manifest = load_manifest(model_directory(model), settings)
+    tokenizer = _load_tokenizer(model, manifest)
     try:
-        with _open_runner(model, policy, settings, None, tokenizer, idles=True) as runner:
+        with _open_runner(model, policy, settings, None, tokenizer, manifest, idles=True) as runner:
             while (line := _next_turn(runner)) is not None:
                 if not line.strip():
                     continue
@@ -173,15 +178,15 @@ def _next_turn(runner: Runner) -> str | None:
         return read_turn()
 
 
-def _load_tokenizer(model: str) -> Tokenizer:
+def _load_tokenizer(model: str, manifest: Manifest | None) -> Tokenizer:
     """Return the tokenizer; called before connecting, which is pointless without one."""
     from protocol.model.config import read_config
     from tee_side.tokenizer import Tokenizer
 
     directory = model_directory(model)
     # First, because a missing directory is to be called that, and not a missing tokenizer.
-    read_config(directory)
-    return Tokenizer(directory)
+    read_config(directory, manifest)
+    return Tokenizer(directory, manifest)
 
 
 def _open_runner(
@@ -190,6 +195,7 @@ def _open_runner(
     settings: dict[str, Any],
     table: OperatorTable | None,
     tokenizer: Tokenizer | None,
+    manifest: Manifest | None,
     *,
     idles: bool = False,
 ) -> Runner:
@@ -197,6 +203,8 @@ def _open_runner(
     from tee_side.assembly import MaskSettings
     from tee_side.runner import Runner, RunnerSettings
 
+    # Services that are lost, left out or come back are told of while the run goes on.
+    setup_logging("warning")
     _check_use(policy, settings, idles=idles)
     masks = MaskSettings(
         calibration=settings["calibration"],
@@ -210,6 +218,8 @@ def _open_runner(
         RunnerSettings(
             model=model_directory(model),
             policy=policy,
+            manifest=manifest,
+            max_kv_bytes=_mib(settings["max_kv_mib"]),
             gpu=settings["gpu"],
             masks=masks,
             dtype=settings["dtype"],
@@ -221,6 +231,8 @@ def _open_runner(
             spin_us=settings["spin_us"],
             link=Link.of(settings["link_gbps"], settings["link_rtt_us"]),
             max_message_bytes=settings["max_message_mib"] * 1024 * 1024,
+            keys=read_client_keys(settings),
+            heartbeat_timeout_s=settings["heartbeat_timeout_s"],
         ),
         table,
         tokenizer,
@@ -232,6 +244,10 @@ def _open_runner(
     if disclosure := policy.disclosure():
         click.echo(disclosure, err=True)
     return runner
+
+
+def _mib(size: int | None) -> int | None:
+    return None if size is None else size * 1024 * 1024
 
 
 def _check_use(policy: Policy, settings: dict[str, Any], *, idles: bool) -> None:
@@ -246,9 +262,11 @@ def _check_use(policy: Policy, settings: dict[str, Any], *, idles: bool) -> None
             got=f"{settings['when_out']} without --bank",
             expected=" or ".join(useful) + ", or a --bank: else pads are made by waiting only",
         )
-    if (given := len(settings["gpu"])) > (needed := max(1, policy.services)):
+    if not policy.services and (given := len(settings["gpu"])) > 1:
         raise SettingsError(
-            "--gpu", got=f"{given} endpoints", expected=f"{needed} for policy {policy.name}"
+            "--gpu",
+            got=f"{given} endpoints",
+            expected=f"none: nothing leaves the TEE under policy {policy.name}",
         )
 
 
@@ -266,10 +284,11 @@ def _sampling(settings: dict[str, Any]) -> SamplingSettings:
         raise SettingsError(option, got=str(first["input"]), expected=first["msg"]) from None
 
 
-def _has_tokenizer(model: str) -> bool:
+def _has_tokenizer(model: str, manifest: Manifest | None) -> bool:
+    from protocol.model.manifest import find_file
     from tee_side.tokenizer import TOKENIZER_FILE
 
-    return (model_directory(model) / TOKENIZER_FILE).exists()
+    return find_file(model_directory(model), TOKENIZER_FILE, manifest) is not None
 
 
 def _stream(

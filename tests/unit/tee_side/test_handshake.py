@@ -19,7 +19,7 @@ from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
 from protocol.tensors import from_torch, torch_dtype
 from tee_side.feature_key import FeatureKey
-from tee_side.handshake import check_service
+from tee_side.handshake import ServiceCheck
 from tee_side.masks.feature_permutation import FeaturePermutation
 from tee_side.model import load_tee_model
 from tee_side.policy import builtin_policies, load_policy
@@ -32,7 +32,8 @@ def _check(ours: Path, channel: LoopbackChannel, dtype: str = "float32") -> None
     config, checkpoint = read_config(ours), Checkpoint(ours)
     model = load_tee_model(config, checkpoint, torch_dtype(dtype))
     linear = linear_digest(config, checkpoint)
-    check_service(channel, config, checkpoint, model, linear=linear, timeout_s=1.0)
+    check = ServiceCheck(config, checkpoint, model, linear=linear)
+    check.verify(channel.endpoint, channel.call(InitRequest()).response)
 
 
 def _mismatch(ours: Path, channel: LoopbackChannel) -> ModelMismatchError:
@@ -205,7 +206,7 @@ class ConfusedChannel(LoopbackChannel):
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """Answer with something else."""
         output = from_torch(torch.ones(1))
-        return Exchange(TensorReply(output=output), 0, 0, 0, 0, 0, None, 0)
+        return Exchange(TensorReply(output=output), 0, 0, 0, 0, 0, None, 0, self.endpoint)
 
 
 def test_a_reply_that_is_no_init_reply_is_refused(saved_model: Models) -> None:
@@ -223,16 +224,15 @@ def _mask_check(
     chosen = load_policy(policy)
     config, checkpoint = read_config(ours.directory), Checkpoint(ours.directory)
     masks = ours.masks(chosen)
-    check_service(
-        channel,
+    check = ServiceCheck(
         config,
         checkpoint,
         load_tee_model(config, checkpoint, torch.float32),
         arithmetic=chosen.arithmetic,
         key=FeatureKey.load(masks.key) if masks.key else None,
         linear=linear or linear_digest(config, checkpoint),
-        timeout_s=1.0,
     )
+    check.verify(channel.endpoint, channel.call(InitRequest()).response)
 
 
 @pytest.mark.parametrize("name", builtin_policies())
@@ -311,16 +311,46 @@ def test_linear_weights_are_compared_with_those_that_the_scales_belong_to(
         _mask_check(model, LoopbackChannel(model.directory), "shielded", linear="1" * 64)
 
 
-def test_the_message_limit_of_the_service_is_kept_to(saved_model: Models) -> None:
-    model, limits = saved_model("llama"), []
+@pytest.mark.parametrize(
+    ("held", "asked", "fits"),
+    [
+        ((0, 2), None, True),
+        ((0, 2), (1, 1), True),
+        ((1, 2), (1, 2), True),
+        ((1, 2), None, False),
+        ((1, 1), (1, 2), False),
+        ((0, 1), (0, 2), False),
+    ],
+)
+def test_a_service_must_hold_the_layers_that_it_is_asked_for(
+    saved_model: Models, held: tuple[int, int], asked: tuple[int, int] | None, fits: bool
+) -> None:
+    directory = saved_model("llama").directory
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    check = ServiceCheck(config, checkpoint, load_tee_model(config, checkpoint, torch.float32))
+    reply = LyingChannel(directory, layers=held).call(InitRequest()).response
+    if fits:
+        assert check.verify("there", reply, asked) is reply
+        return
+    with pytest.raises(ModelMismatchError) as caught:
+        check.verify("there", reply, asked)
+    first, last = asked or (0, 2)
+    assert caught.value.where == "model at there: layers"
+    assert caught.value.got == f"{held[0]}-{held[1]}"
+    assert caught.value.expected.startswith(f"{first}-{last}, ")
 
-    class Limited(LyingChannel):
-        def limit_messages(self, max_message_bytes: int) -> None:
-            limits.append(max_message_bytes)
 
-    _mask_check(model, Limited(model.directory, max_message_bytes=4096), "shielded")
-    assert limits == [4096]
-    # Not before everything else was right.
-    with pytest.raises(ModelMismatchError):
-        _mask_check(model, Limited(model.directory, linear_digest="0" * 64), "shielded")
-    assert limits == [4096]
+def test_digests_are_computed_once_for_all_connections(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = saved_model("llama").directory
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    check = ServiceCheck(config, checkpoint, load_tee_model(config, checkpoint, torch.float32))
+    reply = LoopbackChannel(directory).call(InitRequest()).response
+
+    def again(*_: object) -> str:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr("tee_side.handshake.model_digest", again)
+    for _ in range(2):
+        check.verify("there", reply)

@@ -134,7 +134,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
             super().__init__(held[endpoint])
             self.endpoint = endpoint
 
-    monkeypatch.setattr("tee_side.runner.open_channel", Connected)
+    monkeypatch.setattr("tee_side.runner.open_connection", Connected)
     return held
 
 
@@ -194,8 +194,6 @@ def test_endpoints_that_the_policy_has_no_use_for_are_not_connected_to(
     saved_model: Models, loopback: dict[str, Path]
 ) -> None:
     settings = _offloading(saved_model("llama"), "quantized-clear", loopback)
-    with Runner(replace(settings, gpu=(*settings.gpu, "tcp://nobody:1"))) as runner:
-        _generate(runner)
     tee_only = load_policy("tee-only")
     stays = replace(settings, policy=tee_only, gpu=("tcp://nobody:1",), masks=MaskSettings())
     with Runner(stays) as runner:

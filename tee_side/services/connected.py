@@ -1,0 +1,123 @@
+"""All services of a run: connected, checked, and found by layer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from protocol.channel import Channel, Traffic
+from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
+from tee_side.services.member import Dialling, Member, Roster
+from tee_side.services.plan import ReplicaGroup
+from tee_side.services.replicas import TURN_S, Replicas
+
+log = logging.getLogger("tee_side")
+
+# How long a start waits for services that others stand in for.
+_GRACE_S = 1.0
+
+
+class Services:
+    """The services of a run, once `connect` has found them.
+
+    `groups`: of `plan_services`; none where nothing leaves the TEE. Share i of a layer goes to the
+    group that was planned for it and to nobody else, whatever fails. `traffic`: of all of them.
+    """
+
+    def __init__(self, groups: Sequence[ReplicaGroup], num_layers: int, dialling: Dialling) -> None:
+        self.traffic = Traffic()
+        self._dialling = dialling
+        roster = Roster()
+        self._groups = tuple(self._replicas(group, roster) for group in groups)
+        shares = range(1, 1 + max((group.share for group in groups), default=0))
+        self._at: tuple[tuple[Channel, ...], ...] = tuple(
+            tuple(
+                channel
+                for share in shares
+                for group, channel in zip(groups, self._groups, strict=True)
+                if group.share == share and group.first <= layer <= group.last
+            )
+            for layer in range(num_layers)
+        )
+
+    def _replicas(self, group: ReplicaGroup, roster: Roster) -> Replicas:
+        members = [
+            Member(endpoint, group, self._dialling, roster, self.traffic)
+            for endpoint in group.endpoints
+        ]
+        return Replicas(
+            members,
+            timeout_s=self._dialling.timeout_s,
+            traffic=self.traffic,
+            on_barred=self._bar_everywhere,
+        )
+
+    def at(self, layer: int) -> tuple[Channel, ...]:
+        """Return the channels of a layer, one for each share."""
+        return self._at[layer]
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect to all, and check what they hold before anything secret is sent.
+
+        A service that is not there is left out, with a warning, where another stands in for it.
+        Raises ModelMismatchError, ReplyError, ProtocolError, SettingsError (one process with two
+        shares) whoever stands in, and where nobody does DeadlineExceededError or EndpointError.
+        """
+        deadline = time.monotonic() + timeout_s
+        grace = deadline
+        while missing := [
+            (group, member)
+            for group in self._groups
+            for member in group.members
+            if member.line is None
+        ]:
+            enough = all(group.is_ready for group in self._groups)
+            if enough:
+                grace = min(grace, time.monotonic() + _GRACE_S)
+            until = grace if enough else deadline
+            if time.monotonic() >= until:
+                break
+            for group, member in missing:
+                turn = time.monotonic() + TURN_S
+                group.knock(member, until if len(missing) == 1 else min(until, turn))
+                if member.barred is not None:
+                    raise member.barred
+                if isinstance(member.error, EndpointError) and len(group.members) == 1:
+                    raise member.error
+        for group in self._groups:
+            if not group.is_ready:
+                raise _nobody(group, timeout_s)
+        for _, member in missing:
+            fields = {"endpoint": member.endpoint, "detail": _brief(member.error)}
+            log.warning("service_missing", extra={"fields": fields})
+
+    def close(self) -> None:
+        """Disconnect from all."""
+        for group in self._groups:
+            group.close()
+
+    def _bar_everywhere(self, instance: str, error: TsqpError) -> None:
+        for group in self._groups:
+            group.bar_instance(instance, error)
+
+
+def _brief(error: TsqpError | None) -> str:
+    return "no answer yet" if error is None else str(error)
+
+
+def _nobody(group: Replicas, timeout_s: float) -> TsqpError:
+    errors = [(member.endpoint, member.error) for member in group.members]
+    for _, error in errors:
+        if error is not None and len(errors) == 1 and not isinstance(error, DeadlineExceededError):
+            return error
+    each = "; ".join(
+        f"{endpoint}: {error.got}"
+        for endpoint, error in errors
+        if error is not None and not isinstance(error, DeadlineExceededError)
+    )
+    return DeadlineExceededError(
+        " and ".join(endpoint for endpoint, _ in errors),
+        got=f"no reply to Init within {timeout_s:g} s" + (f" ({each})" if each else ""),
+        expected="a gpu-service that answers there",
+    )

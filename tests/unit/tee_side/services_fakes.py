@@ -1,0 +1,207 @@
+"""Services that are lost, refuse and come back as a test says, without processes or sockets."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from protocol.channel import Exchange, Traffic
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    ServiceError,
+    TsqpError,
+    VerificationError,
+)
+from protocol.link import Link
+from protocol.messages import InitRequest, LMHeadRequest, Request, Response, TensorReply
+from protocol.pending import OversizedRequestError
+from protocol.tensors import from_torch
+from tee_side.services.connected import Services
+from tee_side.services.member import Dialling
+from tee_side.services.plan import ReplicaGroup
+
+
+@dataclass
+class FakeInit:
+    """What `verify` reads of an Init reply."""
+
+    instance_id: str
+    max_message_bytes: int = 2**20
+
+
+@dataclass
+class FakeService:
+    """A service. `answers`: what it does with requests one after another, then it answers well.
+
+    An error is raised by `wait`; "lost" ends the connection, "lost at submit" before sending.
+    `held`: what its Init reply is checked to be; an error is what the check finds.
+    """
+
+    endpoint: str
+    instance: str = ""
+    up: bool = True
+    answers: deque[TsqpError | str] = field(default_factory=deque)
+    held: TsqpError | None = None
+    max_message_bytes: int = 2**20
+    got: list[Request] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    connections: int = 0
+    comes_back: float = float("inf")
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is there, or has come back by now."""
+        return self.up or time.monotonic() >= self.comes_back
+
+
+class FakeConnection:
+    """One connection to a `FakeService`."""
+
+    def __init__(self, service: FakeService) -> None:
+        self.endpoint = service.endpoint
+        self.traffic = Traffic()
+        self.service = service
+        self.limit = 2**40
+        self.closed = False
+        self.one_connection = False
+        self._last_id = 0
+        self._waiting: dict[int, Request] = {}
+        self._lost = False
+        service.connections += 1
+
+    def use_one_connection(self) -> None:
+        self.one_connection = True
+
+    def limit_messages(self, max_message_bytes: int) -> None:
+        self.limit = min(self.limit, max_message_bytes)
+
+    def submit(
+        self,
+        request: Request,
+        timeout_s: float | None = None,
+        *,
+        send_within_s: float | None = None,
+    ) -> int:
+        assert not self.closed
+        assert self.one_connection
+        service = self.service
+        if isinstance(request, InitRequest):
+            service.events.append("Init")
+            if not service.is_up:
+                raise DeadlineExceededError(self.endpoint, got="nobody", expected="somebody")
+        else:
+            if request.hidden_states.payload_bytes > self.limit:
+                raise OversizedRequestError(
+                    self.endpoint, got="more", expected="less", code=ErrorCode.LIMIT_EXCEEDED
+                )
+            if self._lost or (service.answers and service.answers[0] == "lost at submit"):
+                if service.answers and service.answers[0] == "lost at submit":
+                    service.answers.popleft()
+                raise lost(self.endpoint)
+            service.got.append(request)
+            service.events.append("request")
+        self._last_id += 1
+        self._waiting[self._last_id] = request
+        return self._last_id
+
+    def arrived(self, request_id: int, until: float = 0.0) -> bool:
+        if isinstance(self._waiting[request_id], InitRequest):
+            return True
+        if self._lost:
+            raise lost(self.endpoint)
+        return not self.service.answers
+
+    def wait(self, request_id: int) -> Exchange:
+        request = self._waiting.pop(request_id)
+        if self._lost:
+            raise lost(self.endpoint)
+        if isinstance(request, InitRequest):
+            response: Any = FakeInit(self.service.instance or self.endpoint)
+        else:
+            if self.service.answers:
+                self._answer(self.service.answers.popleft())
+            response = TensorReply(output=request.hidden_states)
+        self.traffic.round_trips += 1
+        return Exchange(response, 1, 1, 0, 0, 0, None, 0, self.endpoint)
+
+    def _answer(self, answer: TsqpError | str) -> None:
+        if answer == "lost":
+            self._lost = True
+            raise lost(self.endpoint)
+        if isinstance(answer, BaseException):
+            raise answer
+        assert answer == "good"
+
+    def abandon(self, request_id: int) -> None:
+        self._waiting.pop(request_id, None)
+
+    def close(self) -> None:
+        self.closed = True
+        self._lost = True
+
+
+@dataclass
+class World:
+    """Some services, and what a runner has of them."""
+
+    services: dict[str, FakeService] = field(default_factory=dict)
+    opened: list[FakeConnection] = field(default_factory=list)
+    made: list[Services] = field(default_factory=list)
+    link: Link | None = None
+
+    def add(self, *names: str, **settings: Any) -> list[FakeService]:
+        """Let there be services."""
+        for name in names:
+            self.services[name] = FakeService(name, **settings)
+        return [self.services[name] for name in names]
+
+    def open(self, endpoint: str) -> FakeConnection:
+        """Connect."""
+        connection = FakeConnection(self.services[endpoint])
+        self.opened.append(connection)
+        return connection
+
+    def verify(self, endpoint: str, reply: Response, layers: tuple[int, int]) -> Any:
+        """Check an Init reply."""
+        service = self.services[endpoint]
+        if service.held is not None:
+            raise service.held
+        reply.max_message_bytes = service.max_message_bytes  # type: ignore[union-attr]
+        return reply
+
+    def connect(self, *groups: ReplicaGroup, layers: int = 1, timeout_s: float = 5.0) -> Services:
+        """Return connected services."""
+        made = Services(groups, layers, Dialling(self.open, self.verify, self.link, timeout_s))
+        self.made.append(made)
+        made.connect(1.0)
+        return made
+
+    def replicas(self, *names: str, timeout_s: float = 5.0) -> Any:
+        """Return the channel over services that stand in for each other."""
+        return self.connect(ReplicaGroup(1, 0, 0, names), timeout_s=timeout_s).at(0)[0]
+
+
+def lost(endpoint: str) -> EndpointError:
+    """Return what a lost connection is."""
+    return EndpointError(endpoint, got="a lost connection", expected="a service")
+
+
+def service_error(code: ErrorCode) -> ServiceError:
+    """Return what an error reply is."""
+    return ServiceError("LMHead at somewhere", code=code)
+
+
+def wrong() -> VerificationError:
+    """Return what a wrong result is."""
+    return VerificationError("down_proj", got="a wrong product", expected="x W")
+
+
+def ask(value: float = 1.0, elements: int = 4) -> LMHeadRequest:
+    """Return a request that is its own answer."""
+    return LMHeadRequest(hidden_states=from_torch(torch.full((elements,), value)))

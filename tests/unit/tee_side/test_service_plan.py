@@ -1,0 +1,221 @@
+"""`--gpu`: what a person may write, and what two of them must not say together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_side.operators import Operators
+from gpu_side.weights import load_weights
+from protocol.encoding import Form, encode_reply
+from protocol.errors import EndpointError, SettingsError
+from protocol.messages import InitReply, InitRequest, Timing
+from protocol.model.config import read_config
+from tee_side.policy import LayerRange, load_policy
+from tee_side.reply_size import init_reply_bytes, largest_reply
+from tee_side.services.plan import ReplicaGroup, ServiceSpec, assign_shares, plan_services
+from tests.support import SavedModel
+
+A, B, C, D = (f"tcp://{name}:1" for name in "abcd")
+
+
+def _specs(*texts: str) -> list[ServiceSpec]:
+    return [ServiceSpec.parse(text) for text in texts]
+
+
+def _plan(policy: str, layers: int, *texts: str) -> tuple[ReplicaGroup, ...]:
+    return plan_services(_specs(*texts), load_policy(policy), layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        (A, ServiceSpec(A)),
+        (f"{A}=0-7", ServiceSpec(A, LayerRange(0, 7))),
+        (f"{A}=8-", ServiceSpec(A, LayerRange(8, None))),
+        (f"{A}=3", ServiceSpec(A, LayerRange(3, 3))),
+        (f"{A},share=2", ServiceSpec(A, None, 2)),
+        (f"{A}=8-15,share=1", ServiceSpec(A, LayerRange(8, 15), 1)),
+        ("tcp://[::1]:5=0-1", ServiceSpec("tcp://[::1]:5", LayerRange(0, 1))),
+        ("vsock://2:5=0-1", ServiceSpec("vsock://2:5", LayerRange(0, 1))),
+        # A path may hold what looks like the rest.
+        ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
+        ("unix:///run/a=1/s=2-3", ServiceSpec("unix:///run/a=1/s", LayerRange(2, 3))),
+        ("ipc://@name=0-,share=1", ServiceSpec("ipc://@name", LayerRange(0, None), 1)),
+    ],
+)
+def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
+    assert ServiceSpec.parse(text) == spec
+    assert str(spec) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{A}=",
+        f"{A}=a",
+        f"{A}=-3",
+        f"{A}=1-2-3",
+        f"{A}=5-3",
+        f"{A}=99999",
+        f"{A},share=3",
+        f"{A},share=0",
+        f"{A},share=",
+        f"{A},share=1=0-7",
+        "unix:///s,share",
+        f"{A},x=1",
+        "unix:///s,share=3",
+        "unix:///s=5-3",
+    ],
+)
+def test_what_may_not(text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        ServiceSpec.parse(text)
+    assert caught.value.where == "--gpu"
+    assert caught.value.got == repr(text)
+
+
+@pytest.mark.parametrize("text", ["", "host:1", "http://a:1", "tcp://a", "=0-7", "tcp://a:0"])
+def test_what_is_no_endpoint(text: str) -> None:
+    with pytest.raises(EndpointError):
+        ServiceSpec.parse(text)
+
+
+def test_the_same_layers_stand_in_for_each_other() -> None:
+    assert _plan("shielded", 4, A, B) == (ReplicaGroup(1, 0, 3, (A, B)),)
+    # However they are written.
+    assert _plan("shielded", 4, f"{A}=0-3", B, f"{C}=0-,share=1") == (
+        ReplicaGroup(1, 0, 3, (A, B, C)),
+    )
+
+
+def test_layers_are_spread_in_order() -> None:
+    assert _plan("tsqp", 16, f"{A}=8-", f"{B}=0-7", f"{C}=8-15", f"{D}=0-7") == (
+        ReplicaGroup(1, 0, 7, (B, D)),
+        ReplicaGroup(1, 8, 15, (A, C)),
+    )
+
+
+def test_shares_take_turns_or_are_said() -> None:
+    alternating = (ReplicaGroup(1, 0, 3, (A, C)), ReplicaGroup(2, 0, 3, (B, D)))
+    assert _plan("two-server", 4, A, B, C, D) == alternating
+    said = [f"{D},share=2", f"{A},share=1", f"{C},share=1", f"{B},share=2"]
+    assert _plan("two-server", 4, *said) == (
+        ReplicaGroup(1, 0, 3, (A, C)),
+        ReplicaGroup(2, 0, 3, (D, B)),
+    )
+    # Within the same layers; and a share may be spread otherwise than the other.
+    assert _plan("two-server", 4, f"{A}=0-1", f"{B}=2-", f"{C}=0-1", f"{D}=2-") == (
+        ReplicaGroup(1, 0, 1, (A,)),
+        ReplicaGroup(1, 2, 3, (B,)),
+        ReplicaGroup(2, 0, 1, (C,)),
+        ReplicaGroup(2, 2, 3, (D,)),
+    )
+    assert _plan("two-server", 4, f"{A}=0-1,share=1", f"{B}=2-,share=1", f"{C},share=2") == (
+        ReplicaGroup(1, 0, 1, (A,)),
+        ReplicaGroup(1, 2, 3, (B,)),
+        ReplicaGroup(2, 0, 3, (C,)),
+    )
+
+
+def test_a_policy_of_which_nothing_leaves_uses_none() -> None:
+    assert _plan("tee-only", 4, A) == ()
+
+
+@pytest.mark.parametrize(
+    ("policy", "texts", "got", "expected"),
+    [
+        ("tsqp", [], "no endpoint", "1, because policy tsqp uses a gpu-service"),
+        ("two-server", [A], "1 endpoints", "2, because policy two-server uses 2"),
+        ("tsqp", [A, A], f"{A} twice", "each service once"),
+        ("tsqp", [f"{A}=0-7", f"{A}=8-"], f"{A}=0-7 and {A}=8-, one and the", "each service once"),
+        ("two-server", [A, A], f"{A} twice", "two that do not collude"),
+        ("two-server", [f"{A},share=1", f"{A},share=2"], f"{A},share=1 and {A},share=2", "collude"),
+        ("two-server", [f"{A},share=1", B], f"{A},share=1 and {B}", "share= for all of them"),
+        ("two-server", [f"{A},share=1", f"{B},share=1"], "nobody for share 2 beside", "2, because"),
+        ("tsqp", [f"{A},share=2"], f"{A},share=2", "no share: policy tsqp uses one"),
+        ("tsqp", [f"{A}=0-16"], f"{A}=0-16", "layers within 0-15"),
+        ("tsqp", [f"{A}=16-"], f"{A}=16-", "layers within 0-15"),
+        ("tsqp", [f"{A}=0-8", f"{B}=8-"], f"{A}=0-8 and {B}=8-, which overlap", "none in common"),
+        ("tsqp", [A, f"{B}=3"], f"{A} and {B}=3, which overlap", "the same layers"),
+        (
+            "tsqp",
+            [f"{A}=0-6", f"{B}=8-"],
+            f"nobody for layers 7, between {A}=0-6 and {B}=8-",
+            "each of the layers 0-15",
+        ),
+        (
+            "tsqp",
+            [f"{A}=2-"],
+            f"nobody for layers 0-1, between the model's first layer and {A}",
+            "",
+        ),
+        ("tsqp", [f"{A}=0-9"], f"nobody for layers 10-15, between {A}=0-9 and the model's end", ""),
+        (
+            "two-server",
+            [f"{A}=0-7,share=1", f"{B}=8-,share=1", f"{C}=0-7,share=2"],
+            f"nobody for layers 8-15, between {C}=0-7,share=2 and the model's end",
+            "for each share",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_naming_both(
+    policy: str, texts: list[str], got: str, expected: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        _plan(policy, 16, *texts)
+    assert caught.value.where == "--gpu"
+    assert caught.value.got.startswith(got)
+    assert expected in caught.value.expected
+
+
+def test_shares_are_known_before_the_model_is() -> None:
+    specs = assign_shares(_specs(A, B, C), load_policy("two-server"))
+    assert [spec.share for spec in specs] == [1, 2, 1]
+
+
+# ---------------------------------------------------------------------------- size of replies
+
+
+@pytest.fixture
+def model_directory(saved_model: Callable[..., SavedModel]) -> Path:
+    return saved_model("llama").directory
+
+
+@pytest.mark.parametrize(
+    ("policy", "elements", "itemsize"),
+    [
+        ("quantized-clear", 2 * 96, 4),  # gate and up side by side
+        ("attention-in-tee", 2 * 96, 2),
+        ("tsqp", 6 * 256, 2),  # scores: heads times positions
+    ],
+)
+def test_the_largest_reply_follows_from_policy_and_model(
+    model_directory: Path, policy: str, elements: int, itemsize: int
+) -> None:
+    config = read_config(model_directory)
+    size = largest_reply(load_policy(policy), config, 100, torch.bfloat16)
+    assert size == max(100 * elements * itemsize, init_reply_bytes(config)) + 16 * 1024
+
+
+def test_an_init_reply_of_many_layers_fits(model_directory: Path) -> None:
+    """The framed reply itself, all frames, of a model with more norms than anything else."""
+    layers = 400
+    config = read_config(model_directory)
+    weights = load_weights(model_directory, device=torch.device("cpu"), dtype=torch.float32)
+    reply = Operators(weights, 2**29).apply(InitRequest()).response
+    assert isinstance(reply, InitReply)
+    norms = {
+        f"layer_{n}_{kind}": reply.norm_weights["final_norm"]
+        for n in range(layers)
+        for kind in ("input_layernorm", "post_attention_layernorm")
+    }
+    large = reply.model_copy(update={"norm_weights": norms | reply.norm_weights})
+    frames = encode_reply(Form.FRAMED, 1, "Init", large, Timing(queue_us=1, compute_us=1))
+    size = sum(len(frame) for frame in frames)
+    assert (
+        size < init_reply_bytes(config.model_copy(update={"num_hidden_layers": layers})) + 16 * 1024
+    )

@@ -1,0 +1,536 @@
+"""Services that stand in for each other: who is asked, what is sent again, and what is raised."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    KeyFileError,
+    ModelMismatchError,
+    ProtocolError,
+    ReplyError,
+    ServiceError,
+    SettingsError,
+    TsqpError,
+    VerificationError,
+)
+from protocol.link import Link
+from protocol.pending import OversizedRequestError
+from tee_side.services.plan import ReplicaGroup
+from tests.unit.tee_side.services_fakes import World, ask, service_error, wrong
+
+PASSING = [
+    ErrorCode.QUEUE_FULL,
+    ErrorCode.DEADLINE_EXCEEDED,
+    ErrorCode.SHUTTING_DOWN,
+    ErrorCode.UNAVAILABLE,
+    ErrorCode.INTERNAL,
+    ErrorCode.MALFORMED_MESSAGE,
+]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    for services in made.made:
+        services.close()
+    assert all(connection.closed for connection in made.opened)
+
+
+def mismatch() -> ModelMismatchError:
+    return ModelMismatchError("model at b: model_digest", got="other", expected="ours")
+
+
+# ------------------------------------------------------------------------------- a healthy run
+
+
+def test_a_healthy_run_asks_one_service_alone(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    for value in range(5):
+        exchange = replicas.call(ask(value))
+        assert exchange.endpoint == "a"
+    assert len(a.got) == 5
+    assert not b.got
+    assert (a.connections, b.connections) == (1, 1)
+    assert replicas.traffic.round_trips == 5 + 2
+
+
+def test_unknown_ids_are_a_mistake_and_abandoned_ones_are_forgotten(world: World) -> None:
+    world.add("a")
+    replicas = world.replicas("a")
+    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
+    replicas.abandon(first)
+    replicas.abandon(12345)
+    with pytest.raises(KeyError):
+        replicas.wait(first)
+    replicas.wait(second)
+    with pytest.raises(KeyError):
+        replicas.wait(second)
+
+
+def test_the_smallest_message_limit_holds_for_all(world: World) -> None:
+    (a,) = world.add("a")
+    (b,) = world.add("b", max_message_bytes=100)
+    replicas = world.replicas("a", "b")
+    with pytest.raises(OversizedRequestError):
+        replicas.submit(ask(elements=26))
+    replicas.call(ask(elements=25))
+    # One that comes back may have become smaller; then the others get no more, either.
+    b.max_message_bytes, b.answers = 40, deque(["lost"])
+    a.answers = deque(["lost"])
+    replicas.call(ask(elements=10))
+    a.answers, a.up = deque(["lost"]), False
+    assert replicas.call(ask(elements=10)).endpoint == "b"
+    b.answers, b.up, a.up = deque(["lost"]), False, True
+    assert replicas.call(ask(elements=10)).endpoint == "a"
+    with pytest.raises(OversizedRequestError):
+        replicas.submit(ask(elements=11))
+
+
+# ------------------------------------------------------------------------------------ failover
+
+
+@pytest.mark.parametrize("fault", ["lost", "lost at submit"])
+def test_a_lost_service_costs_a_resend_of_the_same_request(world: World, fault: str) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([fault])
+    request = ask(3)
+    assert replicas.call(request).endpoint == "b"
+    assert b.got == [request]
+    assert b.got[0] is request  # these very tensors
+    # From now on it is asked first, though the other may be back.
+    assert replicas.call(ask(4)).endpoint == "b"
+    assert replicas.endpoint == "b"
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_an_error_reply_is_asked_elsewhere(world: World, code: ErrorCode) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([service_error(code)])
+    assert replicas.call(ask()).endpoint == "b"
+    assert len(a.got) == len(b.got) == 1
+
+
+def test_all_that_was_in_flight_is_sent_again_in_order(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque(["lost"])
+    requests = [ask(value) for value in range(6)]
+    ids = [replicas.submit(request) for request in requests]
+    for request, request_id in zip(requests, ids, strict=True):
+        exchange = replicas.wait(request_id)
+        assert exchange.endpoint == "b"
+        assert exchange.response.output is request.hidden_states
+    assert b.got == requests
+
+
+def test_what_had_arrived_before_the_loss_is_not_asked_again(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
+    a.answers = deque([service_error(ErrorCode.INTERNAL)])
+    replicas.wait(first)
+    assert replicas.wait(second).endpoint == "a"
+    assert len(b.got) == 1
+
+
+def test_a_service_that_shuts_down_answers_what_it_has_and_gets_nothing_new(world: World) -> None:
+    a, _ = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([service_error(ErrorCode.SHUTTING_DOWN), "good"])
+    ids = [replicas.submit(ask(value)) for value in range(2)]
+    assert replicas.wait(ids[0]).endpoint == "b"
+    assert not world.opened[0].closed
+    third = replicas.submit(ask(2))
+    assert replicas.wait(ids[1]).endpoint == "a"
+    assert world.opened[0].closed  # nothing is left to come
+    assert replicas.wait(third).endpoint == "b"
+    assert len(a.got) == 2
+
+
+def test_a_full_queue_is_asked_again_where_nobody_else_is(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque([service_error(ErrorCode.QUEUE_FULL)] * 4)
+    replicas.call(ask())
+    assert len(a.got) == 5
+
+
+def test_a_full_queue_until_the_deadline_is_a_deadline_exceeded(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque([service_error(ErrorCode.QUEUE_FULL)] * 10_000)
+    with pytest.raises(DeadlineExceededError) as caught:
+        replicas.call(ask(), 0.1)
+    assert caught.value.got == "no reply within 0.1 s (a: error reply QUEUE_FULL)"
+    # It is asked less and less often.
+    assert 2 <= len(a.got) <= 6
+
+
+def test_a_lone_service_that_comes_back_is_asked_after_a_new_handshake(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers, a.up, a.comes_back = deque(["lost"]), False, time.monotonic() + 0.1
+    request = ask(7)
+    assert replicas.call(request).endpoint == "a"
+    assert a.got == [request, request]
+    assert a.connections >= 2
+    # Nothing is sent over a connection on which the handshake has not been made.
+    assert a.events[:2] == ["Init", "request"]
+    assert a.events[-2:] == ["Init", "request"]
+    assert set(a.events[2:-2]) <= {"Init"}
+
+
+def test_a_lone_service_that_stays_away_is_one_error_at_the_deadline(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers, a.up = deque(["lost"]), False
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError) as caught:
+        replicas.call(ask(), 0.2)
+    assert 0.2 <= time.monotonic() - started < 1.2
+    assert caught.value.where == "LMHead at a"
+    assert caught.value.got == "no reply within 0.2 s (a: a lost connection)"
+    assert caught.value.retryable
+
+
+def test_what_each_of_several_said_is_one_line(world: World) -> None:
+    a, b, c = world.add("a", "b", "c")
+    replicas = world.replicas("a", "b", "c")
+    a.answers = deque([service_error(ErrorCode.INTERNAL)])
+    b.answers = deque([service_error(ErrorCode.UNAVAILABLE)])
+    c.answers = deque([ReplyError("c", got="Linear", expected="LMHead")])
+    with pytest.raises(ReplyError) as caught:
+        replicas.call(ask())
+    assert str(caught.value) == (
+        "LMHead at a and b and c: got a: error reply INTERNAL; b: error reply UNAVAILABLE;"
+        " c: Linear, expected one of them that answers"
+    )
+    # Each was asked once: what a service refuses it refuses again.
+    assert [len(one.got) for one in (a, b, c)] == [1, 1, 1]
+
+
+def test_an_error_of_all_of_them_keeps_its_code(world: World) -> None:
+    services = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    for service in services:
+        service.answers = deque([service_error(ErrorCode.INVALID_FIELD)])
+    with pytest.raises(ServiceError) as caught:
+        replicas.call(ask())
+    assert caught.value.code is ErrorCode.INVALID_FIELD
+
+
+def test_a_refusal_is_about_one_request(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque([service_error(ErrorCode.INTERNAL)])
+    with pytest.raises(ServiceError, match="INTERNAL"):
+        replicas.call(ask())
+    replicas.call(ask())
+
+
+def test_a_service_that_is_silent_is_asked_again_only_after_a_handshake(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([DeadlineExceededError("a", got="no reply", expected="one")])
+    with pytest.raises(DeadlineExceededError):
+        replicas.call(ask(), 0.0)
+    assert replicas.call(ask()).endpoint == "b"
+    b.answers, b.up = deque(["lost"]), False
+    assert replicas.call(ask()).endpoint == "a"
+    assert a.events == ["Init", "request", "Init", "request"]
+
+
+def test_the_wall_clock_may_jump(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    jumps = iter(range(10**6))
+    monkeypatch.setattr(time, "time", lambda: float((-1) ** next(jumps) * 10**9))
+    a.answers = deque([service_error(ErrorCode.QUEUE_FULL)])
+    replicas.call(ask(), 2.0)
+    a.answers, a.up = deque(["lost"]), False
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        replicas.call(ask(), 0.1)
+    assert 0.1 <= time.monotonic() - started < 1.1
+
+
+def test_a_modelled_link_lies_over_each_of_them(world: World) -> None:
+    world.link = Link(gbps=None, rtt_us=2000.0)
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque(["lost"])
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    for request_id in ids:
+        exchange = replicas.wait(request_id)
+        assert exchange.endpoint == "b"
+        assert exchange.elapsed_ns >= 2_000_000
+    assert len(b.got) == 3
+    assert replicas.traffic.round_trips == 3 + 2
+
+
+def test_a_key_file_of_our_own_is_no_fault_of_a_service(world: World) -> None:
+    (a,) = world.add("a")
+    a.held = KeyFileError("a.key", got="mode 0644", expected="0600")
+    with pytest.raises(KeyFileError):
+        world.replicas("a")
+
+
+# --------------------------------------------------------------------------------- quarantine
+
+
+def test_a_wrong_result_ends_a_service_for_the_rest_of_the_run(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    request = ask()
+    exchange = replicas.call(request)
+    replicas.distrust(exchange, wrong())
+    assert replicas.call(request).endpoint == "b"
+    b.answers, b.up, a.up = deque(["lost"]), False, True
+    with pytest.raises(DeadlineExceededError) as caught:
+        replicas.call(request, 0.1)
+    assert "a: a wrong product; b: a lost connection" in caught.value.got
+    assert len(a.got) == 1
+
+
+def test_what_a_liar_said_of_other_requests_is_not_used(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    replicas.distrust(replicas.wait(ids[0]), wrong())
+    assert [replicas.wait(request_id).endpoint for request_id in ids[1:]] == ["b", "b"]
+    assert len(a.got) == 3
+    assert len(b.got) == 2
+
+
+def test_the_last_one_that_lies_is_the_error_itself(world: World) -> None:
+    world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    replicas.distrust(replicas.call(ask()), wrong())
+    error = wrong()
+    with pytest.raises(VerificationError) as caught:
+        replicas.distrust(replicas.call(ask()), error)
+    assert caught.value is error
+    with pytest.raises(VerificationError, match="a: a wrong product; b: a wrong product"):
+        replicas.submit(ask())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ProtocolError("reply", got="x", expected="y", code=ErrorCode.MALFORMED_MESSAGE),
+        ReplyError("reply", got="Linear", expected="LMHead"),
+    ],
+    ids=["bytes", "operator"],
+)
+def test_bad_bytes_end_a_service_for_the_rest_of_the_run(world: World, error: TsqpError) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([error])
+    assert replicas.call(ask()).endpoint == "b"
+    b.answers = deque(["lost"])
+    assert replicas.call(ask()).endpoint == "b"
+    assert a.connections == 1
+
+
+def test_a_service_that_comes_back_with_another_model_is_refused(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers, a.held = deque(["lost"]), mismatch()
+    with pytest.raises(ModelMismatchError, match="model_digest"):
+        replicas.call(ask())
+    assert a.events == ["Init", "request", "Init"]
+    # Also when it has the right one again: it may have anything the next time.
+    a.held = None
+    with pytest.raises(ModelMismatchError):
+        replicas.call(ask())
+
+
+def test_a_liar_is_known_by_its_own_name_at_another_endpoint_and_in_other_layers(
+    world: World,
+) -> None:
+    world.add("a", "also-a", instance="one")
+    world.add("b", "c")
+    services = world.connect(
+        ReplicaGroup(1, 0, 0, ("a", "b")), ReplicaGroup(1, 1, 1, ("also-a", "c")), layers=2
+    )
+    first, second = services.at(0)[0], services.at(1)[0]
+    waiting = second.submit(ask())
+    first.distrust(first.call(ask()), wrong())
+    assert second.wait(waiting).endpoint == "c"
+    assert second.call(ask()).endpoint == "c"
+
+
+# --------------------------------------------------------------------------------------- roles
+
+
+SHARES = (ReplicaGroup(1, 0, 0, ("a", "c")), ReplicaGroup(2, 0, 0, ("b", "d")))
+
+
+def test_a_share_goes_to_its_own_services_whatever_fails(world: World) -> None:
+    services = world.add("a", "b", "c", "d")
+    first, second = world.connect(*SHARES).at(0)
+    for service in services:
+        service.answers = deque(["lost", "good", service_error(ErrorCode.SHUTTING_DOWN), "lost"])
+    for _ in range(20):
+        assert first.call(ask(1)).endpoint in ("a", "c")
+        assert second.call(ask(2)).endpoint in ("b", "d")
+    for service, share in zip(services, (ask(1), ask(2), ask(1), ask(2)), strict=True):
+        assert service.got
+        assert all(
+            bytes(r.hidden_states.data) == bytes(share.hidden_states.data) for r in service.got
+        )
+
+
+def test_one_process_with_both_shares_is_refused_at_start(world: World) -> None:
+    world.add("a", "b", instance="one")
+    with pytest.raises(SettingsError, match="a and b, one and the same"):
+        world.connect(ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(2, 0, 0, ("b",)))
+
+
+def test_a_process_that_had_one_share_never_gets_the_other(world: World) -> None:
+    a, b, _, d = world.add("a", "b", "c", "d")
+    first, second = world.connect(*SHARES).at(0)
+    # The process behind a is gone from there, and turns up where b was.
+    a.answers, a.up = deque(["lost"]), False
+    assert first.call(ask()).endpoint == "c"
+    b.answers, b.instance = deque(["lost"]), "a"
+    assert second.call(ask()).endpoint == "d"
+    d.answers, d.up = deque(["lost"]), False
+    with pytest.raises(DeadlineExceededError, match="b: a and b, one and the same"):
+        second.call(ask(), 0.2)
+    assert len(b.got) == 1
+
+
+def test_two_paths_to_one_process_may_stand_in_for_each_other(world: World) -> None:
+    a, _ = world.add("a", "b", instance="one")
+    replicas = world.replicas("a", "b")
+    a.answers = deque(["lost"])
+    assert replicas.call(ask()).endpoint == "b"
+
+
+# -------------------------------------------------------------------------------------- layers
+
+
+def test_each_layer_is_asked_where_it_is(world: World) -> None:
+    world.add("a", "b", "c")
+    services = world.connect(
+        ReplicaGroup(1, 0, 1, ("a",)),
+        ReplicaGroup(1, 2, 3, ("b",)),
+        ReplicaGroup(2, 0, 3, ("c",)),
+        layers=4,
+    )
+    asked = [[channel.call(ask()).endpoint for channel in services.at(n)] for n in range(4)]
+    assert asked == [["a", "c"], ["a", "c"], ["b", "c"], ["b", "c"]]
+
+
+# --------------------------------------------------------------------------------------- start
+
+
+def test_a_missing_replica_is_left_out_with_a_warning(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tee_side.services.connected._GRACE_S", 0.05)
+    a, b = world.add("a", "b")
+    a.up = False
+    replicas = world.replicas("a", "b")
+    (record,) = [one for one in caplog.records if one.getMessage() == "service_missing"]
+    assert record.fields["endpoint"] == "a"
+    assert replicas.call(ask()).endpoint == "b"
+    # It is used as soon as it is there and needed.
+    a.up, b.up, b.answers = True, False, deque(["lost"])
+    assert replicas.call(ask()).endpoint == "a"
+
+
+def test_nobody_there_is_a_deadline_exceeded_that_names_all(world: World) -> None:
+    world.add("a", "b", up=False)
+    with pytest.raises(DeadlineExceededError, match="a and b: got no reply to Init within 1 s"):
+        world.replicas("a", "b")
+
+
+def test_a_replica_with_another_model_is_refused_at_start(world: World) -> None:
+    _, b = world.add("a", "b")
+    b.held = mismatch()
+    with pytest.raises(ModelMismatchError):
+        world.replicas("a", "b")
+
+
+# ---------------------------------------------------------------------------------- interrupted
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque([KeyboardInterrupt()])  # type: ignore[list-item]
+    first = replicas.submit(ask(1))
+    with pytest.raises(KeyboardInterrupt):
+        replicas.wait(first)
+    with pytest.raises(KeyError):
+        replicas.wait(first)
+    assert replicas.call(ask(2)).endpoint == "a"
+    assert a.connections == 1
+
+
+def test_a_request_that_was_interrupted_on_its_way_ends_its_connection(world: World) -> None:
+    """Half of it may have been sent, and the next would be taken for the rest."""
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    waiting = replicas.submit(ask(1))
+    connection = world.opened[0]
+
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    a.answers = deque(["good"])
+    connection.submit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        replicas.submit(ask(2))
+    assert connection.closed
+    # What was in flight is asked again, over a new one.
+    assert replicas.wait(waiting).endpoint == "a"
+    assert a.connections == 2
+
+
+def test_an_interrupted_handshake_closes_its_connection(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers, a.held = deque(["lost"]), KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        replicas.call(ask())
+    a.held = None
+    assert replicas.call(ask()).endpoint == "a"
+
+
+def test_an_error_of_one_request_is_not_that_of_another(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers, a.up = deque(["lost"]), False
+    first, second = replicas.submit(ask(1), 0.05), replicas.submit(ask(2), 3.0)
+    with pytest.raises(DeadlineExceededError):
+        replicas.wait(first)
+    a.up = True
+    assert replicas.wait(second).endpoint == "a"
+
+
+def test_the_only_error_of_a_lone_service_is_its_own(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    error = ReplyError("reply", got="Linear", expected="LMHead")
+    a.answers = deque([error])
+    with pytest.raises(ReplyError) as caught:
+        replicas.call(ask())
+    assert caught.value is error
+    assert not isinstance(caught.value, EndpointError)
