@@ -195,7 +195,7 @@ def score_policy(bench: Bench, directory: Path) -> Score:
     with service(directory) as endpoint:
         channel = ZmqChannel(endpoint)
         try:
-            return bench.score(assembly.lanes([channel])[0]["prefill"])
+            return bench.score(assembly.lanes(lambda _layer: [channel])[0]["prefill"])
         finally:
             channel.close()
             assembly.close()

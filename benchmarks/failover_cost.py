@@ -37,7 +37,7 @@ import torch
 
 from protocol.channel import Channel, Exchange, Traffic
 from protocol.connect import open_connection
-from protocol.errors import EndpointError, ReplyError, SettingsError, TsqpError, VerificationError
+from protocol.errors import EndpointError, ReplyError, SettingsError, TsqpError
 from protocol.messages import (
     InitReply,
     LinearRequest,
@@ -185,7 +185,7 @@ class _AtOnce:
 
     def abandon(self, request_id: int) -> None: ...
 
-    def distrust(self, exchange: Exchange, error: VerificationError) -> None: ...
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None: ...
 
     def limit_messages(self, max_message_bytes: int) -> None: ...
 

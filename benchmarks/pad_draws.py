@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -54,14 +54,14 @@ ENDS = ("abandoned", "from outside", *SYSTEM_CALLS)
 BLOCKS = (16, 256, 1024, 1024)
 _TOTALS = struct.Struct("=QQQQ")  # as `Ledger.totals`
 # Lost tokens take an index too, a block a life at most.
-_INDICES_PER_DRAW = 4
+INDICES_PER_DRAW = 4
 
 
 class Ledger:
     """Counts in memory that parent and children share: how often each index was drawn."""
 
-    def __init__(self, draws: int) -> None:
-        self._memory = mmap.mmap(-1, _TOTALS.size + draws * _INDICES_PER_DRAW + 2**20)
+    def __init__(self, draws: int, indices_per_draw: int = INDICES_PER_DRAW) -> None:
+        self._memory = mmap.mmap(-1, _TOTALS.size + draws * indices_per_draw + 2**20)
 
     def totals(self) -> tuple[int, int, int, int]:
         """Return draws, tokens, draws that went backwards, and where the last one ended."""
@@ -84,16 +84,13 @@ class Ledger:
         return counts[_TOTALS.size :]
 
 
+# A folder with the bank, what is counted, how the life ends, when and what to draw, and until when.
+Life: TypeAlias = "Callable[[Path, Ledger, str, random.Random, int], None]"
+
+
 def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
     """Run one life to its end, in a process of its own."""
-    draws = choose.randint(1, 6000)
-    if end in SYSTEM_CALLS:
-        # Records are written one by one, everything else a few times a block.
-        countdown = choose.randint(1, 2000 if end == "pwrite" else 60)
-        _kill_at(end, countdown, after=choose.random() < 0.5)
-        draws = 6000
-    elif end == "from outside":
-        draws = 2**62
+    draws = prepare_end(end, choose)
     bank = BankFile.open(folder / "bank", **IDENTITY, block=choose.choice(BLOCKS))
     for _ in range(draws):
         if ledger.totals()[0] >= until:
@@ -108,6 +105,18 @@ def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: i
         if not torch.equal(u, r * WEIGHT):
             os._exit(3)
     os._exit(0)
+
+
+def prepare_end(end: str, choose: random.Random) -> int:
+    """See to it that a life ends so; return after how many draws it should leave by itself."""
+    if end == "from outside":
+        return 2**62
+    if end not in SYSTEM_CALLS:
+        return choose.randint(1, 6000)
+    # Records are written one by one, everything else a few times a block.
+    countdown = choose.randint(1, 2000 if end == "pwrite" else 60)
+    _kill_at(end, countdown, after=choose.random() < 0.5)
+    return 6000
 
 
 def _kill_at(name: str, countdown: int, *, after: bool) -> None:
@@ -127,20 +136,35 @@ def _kill_at(name: str, countdown: int, *, after: bool) -> None:
     setattr(os, name, call)
 
 
-def crash_and_draw(folder: Path, draws: int, seed: int) -> dict[str, Any]:
-    """Draw `draws` times over as many lives as it takes; return what was counted."""
+def crash_and_draw(
+    folder: Path,
+    draws: int,
+    seed: int,
+    *,
+    run_life: Life = live,
+    identity: dict[str, Any] | None = None,
+    indices_per_draw: int = INDICES_PER_DRAW,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Draw `draws` times over as many lives as it takes; return what was counted.
+
+    `run_life`, `identity`: another way to draw, from another bank.
+    """
+    identity = identity or IDENTITY
     choose = random.Random(seed)  # noqa: S311 - when to crash, not what to hide
-    BankFile.create(folder / "bank", **IDENTITY, capacity=CAPACITY).close()
-    ledger = Ledger(draws)
+    BankFile.create(folder / "bank", **identity, capacity=CAPACITY).close()
+    ledger = Ledger(draws, indices_per_draw)
     ends: Counter[str] = Counter()
     started = time.monotonic()
     while ledger.totals()[0] < draws:
+        if on_progress is not None:
+            on_progress(ledger.totals()[0])
         end, life = choose.choice(ENDS), random.Random(choose.random())  # noqa: S311
         delay_s = choose.uniform(0, 2)
         child = os.fork()
         if child == 0:
             try:
-                live(folder, ledger, end, life, draws)
+                run_life(folder, ledger, end, life, draws)
             finally:
                 os._exit(4)  # an error; it was printed
         if end == "from outside":
@@ -153,7 +177,7 @@ def crash_and_draw(folder: Path, draws: int, seed: int) -> dict[str, Any]:
     elapsed_s = time.monotonic() - started
     counts = ledger.counts()
     total, tokens, backwards, _ = ledger.totals()
-    with BankFile.open(folder / "bank", **IDENTITY) as bank:
+    with BankFile.open(folder / "bank", **identity) as bank:
         used = bank.status().next_index
     return {
         "draws": total,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from protocol.errors import VerificationError
+from protocol.errors import TsqpError
 from protocol.messages import Request, Response, Timing
 from protocol.tensors import Buffer
 
@@ -76,8 +76,8 @@ class Channel(Protocol):
         """Stop waiting for a submitted request; its reply is dropped. Unknown ids do nothing."""
         ...
 
-    def distrust(self, exchange: Exchange, error: VerificationError) -> None:
-        """Ask whoever sent this wrong result no more.
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """Ask whoever sent this no more: a wrong result, or one of a wrong form.
 
         Raises `error` where nobody else is left to ask; else the same request may be submitted
         again.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from protocol.channel import Channel, Exchange
 from protocol.clock import wait_until
-from protocol.errors import DeadlineExceededError, SettingsError, VerificationError
+from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
 from protocol.messages import Request
 from protocol.tensors import WireTensor
 
@@ -127,7 +127,7 @@ class ModelledLink:
         self._sent.pop(request_id, None)
         self._channel.abandon(request_id)
 
-    def distrust(self, exchange: Exchange, error: VerificationError) -> None:
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
         """See `Channel.distrust`."""
         self._channel.distrust(exchange, error)
 

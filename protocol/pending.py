@@ -21,7 +21,7 @@ from protocol.errors import (
     ProtocolError,
     ReplyError,
     ServiceError,
-    VerificationError,
+    TsqpError,
 )
 from protocol.messages import MAX_TIMEOUT_MS, REQUEST_TYPES, Request
 from protocol.tensors import Buffer
@@ -196,7 +196,7 @@ class PendingChannel(ABC):
         self._pending.pop(request_id, None)
         self._arrived.pop(request_id, None)
 
-    def distrust(self, exchange: Exchange, error: VerificationError) -> None:
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
         """See `Channel.distrust`. A channel to one service has nobody else to ask."""
         raise error
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from protocol.channel import Channel
 from protocol.errors import PolicyError, SettingsError
 from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
@@ -32,7 +31,7 @@ from tee_side.masks.mask import AdditiveMask, Cloak, Mask
 from tee_side.model import TeeModel
 from tee_side.observed import ObservedLight, ObservedRemoteOperators
 from tee_side.observer import Observer, Observers
-from tee_side.operators import Operators, PlacedOperators, place
+from tee_side.operators import Cover, Operators, PlacedOperators, cover_of, place
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
 from tee_side.pads.maker import PadMaker, held_or, read_weights
@@ -40,9 +39,13 @@ from tee_side.pads.source import PadLane, Pads, WhenOut
 from tee_side.pads.store import MemoryStore, PadStore
 from tee_side.policy import Policy
 from tee_side.randomness import Randomness
-from tee_side.remote_operators import RemoteOperators
+from tee_side.remote_operators import ChannelsAt, RemoteOperators
 from tee_side.sites import FloatSites, IntegerSites, Sites, load_biases, tensors_of
+from tee_side.verifier import Secrets, Weights, check_verifiable
 from tee_side.vocabulary import PHASES, Operator, Site
+
+# A linear operator that leaves so is computed where it goes with its bias and all.
+_ALL_THERE: Cover = (None, "none")
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
@@ -91,6 +94,7 @@ class Assembly:
         policy.check(config.num_hidden_layers)
         self._local_sites = self._sites_needed_here()
         padded = {mask: self._under(mask) for mask in policy.masks if _needs_factors(mask)}
+        check_verifiable(policy, config, checkpoint)
         self._check_settings(padded)
         checkpoint.require(light_tensors(config) | tensors_of(self._local_sites, config))
         checkpoint.refuse_extra(config)
@@ -111,7 +115,7 @@ class Assembly:
 
     def lanes(
         self,
-        channels: Sequence[Channel],
+        channels_at: ChannelsAt,
         observers: Observers | None = None,
         randomness: Randomness | None = None,
         *,
@@ -120,8 +124,9 @@ class Assembly:
     ) -> list[PlacedOperators]:
         """Build the tables for each micro-batch of a step.
 
-        `channels`: one a service. `only`: what the observers are told of, where it runs in the TEE;
-        None for everything. The first call loads the weights that stay.
+        `channels_at`: the services of each layer. `only`: what the observers are told of, where it
+        runs in the TEE; None for everything. The first call loads the weights that stay, and draws
+        what results are verified with.
         """
         randomness = randomness or Randomness()
         local, cloaks = self._local_operators, self._cloaks
@@ -132,9 +137,9 @@ class Assembly:
             told_all = told if only is None else None
             # Two lanes never draw from one stretch of pads.
             pads = {mask: found.lane() for mask, found in self.pads.items()}
-            remote: dict[Mask | None, Operators] = {
-                mask: self._remote(mask, channels, local, cloaks, pads, randomness, told_all)
-                for mask in {placement.mask: None for _, placement in self.policy.leaving()}
+            remote: dict[Cover, Operators] = {
+                cover: self._remote(cover, channels_at, local, cloaks, pads, randomness, told_all)
+                for cover in {cover_of(placement): None for _, placement in self.policy.leaving()}
             }
             light = LightOperators(eps) if told_all is None else ObservedLight(eps, told_all)
             layers = self._config.num_hidden_layers
@@ -144,27 +149,29 @@ class Assembly:
 
     def _remote(
         self,
-        mask: Mask | None,
-        channels: Sequence[Channel],
+        cover: Cover,
+        channels_at: ChannelsAt,
         local: LocalOperators,
         cloaks: Mapping[Site, Cloak] | None,
         pads: Mapping[Mask, PadLane],
         randomness: Randomness,
         observer: Observer | None,
     ) -> RemoteOperators:
+        mask, verify = cover
         sites: Sites | None = self._integers
-        if sites is None and mask is not None:
+        if sites is None and cover != _ALL_THERE:
             sites = self._floats
         drawn = pads.get(mask) if mask is not None else None
         settings: dict[str, Any] = {
             "mask": mask,
             "hide": linear_masking(mask, randomness, pads=drawn, cloaks=cloaks),
+            "verifier": None if verify == "none" else self._secrets.under(mask),
             "sites": sites,
             "randomness": randomness,
             "without_factors": local,
             "one_rpc_per_module": self.policy.one_rpc_per_module,
         }
-        given = (channels[: mask.services if mask else 1], self._config, self._model.dtype)
+        given = (channels_at, self._config, self._model.dtype)
         if observer is None:
             return RemoteOperators(*given, **settings)
         return ObservedRemoteOperators(*given, **settings, observer=observer)
@@ -213,12 +220,12 @@ class Assembly:
         return sites_under(self.policy, self._config.num_hidden_layers, mask)
 
     def _biases(self) -> dict[Site, torch.Tensor]:
-        """Read biases where the TEE adds them: for integers, and under masks."""
+        """Read biases where the TEE adds them: for integers, under masks, to what it verifies."""
         operators = [
             operator
             for operator in FUSED_MODULES
             if self.policy.arithmetic == "int8"
-            or any(p.mask is not None for p in self.policy.operators[operator])
+            or any(cover_of(p) != _ALL_THERE for p in self.policy.operators[operator])
         ]
         return load_biases(self._checkpoint, self._config, operators, self._model.dtype)
 
@@ -232,6 +239,7 @@ class Assembly:
             self._config,
             model_digest(self._config, self._checkpoint),
             self.linear_digest,
+            self._checkpoint.manifest,
         )
         # Where the directory has no linear weights: those that the scales belong to.
         self.linear_digest = calibration.linear_digest
@@ -262,6 +270,14 @@ class Assembly:
             integers=self._integers,
             held=self._held,
         )
+
+    @cached_property
+    def _secrets(self) -> Secrets:
+        # After the weights that stay have been loaded: those are not read again. From a generator
+        # of their own, which no caller chooses.
+        held = self._held if self._local_operators else {}
+        weights = Weights(self._config, self._checkpoint, self._model.dtype, held)
+        return Secrets.draw(self.policy, weights, self._integers, Randomness())
 
     @cached_property
     def _cloaks(self) -> dict[Site, Cloak] | None:

@@ -21,11 +21,17 @@ SEEN: dict[Operator, str] = {
 
 _HONEST = "results are not verified, so this holds against a service that computes honestly"
 
+_VERIFIED = "results are verified, and a service that lies is asked no more"
+
 Masking = tuple[Operator, Mask]
 
 
-def disclosure(name: str, leaving: Sequence[tuple[Operator, Mask | None]]) -> str | None:
+def disclosure(
+    name: str, leaving: Sequence[tuple[Operator, Mask | None]], *, verified: bool
+) -> str | None:
     """Say what the GPU side learns under the policy `name`, the worst first; None if nothing.
+
+    `verified`: whether the results of all of it are.
 
     Hidden states in the clear give the prompt away to whoever holds the public weights
     (vocabulary matching, arXiv 2505.18332). "Uniform random numbers" is said only of a policy
@@ -40,7 +46,7 @@ def disclosure(name: str, leaving: Sequence[tuple[Operator, Mask | None]]) -> st
         each = "each GPU service" if shared else "the GPU"
         alone = ", as long as the two do not collude" if shared else ""
         seen = f"{each} sees uniform random numbers, lengths and timing{alone}"
-        return f"policy {name}: {seen}; {_HONEST}"
+        return f"policy {name}: {seen}; {_VERIFIED if verified else _HONEST}"
     # Whatever order and company ids are sent in: those of the prompt are among them.
     ids = [(op, mask) for op, mask in masked if op == "embedding" and not mask.uniform]
     broken = [found for found in masked if found not in ids and found[1].broken]
@@ -61,7 +67,8 @@ def disclosure(name: str, leaving: Sequence[tuple[Operator, Mask | None]]) -> st
             + (" as long as the two services do not collude" if _shared(others) else "")
         )
         # Of the rest more has been said than lengths and lies could tell.
-        parts += ["lengths and timing", _HONEST] if len(parts) == 1 else []
+        if len(parts) == 1:
+            parts += ["lengths and timing", _VERIFIED if verified else _HONEST]
     return f"policy {name}: the GPU sees {'; '.join(parts)}"
 
 

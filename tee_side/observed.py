@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from protocol.channel import Exchange
+from protocol.channel import Channel, Exchange
 from protocol.messages import LinearOperator, Request
 from tee_side.light import LightOperators
 from tee_side.masks.mask import Masked
@@ -88,11 +88,18 @@ class ObservedRemoteOperators(RemoteOperators):
         return result
 
     async def _ask(
-        self, operator: Operator, layer: int | None, requests: Sequence[Request]
+        self,
+        operator: Operator,
+        layer: int | None,
+        channels: Sequence[Channel],
+        requests: Sequence[Request],
     ) -> list[Exchange]:
-        exchanges = await super()._ask(operator, layer, requests)
+        exchanges = await super()._ask(operator, layer, channels, requests)
         self._observer.exchanged(operator, layer, exchanges)
         return exchanges
+
+    def _open(self, operator: Operator, layer: int | None, *arguments: Any) -> Any:
+        return self._time(operator, layer, "verify", super()._open, operator, layer, *arguments)
 
     def _verify(self, operator: Operator, layer: int | None, *arguments: Any) -> Any:
         return self._time(operator, layer, "verify", super()._verify, operator, layer, *arguments)

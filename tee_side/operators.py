@@ -20,9 +20,12 @@ from tee_side.observed import observed_local
 from tee_side.observer import Observer
 from tee_side.pads.source import PadLane
 from tee_side.policy import Placement, Policy
-from tee_side.vocabulary import LAYERLESS, OPERATORS, PRODUCTS, Operator, Phase
+from tee_side.vocabulary import LAYERLESS, OPERATORS, PRODUCTS, Operator, Phase, Verify
 
 Tensor: TypeAlias = torch.Tensor
+
+# How something leaves: under which mask, and how its results are checked.
+Cover: TypeAlias = tuple[Mask | None, Verify]
 
 
 class Operators(Protocol):
@@ -92,7 +95,7 @@ def place(
     policy: Policy,
     layers: int,
     local: Operators,
-    remote: Mapping[Mask | None, Operators],
+    remote: Mapping[Cover, Operators],
     light: LightOperators,
     observer: Observer | None = None,
     only: Collection[Operator] | None = None,
@@ -100,9 +103,9 @@ def place(
 ) -> PlacedOperators:
     """Build the tables for a policy that has been checked against the model.
 
-    `remote` has the operators of the GPU side under each mask of the policy, None for none; it and
-    `light` tell an observer by themselves. `only`: the local operators that it is told of.
-    `pads`: what `remote` draws from.
+    `remote` has the operators of the GPU side under each cover that the policy has; it and `light`
+    tell an observer by themselves. `only`: the local operators that it is told of. `pads`: what
+    `remote` draws from.
     """
 
     def table(phase: Phase) -> Operators:
@@ -110,13 +113,13 @@ def place(
         for operator in OPERATORS:
             count = 1 if operator in LAYERLESS else layers
             placements = [policy.at(operator, layer, phase) for layer in range(count)]
-            methods: dict[tuple[str, Mask | None], Callable[..., Any]] = {}
+            methods: dict[tuple[str, Cover], Callable[..., Any]] = {}
             told = observer if only is None or operator in only else None
             for placement in placements:
-                key = (placement.place, placement.mask)
+                key = (placement.place, cover_of(placement))
                 if key not in methods:
                     methods[key] = _method(placement, operator, local, remote, told)
-            by_layer = [methods[placement.place, placement.mask] for placement in placements]
+            by_layer = [methods[p.place, cover_of(p)] for p in placements]
             chosen[operator] = by_layer[0] if len(methods) == 1 else _by_layer(by_layer)
         stays = [
             all(policy.at(product, layer, phase).place == "tee" for product in PRODUCTS)
@@ -130,15 +133,20 @@ def place(
     return PlacedOperators(table("prefill"), table("decode"), light, False, tuple(pads))
 
 
+def cover_of(placement: Placement) -> Cover:
+    """Return how what is placed so leaves."""
+    return placement.mask, placement.verify
+
+
 def _method(
     placement: Placement,
     operator: Operator,
     local: Operators,
-    remote: Mapping[Mask | None, Operators],
+    remote: Mapping[Cover, Operators],
     observer: Observer | None,
 ) -> Callable[..., Any]:
     if placement.place == "gpu":
-        return cast(Callable[..., Any], getattr(remote[placement.mask], operator))
+        return cast(Callable[..., Any], getattr(remote[cover_of(placement)], operator))
     method: Callable[..., Any] = getattr(local, operator)
     return method if observer is None else observed_local(method, operator, observer)
 

@@ -9,7 +9,7 @@ with a `Policy` named `POLICY`:
 
     [operators]
     embedding = "tee"
-    o_proj = { place = "gpu", mask = "pad" }
+    o_proj = { place = "gpu", mask = "pad", verify = "freivalds" }
     qkv_proj = [
         { phase = "prefill", place = "tee" },
         { phase = "decode", layers = "0-3", place = "tee" },
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -58,6 +58,7 @@ from tee_side.vocabulary import (
     Operator,
     Phase,
     Place,
+    Verify,
     is_linear,
 )
 
@@ -127,14 +128,15 @@ def _mask(value: object, info: ValidationInfo) -> object:
 class Placement(BaseModel):
     """Where an operator runs: in which layers (None: all) and in which phase (None: both).
 
-    `verify` says how results are checked; `none` is the only way there is.
+    `verify`: how results are checked. `freivalds` refuses wrong ones (docs/verification.md), of
+    integers all, of floats those that rounding does not explain; `none` believes them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     place: Place
     mask: Annotated[SerializeAsAny[Mask] | None, BeforeValidator(_mask)] = None
-    verify: Literal["none"] = "none"
+    verify: Verify = "none"
     layers: Annotated[LayerRange | None, BeforeValidator(_layer_range)] = None
     phase: Phase | None = None
 
@@ -149,7 +151,8 @@ class Placement(BaseModel):
 
     def __str__(self) -> str:
         under = f"under {self.mask.name}" if self.mask else ""
-        return " ".join(filter(None, [self.scope, self.place, under]))
+        verified = "verified" if self.verify != "none" else ""
+        return " ".join(filter(None, [self.scope, self.place, under, verified]))
 
 
 def _placements(value: object) -> object:
@@ -219,6 +222,8 @@ class Policy(BaseModel):
                 got=f"layers {placement.layers}",
                 expected="no layers, as it belongs to none",
             )
+        if placement.verify != "none":
+            self._check_verify(where, placement)
         if placement.mask is not None:
             self._check_mask(where, operator, placement.place, placement.mask)
         if self.arithmetic == "int8" and (operator, placement.place) == ("lm_head", "gpu"):
@@ -226,6 +231,20 @@ class Policy(BaseModel):
                 where,
                 got='place = "gpu" with arithmetic = "int8"',
                 expected='place = "tee", or arithmetic = "float": no service has integers for it',
+            )
+
+    def _check_verify(self, where: str, placement: Placement) -> None:
+        if placement.place == "tee":
+            raise PolicyError(
+                where,
+                got=f'verify = "{placement.verify}" with place = "tee"',
+                expected="none: nothing comes back that could be wrong",
+            )
+        if placement.mask is not None and not placement.mask.verifiable:
+            raise PolicyError(
+                where,
+                got=f'verify = "{placement.verify}" under {placement.mask.described()}',
+                expected="a mask whose results are the plain ones, within its tolerance",
             )
 
     def _check_mask(self, where: str, operator: Operator, place: Place, mask: Mask) -> None:
@@ -313,6 +332,11 @@ class Policy(BaseModel):
         return any(placement.place == "gpu" for placement in self.operators[operator])
 
     @property
+    def verified(self) -> bool:
+        """Whether results of something that leaves are checked."""
+        return any(placement.verify != "none" for _, placement in self.leaving())
+
+    @property
     def needs_service(self) -> bool:
         """Whether anything leaves the TEE at all."""
         return any(True for _ in self.leaving())
@@ -343,7 +367,12 @@ class Policy(BaseModel):
 
     def disclosure(self) -> str | None:
         """Say in one line what the GPU side learns; None if nothing leaves."""
-        return disclosure(self.name, [(operator, p.mask) for operator, p in self.leaving()])
+        leaving = list(self.leaving())
+        return disclosure(
+            self.name,
+            [(operator, p.mask) for operator, p in leaving],
+            verified=all(p.verify != "none" for _, p in leaving),
+        )
 
 
 def builtin_policies() -> list[str]:
@@ -395,8 +424,11 @@ def _checked(found: object, where: str) -> Policy:
 def _parse(text: str, where: str, folder: Path | None) -> Policy:
     try:
         content: dict[str, Any] = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError
+        raise PolicyError(where, got=f"invalid TOML ({error})", expected="a policy") from None
+    try:
         return Policy.model_validate(content, context={_FOLDER: folder})
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except RecursionError as error:
         raise PolicyError(where, got=f"invalid TOML ({error})", expected="a policy") from None
     except PolicyError as error:
         raise PolicyError(

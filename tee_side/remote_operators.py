@@ -1,18 +1,20 @@
-"""Operators that leave the TEE: hidden by a mask, asked for, checked for shape, and unmasked.
+"""Operators that leave the TEE: hidden by a mask, asked for, unmasked, and verified.
 
-Every reply's dtype and shape must be what the TEE's own configuration implies. Whether the numbers
-are right is not checked here (docs/limitations.md).
+Every reply's dtype and shape must be what the TEE's own configuration implies. Where the policy
+says so, the numbers are checked, too: of the plain input against the plain result, whatever the
+mask is. A result that fails is used for nothing. Whoever computed it is asked no more, and the same
+masked tensors go to somebody else, so that a failure shows nothing new to anyone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
 from protocol.channel import Channel, Exchange
-from protocol.errors import MaskError, ReplyError
+from protocol.errors import MaskError, ReplyError, VerificationError
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
@@ -35,42 +37,65 @@ from tee_side.overlap import replies
 from tee_side.randomness import Randomness
 from tee_side.sites import Sites
 from tee_side.threads import large_tensor
+from tee_side.verifier import Verifier
 from tee_side.vocabulary import Operator
 
 M = TypeVar("M", Masked, MaskedProduct)
+
+# The services of a layer, one for each share; a mask uses the first `mask.services` of them. The
+# embedding goes where layer 0 is, the LM head where the last one is.
+ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
+
+
+# Says whether a result is right.
+Check: TypeAlias = Callable[[Verifier, torch.Tensor], bool]
+
+
+class Answer(NamedTuple):
+    """What one service was asked, and what it said."""
+
+    channel: Channel
+    request: Request
+    exchange: Exchange
+    output: torch.Tensor
 
 
 class RemoteOperators(FusedOperators):
     """Asks one service, or several that get a share each, under one mask.
 
     `mask`: what `hide` hides the inputs of linear operators under, None for nothing; a row mask
-    also hides token ids, attention and the LM head. `sites`: None where the service shall do all of
-    it, bias included, in the clear. `without_factors`: computes a linear operator in the TEE when
-    there is nothing to mask it with. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in
-    the published schema, instead of together with what shares their input.
+    also hides token ids, attention and the LM head. `verifier`: what results are checked with, None
+    to believe them. `sites`: None where the service shall do all of it, bias included, in the clear
+    and unchecked. `without_factors`: computes a linear operator in the TEE when there is nothing to
+    mask it with. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published
+    schema, instead of together with what shares their input.
 
-    Raises the channels' errors, ReplyError for a wrong dtype or shape, and MaskError for a mask
-    that sends, or returns, what it must not.
+    Raises the channels' errors, ReplyError for a wrong dtype or shape, VerificationError for a
+    wrong result where nobody else is left to ask, and MaskError for a mask that sends, or returns,
+    what it must not.
     """
 
     def __init__(
         self,
-        channels: Sequence[Channel],
+        channels_at: ChannelsAt,
         config: ModelConfig,
         dtype: torch.dtype,
         *,
         mask: Mask | None,
         hide: HideLinear,
+        verifier: Verifier | None,
         sites: Sites | None = None,
         randomness: Randomness | None = None,
         without_factors: FusedOperators | None = None,
         one_rpc_per_module: bool = False,
     ) -> None:
         super().__init__(config)
-        self._channels = channels
+        self._channels_at = channels_at
+        self._services = 1 if mask is None else mask.services
         self._config = config
         self._dtype = dtype
         self._hide = hide
+        self._verifier = verifier
         # For errors. What crosses in the clear is checked as what a mask made.
         self._mask_name = f"mask {mask.name}" if mask is not None else "no mask"
         self._sites = sites
@@ -103,10 +128,11 @@ class RemoteOperators(FusedOperators):
         request = EmbeddingRequest(
             input_ids=from_torch(ids), dtype=cast(FloatDtype, short_name(self._dtype))
         )
-        exchanges = await self._ask("embedding", None, [request])
         shape = (*ids.shape, config.hidden_size)
-        outputs = self._verify("embedding", None, exchanges, shape, self._dtype)
-        return self._unmask("embedding", None, masked, outputs)
+        return await self._result(
+            *("embedding", None, request, masked, shape, self._dtype),
+            lambda verifier, y_TD: verifier.embedding(token_ids_T, y_TD),
+        )
 
     async def linear(
         self, layer: int, operator: LinearOperator, x_TI: torch.Tensor
@@ -118,10 +144,18 @@ class RemoteOperators(FusedOperators):
             # The others may be waiting for nothing but their turn to send.
             await replies(())
             return await self._compute_here(layer, operator, x_TI)
-        outputs = await self._products(layer, operator, masked.sent)
-        y_TO = self._unmask(operator, layer, masked, outputs)
-        self._check_unmasked(operator, encoded_TI, y_TO)
-        return self._decode(layer, operator, y_TO)
+        sent = masked.sent
+
+        def check(verifier: Verifier, y_TO: torch.Tensor) -> bool:
+            return verifier.linear(layer, operator, encoded_TI, y_TO, sent)
+
+        while True:
+            answers, outputs = await self._products(layer, operator, sent)
+            y_TO = self._unmask(operator, layer, masked, outputs)
+            self._check_unmasked(operator, encoded_TI, y_TO)
+            if self._is_right(operator, layer, y_TO, check):
+                return self._decode(layer, operator, y_TO)
+            self._distrust(operator, layer, answers)
 
     async def attn_scores(
         self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor
@@ -148,10 +182,11 @@ class RemoteOperators(FusedOperators):
         )
         (sent_ND,) = masked.sent
         request = LMHeadRequest(hidden_states=from_torch(sent_ND))
-        exchanges = await self._ask("lm_head", None, [request])
         shape = (*sent_ND.shape[:-1], self._config.vocab_size)
-        outputs = self._verify("lm_head", None, exchanges, shape, sent_ND.dtype)
-        return self._unmask("lm_head", None, masked, outputs)
+        return await self._result(
+            *("lm_head", None, request, masked, shape, sent_ND.dtype),
+            lambda verifier, y_NV: verifier.lm_head(h_ND, y_NV, sent_ND),
+        )
 
     # The stages of a call, one method each: `tee_side.observed` times them.
 
@@ -185,12 +220,16 @@ class RemoteOperators(FusedOperators):
         return await self._without_factors.linear(layer, operator, x_TI)
 
     async def _ask(
-        self, operator: Operator, layer: int | None, requests: Sequence[Request]
+        self,
+        operator: Operator,
+        layer: int | None,
+        channels: Sequence[Channel],
+        requests: Sequence[Request],
     ) -> list[Exchange]:
         """Send one request a service, all before waiting for any."""
         waiting: list[tuple[Channel, int]] = []
         try:
-            for channel, request in zip(self._channels, requests, strict=True):
+            for channel, request in zip(channels, requests, strict=True):
                 waiting.append((channel, channel.submit(request)))
         except BaseException:
             for channel, request_id in waiting:
@@ -198,19 +237,38 @@ class RemoteOperators(FusedOperators):
             raise
         return await replies(waiting)
 
+    def _open(
+        self,
+        operator: Operator,
+        layer: int | None,
+        channels: Sequence[Channel],
+        exchanges: Sequence[Exchange],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor] | None:
+        """Check the form of every reply, and return their tensors.
+
+        None where one was refused, and somebody else can be asked; ReplyError where nobody can.
+        """
+        outputs = []
+        for channel, exchange in zip(channels, exchanges, strict=True):
+            try:
+                outputs.append(_opened(operator, exchange, shape, dtype))
+            except ReplyError as error:
+                channel.distrust(exchange, error)
+        return outputs if len(outputs) == len(exchanges) else None
+
     def _verify(
         self,
         operator: Operator,
         layer: int | None,
-        exchanges: Sequence[Exchange],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        """Check every reply. Raises ReplyError."""
-        return [
-            _checked(operator, channel, exchange, shape, dtype)
-            for channel, exchange in zip(self._channels, exchanges, strict=True)
-        ]
+        y: torch.Tensor,
+        check: Check,
+        verifier: Verifier,
+    ) -> bool:
+        """Check the numbers of a result."""
+        with large_tensor(y, self._threads):
+            return check(verifier, y)
 
     def _unmask(
         self,
@@ -229,12 +287,89 @@ class RemoteOperators(FusedOperators):
         with large_tensor(y_TO, self._threads):
             return self._sites.decode(layer, operator, y_TO)
 
+    def _channels(self, operator: Operator, layer: int | None) -> Sequence[Channel]:
+        """Return whom to ask: one service a share."""
+        if layer is None:
+            layer = 0 if operator == "embedding" else self._config.num_hidden_layers - 1
+        return self._channels_at(layer)[: self._services]
+
+    async def _answers(
+        self,
+        operator: Operator,
+        layer: int | None,
+        requests: Sequence[Request],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> list[Answer]:
+        """Ask every service for one tensor of a shape and dtype, until that is what they send."""
+        channels = self._channels(operator, layer)
+        while True:
+            exchanges = await self._ask(operator, layer, channels, requests)
+            outputs = self._open(operator, layer, channels, exchanges, shape, dtype)
+            if outputs is not None:
+                return list(map(Answer, channels, requests, exchanges, outputs))
+
+    async def _result(
+        self,
+        operator: Operator,
+        layer: int | None,
+        request: Request,
+        masked: Masked | MaskedProduct,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        check: Check,
+    ) -> torch.Tensor:
+        """Ask one service until its result is right, and return that."""
+        while True:
+            answers = await self._answers(operator, layer, [request], shape, dtype)
+            y = self._unmask(operator, layer, masked, _outputs(answers))
+            if self._is_right(operator, layer, y, check):
+                return y
+            self._distrust(operator, layer, answers)
+
+    def _is_right(
+        self, operator: Operator, layer: int | None, y: torch.Tensor, check: Check
+    ) -> bool:
+        """Say whether a result may be used: it was verified, or the policy believes it."""
+        verifier = self._verifier
+        return verifier is None or self._verify(operator, layer, y, check, verifier)
+
+    def _distrust(self, operator: Operator, layer: int | None, answers: Sequence[Answer]) -> None:
+        """Let those who computed wrongly be asked no more.
+
+        Raises VerificationError where nobody else is left, MaskError where all answers are right.
+        """
+        verifier = self._verifier
+        if verifier is None:
+            raise LookupError("a result was refused that nothing was checked with")
+        where = operator if layer is None else f"{operator} in layer {layer}"
+        liars = verifier.liars([(answer.request, answer.output) for answer in answers])
+        if not liars:
+            raise MaskError(
+                f"{self._mask_name}: {where}",
+                got="a wrong result, unmasked from right answers",
+                expected="factors that were made from these weights",
+            )
+        last: VerificationError | None = None
+        for channel, _, exchange, _ in (answers[index] for index in liars):
+            error = VerificationError(
+                f"{where} at {exchange.endpoint}",
+                got="a wrong result",
+                expected="what the weights of the TEE's own model give",
+            )
+            try:
+                channel.distrust(exchange, error)
+            except VerificationError as nobody_left:
+                last = nobody_left
+        if last is not None:
+            raise last
+
     def _check_sent(self, operator: LinearOperator, x_TI: torch.Tensor, masked: object) -> None:
         """Refuse what a mask must not send, before it is sent. Raises MaskError."""
         if not isinstance(masked, Masked) or not isinstance(masked.sent, tuple):
             got, expected = type(masked).__name__, "Masked((tensor,), unmask)"
-        elif len(masked.sent) != len(self._channels):
-            got, expected = f"{len(masked.sent)} tensors to send", f"{len(self._channels)} tensors"
+        elif len(masked.sent) != self._services:
+            got, expected = f"{len(masked.sent)} tensors to send", f"{self._services} tensors"
         else:
             width = x_TI.shape[1]
             for sent in masked.sent:
@@ -262,16 +397,20 @@ class RemoteOperators(FusedOperators):
 
     async def _products(
         self, layer: int, operator: LinearOperator, sent: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return each service's product with the fused weight, for what it was sent."""
+    ) -> tuple[list[Answer], list[torch.Tensor]]:
+        """Return all answers, and each service's product with the fused weight."""
         modules = FUSED_MODULES[operator]
         if not self._one_rpc_per_module or len(modules) == 1:
-            return await self._product(layer, operator, modules, self._widths[operator], sent)
+            answers = await self._product(layer, operator, modules, self._widths[operator], sent)
+            return answers, _outputs(answers)
         parts = [
             await self._product(layer, operator, (module,), size, sent)
             for module, size in zip(modules, self._sizes[operator], strict=True)
         ]
-        return [torch.cat(outputs, dim=-1) for outputs in zip(*parts, strict=True)]
+        outputs = [
+            torch.cat(_outputs(of_service), dim=-1) for of_service in zip(*parts, strict=True)
+        ]
+        return [answer for part in parts for answer in part], outputs
 
     async def _product(
         self,
@@ -280,7 +419,7 @@ class RemoteOperators(FusedOperators):
         modules: tuple[ModuleName, ...],
         width: int,
         sent: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
+    ) -> list[Answer]:
         """Return each service's product with some modules, `width` outputs together."""
         (rows, _), dtype = sent[0].shape, sent[0].dtype
         requests: list[Request] = [
@@ -294,8 +433,7 @@ class RemoteOperators(FusedOperators):
             )
             for x_TI in sent
         ]
-        exchanges = await self._ask(operator, layer, requests)
-        return self._verify(operator, layer, exchanges, (rows, width), dtype)
+        return await self._answers(operator, layer, requests, (rows, width), dtype)
 
     async def _matmul(
         self, operator: Operator, layer: int, a: torch.Tensor, b: torch.Tensor
@@ -313,18 +451,19 @@ class RemoteOperators(FusedOperators):
             ),
         )
         request = MatmulRequest(a=from_torch(masked.a), b=from_torch(masked.b))
-        exchanges = await self._ask(operator, layer, [request])
         shape = (*masked.a.shape[:-1], masked.b.shape[-1])
-        outputs = self._verify(operator, layer, exchanges, shape, masked.a.dtype)
-        return self._unmask(operator, layer, masked, outputs)
+        return await self._result(
+            *(operator, layer, request, masked, shape, masked.a.dtype),
+            lambda verifier, y: verifier.product(a, b, y),
+        )
 
 
-def _checked(
-    operator: Operator,
-    channel: Channel,
-    exchange: Exchange,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+def _outputs(answers: Sequence[Answer]) -> list[torch.Tensor]:
+    return [answer.output for answer in answers]
+
+
+def _opened(
+    operator: Operator, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     reply = exchange.response
     name = short_name(dtype)
@@ -335,4 +474,4 @@ def _checked(
         got, expected = f"{output.dtype} {list(output.shape)}", f"{name} {list(shape)}"
     else:
         got, expected = type(reply).__name__, "a tensor"
-    raise ReplyError(f"{operator} reply from {channel.endpoint}", got=got, expected=expected)
+    raise ReplyError(f"{operator} reply from {exchange.endpoint}", got=got, expected=expected)

@@ -31,12 +31,15 @@ PRODUCTS: tuple[Operator, ...] = ("attn_scores", "attn_values")
 
 Place = Literal["tee", "gpu"]
 
+# How results of what leaves are checked; see `tee_side.verification`.
+Verify = Literal["none", "freivalds"]
+
 # Prefill: a step that holds tokens of a prompt. Decode: one sampled token a sequence.
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # What the TEE spends time on for one operator. `tee`: computing it, or scaling and rounding around
-# a product that is computed elsewhere; `verify`: checking what came back.
+# a product that is computed elsewhere; `verify`: checking what came back, its form and its numbers.
 TeeStage = Literal["tee", "mask", "verify", "unmask"]
 TEE_STAGES: tuple[TeeStage, ...] = get_args(TeeStage)
 

@@ -28,7 +28,7 @@ from protocol.encoding import (
     open_request,
     read_request,
 )
-from protocol.errors import ErrorCode, ProtocolError, ServiceError
+from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
 from protocol.messages import Request, Response, Timing
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -46,7 +46,7 @@ from tee_side.policy import Policy, load_policy
 from tee_side.provisioning import provision
 from tee_side.randomness import Randomness
 from tee_side.step import run_step
-from tee_side.vocabulary import Phase
+from tee_side.vocabulary import Phase, Verify
 from tsqp.calibrate import calibrate_on
 
 ENVIRONMENT = {
@@ -195,7 +195,13 @@ class LoopbackChannel:
         self.traffic = Traffic()
         self.requests: list[Request] = []
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+    def submit(
+        self,
+        request: Request,
+        timeout_s: float | None = None,
+        *,
+        send_within_s: float | None = None,
+    ) -> int:
         """Answer at once and keep the reply until it is waited for."""
         self.requests.append(request)
         request_id = len(self.requests)
@@ -222,6 +228,7 @@ class LoopbackChannel:
             decode_ns=0,
             timing=reply.timing,
             sent_ns=0,
+            endpoint=self.endpoint,
         )
         return request_id
 
@@ -241,6 +248,16 @@ class LoopbackChannel:
         """See `Channel.call`."""
         return self.wait(self.submit(request, timeout_s))
 
+    def arrived(self, request_id: int, until: float = 0.0) -> bool:
+        """See `PendingChannel.arrived`."""
+        return request_id in self._replies
+
+    def use_one_connection(self) -> None:
+        """See `PendingChannel.use_one_connection`; there is no connection to lose."""
+
+    def limit_replies(self, max_reply_bytes: int) -> None:
+        """See `PendingChannel.limit_replies`."""
+
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
         self._replies.pop(request_id, None)
@@ -249,6 +266,10 @@ class LoopbackChannel:
     def pending(self) -> int:
         """Replies that nobody has waited for or abandoned."""
         return len(self._replies)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`; nobody else is left."""
+        raise error
 
     def limit_messages(self, max_message_bytes: int) -> None:
         """See `Channel.limit_messages`; nothing here is too large."""
@@ -337,7 +358,7 @@ def assemble(
     while len(given) < chosen.services:
         given.append(LoopbackChannel(directory, dtype))
     given = given[: chosen.services]
-    lanes = assembly.lanes(given, observer, randomness, micro_batches=micro_batches)
+    lanes = assembly.lanes(lambda _layer: given, observer, randomness, micro_batches=micro_batches)
     return Tee(model, lanes, given, assembly)
 
 
@@ -429,6 +450,22 @@ class SavedModel:
         )
         new: list[int] = ids[0, len(prompt_ids) :].tolist()
         return new
+
+
+def with_results(policy: Policy | str, verify: Verify) -> Policy:
+    """Return a policy whose results are all verified so; what stays in the TEE stays."""
+    chosen = load_policy(policy) if isinstance(policy, str) else policy
+    return chosen.model_copy(
+        update={
+            "operators": {
+                operator: tuple(
+                    p.model_copy(update={"verify": verify}) if p.place == "gpu" else p
+                    for p in placements
+                )
+                for operator, placements in chosen.operators.items()
+            }
+        }
+    )
 
 
 def token_ids(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:

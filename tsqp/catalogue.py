@@ -19,7 +19,7 @@ from tee_side.disclosure import SEEN
 from tee_side.masks.mask import FeatureMask, Kind, Mask
 from tee_side.masks.registry import builtin_masks, find_mask, mask_names
 from tee_side.policy import Policy, builtin_policies, load_policy, policy_names
-from tee_side.vocabulary import OPERATORS, Operator, Phase
+from tee_side.vocabulary import OPERATORS, Operator, Phase, Verify
 
 Origin = Literal["built in", "package", "file"]
 
@@ -77,6 +77,7 @@ class Leaving(_Entry):
     layers: str | None
     phase: Phase | None
     mask: str | None
+    verify: Verify
     sees: str
 
 
@@ -148,6 +149,7 @@ def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:
             layers=str(placement.layers) if placement.layers else None,
             phase=placement.phase,
             mask=placement.mask.name if placement.mask else None,
+            verify=placement.verify,
             sees=SEEN[operator],
         )
         for operator, placement in policy.leaving()

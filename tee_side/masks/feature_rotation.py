@@ -43,6 +43,11 @@ class FeatureRotation(FeatureMask):
     sigma: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     delta: Annotated[float, Field(ge=1e-12, lt=1)] = 1e-5
 
+    @property
+    def verifiable(self) -> bool:
+        """Noise makes results inexact, by more than a check can allow."""
+        return self.sigma == 0
+
     def cloak(self, site: FeatureSite) -> Cloak:
         """Draw a rotation of the input and one of each module's output. Raises MaskError."""
         return _Rotated(self, site)

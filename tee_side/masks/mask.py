@@ -121,6 +121,11 @@ class Mask(BaseModel):
                 expected="one of them: uniform numbers tell nothing",
             )
 
+    @property
+    def verifiable(self) -> bool:
+        """Whether results are the plain ones within `tolerance`, with these options."""
+        return True
+
     def described(self) -> str:
         """Return name and all options: equal for equal masks, and for no others."""
         return describe_mask(self.name, self.model_dump(mode="json"))

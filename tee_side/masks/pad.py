@@ -20,10 +20,10 @@ class Pad(AdditiveMask):
     name: ClassVar[str] = "pad"
     hides: ClassVar[str] = "every value: what crosses is uniform and independent of the input"
     known_break: ClassVar[str] = (
-        "none while every pad is used once and the service computes honestly; one that lies learns"
-        " from whether the run then fails (activation range, end of text), as results are not"
-        " verified; a host that restores an old index file of a pad bank makes pads repeat"
-        " (docs/limitations.md); lengths and timing stay visible"
+        "none while every pad is used once; a host that restores an old index file of a pad bank"
+        " makes pads repeat (docs/limitations.md); lengths and timing stay visible, and whether and"
+        " when the service answers is its own choice; where the policy does not verify results, one"
+        " that lies learns from whether the run then fails (activation range, end of text)"
     )
     broken: ClassVar[bool] = False
     uniform: ClassVar[bool] = True

@@ -20,9 +20,10 @@ class Shares(SharingMask):
     name: ClassVar[str] = "shares"
     hides: ClassVar[str] = "every value from each service alone: its share is uniform"
     known_break: ClassVar[str] = (
-        "the two services together: their shares add up to the input; one that lies learns from"
-        " whether the run then fails (activation range, end of text), as results are not verified;"
-        " lengths and timing stay visible"
+        "the two services together: their shares add up to the input; lengths and timing stay"
+        " visible, and whether and when a service answers is its own choice; where the policy does"
+        " not verify results, one that lies learns from whether the run then fails (activation"
+        " range, end of text)"
     )
     broken: ClassVar[bool] = False
     uniform: ClassVar[bool] = True

@@ -25,7 +25,6 @@ from protocol.errors import (
     ReplyError,
     ServiceError,
     TsqpError,
-    VerificationError,
 )
 from protocol.messages import Request
 from protocol.pending import OversizedRequestError
@@ -149,7 +148,7 @@ class Replicas:
         if flight is not None and flight.line is not None:
             flight.line.channel.abandon(flight.inner_id)
 
-    def distrust(self, exchange: Exchange, error: VerificationError) -> None:
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
         """See `Channel.distrust`. The service is not asked again in this run, under any name."""
         for member in self.members:
             if member.endpoint == exchange.endpoint and member.barred is None:

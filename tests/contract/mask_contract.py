@@ -46,7 +46,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """One application of a mask. `scale`: what errors are relative to."""
+    """One application of a mask. `weight`: the plain one [O, I], of a linear operator."""
 
     inputs: tuple[torch.Tensor, ...]
     sent: tuple[torch.Tensor, ...]
@@ -56,6 +56,7 @@ class Trial:
     result: torch.Tensor
     # Largest value that the plain result is unmasked from: noise has a rounding of its own.
     noise: float
+    weight: torch.Tensor | None = None
 
     @property
     def error(self) -> float:
@@ -127,7 +128,7 @@ def _linear(
     assert torch.equal(x_TI, given), "a mask changed its input"
     replies = tuple(_served(sent, served_OI) for sent in masked.sent)
     result = masked.unmask(*replies)
-    return Trial((x_TI,), masked.sent, replies, masked.unmask, plain, result, noise)
+    return Trial((x_TI,), masked.sent, replies, masked.unmask, plain, result, noise, weight_OI)
 
 
 def _hidden(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tee_side.masks.mask import KINDS, FeatureMask, Mask
 from tee_side.masks.registry import builtin_masks, find_mask
 from tee_side.masks.row_mix import RowMix
 from tee_side.randomness import Randomness
-from tee_side.vocabulary import Operator, is_linear
+from tee_side.verification import ExactCheck, FloatCheck, Tolerance, product_holds
+from tee_side.vocabulary import PRODUCTS, Operator, is_linear
 from tests.contract.mask_contract import (
     FEATURES,
     SHAPES,
@@ -155,6 +157,79 @@ def test_unmasking_changes_neither_its_inputs_nor_its_mind(
     for reply, same in zip(trial.replies, before, strict=True):
         assert torch.equal(reply, same)
     assert torch.equal(again, trial.result)
+
+
+# ------------------------------------------------------------------------- verified results
+
+# What a service may send instead of the right replies; of integers and floats alike.
+LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sign": lambda y: -y,
+    "zeros": torch.zeros_like,
+    "low-rank": lambda y: y + torch.arange(1, y.shape[-1] + 1).to(y.dtype) * 3,
+    "shifted": lambda y: y.roll(1, dims=-1),
+}
+INTEGER_LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **LIES,
+    "one element by 1": lambda y: torch.cat((y[:-1], y[-1:] + _unit(y.shape[-1])), 0),
+    "x(1 + 1e-3)": lambda y: (y.double() * 1.001).round().to(y.dtype),
+}
+
+
+def _unit(size: int) -> torch.Tensor:
+    return torch.eye(size, dtype=torch.int32)[:1]
+
+
+def _holds(mask: Mask, operator: Operator, trial: Trial, result: torch.Tensor) -> bool:
+    """Check a result as the operators do, with secrets of its own."""
+    randomness = Randomness()
+    tolerance = Tolerance.of(trial.inputs[0].dtype, mask) if mask.arithmetic == "float" else None
+    if operator in PRODUCTS:
+        assert tolerance is not None
+        return product_holds(trial.inputs[0], trial.inputs[1], result, tolerance, randomness)
+    assert trial.weight is not None
+    (x_TI,) = trial.inputs
+    if tolerance is None:
+        return ExactCheck.draw(trial.weight.to(torch.int8), randomness).holds(x_TI, result)
+    check = FloatCheck.draw(trial.weight, randomness)
+    return check.holds(x_TI, result, trial.sent, tolerance)
+
+
+@every_case
+def test_an_honest_result_is_verified(mask: Mask, operator: Operator, rows: int) -> None:
+    assert mask.verifiable
+    if operator == "embedding":
+        return  # compared bit by bit, as every mask of ids gives them back
+    for seed in range(10):
+        randomness = Randomness(key(f"verified {operator} {rows} {seed}"))
+        trial = apply(mask, operator, rows, randomness, site_key=key(f"site {seed}"))
+        assert _holds(mask, operator, trial, trial.result)
+
+
+@pytest.mark.parametrize("change", ["outliers", "tiny", "partly tiny", "zero"])
+@every_default
+def test_an_honest_result_of_any_size_is_verified(
+    mask: Mask, operator: Operator, rows: int, change: str
+) -> None:
+    if operator == "embedding":
+        return
+    changes = {"outliers": _outliers, "tiny": _tiny, "partly tiny": _partly_tiny, "zero": _zero}
+    if mask.arithmetic == "int8" and change == "outliers":
+        return  # beyond what the range check lets through, which comes first
+    trial = _trial(mask, operator, rows, change=changes[change])
+    assert _holds(mask, operator, trial, trial.result)
+
+
+@pytest.mark.parametrize("lie", INTEGER_LIES)
+@every_default
+def test_lies_under_a_mask_are_refused(mask: Mask, operator: Operator, rows: int, lie: str) -> None:
+    """Each reply by itself is changed, and the plain result is what is checked."""
+    if operator == "embedding" or (mask.arithmetic == "float" and lie not in LIES):
+        return
+    trial = _trial(mask, operator, rows)
+    for liar in range(len(trial.replies)):
+        replies = list(trial.replies)
+        replies[liar] = INTEGER_LIES[lie](replies[liar])
+        assert not _holds(mask, operator, trial, trial.unmask(*replies))
 
 
 # ------------------------------------------------------------------------------ what crosses

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from protocol.messages import Arithmetic
 from tee_side.masks.mask import Kind
-from tee_side.vocabulary import Operator, Phase, Place
+from tee_side.vocabulary import Operator, Phase, Place, Verify
 
 
 class _Model(BaseModel):
@@ -56,8 +56,8 @@ class PhaseCost(_Model):
 class OperatorRow(_Model):
     """One operator in some layers (None: it belongs to none) and one phase, or both (None).
 
-    `sees`: None where nothing leaves the TEE; `decode`, `prefill`: None where the row is not about
-    that phase, or nothing leaves.
+    `sees`: None where nothing leaves the TEE; `verify`: how results are checked; `decode`,
+    `prefill`: None where the row is not about that phase, or nothing leaves.
     """
 
     operator: Operator
@@ -66,7 +66,7 @@ class OperatorRow(_Model):
     place: Place
     sees: str | None
     mask: str | None
-    verify: str
+    verify: Verify
     decode: PhaseCost | None
     prefill: PhaseCost | None
 

@@ -14,6 +14,7 @@ import torch
 
 from protocol.channel import Channel, Exchange, Traffic
 from protocol.encoding import Form, encode_reply, encode_request
+from protocol.errors import TsqpError
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
@@ -31,12 +32,13 @@ from protocol.tensors import WireTensor, from_torch, torch_dtype
 from tee_side.feature_key import site_cloak
 from tee_side.masking import HideLinear, linear_masking
 from tee_side.masks.mask import AdditiveMask, Cloak, Factors, FeatureMask, Mask, Masked
+from tee_side.operators import Cover, cover_of
 from tee_side.overlap import run
 from tee_side.policy import Policy
 from tee_side.randomness import KEY_BYTES, Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sites import FloatSites, Sites
-from tee_side.vocabulary import OPERATORS, Operator, Phase, Site, is_linear
+from tee_side.vocabulary import OPERATORS, Operator, Phase, Site, Verify, is_linear
 from tsqp.explain.model import Cost, Message, PhaseCost
 
 
@@ -84,7 +86,7 @@ class _Recorder:
 
     def wait(self, request_id: int) -> Exchange:
         """Return the zeros."""
-        return Exchange(self._replies.pop(request_id), 0, 0, 0, 0, 0, None, 0)
+        return Exchange(self._replies.pop(request_id), 0, 0, 0, 0, 0, None, 0, self.endpoint)
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """Submit and wait."""
@@ -93,6 +95,10 @@ class _Recorder:
     def abandon(self, request_id: int) -> None:
         """Drop a reply."""
         self._replies.pop(request_id, None)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """Nobody lies here, and nobody else is left."""
+        raise error
 
     def limit_messages(self, max_message_bytes: int) -> None:
         """Nothing is sent, so nothing is too large."""
@@ -148,8 +154,8 @@ class StepTraffic:
         self._headers = headers
         self._log: list[_Captured] = []
         self._ids: list[int] = []
-        masks = {placement.mask: None for _, placement in policy.leaving()}
-        self._remote = {mask: self._operators(mask) for mask in masks}
+        covers = {cover_of(placement): None for _, placement in policy.leaving()}
+        self._remote = {cover: self._operators(*cover) for cover in covers}
         self._costs: dict[tuple[Phase, Operator, int], Cost] = {}
         self._messages: dict[tuple[Phase, Operator, int], tuple[Message, ...]] = {}
 
@@ -183,7 +189,7 @@ class StepTraffic:
         """Call the operators in the order of the forward pass."""
         first, *inner, last = OPERATORS
         # Layers differ in nothing but their number, so each operator is called once a mask.
-        called: dict[tuple[Operator, Mask | None], list[_Captured]] = {}
+        called: dict[tuple[Operator, Cover], list[_Captured]] = {}
         order: list[tuple[Operator, int]] = [(first, 0)]
         order += [(op, layer) for layer in range(self._config.num_hidden_layers) for op in inner]
         order += [(last, 0)] if outputs else []
@@ -191,18 +197,19 @@ class StepTraffic:
             placement = self._policy.at(operator, layer, phase)
             if placement.place == "tee":
                 continue
-            key = (operator, placement.mask)
+            cover = cover_of(placement)
+            key = (operator, cover)
             if key not in called:
-                called[key] = self._call(operator, placement.mask, rows, context, outputs)
+                called[key] = self._call(operator, cover, rows, context, outputs)
             at = (phase, operator, layer)
             self._messages.setdefault(at, tuple(map(_message, called[key])))
             costs = [self._count(captured, layer) for captured in called[key]]
             self._costs[at] = sum(costs, start=self._costs.get(at, Cost()))
 
     def _call(
-        self, operator: Operator, mask: Mask | None, rows: int, context: int, outputs: int
+        self, operator: Operator, cover: Cover, rows: int, context: int, outputs: int
     ) -> list[_Captured]:
-        config, remote = self._config, self._remote[mask]
+        config, remote = self._config, self._remote[cover]
         K, C = config.num_key_value_heads, config.head_dim
         R = config.num_attention_heads // K * rows
         self._log.clear()
@@ -232,21 +239,23 @@ class StepTraffic:
         )
         return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
 
-    def _operators(self, mask: Mask | None) -> RemoteOperators:
+    def _operators(self, mask: Mask | None, verify: Verify) -> RemoteOperators:
         sites: Sites | None = None
         if self._policy.arithmetic == "int8":
             sites = _ZeroSites(self._dtype)
-        elif mask is not None:
+        elif mask is not None or verify != "none":
             sites = FloatSites({})
         services = range(mask.services if mask else 1)
         channels: list[Channel] = [_Recorder(self._config, n, self._log) for n in services]
         randomness = Randomness()
         return RemoteOperators(
-            channels,
+            lambda _layer: channels,
             self._config,
             self._dtype,
             mask=mask,
             hide=self._hide(mask, randomness),
+            # Results are zeros, and what they are checked with sends nothing.
+            verifier=None,
             sites=sites,
             randomness=randomness,
             one_rpc_per_module=self._policy.one_rpc_per_module,

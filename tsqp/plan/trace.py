@@ -14,7 +14,8 @@ import torch
 
 from gpu_side.plans import Plan, Planner
 from protocol.channel import Channel, Exchange
-from protocol.messages import InitRequest, Request
+from protocol.errors import TsqpError
+from protocol.messages import HealthRequest, InitRequest, Request
 from tee_side.light import LightOperators
 from tee_side.operators import PlacedOperators
 
@@ -87,8 +88,8 @@ class Tracer:
 
     def plan(self, request: Request) -> Plan:
         """Return what a service would make of a request."""
-        if isinstance(request, InitRequest):
-            raise TypeError("a step asks for Init")
+        if isinstance(request, InitRequest | HealthRequest):
+            raise TypeError(f"a step asks for {request.method}")
         return self._planner.plan(request)
 
     def lane(
@@ -157,6 +158,10 @@ class _NotedChannel:
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
         self._channel.abandon(request_id)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`."""
+        self._channel.distrust(exchange, error)
 
     def limit_messages(self, max_message_bytes: int) -> None:
         """See `Channel.limit_messages`."""

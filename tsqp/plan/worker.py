@@ -116,7 +116,7 @@ class _Bench:
                 index,
                 self._channels,
                 config.rms_norm_eps,
-                lambda channels: assembly.lanes(channels)[0],
+                lambda channels: assembly.lanes(lambda _layer: channels)[0],
             )
             for index in range(job.micro_batches)
         ]
@@ -215,7 +215,9 @@ class _Bench:
     def _shares(self, work: Callable[[], object], times: int) -> Shares:
         collector = Collector()
         plain = self._lanes
-        self._lanes = self._assembly.lanes(self._channels, collector, micro_batches=len(plain))
+        self._lanes = self._assembly.lanes(
+            lambda _layer: self._channels, collector, micro_batches=len(plain)
+        )
         try:
             for _ in range(times):
                 work()
@@ -227,7 +229,7 @@ class _Bench:
         collector = Collector()
         engine = self._started(batch, 1)
         engine.lanes = self._assembly.lanes(
-            self._channels, collector, micro_batches=len(self._lanes)
+            lambda _layer: self._channels, collector, micro_batches=len(self._lanes)
         )
         for _ in range(_WARM_UP):
             engine.step()

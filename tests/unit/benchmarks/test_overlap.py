@@ -103,7 +103,7 @@ def test_writes_json(
     def random_model(directory: Path, shape: str, *, linear: bool) -> None:
         assert (shape, linear) == ("llama-3.2-1b", False)
         for file in saved_model().directory.iterdir():
-            (directory / file.name).symlink_to(file)
+            (directory / file.name).hardlink_to(file)
 
     monkeypatch.setattr("benchmarks.overlap.prepare.random_model", random_model)
     monkeypatch.setattr(overlap, "CASES", (Case("d", "decode", 5, 8, "arithmetic"),))

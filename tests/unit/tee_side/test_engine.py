@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.errors import DeadlineExceededError, PromptError
+from protocol.errors import DeadlineExceededError, LimitError, PromptError
 from protocol.messages import Request
 from tee_side.batch import Batch
 from tee_side.engine import Engine, Sequence
+from tee_side.kv_cache import kv_bytes
 from tee_side.model import TeeModel
 from tee_side.operators import PlacedOperators
 from tee_side.policy import Policy
@@ -172,6 +173,72 @@ def test_removing_a_sequence_twice_is_harmless(tee: Tee) -> None:
     engine.remove(sequence)
     engine.remove(sequence)
     assert engine.running == ()
+
+
+# ---------------------------------------------------------------------------- memory for KV caches
+
+
+def _limited(tee: Tee, tokens: int) -> Engine:
+    """An engine with room for the KV caches of so many tokens."""
+    limit = kv_bytes(tee.model.config, tokens, tee.model.dtype)
+    return Engine(tee.model, tee.lanes, max_kv_bytes=limit)
+
+
+def test_a_request_that_does_not_fit_is_refused_before_anything_runs(tee: Tee) -> None:
+    engine = _limited(tee, 20)
+    engine.add(PROMPT, max_new_tokens=15)  # the last token needs no place: all 20 are taken
+    with pytest.raises(LimitError) as caught:
+        engine.add(PROMPT, max_new_tokens=1)
+    assert len(engine.running) == 1
+    per_token = 2 * 3 * 2 * 16 * 4
+    assert caught.value.where == (
+        f"KV memory, of which {20 * per_token / 2**20:.1f} MiB may be used (--max-kv-mib)"
+    )
+    assert caught.value.got == (
+        f"a request that needs {6 * per_token / 2**20:.1f} MiB for 6 tokens"
+    )
+    assert caught.value.expected == "at most 0.0 MiB, which is what is left"
+    assert caught.value.retryable
+
+
+def test_one_that_never_fits_is_not_worth_retrying(tee: Tee) -> None:
+    engine = _limited(tee, 20)
+    engine.add(PROMPT, max_new_tokens=15).stop()
+    with pytest.raises(LimitError) as caught:
+        engine.add(PROMPT, max_new_tokens=16)
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("how", ["finished", "stopped", "removed"])
+def test_memory_comes_back_when_a_sequence_ends(tee: Tee, model: SavedModel, how: str) -> None:
+    engine = _limited(tee, 20)
+    first = engine.add(PROMPT, max_new_tokens=3)
+    second = engine.add(PROMPT[::-1], max_new_tokens=7)
+    with pytest.raises(LimitError):
+        engine.add(PROMPT, max_new_tokens=7)
+    if how == "finished":
+        while not first.finish_reason:
+            engine.step()
+    elif how == "stopped":
+        first.stop()
+    else:
+        engine.remove(first)
+    with pytest.raises(LimitError):
+        engine.add(PROMPT, max_new_tokens=4)
+    third = engine.add(PROMPT, max_new_tokens=3)
+    while engine.running:
+        engine.step()
+    assert second.token_ids == model.greedy(PROMPT[::-1], 7)
+    assert third.token_ids == model.greedy(PROMPT, 3)
+    assert first.cache.nbytes == 0
+
+
+def test_without_a_limit_it_is_what_the_machine_has(
+    tee: Tee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tee_side.engine.available_kv_bytes", lambda: 12345)
+    assert Engine(tee.model, tee.lanes).max_kv_bytes == 12345
+    assert Engine(tee.model, tee.lanes, max_kv_bytes=0).max_kv_bytes == 0
 
 
 def test_a_step_without_sequences_gives_nothing(tee: Tee) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from protocol.errors import PromptError
 from protocol.model.config import ModelConfig, read_config
-from tee_side.kv_cache import KVCache
+from tee_side import kv_cache
+from tee_side.kv_cache import KVCache, available_kv_bytes, kv_bytes
 from tests.support import SavedModel
 
 
@@ -73,6 +75,44 @@ def test_a_full_cache_refuses_more_rows(config: ModelConfig, rows: int) -> None:
 def test_more_than_the_machine_has_is_refused(config: ModelConfig) -> None:
     with pytest.raises(PromptError, match="no memory for 1000000000000 tokens"):
         KVCache(config, 10**12, torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_its_size_is_known_before_it_is_made(
+    config: ModelConfig, dtype: torch.dtype, size: int
+) -> None:
+    assert kv_bytes(config, 10, dtype) == 2 * 3 * 2 * 10 * 16 * size
+    cache = KVCache(config, 10, dtype)
+    keys, values = cache.append(0, _rows(10, 0).to(dtype), _rows(10, 0).to(dtype))
+    assert cache.nbytes == kv_bytes(config, 10, dtype) == 3 * (keys.nbytes + values.nbytes)
+
+
+def test_released_it_keeps_its_length_and_no_memory(config: ModelConfig) -> None:
+    cache = KVCache(config, 10, torch.float32)
+    for layer in range(3):
+        cache.append(layer, _rows(4, 0), _rows(4, 0))
+    cache.commit(4)
+    cache.release()
+    assert (cache.length, cache.nbytes) == (4, 0)
+    with pytest.raises(IndexError):
+        cache.append(0, _rows(1, 0), _rows(1, 0))
+
+
+def test_four_fifths_of_the_available_memory_are_for_keys_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal:  999999 kB\nMemFree: 5 kB\nMemAvailable:    1000 kB\nCached: 1 kB\n")
+    monkeypatch.setattr(kv_cache, "_MEMORY", file)
+    assert available_kv_bytes() == 1000 * 1024 * 8 // 10
+
+
+def test_where_nobody_says_what_is_available_it_is_of_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = available_kv_bytes()
+    monkeypatch.setattr(kv_cache, "_MEMORY", tmp_path / "none")
+    assert available_kv_bytes() >= real > 0
 
 
 # ---------------------------------------------------------------- parts of one step in a row

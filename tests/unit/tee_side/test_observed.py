@@ -88,6 +88,9 @@ def _expected(policy: Policy, rows_wanted: bool = True) -> Notes:
         modules = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
         stages: list[TeeStage] = ["tee"] if is_linear(operator) else []
         stages += ["mask", *["verify"] * modules.get(operator, 1), "unmask"]  # type: ignore[list-item]
+        # The form of each reply before, the numbers of the result after it was unmasked.
+        verified = policy.at(operator, layer or 0, "prefill").verify != "none"
+        stages += ["verify"] if verified else []
         stages += ["tee"] if is_linear(operator) else []
         for stage in stages:
             notes.spent(operator, layer, stage, 0, 0)

@@ -80,9 +80,9 @@ def test_a_sampled_token_is_counted_where_it_is_chosen(saved_model: Models) -> N
 
 def test_an_exchange_without_timing_counts_as_wire(saved_model: Models) -> None:
     table = OperatorTable()
-    table.exchanged("o_proj", 0, [Exchange(REPLY, 10, 20, 1, 5000, 2, None, 0)])
+    table.exchanged("o_proj", 0, [Exchange(REPLY, 10, 20, 1, 5000, 2, None, 0, "h")])
     timing = Timing(queue_us=1, compute_us=1)
-    table.exchanged("o_proj", 1, [Exchange(REPLY, 1, 2, 1, 3000, 2, timing, 0)])
+    table.exchanged("o_proj", 1, [Exchange(REPLY, 1, 2, 1, 3000, 2, timing, 0, "h")])
     totals = table.totals["o_proj"]
     assert (totals.bytes_sent, totals.bytes_received) == (11, 22)
     assert (totals.queue_ns, totals.gpu_ns, totals.wire_ns) == (1000, 1000, 6000)
@@ -97,7 +97,7 @@ def test_time_in_the_tee_is_that_of_its_stages_and_of_encoding_and_decoding() ->
     table = OperatorTable()
     table.spent("o_proj", 0, "mask", 1000, 1070)
     table.spent("o_proj", 2, "unmask", 5000, 5005)
-    table.exchanged("o_proj", 0, [Exchange(REPLY, 1, 2, 100, 3000, 2000, None, 0)] * 2)
+    table.exchanged("o_proj", 0, [Exchange(REPLY, 1, 2, 100, 3000, 2000, None, 0, "h")] * 2)
     assert table.totals["o_proj"].tee_ns == 70 + 5 + 2 * (100 + 2000)
     assert table.totals["down_proj"].tee_ns == 0
 
@@ -122,8 +122,8 @@ def test_round_trips_are_those_of_the_phase_that_leaves(saved_model: Models) -> 
 
 def test_round_trips_side_by_side_take_as_long_as_the_slowest() -> None:
     table = OperatorTable()
-    fast = Exchange(REPLY, 10, 20, 1, 3000, 2, Timing(queue_us=0, compute_us=2), 0)
-    slow = Exchange(REPLY, 1, 2, 1, 5000, 2, Timing(queue_us=1, compute_us=1), 0)
+    fast = Exchange(REPLY, 10, 20, 1, 3000, 2, Timing(queue_us=0, compute_us=2), 0, "h")
+    slow = Exchange(REPLY, 1, 2, 1, 5000, 2, Timing(queue_us=1, compute_us=1), 0, "h")
     table.exchanged("o_proj", 0, [fast, slow])
     totals = table.totals["o_proj"]
     assert (totals.round_trips, totals.bytes_sent, totals.bytes_received) == (2, 11, 22)

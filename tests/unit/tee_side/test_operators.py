@@ -9,11 +9,10 @@ import pytest
 
 from protocol.channel import Exchange
 from tee_side.light import LightOperators
-from tee_side.masks.mask import Mask
 from tee_side.masks.pad import Pad
 from tee_side.masks.row_permutation import RowPermutation
 from tee_side.observer import AnyOperator, Observer
-from tee_side.operators import Operators, PlacedOperators, place
+from tee_side.operators import Cover, Operators, PlacedOperators, place
 from tee_side.overlap import run
 from tee_side.policy import Policy
 from tee_side.vocabulary import LAYERLESS, OPERATORS, PHASES, Operator, Phase, Place, TeeStage
@@ -82,10 +81,12 @@ def _placed(operators: dict[str, Any], observer: Observer | None = None) -> Plac
         }
     )
     policy.check(LAYERS)
-    remote: dict[Mask | None, Operators] = {
-        None: cast(Operators, Table("clear")),
-        Pad(): cast(Operators, Table("pad")),
-        RowPermutation(): cast(Operators, Table("row")),
+    remote: dict[Cover, Operators] = {
+        (None, "none"): cast(Operators, Table("clear")),
+        (None, "freivalds"): cast(Operators, Table("clear verified")),
+        (Pad(), "none"): cast(Operators, Table("pad")),
+        (Pad(), "freivalds"): cast(Operators, Table("pad verified")),
+        (RowPermutation(), "none"): cast(Operators, Table("row")),
     }
     return place(policy, LAYERS, cast(Operators, Table("tee")), remote, LIGHT, observer)
 
@@ -201,6 +202,21 @@ def test_attention_may_stay_in_one_phase_only() -> None:
         "prefill": True,
         "decode": False,
     }
+
+
+@pytest.mark.parametrize("mask", [None, "pad"])
+def test_what_is_verified_goes_to_what_verifies_and_nothing_else_does(mask: str | None) -> None:
+    """One mask, in one layer verified and in the others not."""
+    placed = [
+        {"layers": "0", "place": "gpu", "mask": mask, "verify": "freivalds"},
+        {"layers": "1-", "place": "gpu", "mask": mask},
+    ]
+    table = _placed({"o_proj": placed})["decode"]
+    named = mask or "clear"
+    assert [_called(table, "o_proj", layer) for layer in range(LAYERS)] == [
+        f"{named} verified",
+        *[named] * (LAYERS - 1),
+    ]
 
 
 def test_a_placement_that_nothing_was_made_for_is_a_mistake_of_the_caller() -> None:

@@ -378,6 +378,56 @@ def test_what_a_policy_discloses_is_complete_and_worst_first(case: str) -> None:
     assert policy.disclosure() == f"policy n: {line}"
 
 
+VERIFIED = "; results are verified, and a service that lies is asked no more"
+BOTH: dict[Operator, Mask] = {"o_proj": Pad(), "down_proj": Pad()}
+
+
+@pytest.mark.parametrize("operators", [("o_proj",), ("o_proj", "down_proj"), ()])
+def test_results_are_said_to_be_verified_only_where_all_of_them_are(
+    operators: tuple[Operator, ...],
+) -> None:
+    placed = {
+        operator: {
+            "place": "gpu",
+            "mask": mask,
+            "verify": "freivalds" if operator in operators else "none",
+        }
+        for operator, mask in BOTH.items()
+    }
+    policy = _policy(placed, arithmetic="int8")
+    seen = "policy n: the GPU sees uniform random numbers, lengths and timing"
+    assert policy.disclosure() == seen + (VERIFIED if len(operators) == 2 else HONEST)
+    assert policy.verified == bool(operators)
+
+
+def test_a_mask_that_is_only_not_known_to_be_broken_may_be_verified_too() -> None:
+    placed = {"attn_scores": {"place": "gpu", "mask": Unbroken(), "verify": "freivalds"}}
+    line = _policy(placed).disclosure()
+    assert line is not None
+    assert line.endswith(f"under unbroken, not known to be broken; lengths and timing{VERIFIED}")
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_what_protects_a_prompt_is_verified_and_baselines_are_not(name: str) -> None:
+    policy = load_policy(name)
+    protects = name in ("shielded", "shielded-prefill", "two-server")
+    assert {p.verify for _, p in policy.leaving()} <= {"freivalds" if protects else "none"}
+    assert policy.verified == protects
+
+
+def test_nothing_is_verified_unless_it_is_asked_for() -> None:
+    policy = _policy({"o_proj": "gpu"})
+    assert [placement.verify for _, placement in policy.leaving()] == ["none"]
+
+
+def test_a_placement_says_that_it_is_verified() -> None:
+    policy = load_policy("shielded")
+    assert [str(p) for p in policy.operators["o_proj"]] == [
+        "prefill tee",
+        "decode gpu under pad verified",
+    ]
+
+
 def test_the_published_placement_under_permutations_gives_the_ids_away() -> None:
     assert load_policy("tsqp-permuted").disclosure() == (
         "policy tsqp-permuted: the GPU sees the token ids of prompt and answer themselves, in"
@@ -513,9 +563,37 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
         {"o_proj": '{ mask = "row-mix" }'},
         "policy mine: o_proj: place: got nothing, expected a value",
     ),
-    "a check that is none": (
-        {"o_proj": '{ place = "gpu", verify = "freivalds" }'},
-        "policy mine: o_proj: verify: got 'freivalds', expected 'none'",
+    "a check that there is not": (
+        {"o_proj": '{ place = "gpu", verify = "hash" }'},
+        "policy mine: o_proj: verify: got 'hash', expected 'none' or 'freivalds'",
+    ),
+    "a check of nothing": (
+        {"o_proj": '{ place = "gpu", verify = "" }'},
+        "policy mine: o_proj: verify: got '', expected 'none' or 'freivalds'",
+    ),
+    "a check switched on": (
+        {"o_proj": '{ place = "gpu", verify = true }'},
+        "policy mine: o_proj: verify: got True, expected 'none' or 'freivalds'",
+    ),
+    "a check of what stays": (
+        {
+            "o_proj": (
+                '[{ phase = "decode", place = "gpu" },'
+                ' { phase = "prefill", place = "tee", verify = "freivalds" }]'
+            )
+        },
+        'policy mine: o_proj: prefill: got verify = "freivalds" with place = "tee", expected none:'
+        " nothing comes back that could be wrong",
+    ),
+    "a check of results that noise makes inexact": (
+        {
+            "o_proj": (
+                '{ place = "gpu", verify = "freivalds", mask = { name = "feature-rotation",'
+                " sigma = 0.1 } }"
+            )
+        },
+        'policy mine: o_proj: got verify = "freivalds" under feature-rotation block=128 delta=1e-05'
+        " sigma=0.1, expected a mask whose results are the plain ones, within its tolerance",
     ),
     "another arithmetic": (
         {"arithmetic": '"int4"'},

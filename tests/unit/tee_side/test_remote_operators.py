@@ -90,11 +90,12 @@ class ChangingChannel(LoopbackChannel):
 
 def _clear(model: SavedModel, channel: LoopbackChannel, **settings: Any) -> RemoteOperators:
     return RemoteOperators(
-        [channel],
+        lambda _layer: [channel],
         read_config(model.directory),
         torch.float32,
         mask=None,
         hide=linear_masking(None, Randomness()),
+        verifier=None,
         **settings,
     )
 
@@ -222,11 +223,12 @@ def _remote(
 ) -> RemoteOperators:
     randomness = Randomness(bytes(32))
     return RemoteOperators(
-        channels,
+        lambda _layer: channels,
         read_config(model.directory),
         torch.float32,
         mask=mask,
         hide=linear_masking(mask, randomness),
+        verifier=None,
         randomness=randomness,
         **settings,
     )
@@ -331,22 +333,24 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
 
     settings: dict[str, Any] = {"sites": OneSite(torch.int32)}
     remote = RemoteOperators(
-        [channel],
+        lambda _layer: [channel],
         read_config(model.directory),
         torch.float32,
         mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
+        verifier=None,
         without_factors=Here(),  # type: ignore[arg-type]
         **settings,
     )
     assert torch.equal(run(remote.o_proj(2, torch.ones(3, 96))), torch.full((3, 48), 2.0))
     assert not channel.requests
     alone = RemoteOperators(
-        [channel],
+        lambda _layer: [channel],
         read_config(model.directory),
         torch.float32,
         mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
+        verifier=None,
         **settings,
     )
     with pytest.raises(LookupError, match="no unmasking factors"):
@@ -426,11 +430,12 @@ def test_a_mask_that_is_wrong_is_named_with_its_operator(
 ) -> None:
     model = saved_model("llama")
     remote = RemoteOperators(
-        [LoopbackChannel(model.directory)],
+        lambda _layer: [LoopbackChannel(model.directory)],
         read_config(model.directory),
         torch.float32,
         mask=mask,
         hide=lambda _layer, _operator, x_TI: masked(x_TI),
+        verifier=None,
     )
     # No mask has to be said; and it is not a reason to look away.
     with pytest.raises(MaskError, match=f"{named}: o_proj: {said}"):
@@ -442,8 +447,9 @@ def test_no_mask_has_to_be_said(saved_model: Models) -> None:
     model = saved_model("llama")
     with pytest.raises(TypeError, match="'mask'"):
         RemoteOperators(  # type: ignore[call-arg]
-            [LoopbackChannel(model.directory)],
+            lambda _layer: [LoopbackChannel(model.directory)],
             read_config(model.directory),
             torch.float32,
             hide=linear_masking(RowPermutation(), Randomness()),
+            verifier=None,
         )

@@ -30,7 +30,7 @@ from tee_side.observer import OperatorTable
 from tee_side.policy import Policy, builtin_policies, load_policy
 from tee_side.runner import GenerationResult, PadTotals, Runner, RunnerSettings
 from tee_side.vocabulary import OPERATORS
-from tests.support import LoopbackChannel, SavedModel, make_model, token_ids
+from tests.support import LoopbackChannel, SavedModel, make_model, token_ids, with_results
 
 Models = Callable[..., SavedModel]
 
@@ -440,10 +440,14 @@ def test_pads_need_a_bank_or_the_weights(
     weights = tmp_path / "light" / "model.safetensors"
     tensors = load_file(weights)
     save_file({name: t for name, t in tensors.items() if "_proj" not in name}, weights)
-    with pytest.raises(PolicyError) as caught:
-        Runner(replace(given, model=tmp_path / "light"))
-    assert caught.value.where == "policy shielded-prefill: mask pad"
-    assert caught.value.got.startswith("no --bank, and not all linear weights in ")
+    for policy, where, got in (
+        (given.policy, 'verify = "freivalds"', "no model.layers.0.self_attn.q_proj.weight and "),
+        (with_results(given.policy, "none"), "mask pad", "no --bank, and not all linear weights"),
+    ):
+        with pytest.raises(PolicyError) as caught:
+            Runner(replace(given, model=tmp_path / "light", policy=policy))
+        assert caught.value.where == f"policy shielded-prefill: {where}"
+        assert caught.value.got.startswith(got)
 
 
 def test_a_generation_counts_only_its_own_waits(

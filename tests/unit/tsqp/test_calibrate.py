@@ -308,7 +308,7 @@ def test_the_command_writes_a_file_and_says_where_room_is_least(tmp_path: Path) 
 def test_the_file_goes_beside_the_model_by_default(tmp_path: Path) -> None:
     demo = model_directory("demo")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / name).symlink_to(demo / name)
+        shutil.copy(demo / name, tmp_path / name)
     invoke(tmp_path, "--tokens", "64")
     assert (tmp_path / "calibration.safetensors").is_file()
 

@@ -25,7 +25,7 @@ from tee_side.pads.layout import PadLayout
 from tee_side.policy import LayerRange, Placement, Policy, builtin_policies, load_policy
 from tee_side.provisioning import provision
 from tee_side.vocabulary import OPERATORS, PHASES, Phase
-from tests.support import SavedModel, Tee, assemble, token_ids
+from tests.support import SavedModel, Tee, assemble, token_ids, with_results
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.explain.explanation import explain
@@ -392,3 +392,39 @@ def test_json_needs_no_rich_and_tables_say_that_they_do(config_only: Path) -> No
     assert isinstance(result.exception, SettingsError)
     assert "no module rich" in str(result.exception)
     assert "--json" in str(result.exception)
+
+
+@pytest.mark.parametrize("name", builtin_policies())
+def test_it_says_whether_results_are_verified(name: str, config_only: Path) -> None:
+    policy = load_policy(name)
+    found = _explain(config_only, policy)
+    for row in found.operators:
+        expected = "freivalds" if policy.verified and row.place == "gpu" else "none"
+        assert row.verify == expected
+    arguments = [
+        "explain",
+        str(config_only),
+        "--policy",
+        name,
+        "--context",
+        "30",
+        "--prompt-tokens",
+        "20",
+    ]
+    text = " ".join(CliRunner().invoke(command, arguments).output.split())
+    said = {
+        "results verified against the weights of MODEL": policy.verified,
+        "results not verified: a service that lies": policy.needs_service and not policy.verified,
+        "results computed in the TEE": not policy.needs_service,
+    }
+    assert {line: line in text for line in said} == said
+    assert ("believed" in text) == (policy.needs_service and not policy.verified)
+
+
+def test_verified_floats_cross_without_their_bias_as_in_a_run(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    policy, table = with_results("attention-in-tee", "freivalds"), OperatorTable()
+    directory = saved_model("qwen2").directory
+    tee = assemble(directory, policy, observer=table)
+    _assert_like_a_run(tee, table, directory, policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from protocol.errors import ModelError
-from protocol.model.checkpoint import Checkpoint
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.calibration import CALIBRATION_FILE
+from protocol.model.quantized import load_quantized
+from tee_side.calibration import CALIBRATION_FILE, Calibration
 from tee_side.policy import load_policy
 from tests.support import SavedModel
 from tsqp.bench import prepare
@@ -149,3 +154,53 @@ def test_a_random_model_has_the_shape(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "in_fresh_process", lambda function, *given: function(*given))
+
+
+def test_a_hollow_model_is_one_for_which_zeros_are_right(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    """The model's own embedding, norms and scales of inputs, and linear weights of zeros."""
+    model = saved_model("qwen2")
+    given = tmp_path / "given"
+    shutil.copytree(model.directory, given)
+    shutil.copy(model.calibration, given / CALIBRATION_FILE)
+    made = prepare.hollow(given, tmp_path)
+    config = read_config(made)
+    source, hollow = Checkpoint(given), Checkpoint(made)
+    hollow.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    hollow.refuse_extra(config)
+    for name, shape in light_tensors(config).items():
+        assert torch.equal(hollow.rows(name, 0, shape[0]), source.rows(name, 0, shape[0]))
+    for name, shape in linear_tensors(config, FUSED_MODULES).items():
+        assert not hollow.rows(name, 0, shape[0]).any()
+    digests = model_digest(config, hollow), linear_digest(config, hollow)
+    scales = Calibration.load(made / CALIBRATION_FILE, config, *digests)
+    for layer in range(config.num_hidden_layers):
+        for operator in FUSED_MODULES:
+            weights = load_quantized(hollow, config, layer, operator)
+            scales.check_weights((layer, operator), weights.scale, weights.max_row_norm())
+    own = model_digest(config, source), linear_digest(config, source)
+    of_model = Calibration.load(model.calibration, config, *own)
+    assert {site: one.input_scale for site, one in scales.sites.items()} == {
+        site: one.input_scale for site, one in of_model.sites.items()
+    }
+
+
+def test_a_hollow_model_needs_no_calibration_to_be_made(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    made = prepare.hollow(saved_model("llama").directory, tmp_path)
+    assert not (made / CALIBRATION_FILE).exists()
+    assert Checkpoint(made).holds(linear_tensors(read_config(made), FUSED_MODULES))
+
+
+def test_a_file_of_zeros_is_large_and_takes_no_room(tmp_path: Path) -> None:
+    path = tmp_path / "zeros.safetensors"
+    prepare.write_zeros(path, {"a": (3, 2**24), "b": (5,)})
+    found = path.stat()
+    assert found.st_size > 3 * 2**25
+    assert found.st_blocks * 512 < 2**20
+    with safe_open(path, framework="pt") as file:
+        assert sorted(file.keys()) == ["a", "b"]
+        assert file.get_slice("a").get_shape() == [3, 2**24]
+        assert not file.get_tensor("b").any()

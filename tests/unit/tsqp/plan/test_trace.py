@@ -28,7 +28,7 @@ class Channel:
 
     def wait(self, request_id: int) -> Exchange:
         reply: Any = None
-        return Exchange(reply, 111, 222, 1, 40_000, 3, self._timing, 1_500)
+        return Exchange(reply, 111, 222, 1, 40_000, 3, self._timing, 1_500, self.endpoint)
 
 
 @pytest.fixture

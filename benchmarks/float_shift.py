@@ -1,0 +1,207 @@
+"""How far a service that stays below the tolerance of float checks can move the logits.
+
+    python -m benchmarks.float_shift [MODEL] [--positions 24] [--steps 8] [--json FILE]
+
+Products of floats are verified within a tolerance (`tee_side.verification.FloatCheck`); a service
+that knows it may add an error of that length to every row of every product. This searches for the
+worst one: at each linear operator and at the LM head, for every position of the context, an error
+along the gradient of the objective, as long as the limit lets through, projected back to that
+length in each of `--steps` iterations (projected gradient ascent, the first of which starts from no
+error). The objective is the logit of the runner-up less that of the likeliest token, at the last
+position. What is found is a lower bound of what can be reached; lengths are those whose expected
+estimate is the limit itself, which about half of such checks would refuse, so for a single position
+it is nearer to an upper one.
+
+The forward pass is transformers' own in float32 on the demo model's validation text; the tolerance
+is that of the dtype named. `margin`: likeliest less runner-up; `shift`: by how much it shrank;
+`flipped`: where the runner-up has overtaken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from protocol.errors import SettingsError, TsqpError
+from protocol.tensors import torch_dtype
+from tee_side.tokenizer import Tokenizer
+from tee_side.verification import Tolerance
+from tsqp.bench.machine import describe_machine
+from tsqp.cli.program import model_directory
+from tsqp.train_demo.evaluation import VALIDATION_FILE
+
+DTYPES = ("float32", "float16", "bfloat16")
+_CONTEXT = 64
+# Modules that are verified as one product.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Over all positions. Logits as they are; `relative`: the tolerance."""
+
+    dtype: str
+    relative: float
+    positions: int
+    shift_median: float
+    shift_largest: float
+    margin_median: float
+    flipped: int
+
+
+class _Product:
+    """The modules of one product: what went in, and the error that is added to what comes out."""
+
+    def __init__(self, modules: Sequence[torch.nn.Linear]) -> None:
+        self._modules = modules
+        weight = torch.cat([module.weight.detach() for module in modules]).double()
+        self._gain = float(weight.norm()) / math.sqrt(weight.shape[1])
+        self.errors: list[torch.Tensor] = []
+        self.limit = torch.empty(0)
+        self._outputs: list[torch.Tensor] = []
+        self._relative = 0.0
+        for index, module in enumerate(modules):
+            module.register_forward_hook(self._hook(index))
+
+    def start(self, relative: float) -> None:
+        """Begin a search without errors."""
+        self.errors, self._relative = [], relative
+
+    def before(self) -> None:
+        """Forget the last pass."""
+        self._outputs = []
+
+    def _hook(self, index: int) -> Any:
+        def add(_module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
+            if len(self.errors) <= index:
+                self.errors.append(torch.zeros_like(output, requires_grad=True))
+            self._outputs.append(output.detach())
+            if index == len(self._modules) - 1:
+                size = torch.cat(self._outputs, dim=-1).norm(dim=-1)
+                length = inputs[0].detach().norm(dim=-1)
+                self.limit = self._relative * (size + self._gain * length)
+            return output + self.errors[index]
+
+        return add
+
+    def ascend(self) -> None:
+        """Go along the gradient, and back to the limit's length."""
+        gradients = [error.grad for error in self.errors]
+        steps = [
+            torch.zeros_like(error) if gradient is None else gradient
+            for error, gradient in zip(self.errors, gradients, strict=True)
+        ]
+        length = torch.cat(steps, dim=-1).norm(dim=-1, keepdim=True)
+        unit = [step / length.clamp_min(1e-30) * self.limit[..., None] for step in steps]
+        moved = [error.detach() + step for error, step in zip(self.errors, unit, strict=True)]
+        whole = torch.cat(moved, dim=-1).norm(dim=-1, keepdim=True)
+        scale = (self.limit[..., None] / whole.clamp_min(1e-30)).clamp_max(1.0)
+        self.errors = [(one * scale).requires_grad_() for one in moved]
+
+
+class Search:
+    """The model with an error at every product."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model.train(False)
+        self._model.requires_grad_(False)
+        named = dict(self._model.named_modules())
+        self._products = [_Product([self._model.lm_head])]
+        for layer in range(self._model.config.num_hidden_layers):
+            for names in _FUSED:
+                block = "self_attn" if names[0] in ("q_proj", "o_proj") else "mlp"
+                prefix = f"model.layers.{layer}.{block}"
+                self._products.append(_Product([named[f"{prefix}.{name}"] for name in names]))
+
+    def worst(self, ids: Sequence[int], relative: float, steps: int) -> tuple[float, float]:
+        """Return the margin without errors, and the smallest that was found with them."""
+        for product in self._products:
+            product.start(relative)
+        logits = self._logits(ids)
+        first, second = (int(token) for token in logits.topk(2).indices)
+        margin = smallest = float((logits[first] - logits[second]).detach())
+        for _ in range(steps):
+            (logits[second] - logits[first]).backward()
+            for product in self._products:
+                product.ascend()
+            logits = self._logits(ids)
+            others = logits.detach().clone()
+            others[first] = -math.inf
+            smallest = min(smallest, float(logits[first] - others.max()))
+        return margin, smallest
+
+    def _logits(self, ids: Sequence[int]) -> torch.Tensor:
+        for product in self._products:
+            product.before()
+        logits: torch.Tensor = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
+        return logits
+
+
+def measure(directory: Path, positions: int, steps: int) -> list[Result]:
+    """Search at some positions of the text, in every dtype. Raises TsqpError."""
+    file = directory / VALIDATION_FILE
+    if not file.is_file():
+        raise SettingsError(str(file), got="no such file", expected="text to search on")
+    ids = Tokenizer(directory).encode(file.read_text(encoding="utf-8")[:200_000])
+    starts = [number * (len(ids) - _CONTEXT) // positions for number in range(positions)]
+    search, results = Search(directory), []
+    for dtype in DTYPES:
+        relative = Tolerance.of(torch_dtype(dtype), None).relative
+        found = [search.worst(ids[at : at + _CONTEXT], relative, steps) for at in starts]
+        shifts = [margin - smallest for margin, smallest in found]
+        results.append(
+            Result(
+                dtype=dtype,
+                relative=relative,
+                positions=positions,
+                shift_median=statistics.median(shifts),
+                shift_largest=max(shifts),
+                margin_median=statistics.median(margin for margin, _ in found),
+                flipped=sum(smallest < 0 for _, smallest in found),
+            )
+        )
+        print(f"float_shift: {results[-1]}", file=sys.stderr, flush=True)
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Search and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--positions", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="write here instead of to stdout")
+    options = parser.parse_args(arguments)
+    try:
+        results = measure(model_directory(options.model), options.positions, options.steps)
+    except TsqpError as error:
+        sys.exit(f"float_shift: error: {error}")
+    document = {
+        "machine": describe_machine(),
+        "model": options.model,
+        "context": _CONTEXT,
+        "steps": options.steps,
+        "results": [asdict(result) for result in results],
+    }
+    text = json.dumps(document, indent=1)
+    if options.json is None:
+        print(text)
+    else:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Checks products that a service computed, in far fewer operations than computing them takes.
+
+Freivalds' check: a service that returns y for x W is asked nothing more; the TEE compares y s with
+x (W s) for vectors s that nobody else knows. W s is prepared once a run, from the TEE's own copy of
+the weights, so that a row costs I + O multiplications a vector instead of I * O. The bounds are
+derived in docs/verification.md, in short:
+
+- Integers: exact. The entries of s are uniform b-bit integers. A wrong y passes one vector with
+  probability 2^-b at most and all of them with 2^-`SECURITY_BITS`, whatever x and y are.
+- Floats: within a tolerance, which rounding needs and a liar may use up. The vectors are Gaussian.
+
+A service learns one bit from a check, accepted or refused, and refused ends its part in the run.
+Shape suffixes: T rows, I in_features, O out_features, k secret vectors, U rows that crossed; B
+heads, and M, J, N for the product [B, M, J] x [B, J, N].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from protocol.errors import ActivationRangeError
+from protocol.integer import exact_product
+from tee_side.masks.mask import Mask
+from tee_side.randomness import Randomness
+
+# A wrong product of integers passes a check with probability 2^-48 at most. What is promised is
+# 2^-40: 2^8 attempts at each of the products of a run are within it.
+SECURITY_BITS = 48
+_MOST_BITS = 8
+
+# With b = 22 - ceil(log2 O) bits an entry, y s and x (W s) stay within 2^52 each, in any order of
+# summation, and their difference within 2^53, below which float64 holds every integer.
+_BITS_TOGETHER = 22
+
+FLOAT_VECTORS = 8
+# Of an honest result, in units of the limit's scale (`FloatCheck`): rounding of the reply to its
+# own dtype, and of sums that are kept in float32. Measured over masks, shapes and outliers: at most
+# 0.7 of the first in half precision, and 4.1 of the second in float32.
+_REPLY_ROUNDING = 2.0
+_SUM_ROUNDING = 16.0
+
+# Elements of a block of rows in float64: 4 MB, which stay in a cache.
+_BLOCK_ELEMENTS = 2**19
+
+
+def bits_of(out_features: int) -> int:
+    """Return b, how many bits an entry of a secret vector has for so many outputs."""
+    return min(_MOST_BITS, _BITS_TOGETHER - math.ceil(math.log2(out_features)))
+
+
+def vectors_for(out_features: int) -> int:
+    """Return k, how many secret vectors integers are checked with."""
+    return math.ceil(SECURITY_BITS / bits_of(out_features))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactCheck:
+    """The check of one linear operator's products of integers.
+
+    Right while x passes the range check of `SiteScales.encode`, which keeps x W within 32 bits: a
+    product that wrapped is refused like any other wrong one.
+    """
+
+    in_features: int
+    out_features: int
+    # float64 [k, I + O]: -W^T s and s side by side, one vector a row. Not in a traceback or a log:
+    # whoever knows them can make products that pass.
+    _secret: torch.Tensor = field(repr=False)
+
+    @staticmethod
+    def draw(weight_OI: torch.Tensor, randomness: Randomness) -> ExactCheck:
+        """Draw vectors for a weight, int8 [O, I]. Raises KernelError for 2^17 outputs or more.
+
+        Of `randomness` one byte an entry is used.
+        """
+        O, I = weight_OI.shape  # noqa: E741 - as in the module's docstring
+        # An arithmetic shift leaves b uniform bits, signed.
+        s_kO = randomness.digits(vectors_for(O), O) >> (_MOST_BITS - bits_of(O))
+        product_kI = exact_product(s_kO.to(torch.int32), weight_OI.t())
+        secret = torch.cat((-product_kI.double(), s_kO.double()), dim=1)
+        return ExactCheck(I, O, secret)
+
+    def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> bool:
+        """Say whether y = x W, both int32; False for a wrong y but for a chance of 2^-48."""
+        for rows in _blocks(len(x_TI), self.in_features + self.out_features):
+            both = torch.cat((x_TI[rows], y_TO[rows]), dim=1).double()
+            # `any` holds for whatever is not zero, NaN included.
+            if bool((both @ self._secret.t()).any()):
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an honest result may be from the product of floats, and relative to what.
+
+    `relative`: see `FloatCheck`; `smallest`: what rounding loses where a dtype ends; `together`:
+    rows are mixed on the way, so that a small one carries the rounding of the largest.
+    """
+
+    relative: float
+    smallest: float
+    together: bool
+
+    @staticmethod
+    def of(dtype: torch.dtype, mask: Mask | None) -> Tolerance:
+        """Return the tolerance of a dtype under a mask, None for none.
+
+        The reply's own rounding, that of sums in float32, and what the mask declares of itself: a
+        mask that keeps its promise raises no alarm.
+        """
+        reply = torch.finfo(dtype)
+        relative = _REPLY_ROUNDING * reply.eps + _SUM_ROUNDING * torch.finfo(torch.float32).eps
+        declared = 0.0 if mask is None else mask.tolerance
+        together = mask is not None and mask.kind == "row"
+        return Tolerance(relative + declared, reply.smallest_normal * reply.eps, together)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatCheck:
+    """The check of one linear operator's, or the LM head's, products of floats.
+
+    With d = y s - x (W s) over the k Gaussian vectors, the root of the mean of d^2 estimates the
+    length of y's error. It must not exceed
+
+        relative * (length of x W, estimated by the same vectors + length of what was sent * f)
+
+    with f = |W| / sqrt(I), what W does to the length of a vector without a direction. All of that
+    is fixed before the reply is read, so that no reply can widen its own limit.
+    """
+
+    in_features: int
+    out_features: int
+    gain: float
+    # float64 [I + O, k]: as in `ExactCheck`, one vector a column.
+    _secret: torch.Tensor = field(repr=False)
+
+    VECTORS: ClassVar[int] = FLOAT_VECTORS
+
+    @staticmethod
+    def draw(weight_OI: torch.Tensor, randomness: Randomness) -> FloatCheck:
+        """Draw vectors for a weight, floats [O, I], in blocks of float64."""
+        O, I = weight_OI.shape  # noqa: E741
+        s_Ok = randomness.normal(O, FLOAT_VECTORS)
+        product_Ik = torch.zeros(I, FLOAT_VECTORS, dtype=torch.float64)
+        squares = 0.0
+        for rows in _blocks(O, I):
+            block = weight_OI[rows].double()
+            product_Ik.addmm_(block.t(), s_Ok[rows])
+            squares += float(block.square().sum())
+        return FloatCheck(I, O, math.sqrt(squares / I), torch.cat((-product_Ik, s_Ok)))
+
+    def holds(
+        self,
+        x_TI: torch.Tensor,
+        y_TO: torch.Tensor,
+        sent: Sequence[torch.Tensor],
+        tolerance: Tolerance,
+    ) -> bool:
+        """Say whether y is x W within a tolerance; False for NaN and infinity.
+
+        `sent`: what crossed instead of x, [U, I] each; as many rows, or `tolerance.together`.
+        Raises ActivationRangeError where x is not finite: nothing can be said of its product.
+        """
+        lengths_U = torch.stack([_lengths(tensor) for tensor in sent]).amax(0)
+        if tolerance.together:
+            lengths_U = lengths_U.amax().expand(len(x_TI))
+        I = self.in_features  # noqa: E741
+        smallest = tolerance.smallest * math.sqrt(self.out_features)
+        expected_Tk = _in_blocks(x_TI, self._secret[:I])
+        size_T = _root_mean_square(expected_Tk)
+        if tolerance.together and len(size_T):
+            size_T = size_T.amax().expand(len(x_TI))
+        limit_T = tolerance.relative * (size_T + self.gain * lengths_U) + smallest
+        _check_finite(limit_T)
+        error_T = _root_mean_square(_in_blocks(y_TO, self._secret[I:]).add_(expected_Tk))
+        # Whatever is not comparable is not below the limit.
+        return bool((error_T <= limit_T).all())
+
+
+def product_holds(
+    a_BMJ: torch.Tensor,
+    b_BJN: torch.Tensor,
+    y_BMN: torch.Tensor,
+    tolerance: Tolerance,
+    randomness: Randomness,
+) -> bool:
+    """Say whether y is the product of two activations, floats, as `FloatCheck` does.
+
+    The vectors are fresh in every call, as no operand stays. That reads all of b: where a has fewer
+    rows than there are vectors, multiplying would have been as cheap. Raises ActivationRangeError.
+    """
+    _, J, N = b_BJN.shape
+    s_Nk = randomness.normal(N, FLOAT_VECTORS)
+    a64, b64 = a_BMJ.double(), b_BJN.double()
+    expected_BMk = a64 @ (b64 @ s_Nk)
+    gain_B1 = b64.square().sum((1, 2)).div(J).sqrt()[:, None]
+    size_BM = _root_mean_square(expected_BMk) + gain_B1 * a64.norm(dim=-1)
+    if tolerance.together and size_BM.numel():
+        size_BM = size_BM.amax(-1, keepdim=True).expand_as(size_BM)
+    limit_BM = tolerance.relative * size_BM + tolerance.smallest * math.sqrt(N)
+    _check_finite(limit_BM)
+    error_BM = _root_mean_square(y_BMN.double() @ s_Nk - expected_BMk)
+    return bool((error_BM <= limit_BM).all())
+
+
+def is_near(
+    x_UI: torch.Tensor, weight_OI: torch.Tensor, y_UO: torch.Tensor, tolerance: Tolerance
+) -> bool:
+    """Say the same by multiplying, without secrets: for results that failed together."""
+    expected_UO = x_UI.double() @ weight_OI.double().t()
+    gain = float(weight_OI.double().norm()) / math.sqrt(weight_OI.shape[1])
+    size_U = expected_UO.norm(dim=-1) + gain * _lengths(x_UI)
+    limit_U = tolerance.relative * size_U + tolerance.smallest * math.sqrt(len(weight_OI))
+    return bool(((y_UO.double() - expected_UO).norm(dim=-1) <= limit_U).all())
+
+
+def _in_blocks(x_TI: torch.Tensor, secret_Ik: torch.Tensor) -> torch.Tensor:
+    """Multiply in float64, without a copy of all rows in it."""
+    parts = [x_TI[rows].double() @ secret_Ik for rows in _blocks(*x_TI.shape)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _blocks(rows: int, width: int) -> Iterator[slice]:
+    size = max(1, _BLOCK_ELEMENTS // width)
+    for start in range(0, max(rows, 1), size):
+        yield slice(start, min(start + size, rows))
+
+
+def _lengths(x_UI: torch.Tensor) -> torch.Tensor:
+    lengths: torch.Tensor = torch.linalg.vector_norm(x_UI, dim=-1, dtype=torch.float64)
+    return lengths
+
+
+def _root_mean_square(x: torch.Tensor) -> torch.Tensor:
+    root: torch.Tensor = x.square().mean(-1).sqrt()
+    return root
+
+
+def _check_finite(limit: torch.Tensor) -> None:
+    if not bool(limit.isfinite().all()):
+        raise ActivationRangeError(
+            "input of a product that is to be verified",
+            got="a row that is not finite",
+            expected="finite numbers",
+        )

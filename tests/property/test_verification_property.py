@@ -1,0 +1,69 @@
+"""For any weights, inputs and errors: a right product passes, and a wrong one does not."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.integer import exact_product
+from tee_side.calibration import norm_limit
+from tee_side.randomness import Randomness
+from tee_side.verification import ExactCheck
+
+seeds = st.integers(0, 2**32 - 1)
+elements = st.integers(-(2**31), 2**31 - 1)
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight, and inputs of any direction and size that its range check lets through."""
+    out_features, in_features = draw(st.integers(2, 70)), draw(st.integers(2, 70))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    largest = draw(st.integers(0, 127))
+    shape = (out_features, in_features)
+    weight = torch.randint(-largest, largest + 1, shape, generator=generator).to(torch.int8)
+    x = torch.randn(draw(st.integers(1, 4)), in_features, generator=generator).double()
+    if draw(st.booleans()):
+        x[:, 1:] = 0  # one direction: the largest single element that there can be
+    limit = norm_limit(float(weight.double().norm(dim=1).max())) * draw(st.floats(0, 0.995))
+    x = x / x.norm(dim=1, keepdim=True) * limit
+    return weight, x.to(torch.int32)
+
+
+@given(products(), seeds)
+@settings(max_examples=200, deadline=None)
+def test_any_right_product_passes(product: tuple[torch.Tensor, torch.Tensor], seed: int) -> None:
+    weight, x = product
+    check = ExactCheck.draw(weight, Randomness(seed.to_bytes(4, "big") * 8))
+    assert check.holds(x, exact_product(x, weight))
+
+
+@given(products(), st.lists(st.tuples(seeds, elements), min_size=1, max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_any_wrong_product_is_refused(
+    product: tuple[torch.Tensor, torch.Tensor], errors: list[tuple[int, int]]
+) -> None:
+    """Some elements are replaced by any others that fit 32 bits; each time with new secrets."""
+    weight, x = product
+    right = exact_product(x, weight)
+    wrong = right.clone().flatten()
+    for where, value in errors:
+        wrong[where % len(wrong)] = value
+    wrong = wrong.view_as(right)
+    expected = torch.equal(wrong, right)
+    assert ExactCheck.draw(weight, Randomness()).holds(x, wrong) == expected
+
+
+@given(products(), elements.filter(bool), seeds)
+@settings(max_examples=100, deadline=None)
+def test_an_error_that_wraps_is_an_error(
+    product: tuple[torch.Tensor, torch.Tensor], error: int, where: int
+) -> None:
+    """Added in the ring, as a service adds it to what it cannot see."""
+    weight, x = product
+    right = exact_product(x, weight)
+    added = torch.zeros(right.numel(), dtype=torch.int32)
+    added[where % len(added)] = error
+    wrong = right + added.view_as(right)
+    assert not ExactCheck.draw(weight, Randomness()).holds(x, wrong)

@@ -1,0 +1,638 @@
+"""Secrets for all that a policy verifies, and results checked where the operators get them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protocol.channel import Exchange
+from protocol.errors import (
+    CalibrationError,
+    MaskError,
+    ModelError,
+    PolicyError,
+    ReplyError,
+    TsqpError,
+    VerificationError,
+)
+from protocol.messages import (
+    EmbeddingRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    Response,
+    RingLinearRequest,
+    TensorReply,
+)
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.tensors import from_torch, to_torch
+from tee_side.calibration import Calibration
+from tee_side.observer import OperatorTable
+from tee_side.pads.source import PadLane
+from tee_side.policy import Policy, builtin_policies, load_policy
+from tee_side.randomness import Randomness
+from tee_side.sites import IntegerSites
+from tee_side.verifier import Secrets, Weights, check_verifiable, verified_sites
+from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator, is_linear
+from tests.support import LoopbackChannel, SavedModel, Tee, token_ids, with_results
+
+Models = Callable[..., SavedModel]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+ROOT = Path(__file__).resolve().parents[3]
+LINEAR = [operator for operator in OPERATORS if is_linear(operator)]
+PROMPT = token_ids(7)
+
+
+def everything_verified(name: str) -> Policy:
+    """Return a built-in policy with all that leaves verified."""
+    return with_results(name, "freivalds")
+
+
+def unverified(name: str) -> Policy:
+    """Return a built-in policy that believes everything."""
+    return with_results(name, "none")
+
+
+class Lying(LoopbackChannel):
+    """A service that changes the tensor of one request: the `at`-th that `picks` chooses.
+
+    `distrusted`: what it is told, which it takes as if somebody else answered from then on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        change: Change,
+        picks: Callable[[Request], bool] = lambda _request: True,
+        *,
+        at: int = 0,
+        others: bool = False,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(directory, dtype)
+        self._change, self._picks, self._at, self._others = change, picks, at, others
+        self._seen = 0
+        self.lied: list[int] = []
+        self.distrusted: list[tuple[Exchange, TsqpError]] = []
+
+    def answer(self, request: Request) -> Response:
+        """Compute the true reply, and change it where that is due."""
+        reply = super().answer(request)
+        if not isinstance(reply, TensorReply) or not self._picks(request) or self.distrusted:
+            return reply
+        self._seen += 1
+        if self._seen - 1 != self._at:
+            return reply
+        self.lied.append(len(self.requests) - 1)
+        wrong = self._change(to_torch(reply.output).clone())
+        return TensorReply(output=from_torch(wrong.contiguous()))
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """Note it; raise it unless there are others."""
+        self.distrusted.append((exchange, error))
+        if not self._others:
+            raise error
+
+
+def _one_more(y: torch.Tensor) -> torch.Tensor:
+    y[(-1,) * y.dim()] += 1
+    return y
+
+
+def _low_rank(y: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(1, y[..., 0].numel() + 1).reshape(y.shape[:-1])
+    return y + (rows[..., None] * torch.arange(y.shape[-1])).to(y.dtype)
+
+
+LIES: dict[str, Change] = {
+    "one element by 1": _one_more,
+    "low-rank": _low_rank,
+    "sign": lambda y: -y,
+    "x(1 + 1e-3)": lambda y: (y.double() * 1.001).round().to(y.dtype),
+    "zeros": torch.zeros_like,
+}
+
+
+def _site(request: Request) -> tuple[int, str] | None:
+    if isinstance(request, RingLinearRequest | LinearRequest):
+        return request.layer_idx, request.module_names[0]
+    return None
+
+
+def _at(site: tuple[int, str]) -> Callable[[Request], bool]:
+    return lambda request: _site(request) == site
+
+
+def _generate(tee: Tee, new_tokens: int = 3) -> list[int]:
+    return tee.greedy(PROMPT, new_tokens)
+
+
+# ------------------------------------------------------------------- the same tokens as without
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in builtin_policies() if load_policy(name).needs_service]
+)
+def test_a_verified_policy_gives_the_tokens_that_it_gives_without(
+    saved_model: Models, name: str
+) -> None:
+    """Every policy that there is, with all that leaves it verified: embedding to LM head."""
+    model = saved_model("qwen2")
+    verified, believed = everything_verified(name), unverified(name)
+    assert verified.verified
+    assert not believed.verified
+    tokens = [
+        _generate(model.tee(policy, randomness=Randomness(bytes(32))), 12)
+        for policy in (verified, believed)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["tsqp", "tsqp-permuted", "row-mix", "cloak", "float-noise"])
+def test_honest_floats_raise_no_alarm_in_any_dtype(
+    saved_model: Models, name: str, dtype: str
+) -> None:
+    tee = saved_model("llama").tee(everything_verified(name), dtype)
+    tee.logits(token_ids(70), chunk=9)
+    assert any(channel.requests for channel in tee.channels)
+
+
+# ---------------------------------------------------------------------------- lies are refused
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
+def test_every_lie_at_every_site_is_refused(saved_model: Models, policy: str, lie: str) -> None:
+    """One wrong reply in the middle of the generation; each time at another site."""
+    model, chosen = saved_model("llama"), load_policy(policy)
+    for operator in ("q_proj", "o_proj", "gate_proj", "down_proj"):
+        for layer in range(3):
+            channels = [
+                Lying(
+                    model.directory,
+                    LIES[lie],
+                    _at((layer, operator)),
+                    at=1,
+                ),
+                LoopbackChannel(model.directory),
+            ][: chosen.services]
+            tee = model.tee(chosen, channels=channels)
+            with pytest.raises(VerificationError) as caught:
+                _generate(tee, 4)
+            assert isinstance(channels[0], Lying)
+            (exchange, error) = channels[0].distrusted[0]
+            assert caught.value is error
+            named = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}.get(operator, operator)
+            assert error.where == f"{named} in layer {layer} at loopback"
+            assert exchange.endpoint == "loopback"
+            # Nothing was asked after the lie, so its result was used for nothing.
+            assert channels[0].lied == [len(channels[0].requests) - 1]
+
+
+@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
+@pytest.mark.parametrize("which", ["swapped layer", "stale reply"])
+def test_a_right_reply_to_another_question_is_refused(
+    saved_model: Models, policy: str, which: str
+) -> None:
+    model, chosen = saved_model("llama"), load_policy(policy)
+
+    class Other(LoopbackChannel):
+        earlier: Response | None = None
+
+        def answer(self, request: Request) -> Response:
+            reply = super().answer(request)
+            if not isinstance(request, RingLinearRequest) or request.module_names != ("o_proj",):
+                return reply
+            if which == "swapped layer":
+                return super().answer(request.model_copy(update={"layer_idx": 2}))
+            if self.earlier is None and request.layer_idx == 1:
+                self.earlier = reply
+            return self.earlier if self.earlier and request.layer_idx == 1 else reply
+
+    channels: list[LoopbackChannel] = [
+        Other(model.directory),
+        LoopbackChannel(model.directory),
+    ]
+    tee = model.tee(chosen, channels=channels[: chosen.services])
+    layer = 0 if which == "swapped layer" else 1
+    with pytest.raises(VerificationError, match=f"o_proj in layer {layer} at loopback"):
+        # One row a step, so that an earlier reply has the shape of a later one.
+        tee.logits([1, 2, 3], chunk=1, phase="decode")
+
+
+FLOAT_LIES: dict[str, Change] = {
+    "low-rank": _low_rank,
+    "sign": lambda y: -y,
+    "a tenth more": lambda y: y * 1.1,
+    "zeros": torch.zeros_like,
+    "NaN": lambda y: torch.full_like(y, float("nan")),
+    "infinity": lambda y: torch.full_like(y, float("inf")),
+}
+KINDS: dict[Operator, Callable[[Request], bool]] = {
+    "embedding": lambda request: isinstance(request, EmbeddingRequest),
+    "qkv_proj": lambda request: (_site(request) or (0, ""))[1] in ("q_proj", "k_proj", "v_proj"),
+    "attn_scores": lambda request: isinstance(request, MatmulRequest) and request.a.shape[-1] == 16,
+    "attn_values": lambda request: isinstance(request, MatmulRequest) and request.b.shape[-1] == 16,
+    "o_proj": lambda request: (_site(request) or (0, ""))[1] == "o_proj",
+    "gate_up_proj": lambda request: (_site(request) or (0, ""))[1] in ("gate_proj", "up_proj"),
+    "down_proj": lambda request: (_site(request) or (0, ""))[1] == "down_proj",
+    "lm_head": lambda request: isinstance(request, LMHeadRequest),
+}
+
+
+@pytest.mark.parametrize("lie", FLOAT_LIES)
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("name", ["tsqp", "tsqp-permuted"])
+def test_lies_about_floats_are_refused_at_every_operator(
+    saved_model: Models, name: str, operator: Operator, lie: str
+) -> None:
+    model = saved_model("llama")
+    channel = Lying(model.directory, FLOAT_LIES[lie], KINDS[operator])
+    tee = model.tee(everything_verified(name), channels=[channel])
+    with pytest.raises(VerificationError) as caught:
+        _generate(tee)
+    layered = operator in LINEAR or operator in PRODUCTS
+    where = f"{operator} in layer 0" if layered else operator
+    assert caught.value.where == f"{where} at loopback"
+    assert channel.lied
+
+
+@pytest.mark.parametrize("name", ["cloak", "stip", "row-mix", "row-rotation", "float-noise"])
+@pytest.mark.parametrize("lie", FLOAT_LIES)
+def test_lies_are_refused_under_every_float_mask(saved_model: Models, name: str, lie: str) -> None:
+    model, policy = saved_model("llama"), everything_verified(name)
+    directory = model.directory
+    if policy.feature_mask is not None:
+        directory = model.provisioned(policy.feature_mask)[0]
+    channel = Lying(directory, FLOAT_LIES[lie], KINDS["down_proj"], at=4)
+    with pytest.raises(VerificationError, match=r"down_proj in layer 1 at loopback"):
+        _generate(model.tee(policy, channels=[channel]))
+    assert channel.lied
+
+
+def test_an_error_says_nothing_of_the_numbers(saved_model: Models) -> None:
+    model = saved_model("llama")
+    channel = Lying(model.directory, _one_more)
+    with pytest.raises(VerificationError) as caught:
+        _generate(model.tee("shielded", channels=[channel]))
+    assert str(caught.value) == (
+        "qkv_proj in layer 0 at loopback: got a wrong result, expected what the weights of the"
+        " TEE's own model give"
+    )
+
+
+# ------------------------------------------------------------------ somebody else is asked then
+
+
+@pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_same_masked_tensors_are_sent_again_and_the_tokens_are_the_right_ones(
+    saved_model: Models, policy: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, chosen = saved_model("llama"), load_policy(policy)
+    expected = _generate(model.tee(chosen), 6)
+    drawn: list[int] = []
+    draw = PadLane.draw
+
+    def counted(lane: PadLane, *arguments: Any) -> Any:
+        drawn.append(1)
+        return draw(lane, *arguments)
+
+    monkeypatch.setattr(PadLane, "draw", counted)
+    channels = [
+        Lying(
+            model.directory,
+            _one_more,
+            lambda request: _site(request) == (1, "gate_proj"),
+            at=1,
+            others=True,
+        ),
+        LoopbackChannel(model.directory),
+    ][: chosen.services]
+    tee = model.tee(chosen, channels=channels, micro_batches=micro_batches)
+    assert _generate(tee, 6) == expected
+    liar = channels[0]
+    assert isinstance(liar, Lying)
+    ((exchange, _),) = liar.distrusted
+    (lied,) = liar.lied
+    refused = liar.requests[lied]
+    again = [
+        index
+        for index, request in enumerate(liar.requests)
+        if _bytes(request) == _bytes(refused) and request == refused
+    ]
+    assert len(again) == 2
+    assert again[0] == lied
+    assert isinstance(exchange.response, TensorReply)
+    # No other tensor crossed twice, and no pad was drawn for the second attempt.
+    crossed = [_bytes(request) for request in liar.requests]
+    assert len(crossed) - len(set(crossed)) == 1
+    if len(channels) == 1:
+        assert len(drawn) == len(crossed) - 1
+
+
+def _bytes(request: Request) -> bytes:
+    assert isinstance(request, RingLinearRequest)
+    return bytes(request.elements.data)
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_of_two_shares_the_liar_alone_is_blamed(saved_model: Models, liar: int) -> None:
+    model = saved_model("llama")
+    expected = _generate(model.tee("two-server"), 5)
+    channels = [
+        Lying(model.directory, _one_more if index == liar else lambda y: y, at=20, others=True)
+        for index in range(2)
+    ]
+    assert _generate(model.tee("two-server", channels=list(channels)), 5) == expected
+    assert [len(channel.distrusted) for channel in channels] == [
+        int(index == liar) for index in range(2)
+    ]
+    # The other's share was right, and it is asked for it again: the same bytes.
+    crossed = [[_bytes(request) for request in channel.requests] for channel in channels]
+    assert [len(sent) - len(set(sent)) for sent in crossed] == [1, 1]
+
+
+def test_of_two_shares_both_liars_are_blamed(saved_model: Models) -> None:
+    model = saved_model("llama")
+    channels = [Lying(model.directory, _one_more, at=20) for _ in range(2)]
+    with pytest.raises(VerificationError):
+        _generate(model.tee("two-server", channels=list(channels)), 5)
+    # Both, although the first of them was the last of its kind already.
+    assert [len(channel.distrusted) for channel in channels] == [1, 1]
+
+
+def test_errors_that_cancel_change_nothing_and_raise_no_alarm(saved_model: Models) -> None:
+    """Of two that collude: what is used is right, so there is nothing to refuse."""
+    model = saved_model("llama")
+    expected = _generate(model.tee("two-server"), 5)
+    changes: tuple[Change, Change] = (_one_more, lambda y: 2 * y - _one_more(y.clone()))
+    channels = [Lying(model.directory, change, at=20) for change in changes]
+    assert _generate(model.tee("two-server", channels=list(channels)), 5) == expected
+    assert all(channel.lied and not channel.distrusted for channel in channels)
+
+
+@pytest.mark.parametrize("alone", [1, 2])
+def test_of_several_answers_those_that_are_off_are_blamed(saved_model: Models, alone: int) -> None:
+    """q, k and v each asked for alone: somebody else may have answered each."""
+    model = saved_model("llama")
+    asked = ("q_proj", "k_proj", "v_proj")[alone]
+    channel = Lying(
+        model.directory, lambda y: -y, lambda request: _site(request) == (1, asked), others=True
+    )
+    tee = model.tee(everything_verified("tsqp"), channels=[channel])
+    expected = _generate(model.tee("tsqp"))
+    assert _generate(tee) == expected
+    ((exchange, error),) = channel.distrusted
+    assert error.where == "qkv_proj in layer 1 at loopback"
+    reply = exchange.response
+    assert isinstance(reply, TensorReply)
+    assert reply.output.shape[-1] == 32
+
+
+WRONG_FORMS: dict[str, Change] = {
+    "a column less": lambda y: y[:, :-1],
+    "a row more": lambda y: torch.cat((y, y[:1])),
+    "another dtype": lambda y: y.to(torch.int64 if y.dtype == torch.int32 else torch.float16),
+}
+
+
+@pytest.mark.parametrize("form", WRONG_FORMS)
+@pytest.mark.parametrize("policy", ["shielded", "two-server", "attention-in-tee"])
+def test_whoever_replies_in_a_wrong_form_is_asked_no_more_and_others_the_same(
+    saved_model: Models, policy: str, form: str
+) -> None:
+    """Verified or not: no result is as wrong as one that cannot be read."""
+    model = saved_model("llama")
+    expected = _generate(model.tee(policy), 5)
+    for others in (True, False):
+        channels = [
+            Lying(model.directory, change, at=10, others=others)
+            for change in (WRONG_FORMS[form], lambda y: y)
+        ][: load_policy(policy).services]
+        tee = model.tee(policy, channels=list(channels))
+        if others:
+            assert _generate(tee, 5) == expected
+        else:
+            with pytest.raises(ReplyError, match="reply from loopback"):
+                _generate(tee, 5)
+        ((_, error),) = channels[0].distrusted
+        assert isinstance(error, ReplyError)
+        assert not any(channel.distrusted for channel in channels[1:])
+
+
+def test_factors_that_do_not_fit_are_nobodys_lie(saved_model: Models) -> None:
+    """A service that computed rightly is not accused of what a damaged pad does."""
+    model = saved_model("llama")
+    channel = Lying(model.directory, lambda y: y, others=True)
+    tee = model.tee("shielded", channels=[channel])
+    (pads,) = tee.assembly.pads.values()
+    factors = pads._store.factors
+
+    def damaged(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        r, u = factors(indices, site)
+        return r, u + 1
+
+    pads._store.factors = damaged  # type: ignore[method-assign]
+    with pytest.raises(MaskError, match="mask pad: qkv_proj in layer 0: got a wrong result"):
+        _generate(tee)
+    assert not channel.distrusted
+
+
+def test_a_repeated_exchange_is_reported_and_the_check_is_timed(saved_model: Models) -> None:
+    model, table = saved_model("llama"), OperatorTable()
+    channel = Lying(model.directory, _one_more, others=True)
+    _generate(model.tee("shielded", channels=[channel], observer=table), 2)
+    assert table.totals["qkv_proj"].round_trips == 3 + 1
+    assert table.totals["o_proj"].round_trips == 3
+
+
+def test_without_verification_a_lie_is_used(saved_model: Models) -> None:
+    """Guards all of the above: it is the check that refuses."""
+    model, ids = saved_model("llama"), token_ids(5)
+    channel = Lying(model.directory, lambda y: y + 1000, at=2)
+    cases: tuple[tuple[Policy, list[LoopbackChannel] | None], ...] = (
+        (unverified("shielded"), [channel]),
+        (load_policy("shielded"), None),
+    )
+    found, right = (
+        model.tee(policy, channels=channels).logits(ids, chunk=1, phase="decode")
+        for policy, channels in cases
+    )
+    assert channel.lied
+    assert not torch.equal(found, right)
+
+
+# ------------------------------------------------------------------------------------- secrets
+
+
+def _secrets(model: SavedModel, policy: Policy, **changes: Any) -> Secrets:
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    integers = None
+    if policy.arithmetic == "int8":
+        digests = Calibration.load(model.calibration, config, *_digests(config, checkpoint))
+        integers = IntegerSites(digests, {}, torch.float32)
+    weights = Weights(config, checkpoint, torch.float32, changes.get("held", {}))
+    return Secrets.draw(policy, weights, changes.get("integers", integers), Randomness())
+
+
+def _digests(config: Any, checkpoint: Checkpoint) -> tuple[str, str | None]:
+    return model_digest(config, checkpoint), linear_digest(config, checkpoint)
+
+
+def test_secrets_are_those_of_what_is_verified_and_no_more(saved_model: Models) -> None:
+    model = saved_model("llama")
+    every_site = {(layer, operator) for layer in range(3) for operator in LINEAR}
+    shielded = _secrets(model, load_policy("shielded"))
+    assert shielded.exact.keys() == every_site
+    assert (shielded.floats, shielded.lm_head, shielded.embedding) == ({}, None, None)
+    whole = _secrets(model, everything_verified("tsqp"))
+    assert whole.floats.keys() == every_site
+    assert not whole.exact
+    assert whole.lm_head is not None
+    assert whole.embedding is not None
+    none = _secrets(model, load_policy("attention-in-tee"))
+    assert (none.exact, none.floats, none.lm_head, none.embedding) == ({}, {}, None, None)
+    with pytest.raises(LookupError):
+        none.under(None).linear(0, "o_proj", torch.ones(1, 96), torch.ones(1, 48), [])
+    with pytest.raises(LookupError):
+        none.under(None).lm_head(torch.ones(1, 48), torch.ones(1, 320), torch.ones(1, 48))
+    with pytest.raises(LookupError):
+        none.under(None).embedding(torch.tensor([1]), torch.ones(1, 48))
+
+
+def test_two_runs_have_nothing_secret_in_common_whatever_the_masks_are_drawn_from(
+    saved_model: Models,
+) -> None:
+    """A generator with a known key for masks is no way to known secrets."""
+    model = saved_model("llama")
+    found = []
+    for _ in range(2):
+        tee = model.tee("shielded", randomness=Randomness(bytes(32)))
+        found.append(tee.assembly._secrets)
+    for site, check in found[0].exact.items():
+        other = found[1].exact[site]
+        equal = check._secret[:, check.in_features :] == other._secret[:, check.in_features :]
+        assert float(equal.double().mean()) < 0.1
+
+
+def test_all_micro_batches_share_what_was_drawn_once(saved_model: Models) -> None:
+    tee = saved_model("llama").tee("shielded", micro_batches=2)
+    secrets = tee.assembly._secrets
+    tee.assembly.lanes(lambda _layer: tee.channels)
+    assert tee.assembly._secrets is secrets
+
+
+@pytest.mark.parametrize("shown", [repr, str])
+def test_nothing_secret_is_shown(saved_model: Models, shown: Callable[[object], str]) -> None:
+    model = saved_model("llama")
+    for policy in (load_policy("shielded"), everything_verified("tsqp")):
+        secrets = _secrets(model, policy)
+        for one in (secrets, secrets.under(None)):
+            text = shown(one)
+            assert not re.search(r"tensor\(|ExactCheck|FloatCheck|_secret=|Randomness", text)
+            assert "Checkpoint" in text  # guards the test
+
+
+def test_weights_that_stay_are_not_read_again(saved_model: Models) -> None:
+    model = saved_model("llama")
+    tee = model.tee("shielded")
+    held = tee.assembly._held
+    assert held
+    assert tee.assembly._secrets.weights.held is held
+
+
+# --------------------------------------------------------------------- refused before it starts
+
+
+def _without(model: SavedModel, folder: Path, names: Sequence[str]) -> SavedModel:
+    calibration = model.calibration
+    tensors = load_file(model.directory / "model.safetensors")
+    for name in names:
+        del tensors[name]
+    folder.mkdir()
+    for file in model.directory.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    found = replace(model, directory=folder)
+    found.__dict__["calibration"] = calibration
+    return found
+
+
+@pytest.mark.parametrize("policy", ["shielded-prefill", "two-server"])
+def test_a_directory_without_the_weights_is_refused_before_anything_is_sent(
+    saved_model: Models, policy: str, tmp_path: Path
+) -> None:
+    missing = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"]
+    model = saved_model("llama")
+    services = [LoopbackChannel(model.directory) for _ in range(2)]
+    without = _without(model, tmp_path / "light", missing)
+    with pytest.raises(PolicyError) as caught:
+        without.tee(policy, channels=services)
+    assert caught.value.where == f'policy {policy}: verify = "freivalds"'
+    assert caught.value.got == f"no {missing[0]} and 1 more in {tmp_path / 'light'}"
+    assert not any(channel.requests for channel in services)
+
+
+def test_only_what_is_verified_is_needed(saved_model: Models, tmp_path: Path) -> None:
+    model = saved_model("llama")
+    light = _without(model, tmp_path / "light", ["model.layers.1.mlp.up_proj.weight"])
+    config, checkpoint = read_config(light.directory), Checkpoint(light.directory)
+    operators: dict[str, Any] = {
+        **dict.fromkeys(OPERATORS, "tee"),
+        "gate_up_proj": [
+            {"layers": "1", "place": "gpu"},
+            {"layers": 0, "place": "gpu", "verify": "freivalds"},
+            {"layers": "2-", "place": "gpu", "verify": "freivalds"},
+        ],
+    }
+    policy = Policy.model_validate({"name": "n", "summary": "s", "operators": operators})
+    assert verified_sites(policy, 3) == [(0, "gate_up_proj"), (2, "gate_up_proj")]
+    check_verifiable(policy, config, checkpoint)
+    with pytest.raises(PolicyError, match=r"no model\.layers\.1\.mlp\.up_proj\.weight in "):
+        check_verifiable(everything_verified("attention-in-tee"), config, checkpoint)
+
+
+def test_weights_of_another_shape_are_refused(saved_model: Models, tmp_path: Path) -> None:
+    model, name = saved_model("llama"), "model.layers.1.mlp.up_proj.weight"
+    changed = _without(model, tmp_path / "changed", [name])
+    tensors = load_file(changed.directory / "model.safetensors")
+    tensors[name] = torch.ones(96, 47)
+    save_file(tensors, changed.directory / "model.safetensors", metadata={"format": "pt"})
+    config, checkpoint = read_config(changed.directory), Checkpoint(changed.directory)
+    with pytest.raises(ModelError, match=name):
+        check_verifiable(load_policy("shielded"), config, checkpoint)
+
+
+def test_weights_that_the_range_check_was_not_made_for_are_refused(saved_model: Models) -> None:
+    """The bound of the sums rests on the norms of these very weights."""
+    model, policy = saved_model("llama"), load_policy("two-server")
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    calibration = Calibration.load(model.calibration, config, *_digests(config, checkpoint))
+    scales = calibration.sites[1, "o_proj"]
+    calibration.sites[1, "o_proj"] = replace(scales, norm_limit=scales.norm_limit * 1.01)
+    with pytest.raises(CalibrationError, match="o_proj in layer 1"):
+        _secrets(model, policy, integers=IntegerSites(calibration, {}, torch.float32))
+
+
+def test_nothing_that_the_trusted_side_runs_looks_at_the_environment() -> None:
+    """So that no variable can switch a check off; options are those of `RunnerSettings`."""
+    files = [file for part in ("tee_side", "protocol") for file in (ROOT / part).rglob("*.py")]
+    assert len(files) > 50
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"os\.environ|\bgetenv", text), file
