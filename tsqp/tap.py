@@ -1,6 +1,7 @@
-"""Listens in on the wire between one tee-runner and a gpu-service, as whoever owns the GPU can.
+"""Stands on the wire between one tee-runner and a gpu-service, as whoever owns the GPU can.
 
-Frames are forwarded untouched; a copy of each request is decoded with the public schema alone.
+Frames are forwarded untouched unless it is told to tamper with replies; a copy of each request is
+decoded with the public schema alone.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import zmq
@@ -37,11 +39,24 @@ class Seen:
         return shown
 
 
-class Tap:
-    """Forwards between a client and `service`, calling `on_request` from a thread of its own."""
+# Gets the frames of a reply, returns those to forward instead.
+Tamper: TypeAlias = Callable[[list[bytes]], list[bytes]]
 
-    def __init__(self, service: str, on_request: Callable[[Seen], None]) -> None:
+
+class Tap:
+    """Forwards between a client and `service`, calling `on_request` from a thread of its own.
+
+    `tamper`: called from the same thread, with each reply. A request is shown before its reply is.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        on_request: Callable[[Seen], None],
+        tamper: Tamper = lambda frames: frames,
+    ) -> None:
         self._on_request = on_request
+        self._tamper = tamper
         self._context = zmq.Context()
         self._front: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.LINGER, 0)
@@ -77,7 +92,7 @@ class Tap:
                 # After forwarding, so that looking at a request does not delay it.
                 self._show(frames)
             if self._back in ready:
-                self._front.send_multipart([client, *self._back.recv_multipart()])
+                self._front.send_multipart([client, *self._tamper(self._back.recv_multipart())])
 
     def _show(self, frames: list[bytes]) -> None:
         try:

@@ -22,12 +22,14 @@ from tee_side.policy import Policy, load_policy
 from tsqp.cli.program import model_directory
 from tsqp.demo.costs import Cost
 from tsqp.demo.feed import Feed
+from tsqp.demo.lie import LIES_AT, Liar
 from tsqp.demo.matching import Matcher
-from tsqp.demo.processes import Services, generate
-from tsqp.demo.rendering import act_panel, acts_table, checks_table, operators_table
+from tsqp.demo.processes import Services, generate, run_generate
+from tsqp.demo.rendering import act_panel, acts_table, checks_table, lie_panel, operators_table
 from tsqp.demo.verdict import (
     Check,
     Tokens,
+    check_refusal,
     clear_reference,
     compare_floats,
     compare_integers,
@@ -41,22 +43,26 @@ THREE_ACTS = {
     "attention-in-tee": "offloaded in the clear",
     "shielded": "offloaded under one-time pads",
 }
+# Once more, and this time the service lies.
+LIED_TO = "shielded"
 _SHOWN_REQUESTS = 4
 
 
 @dataclass(frozen=True)
 class Act:
-    """A policy and what became of it."""
+    """A policy and what became of it. `requests`: what the tap heard, Init left out."""
 
     policy: Policy
     report: dict[str, Any]
     tokens: Tokens
+    story: str
+    requests: int
 
 
 def run_demo(*, policies: Sequence[str], prompt: str, max_new_tokens: int) -> bool:
-    """Run the demo with these policies, or in three acts if there are none.
+    """Run the demo with these policies; or in three acts and a fourth in which the service lies.
 
-    Return whether the tokens are right. Raises TsqpError.
+    Return whether the tokens are right, and the lie was refused. Raises TsqpError.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A story may have characters that the terminal has not.
@@ -74,12 +80,17 @@ def run_demo(*, policies: Sequence[str], prompt: str, max_new_tokens: int) -> bo
         Services(Path(folder), lambda line: console.print(line, soft_wrap=True)) as services,
     ):
         stage = Stage(console, services, Path(folder), prompt, max_new_tokens)
+        # One token comes of the prompt alone: a service that is not asked cannot lie.
+        lies = not policies and max_new_tokens > 1
+        count = len(chosen) + lies
         acts = [
-            stage.act(policy, name, f"{number} of {len(chosen)}")
+            stage.act(policy, name, f"{number} of {count}")
             for number, (policy, name) in enumerate(zip(chosen, names, strict=True), 1)
         ]
+        lies = lies and acts[-1].requests > 0
+        caught = [stage.lied_to(acts[-1], f"{count} of {count}")] if lies else []
         with console.status("comparing ..."):
-            checks = stage.checks(acts)
+            checks = [*stage.checks(acts), *caught]
     _show_costs(console, acts, per_operator=bool(policies))
     console.print()
     console.print(checks_table(checks))
@@ -144,7 +155,26 @@ class Stage:
         # The last token is sampled, and never goes through the model.
         reading = self._matcher.read(feed.inputs, report["prompt_token_ids"] + tokens.ids[:-1])
         console.print(panel(subtitle=_pace(report), reading=reading))
-        return Act(policy, report, tokens)
+        return Act(policy, report, tokens, str(story).removeprefix(self._prompt), feed.count)
+
+    def lied_to(self, honest: Act, number: str) -> Check:
+        """Generate once more, with one number of one reply changed, and show what comes of it.
+
+        `honest`: the same run without the lie.
+        """
+        console, shown = self._console, list[str]()
+        liar = Liar(min(LIES_AT, -(-honest.requests // 2)))
+        reach = self._services.reach(honest.policy)
+        console.print()
+        with Tap(reach.endpoints[0], liar.hear, liar.answer) as tap:
+            arguments = self._arguments(LIED_TO, reach.options(tap.endpoint))
+            status, last = run_generate(arguments, shown.append)
+        if liar.lie is None:
+            raise EndpointError("tap", got="no reply to lie in", expected="the service's replies")
+        story = "".join(shown).rstrip()
+        title = f"{number}  {honest.policy.name}: and the service lies once"
+        console.print(lie_panel(title, self._prompt, story, liar.lie, last, width=console.width))
+        return check_refusal(honest.policy.name, liar.lie, status, last, story, honest.story)
 
     def checks(self, acts: Sequence[Act]) -> list[Check]:
         """Compare every act with what it must be equal to."""
@@ -173,9 +203,11 @@ class Stage:
         self, name: str, options: list[str], show: Callable[[str], None]
     ) -> tuple[dict[str, Any], Path]:
         self._runs += 1
+        return generate(self._arguments(name, options), self._folder / f"run-{self._runs}", show)
+
+    def _arguments(self, name: str, options: list[str]) -> list[str]:
         arguments = ["--policy", name, "--prompt", self._prompt, *options]
-        arguments += ["--max-new-tokens", str(self._max_new_tokens)]
-        return generate(arguments, self._folder / f"run-{self._runs}", show)
+        return [*arguments, "--max-new-tokens", str(self._max_new_tokens)]
 
 
 def _pace(report: dict[str, Any]) -> str:

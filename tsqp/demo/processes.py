@@ -97,16 +97,22 @@ def generate(
     """
     folder.mkdir()
     report, logits = folder / "report.json", folder / "logits.safetensors"
-    command = [program("tee-runner"), "generate", "demo", *COMPUTING]
-    command += ["--report", str(report), "--save-logits", str(logits), *arguments]
+    files = ["--report", str(report), "--save-logits", str(logits)]
+    status, last = run_generate([*files, *arguments], show)
+    if status != 0:
+        raise ProcessError("tee-runner", got=last, expected="exit status 0")
+    return json.loads(report.read_text(encoding="utf-8")), logits
+
+
+def run_generate(arguments: list[str], show: Callable[[str], None]) -> tuple[int, str]:
+    """Run `tee-runner generate demo`; return its exit status, and its last line on stderr."""
+    command = [program("tee-runner"), "generate", "demo", *COMPUTING, *arguments]
     with child(command, stdout=subprocess.PIPE) as (process, errors):
         for piece in _pieces(process):
             show(piece)
         status = process.wait(START_TIMEOUT_S)
         errors.join()
-    if status != 0:
-        raise ProcessError("tee-runner", got=errors.last, expected="exit status 0")
-    return json.loads(report.read_text(encoding="utf-8")), logits
+    return status, errors.last
 
 
 def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:

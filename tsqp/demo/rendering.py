@@ -18,6 +18,7 @@ from rich.text import Text
 from tsqp.cli.status import bytes_for_people
 from tsqp.demo.costs import Cost, Times
 from tsqp.demo.feed import ByteSummary, Feed
+from tsqp.demo.lie import Lie
 from tsqp.demo.matching import Reading
 from tsqp.demo.verdict import Check
 from tsqp.tap import Seen
@@ -69,6 +70,24 @@ def act_panel(
         subtitle=subtitle,
         subtitle_align="right",
         width=width,
+    )
+
+
+def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, width: int) -> Panel:
+    """Show the act in which one number of one reply is a lie, and how the runner ended."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="bold", no_wrap=True, width=8)
+    grid.add_column()
+    grid.add_row("reply", f"to {lie.what}: {lie.count} numbers, all but one as computed")
+    true, told = (f"{number & 0xFFFFFFFF:08x}" for number in (lie.true, lie.told))
+    grid.add_row("lie", Text(f"number {lie.index} is {told} instead of {true}"))
+    grid.add_row("runner", Text(refusal, style="bold red"))
+    text = Text.assemble((prompt, "bold"), story)
+    return Panel(
+        Group(text, Rule("what the service did, and what the runner said", style="dim"), grid),
+        title=Text(title, style="bold"),
+        title_align="left",
+        width=min(width, _MAX_WIDTH),
     )
 
 

@@ -13,10 +13,13 @@ from safetensors.torch import load_file
 from tee_side.policy import Policy
 from tee_side.vocabulary import OPERATORS
 from tsqp.cli.program import model_directory
+from tsqp.demo.lie import Lie
 from tsqp.demo.processes import DTYPE
 
 # What the integers of a masked policy must be equal to.
 CLEAR_INTEGERS = "quantized-clear"
+# What the runner calls what Freivalds' check refuses (tee_side.remote_operators).
+_WRONG_RESULT = "a wrong result"
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,27 @@ def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Check:
         f"{finding} {clear.name}, the same int8 arithmetic without a mask",
         _agreement(ours, reference),
     )
+
+
+def check_refusal(
+    policy: str, lie: Lie, status: int, complaint: str, story: str, honest: str
+) -> Check:
+    """Judge a run that was lied to: it must end with an error, and show no wrong word before.
+
+    `complaint`: its last line; `story`: what it showed; `honest`: the same run without the lie.
+    """
+    refused = status != 0 and _WRONG_RESULT in complaint
+    unharmed = honest.startswith(story)
+    if not refused:
+        finding = f"one of {lie.count} numbers of a reply was wrong, and was NOT noticed"
+    elif not unharmed:
+        finding = "a lie was noticed, but what was shown before is NOT the honest story's beginning"
+    else:
+        finding = (
+            f"one of {lie.count} numbers of a reply was wrong by 1: the run ended, and no token"
+            " came of it"
+        )
+    return Check(f"{policy}, lied to", refused and unharmed, finding)
 
 
 def _agreement(ours: Tokens, reference: Tokens) -> str:
