@@ -9,7 +9,7 @@ TORCH_ARGS ?=
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types imports docs bench clean
+.PHONY: help setup demo test check format lint types imports docs bench soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (35 minutes); O
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md; exit $$status
+
+soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
+	$(BIN)/python -m tests.soak $(addprefix --only ,$(ONLY))
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

@@ -1,0 +1,159 @@
+"""Targets that act on what was decoded: the runner on an Init reply, the service on a request."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import msgpack
+import torch
+
+from gpu_side.operators import Operators
+from gpu_side.weights import load_weights
+from protocol.encoding import (
+    Form,
+    decode_reply,
+    encode_reply,
+    encode_request,
+    open_request,
+    read_request,
+)
+from protocol.errors import (
+    ErrorCode,
+    ModelMismatchError,
+    ProtocolError,
+    ReplyError,
+    ServiceError,
+)
+from protocol.inline import to_inline
+from protocol.messages import (
+    EmbeddingRequest,
+    InitReply,
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    RingLinearRequest,
+    TensorReply,
+    Timing,
+)
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from tee_side.handshake import ServiceCheck
+from tee_side.model import load_tee_model
+from tests.fuzz.engine import Case, Target
+from tests.fuzz.file_targets import tiny_model
+from tests.fuzz.mutate import Mutator
+from tests.fuzz.wire_targets import (
+    MAX_MESSAGE_BYTES,
+    copied,
+    mutate_frames,
+    mutate_inline,
+    received,
+    replies,
+    tensor,
+)
+
+
+@cache
+def _service() -> Operators:
+    weights = load_weights(
+        tiny_model(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        arithmetic=("float", "int8"),
+    )
+    return Operators(weights, MAX_MESSAGE_BYTES)
+
+
+def served_init() -> Case:
+    """Return what a service of the tiny model answers to Init."""
+    reply = cast(InitReply, _service().apply(InitRequest()).response)
+    return copied(encode_reply(Form.FRAMED, 7, "Init", reply, Timing(queue_us=1, compute_us=2)))
+
+
+@cache
+def _check() -> ServiceCheck:
+    config, checkpoint = read_config(tiny_model()), Checkpoint(tiny_model())
+    return ServiceCheck(config, checkpoint, load_tee_model(config, checkpoint, torch.float32))
+
+
+def _handshake(case: Case) -> str:
+    reply = decode_reply(received(case))
+    if reply.response is None:
+        raise ServiceError("Init", code=reply.error or ErrorCode.INTERNAL)
+    _check().verify("ipc://service", reply.response)
+    return "the same model"
+
+
+def _init_replies() -> list[Case]:
+    timing = Timing(queue_us=3, compute_us=4)
+    others = [encode_reply(Form.FRAMED, 7, name, result, timing) for name, result in replies()]
+    return [served_init(), _other_dtype(), *(copied(frames) for frames in others[:3])]
+
+
+def _other_dtype() -> Case:
+    """Return an Init reply with integers for frequencies: torch compares no two dtypes."""
+    header, *rest = served_init()
+    fields = msgpack.unpackb(header)
+    fields["response"]["rotary_emb_params"]["inv_freq"]["dtype"] = "int32"
+    return (msgpack.packb(fields), *rest)
+
+
+def _fitting() -> list[Request]:
+    return [
+        InitRequest(),
+        EmbeddingRequest(input_ids=tensor("int64", 2), dtype="bfloat16"),
+        LinearRequest(
+            layer_idx=1, module_names=("q_proj", "k_proj"), hidden_states=tensor("float32", 2, 8)
+        ),
+        LinearRequest(
+            layer_idx=0, module_names=("down_proj",), hidden_states=tensor("float16", 1, 2, 8)
+        ),
+        RingLinearRequest(
+            layer_idx=0, module_names=("gate_proj", "up_proj"), elements=tensor("int32", 1, 8)
+        ),
+        MatmulRequest(a=tensor("float32", 2, 1, 3), b=tensor("float32", 2, 3, 2)),
+        LMHeadRequest(hidden_states=tensor("float32", 1, 8)),
+    ]
+
+
+def _requests() -> list[Case]:
+    framed = [copied(encode_request(request, 7, 1000)) for request in _fitting()]
+    inline = [
+        (msgpack.packb({"method": request.method, "request": to_inline(request)}),)
+        for request in _fitting()[2:4]
+    ]
+    return [*framed, *inline]
+
+
+def _mutate_request(mutator: Mutator, case: Case, other: Case) -> Case:
+    mutate = mutate_inline if len(case) == 1 else mutate_frames
+    if len(case) == 2 and mutator.chance(0.2):
+        return (case[0], bytes(mutator.choose.randbytes(len(case[1]))))
+    return mutate(mutator, case, other)
+
+
+def _apply(case: Case) -> str:
+    request: Any = read_request(open_request(received(case), MAX_MESSAGE_BYTES))
+    if request.method == "Health":
+        return "Health"  # the loop's own
+    with torch.inference_mode():
+        response = _service().apply(request).response
+    if isinstance(response, TensorReply):
+        return f"{request.method} {response.output.dtype} {len(response.output.shape)}"
+    return type(response).__name__
+
+
+PEER_TARGETS = (
+    Target(
+        "handshake",
+        _init_replies,
+        mutate_frames,
+        _handshake,
+        (ProtocolError, ReplyError, ServiceError, ModelMismatchError),
+        0.5,
+    ),
+    Target("operators", _requests, _mutate_request, _apply, (ProtocolError,), 1),
+)

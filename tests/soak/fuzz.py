@@ -1,0 +1,69 @@
+"""Every reader of bytes that somebody else may have written, fuzzed (`tests.fuzz`)."""
+
+from __future__ import annotations
+
+import time
+
+from tests.fuzz.engine import MAX_BYTES, MAX_SECONDS, Fuzzer, Report, read_corpus
+from tests.fuzz.targets import (
+    TARGETS,
+    count_executions,
+    fuzz,
+    merge,
+    read_executions,
+    shares,
+)
+from tests.soak.row import RowResult, is_full, note, progress
+
+NAME = "frame fuzzing"
+TEST = "executions of every decoder, in both directions"
+PASS = "valid message or ProtocolError (files: InputError) only; <= 50 ms; <= 64 MiB"
+FULL = 10_000_000
+SHORT = 5_000
+MINUTES = 9
+
+_PROCESSES = 2
+
+
+def run(count: int) -> RowResult:
+    """Execute `count` cases; the full form also adds to the corpus and to the sum of all runs."""
+    began = time.monotonic()
+    report = Report()
+    full = is_full(FULL, count)
+    if full:
+        # Another seed each time: what was executed before is.
+        for report in fuzz(count, _PROCESSES, sum(read_executions().values())):
+            progress(min(count, sum(report.executions.values())))
+        cumulative = count_executions(report)
+    else:
+        for name, share in shares(count).items():
+            (target,) = (target for target in TARGETS if target.name == name)
+            fuzzer = Fuzzer(target, 3, timed=False)
+            fuzzer.run(share)
+            merge(report, fuzzer.report)
+            progress(min(count, sum(report.executions.values())))
+        cumulative = sum(read_executions().values())
+    seconds = time.monotonic() - began
+    for finding in report.findings:
+        note(str(finding))
+    executions = sum(report.executions.values())
+    in_time = not full or report.slowest_s <= MAX_SECONDS
+    in_memory = max(report.largest_bytes, report.peak_bytes) <= MAX_BYTES
+    return RowResult(
+        NAME,
+        TEST,
+        PASS,
+        count,
+        {
+            "executions": executions,
+            "cumulative": cumulative,
+            "per second": executions / seconds,
+            "decoders": len(TARGETS),
+            "kept": sum(len(read_corpus(target)) for target in TARGETS),
+            "wrong": len(report.findings),
+            "slowest ms": report.slowest_s * 1000,
+            "largest KiB": report.largest_bytes // 1024,
+        },
+        seconds,
+        passed=not report.findings and in_time and in_memory,
+    )

@@ -1,0 +1,137 @@
+"""Row: the only service is killed, and comes back within five seconds.
+
+Half of the sessions wait longer for a result than that, and go on as if nothing had happened. The
+other half wait for less: they may end with an error, within a second of their deadline, and the
+next generation of the same session is right.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tee_side.runner import Runner
+from tests.soak.row import RowResult, is_full, note, percentile, progress
+from tests.soak.sessions import Said, generate, prompts, settings, start
+from tests.tools.workers import Worker, Workers
+
+NAME = "only worker killed, restarted within 5 s"
+TEST = "at random points of a generation, with deadlines longer and shorter than the outage"
+PASS = "resumed, or a typed error within 1 s of the deadline"
+FULL, SHORT = 100, 3
+MINUTES = 4
+
+NEW_TOKENS = 24
+_AWAY_S = 5.0
+# The short form comes back at once.
+_AWAY_SHORT_S = 0.2
+_PATIENT_S, _IMPATIENT_S = 60.0, 1.5
+_GRACE_S = 1.0
+_SIDE_BY_SIDE = 4
+
+
+class Sessions:
+    """Sessions side by side, each with a service of its own, and what came of them."""
+
+    def __init__(self, workers: Workers, away_s: float) -> None:
+        self.resumed = self.errors = self.wrong = self.late = self.stuck = 0
+        self.overdue_s: list[float] = []
+        self._workers = workers
+        self._away_s = away_s
+        self._texts = prompts(8, 6)
+        # Counters are counted by several threads.
+        self._lock = threading.Lock()
+
+    def run(self, seed: int, count: int, done: Callable[[], None]) -> None:
+        """Kill one session's service so often."""
+        chance = random.Random(seed)
+        worker = start(self._workers)
+        for place in range(count):
+            patient = (seed + place) % 2 == 0
+            timeout_s = _PATIENT_S if patient else _IMPATIENT_S
+            with Runner(settings([worker.endpoint], request_timeout_s=timeout_s)) as runner:
+                worker = self._kill_once(runner, worker, timeout_s, chance)
+            done()
+
+    def _kill_once(
+        self, runner: Runner, worker: Worker, timeout_s: float, chance: random.Random
+    ) -> Worker:
+        ids = chance.choice(self._texts)
+        usual = generate(runner, ids, NEW_TOKENS)
+        if not usual.is_right(ids, NEW_TOKENS):
+            raise RuntimeError(f"undisturbed: got {usual}, expected the tokens of the model")
+        kill_after_s = chance.uniform(0, usual.total_s)
+        back_after_s = chance.uniform(0, self._away_s)
+        back: list[Worker] = []
+
+        def kill() -> None:
+            worker.kill()
+            time.sleep(back_after_s)
+            back.append(self._workers.restart(worker))
+
+        timer = threading.Timer(kill_after_s, kill)
+        timer.start()
+        said = generate(runner, ids, NEW_TOKENS)
+        timer.join()
+        after = generate(runner, ids, NEW_TOKENS)
+        with self._lock:
+            self._count(said, after, ids, timeout_s)
+        return back[0]
+
+    def _count(self, said: Said, after: Said, ids: tuple[int, ...], timeout_s: float) -> None:
+        right = said.is_right(ids, NEW_TOKENS)
+        self.resumed += right
+        self.errors += said.error is not None
+        self.wrong += not right and said.error is None
+        overdue_s = said.longest_s - timeout_s
+        if said.error is not None:
+            self.overdue_s.append(overdue_s)
+        self.late += overdue_s > _GRACE_S
+        self.stuck += not after.is_right(ids, NEW_TOKENS)
+        if not right and timeout_s == _PATIENT_S:
+            self.wrong += 1
+            note(f"got {said}, expected it to go on")
+        if not after.is_right(ids, NEW_TOKENS):
+            note(f"after {said}: got {after}, expected the right tokens")
+
+
+def run(count: int) -> RowResult:
+    """Kill the only service so often, in several sessions side by side."""
+    began = time.monotonic()
+    full = is_full(FULL, count)
+    lanes = min(_SIDE_BY_SIDE, count)
+    finished: list[None] = []
+    with Workers() as workers, ThreadPoolExecutor(lanes) as pool:
+        sessions = Sessions(workers, _AWAY_S if full else _AWAY_SHORT_S)
+
+        def done() -> None:
+            finished.append(None)
+            progress(len(finished))
+
+        shares = [count // lanes + (lane < count % lanes) for lane in range(lanes)]
+        for future in [
+            pool.submit(sessions.run, lane, share, done) for lane, share in enumerate(shares)
+        ]:
+            future.result()
+    late = sessions.late if full else 0
+    return RowResult(
+        NAME,
+        TEST,
+        PASS,
+        count,
+        {
+            "resumed": sessions.resumed,
+            "ended with a typed error": sessions.errors,
+            "wrong, or not resumed in time": sessions.wrong,
+            "next generation not right": sessions.stuck,
+            "longest beyond a deadline, s": percentile(sessions.overdue_s, 100),
+        },
+        time.monotonic() - began,
+        passed=sessions.resumed + sessions.errors == count
+        and not sessions.wrong
+        and not sessions.stuck
+        and not late,
+    )

@@ -1,0 +1,150 @@
+"""A million times the pads of an operator, with crashes and retries between them; none twice.
+
+As `benchmarks.pad_draws` does with a bank alone, but as a run draws: two micro-batches, each by its
+`PadLane`, a step with one draw for each operator. A step may fail between two of them and be done
+again; an operator may be asked for again in the same step, as it is when another service is; a
+request may be sent again, as it is (the same bytes: nothing is drawn); pads may run out in the
+middle. Processes are killed, from outside and at their own system calls, and the bank is opened
+again by the next.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import struct
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.pad_draws import BLOCKS, Ledger, crash_and_draw, prepare_end
+from protocol.errors import PadsExhaustedError
+from protocol.messages import LinearOperator
+from tee_side.masks.pad import Pad
+from tee_side.pads.bank import BankFile
+from tee_side.pads.source import PadLane, Pads
+from tee_side.threads import TorchThreads
+from tests.soak.row import RowResult, progress
+from tests.unit.tee_side.pads import tiny
+
+NAME = "pads"
+TEST = "draws, crashes and retries between them"
+PASS = "0 reused"
+FULL = 1_000_000
+SHORT = 4_000
+MINUTES = 5
+
+_SITES: tuple[tuple[int, LinearOperator, int], ...] = ((0, "o_proj", 1), (1, "qkv_proj", 4))
+# More than eight are not read ahead.
+_ROWS = (1, 1, 1, 2, 3, 9)
+_INDICES_PER_DRAW = 10
+
+
+class _Tally:
+    """Counts in memory that outlives a killed child."""
+
+    _NUMBERS = struct.Struct("=QQQ")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, self._NUMBERS.size)
+
+    def add(self, failed: int = 0, repeated: int = 0, out: int = 0) -> None:
+        counts = zip(self.totals(), (failed, repeated, out), strict=True)
+        self._NUMBERS.pack_into(self._memory, 0, *(a + b for a, b in counts))
+
+    def totals(self) -> tuple[int, int, int]:
+        """Return failed steps, repeated operators and steps that found no pads."""
+        failed, repeated, out = self._NUMBERS.unpack_from(self._memory)
+        return failed, repeated, out
+
+
+def _life(tally: _Tally, longest: int) -> Any:
+    def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
+        """Run one life to its end, in a process of its own."""
+        last = min(until, ledger.totals()[0] + min(longest, prepare_end(end, choose)))
+        bank = BankFile.open(folder / "bank", **tiny.IDENTITY, block=choose.choice(BLOCKS))
+        pads = Pads(Pad(), bank, None, "fail")
+        lanes = [pads.lane(), pads.lane()]
+        while ledger.totals()[0] < last:
+            if bank.available < 12 and choose.random() < 0.9:
+                with bank.begin(min(bank.room, choose.randint(100, 1000))) as batch:
+                    tiny.put_all(batch)
+                    batch.commit()
+            try:
+                _step(choose.choice(lanes), ledger, tally, choose)
+            except PadsExhaustedError:
+                tally.add(out=1)
+                for lane in lanes:
+                    lane.end_step()
+        os._exit(0)
+
+    return live
+
+
+def _step(lane: PadLane, ledger: Ledger, tally: _Tally, choose: random.Random) -> None:
+    rows = choose.choice(_ROWS)
+    for position, (layer, operator, number) in enumerate(_SITES):
+        again = 1
+        while again:
+            factors = lane.draw(layer, operator, rows)
+            indices = lane._indices
+            if factors is None or indices is None:
+                os._exit(5)
+            # One count for each index at each site.
+            count = len(_SITES)
+            ledger.add(
+                range(count * indices.start + position, count * indices.stop + position, count)
+            )
+            if not torch.equal(factors.u, tiny.product(number, factors.r)):
+                os._exit(3)
+            again = choose.random() < 0.05
+            tally.add(repeated=again)
+        if choose.random() < 0.05:
+            tally.add(failed=1)
+            break
+    # Whoever runs steps says when one has ended; a lane that draws again notices by itself.
+    if choose.random() < 0.9:
+        lane.end_step()
+
+
+def run(count: int) -> RowResult:
+    """Draw so often."""
+    began = time.monotonic()
+    tally = _Tally()
+    # The children are forks: a pool of threads would not be in them.
+    with TorchThreads(1), tempfile.TemporaryDirectory() as name:
+        found = crash_and_draw(
+            Path(name),
+            count,
+            seed=1,
+            run_life=_life(tally, max(200, count // 20)),
+            identity=tiny.IDENTITY,
+            indices_per_draw=_INDICES_PER_DRAW,
+            on_progress=progress,
+        )
+    seconds = time.monotonic() - began
+    failed, repeated, out = tally.totals()
+    return RowResult(
+        NAME,
+        TEST,
+        PASS,
+        count,
+        {
+            "draws": found["draws"],
+            "rows": found["tokens"],
+            "crashes": found["crashes_total"],
+            "failed steps": failed,
+            "repeated operators": repeated,
+            "steps without pads": out,
+            "reused": found["reused_indices"],
+        },
+        seconds,
+        passed=found["reused_indices"] == 0
+        and found["draws"] >= count
+        and found["crashes_total"] > 0
+        and min(failed, repeated) > 0,
+    )

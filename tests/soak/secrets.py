@@ -1,0 +1,161 @@
+"""Random prompts with a fault at every request; nothing of them is anywhere but in the runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from tee_side.calibration import CALIBRATION_FILE
+from tests.soak.canaries import BLOCK, POLICIES
+from tests.soak.row import RowResult, is_full, note, progress
+from tests.support import make_model, token_ids
+from tests.support import run as run_program
+from tests.tools.workers import Workers
+from tsqp.calibrate import calibrate_on
+
+NAME = "secrets"
+TEST = "random canary prompts with a fault at every RPC"
+PASS = "0 hits in logs, metrics, errors, disk and shared memory"
+FULL = 10_000
+SHORT = 60
+MINUTES = 6
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = ("model", "logs", "work", "home", "tmp", "bank")
+_BANK_TOKENS = 4096
+_SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def make_place(folder: Path, bank_tokens: int = _BANK_TOKENS) -> None:
+    """Make a model that reads bytes, its calibration, a bank of pads, and the empty folders."""
+    for name in _FOLDERS:
+        (folder / name).mkdir()
+    model = folder / "model"
+    make_model(model, seed=3, **_SIZES)
+    config, checkpoint = read_config(model), Checkpoint(model)
+    chunks = [token_ids(100, seed, _SIZES["vocab_size"]) for seed in range(8)]
+    calibrate_on(config, checkpoint, chunks).save(model / CALIBRATION_FILE)
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator([], trainer)
+    raw.save(str(model / "tokenizer.json"))
+    made = run_program(
+        "tee-runner",
+        *("pads", "make", str(model), "--bank", str(folder / "bank" / "bank")),
+        *("--tokens", str(bank_tokens)),
+    )
+    if made.returncode:
+        raise RuntimeError(made.stderr)
+
+
+def find_leaks(folder: Path, count: int, seed: int, block: int = BLOCK) -> dict[str, Any]:
+    """Generate from `count` prompts in a process of its own; return what it says that it found.
+
+    `block`: prompts under one policy, after which everything is searched.
+    """
+    with_metrics = find_spec("prometheus_client") is not None
+    with ExitStack() as stack:
+        workers = stack.enter_context(Workers())
+        endpoints, urls = [], []
+        for number in range(2):
+            service_log = folder / "logs" / f"service-{number}.log"
+            worker = workers.start(
+                str(folder / "model"),
+                *("--bind", f"unix://{folder / f'service-{number}'}", "--log-level", "debug"),
+                *(("--metrics", "127.0.0.1:*") if with_metrics else ()),
+                log=service_log,
+            )
+            endpoints.append(worker.endpoint)
+            if with_metrics:
+                text = service_log.read_text(encoding="utf-8")
+                urls.append(text.split("url=", 1)[1].split()[0].strip('"'))
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "TEE_", "GPU_"))},
+            "HOME": str(folder / "home"),
+            "TMPDIR": str(folder / "tmp"),
+            "PYTHONPATH": str(_ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        runner_log = stack.enter_context((folder / "logs" / "runner.log").open("ab"))
+        command = [
+            *(sys.executable, "-m", "tests.soak.canaries", str(folder), str(count), str(seed)),
+            *(str(block), ",".join(endpoints), ",".join(urls)),
+        ]
+        last = ""
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=runner_log,
+            text=True,
+            env=environment,
+            cwd=folder / "work",
+        ) as process:
+            for line in process.stdout or ():
+                word, _, number_done = line.partition(" ")
+                if word == "progress":
+                    progress(int(number_done))
+                else:
+                    last = line
+        if process.returncode or not last:
+            tail = (folder / "logs" / "runner.log").read_text(encoding="utf-8")[-2000:]
+            raise RuntimeError(f"the runner ended with {process.returncode}:\n{tail}")
+    found: dict[str, Any] = json.loads(last)
+    return found
+
+
+def run(count: int) -> RowResult:
+    """Generate from so many prompts."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        make_place(Path(name))
+        block = BLOCK if is_full(FULL, count) else max(1, count // len(POLICIES))
+        found = find_leaks(Path(name), count, seed=1, block=block)
+    seconds = time.monotonic() - began
+    hits, planted = Counter(found["hits"]), found["planted"]
+    for leak, times in sorted(hits.items()):
+        note(f"{leak}: {times}")
+    faults = sum(found["faults"].values())
+    return RowResult(
+        NAME,
+        TEST,
+        PASS,
+        count,
+        {
+            "prompts": sum(found["ended"].values()),
+            "faults": faults,
+            "requests of one": found["requests"],
+            "typed errors": sum(found["ended"].values()) - found["ended"].get("right", 0),
+            "searched for": found["patterns"],
+            "planted": len(planted),
+            "planted and found": sum(planted.values()),
+            "hits": hits.total(),
+        },
+        seconds,
+        passed=not hits and all(planted.values()) and len(planted) >= 4 and faults > count // 2,
+    )

@@ -1,0 +1,77 @@
+"""Row: the service that a session is using is killed, and a second one is there."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+from tee_side.runner import Runner
+from tests.soak.row import RowResult, is_full, note, percentile, progress
+from tests.soak.sessions import asked, generate, prompts, settings, start
+from tests.tools.workers import Workers
+
+NAME = "worker killed mid-decode (kill -9), second worker present"
+TEST = "at random points of a generation"
+PASS = "outputs identical to the undisturbed run; p95 recovery <= 2 s"
+FULL, SHORT = 200, 4
+MINUTES = 5
+ALONE = True
+
+NEW_TOKENS = 32
+_LIMIT_S = 2.0
+_HITS_EACH = 4
+
+
+def run(count: int) -> RowResult:
+    """Kill the service in use so often, each time in another generation of one session."""
+    began = time.monotonic()
+    chance = random.Random(10)
+    texts = prompts(8, 6)
+    identical = hits = 0
+    recoveries: list[float] = []
+    with Workers() as workers:
+        services = {one.endpoint: one for one in (start(workers), start(workers))}
+        with Runner(settings(list(services))) as runner:
+            usual = [generate(runner, ids, NEW_TOKENS) for ids in texts]
+            if not all(
+                said.is_right(ids, NEW_TOKENS) for said, ids in zip(usual, texts, strict=True)
+            ):
+                raise RuntimeError("undisturbed: got other tokens than without processes")
+            step_s = percentile([gap for said in usual for gap in said.gaps_s], 50)
+            # A generation may be over when the service is killed: that one does not count.
+            for _ in range(count * _HITS_EACH):
+                if hits == count:
+                    break
+                place = chance.randrange(len(texts))
+                victim = services[asked(runner)]
+                timer = threading.Timer(chance.uniform(0, usual[place].total_s), victim.kill)
+                timer.start()
+                said = generate(runner, texts[place], NEW_TOKENS)
+                timer.join()
+                # Whoever else is asked now was asked in the middle of it.
+                if asked(runner) != victim.endpoint:
+                    hits += 1
+                    right = said.tokens == usual[place].tokens and said.error is None
+                    identical += right
+                    recoveries.append(said.longest_s - step_s)
+                    if not right:
+                        note(f"got {said}, expected {usual[place].tokens}")
+                services[victim.endpoint] = workers.restart(victim)
+                progress(hits)
+    p95 = percentile(recoveries, 95)
+    in_time = p95 <= _LIMIT_S or not is_full(FULL, count)
+    return RowResult(
+        NAME,
+        TEST,
+        PASS,
+        count,
+        {
+            "identical": f"{identical} of {hits}",
+            "p95 recovery, s": p95,
+            "longest recovery, s": max(recoveries, default=0.0),
+            "a token otherwise, s": step_s,
+        },
+        time.monotonic() - began,
+        passed=hits == count and identical == hits and in_time,
+    )

@@ -1,0 +1,1 @@
+"""Tools that break things on purpose: a proxy with faults, and a service that lies."""

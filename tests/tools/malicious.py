@@ -1,0 +1,173 @@
+"""A service that computes, and lies when it is told to.
+
+It answers as gpu-service does, over the same listener, with keys or without. `tell` has it lie on
+one of the next requests; everything else is answered rightly, with what it kept for later before.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from gpu_side.operators import Operators
+from gpu_side.weights import load_weights
+from protocol.channel import Incoming
+from protocol.curve import ServiceKeys
+from protocol.encoding import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    Form,
+    encode_reply,
+    open_request,
+    read_request,
+)
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    HealthReply,
+    HealthRequest,
+    InitRequest,
+    Request,
+    Response,
+    TensorReply,
+    Timing,
+)
+from protocol.tensors import to_torch, torch_dtype
+from protocol.zmq_listener import ZmqListener
+from tests.tools.lies import REORDERED, Frames, Lie, Memory, Occasion
+
+_WAIT_MS = 50
+# Replies that it remembers, of each kind.
+_REMEMBERED = 32
+
+
+def operators_of(directory: Path, dtype: str = "float32") -> Operators:
+    """Load a model as gpu-service does."""
+    weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
+    return Operators(weights, DEFAULT_MAX_MESSAGE_BYTES)
+
+
+class MaliciousService:
+    """A service in a thread of its own; use as a context manager.
+
+    `told`: lies that were told so far. `requests`: how many came, Init and Health not among them.
+    `operators`: what computes, and has the service's name for itself: one for each service.
+    """
+
+    def __init__(
+        self,
+        operators: Operators,
+        endpoint: str = "tcp://127.0.0.1:*",
+        *,
+        seed: int = 0,
+        keys: ServiceKeys | None = None,
+    ) -> None:
+        self.told = 0
+        self.requests = 0
+        self.memory = Memory()
+        self._operators = operators
+        self._chance = random.Random(seed)
+        self._plan: tuple[Lie, int] | None = None
+        self._lying_init: Lie | None = None
+        self._stop = threading.Event()
+        self.listener = ZmqListener(endpoint, keys=keys)
+        self.endpoint = self.listener.endpoint
+        self._thread = threading.Thread(target=self._run, name="malicious", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop."""
+        self._stop.set()
+        self._thread.join(10)
+
+    def tell(self, lie: Lie, after: int = 0) -> None:
+        """Lie once, when so many further requests have been answered rightly."""
+        self._plan = (lie, self.requests + after + 1)
+
+    def tell_init(self, lie: Lie | None) -> None:
+        """Lie in every Init reply from now on, or in none."""
+        self._lying_init = lie
+
+    def be_honest(self) -> None:
+        """Lie no more. A reply that is late still comes."""
+        self._plan = None
+        self._lying_init = None
+        self.memory.held = None
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._stop.is_set():
+                if not self.listener.wait(timeout_ms=_WAIT_MS):
+                    continue
+                incoming = self.listener.receive()
+                if incoming is not None:
+                    self._answer(incoming)
+        self.listener.close()
+
+    def _answer(self, incoming: Incoming) -> None:
+        opened = open_request(incoming.frames, DEFAULT_MAX_MESSAGE_BYTES)
+        result: Response | ErrorCode
+        try:
+            request = read_request(opened)
+            result = self._result(request)
+        except ProtocolError as error:
+            result = error.code
+        if isinstance(result, ErrorCode) or isinstance(request, HealthRequest):
+            timing = Timing(queue_us=1, compute_us=2)
+            frames = encode_reply(Form.FRAMED, opened.request_id, opened.method, result, timing)
+            self.listener.send(incoming.route, frames)
+            return
+        memory = self.memory
+        client = incoming.route[0]
+        occasion = Occasion(
+            client, request, opened.request_id, result, self._result, memory, self._chance
+        )
+        lie = self._due(request)
+        owed, memory.owed = memory.owed, []
+        messages = [occasion.encoded()] if lie is None else lie.tell(occasion)
+        self._remember(client, occasion.encoded(), result)
+        # Before it is sent: whoever gets it may look.
+        self.told += lie is not None
+        for message in (*owed, *messages):
+            self.listener.send(incoming.route, message)
+
+    def _due(self, request: Request) -> Lie | None:
+        if isinstance(request, InitRequest):
+            return self._lying_init
+        self.requests += 1
+        if self._plan is None or self.requests < self._plan[1]:
+            return None
+        lie = self._plan[0]
+        # Swapping two replies takes two requests.
+        if lie is not REORDERED or self.memory.held is not None:
+            self._plan = None
+        return lie
+
+    def _result(self, request: Request) -> Response:
+        if isinstance(request, HealthRequest):
+            return HealthReply(
+                status="ready", uptime_s=time.monotonic(), queued_requests=0, queued_bytes=0
+            )
+        return self._operators.apply(request).response
+
+    def _remember(self, client: bytes, frames: Frames, result: Response) -> None:
+        memory = self.memory
+        if isinstance(result, TensorReply):
+            memory.earlier.append((client, frames))
+            memory.results.append(to_torch(result.output).clone())
+            del memory.earlier[:-_REMEMBERED], memory.results[:-_REMEMBERED]

@@ -1,0 +1,176 @@
+"""Each lie is one: otherwise that it was not accepted says nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+from protocol.channel import Channel
+from protocol.connect import open_channel
+from protocol.encoding import decode_reply
+from protocol.errors import DeadlineExceededError, ProtocolError, TsqpError
+from protocol.messages import (
+    InitReply,
+    InitRequest,
+    LinearRequest,
+    Response,
+    RingLinearRequest,
+    TensorReply,
+)
+from protocol.tensors import from_torch, to_torch
+from tests.support import make_model
+from tests.tools.lies import (
+    INIT_LIES,
+    REORDERED,
+    RESULT_LIES,
+    WIRE_LIES,
+    Lie,
+    Memory,
+    Occasion,
+)
+from tests.tools.malicious import MaliciousService, operators_of
+
+# Of these some, or all, are a good reply with right numbers, at another time or twice.
+HARMLESS = {
+    "replayed", "late", "reordered", "duplicate", "right, then wrong", "bit flipped in the header"
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MaliciousService]:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    with MaliciousService(operators_of(directory)) as running:
+        yield running
+
+
+@pytest.fixture
+def channel(service: MaliciousService) -> Iterator[Channel]:
+    opened = open_channel(service.endpoint, timeout_s=10)
+    yield opened
+    opened.close()
+    service.be_honest()
+
+
+# No two requests are the same: another's reply is wrong.
+_seeds = itertools.count(100)
+
+
+def linear(layer: int = 0, seed: int | None = None) -> LinearRequest:
+    seed = next(_seeds) if seed is None else seed
+    hidden = torch.randn(2, 48, generator=torch.Generator().manual_seed(seed))
+    return LinearRequest(
+        layer_idx=layer, module_names=("o_proj",), hidden_states=from_torch(hidden.repeat(1, 2))
+    )
+
+
+def result(response: Response) -> torch.Tensor:
+    assert isinstance(response, TensorReply)
+    return to_torch(response.output)
+
+
+def occasion(dtype: torch.dtype) -> Occasion:
+    """Return a request to a service that multiplies by its layer, plus two."""
+    ones = from_torch(torch.arange(1, 13, dtype=dtype).view(2, 6))
+    request = (
+        RingLinearRequest(layer_idx=1, module_names=("o_proj",), elements=ones)
+        if dtype == torch.int32
+        else LinearRequest(layer_idx=1, module_names=("o_proj",), hidden_states=ones)
+    )
+
+    def compute(asked: object) -> Response:
+        assert isinstance(asked, LinearRequest | RingLinearRequest)
+        return TensorReply(output=from_torch(to_torch(ones) * (asked.layer_idx + 2)))
+
+    memory = Memory()
+    memory.results.append(torch.zeros(2, 6, dtype=dtype))
+    chance = random.Random(3)
+    return Occasion(b"client", request, 77, compute(request), compute, memory, chance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+@pytest.mark.parametrize("lie", RESULT_LIES, ids=str)
+def test_wrong_result_has_the_right_form_and_other_numbers(lie: Lie, dtype: torch.dtype) -> None:
+    told = occasion(dtype)
+    (frames,) = lie.tell(told)
+    reply = decode_reply([memoryview(bytearray(frame)) for frame in frames])
+    assert (reply.request_id, reply.method) == (77, told.request.method)
+    assert reply.response is not None
+    wrong = result(reply.response)
+    assert (wrong.dtype, wrong.shape) == (dtype, told.output.shape)
+    assert not torch.equal(wrong, told.output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+@pytest.mark.parametrize("lie", WIRE_LIES, ids=str)
+def test_lie_on_the_wire_is_not_the_right_reply(lie: Lie, dtype: torch.dtype) -> None:
+    for _ in range(20):
+        told = occasion(dtype)
+        right = told.encoded()
+        sent = [list(frames) for frames in lie.tell(told)]
+        assert sent != [right]
+
+
+@pytest.mark.parametrize("lie", [lie for lie in WIRE_LIES if lie.name not in HARMLESS], ids=str)
+def test_lie_ends_in_an_error_or_in_other_numbers(
+    lie: Lie, service: MaliciousService, channel: Channel
+) -> None:
+    request = linear()
+    right = result(channel.call(request).response).clone()
+    told = service.told
+    service.tell(lie)
+    try:
+        found = result(channel.call(request, 0.3 if lie.silent else None).response)
+    except TsqpError:
+        pass
+    else:
+        # What the channel cannot know: for whoever knows the product, or its shape.
+        assert found.dtype != right.dtype or not torch.equal(found, right)
+    assert service.told == told + 1
+
+
+@pytest.mark.parametrize("lie", INIT_LIES, ids=str)
+def test_lie_of_init_is_another_reply(
+    lie: Lie, service: MaliciousService, channel: Channel
+) -> None:
+    right = channel.call(InitRequest()).response
+    assert isinstance(right, InitReply)
+    service.tell_init(lie)
+    with suppress(ProtocolError):
+        assert channel.call(InitRequest()).response != right
+
+
+def test_lies_on_the_request_that_it_was_told_to(
+    service: MaliciousService, channel: Channel
+) -> None:
+    requests = [linear(seed=seed) for seed in range(5)]
+    right = [result(channel.call(request).response).clone() for request in requests]
+    service.tell(next(lie for lie in RESULT_LIES if lie.name == "zeros"), after=2)
+    found = [result(channel.call(request).response) for request in requests]
+    assert [torch.equal(*pair) for pair in zip(found, right, strict=True)] == [
+        *(True, True, False, True, True)
+    ]
+
+
+def test_late_reply_comes_before_the_next_one(service: MaliciousService, channel: Channel) -> None:
+    service.tell(next(lie for lie in WIRE_LIES if lie.name == "late"))
+    with pytest.raises(DeadlineExceededError):
+        channel.call(linear(), 0.1)
+    assert len(service.memory.owed) == 1
+    assert result(channel.call(linear(seed=1)).response).shape == (2, 48)
+    assert service.memory.owed == []
+
+
+def test_reordered_replies_are_swapped(service: MaliciousService, channel: Channel) -> None:
+    requests = [linear(seed=1), linear(seed=2), linear(seed=3)]
+    first, second, third = (result(channel.call(one).response).clone() for one in requests)
+    service.tell(REORDERED)
+    ids = [channel.submit(request) for request in requests]
+    found = [result(channel.wait(request_id).response) for request_id in ids]
+    for got, expected in zip(found, (second, first, third), strict=True):
+        assert torch.equal(got, expected)
