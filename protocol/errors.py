@@ -150,12 +150,12 @@ class ProtocolError(TsqpError):
 
 
 class ServiceError(TsqpError):
-    """An error reply; the detail is in the service's own log."""
+    """An error reply; the detail is in the service's own log. `expected`: where more is known."""
 
-    def __init__(self, where: str, *, code: ErrorCode) -> None:
-        super().__init__(
-            where, got=f"error reply {code.value}", expected="a result (see the service's log)"
-        )
+    def __init__(
+        self, where: str, *, code: ErrorCode, expected: str = "a result (see the service's log)"
+    ) -> None:
+        super().__init__(where, got=f"error reply {code.value}", expected=expected)
         self.code = code
         self.retryable = code.retryable
 

@@ -114,6 +114,8 @@ class Member:
         self.error: TsqpError | None = None
         self.barred: TsqpError | None = None
         self.max_message_bytes: int | None = None
+        # What it says that it lets one client have waiting, for people.
+        self.room = "room in its queue"
         self.instance: str | None = None
         self._group = group
         self._dialling = dialling
@@ -161,6 +163,10 @@ class Member:
         )
         self._roster.admit(reply.instance_id, self._group.share, self.endpoint)
         self.instance, self.max_message_bytes = reply.instance_id, reply.max_message_bytes
+        self.room = (
+            f"room in its queue, of {reply.max_queued_requests} requests and"
+            f" {reply.max_queued_bytes} bytes for one client"
+        )
         dialling = self._dialling
         link = dialling.link
         timeout_s = dialling.timeout_s

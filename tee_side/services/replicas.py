@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -39,6 +40,10 @@ TURN_S = 0.05
 _BACK_OFF_S = 0.01
 _MAX_BACK_OFF_S = 0.2
 
+# A request that has lost so many connections to a service is not sent to it again: it may be what
+# ends them.
+_MOST_LOSSES = 5
+
 # What a service says that may be over in a moment; it is asked again.
 _PASSING = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_EXCEEDED)
 
@@ -48,11 +53,20 @@ class _Troubles:
     """What went wrong with a request. `said`: the last error of each service that was asked.
 
     `refused`: will not do it. `busy`: when it may be asked again, and how long that was last time.
+    `losses`: connections that were lost while this was waited for.
     """
 
     said: dict[Member, TsqpError] = field(default_factory=dict)
     refused: set[Member] = field(default_factory=set)
     busy: dict[Member, tuple[float, float]] = field(default_factory=dict)
+    losses: Counter[Member] = field(default_factory=Counter)
+
+    def lost(self, member: Member, error: TsqpError) -> None:
+        """Note that a connection was lost with this under way."""
+        self.said[member] = error
+        self.losses[member] += 1
+        if self.losses[member] >= _MOST_LOSSES:
+            self.refused.add(member)
 
 
 @dataclass(slots=True, eq=False)
@@ -267,12 +281,17 @@ class Replicas:
             if error.code is ErrorCode.SHUTTING_DOWN:
                 self._let_go(member, line, error)
             elif error.code in _PASSING:
+                if error.code is ErrorCode.QUEUE_FULL:
+                    troubles.said[member] = ServiceError(
+                        error.where, code=error.code, expected=member.room
+                    )
                 _, before_s = troubles.busy.get(member, (0.0, 0.0))
                 pause_s = min(_MAX_BACK_OFF_S, 2 * before_s or _BACK_OFF_S)
                 troubles.busy[member] = time.monotonic() + pause_s, pause_s
             else:
                 troubles.refused.add(member)
         elif isinstance(error, EndpointError | DeadlineExceededError):
+            troubles.lost(member, error)
             self._drop(member, line, error)
         elif isinstance(error, ProtocolError | ReplyError):
             self._bar(member, error, line)
@@ -291,7 +310,7 @@ class Replicas:
         for flight in self._flights.values():
             if flight.line is line and not _has_reply(line, flight.inner_id):
                 flight.line = None
-                flight.troubles.said[member] = error
+                flight.troubles.lost(member, error)
         self._hang_up(line)
         if member.line is line:
             member.lose(error)

@@ -27,14 +27,19 @@ def together(method: str, said: Mapping[str, TsqpError], timeout_s: float | None
     and it is of the gravest kind among them. What a single service said is returned as it is.
     """
     errors = list(said.values())
-    if len(errors) == 1 and (timeout_s is None or isinstance(errors[0], DeadlineExceededError)):
-        return errors[0]
-    where = f"{method} at {' and '.join(said)}"
-    each = "; ".join(f"{endpoint}: {error.got}" for endpoint, error in said.items())
     if timeout_s is not None:
-        got = f"no reply within {timeout_s:g} s" + (f" ({each})" if each else "")
+        # That one was asked last with little time left says nothing.
+        each = _each({e: x for e, x in said.items() if not isinstance(x, DeadlineExceededError)})
+        got = f"no reply to {method} within {timeout_s:g} s" + (f" ({each})" if each else "")
+        where = " and ".join(said) or method
         return DeadlineExceededError(where, got=got, expected="a gpu-service that answers there")
-    return _of_kind(where, each, errors)
+    if len(errors) == 1:
+        return errors[0]
+    return _of_kind(f"{method} at {' and '.join(said)}", _each(said), errors)
+
+
+def _each(said: Mapping[str, TsqpError]) -> str:
+    return "; ".join(f"{endpoint}: {error.got}" for endpoint, error in said.items())
 
 
 def _of_kind(where: str, each: str, errors: list[TsqpError]) -> TsqpError:

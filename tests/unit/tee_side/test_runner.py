@@ -281,7 +281,8 @@ def test_operators_that_are_replaced_after_a_failed_step_keep_no_pads(
     saved_model: Models, loopback: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = _offloading(saved_model("llama"), "shielded-prefill", loopback)
-    with Runner(replace(settings, micro_batches=2)) as runner:
+    # A lone service is waited for until the deadline of what it was asked.
+    with Runner(replace(settings, micro_batches=2, request_timeout_s=0.2)) as runner:
         generation = runner.generate(token_ids(40), max_new_tokens=1, with_text=False)
 
         def lose(*_: object) -> Exchange:

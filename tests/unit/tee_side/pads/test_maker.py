@@ -114,7 +114,7 @@ def test_a_model_that_changed_meanwhile_leaves_no_pads_and_no_batch_behind(
     name = "model.layers.1.mlp.down_proj.weight"
     tensors[name] = torch.full_like(tensors[name], torch.nan)
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj"):
+    with pytest.raises(ModelError, match="another content since the file was checked"):
         maker.fill(store, 2)
     assert (store.available, store.room) == (0, 4)
 
