@@ -150,12 +150,14 @@ class ProtocolError(TsqpError):
 
 
 class ServiceError(TsqpError):
-    """An error reply; the detail is in the service's own log. `expected`: where more is known."""
+    """An error reply; the detail is in the service's own log. `known`: what we know of it."""
 
-    def __init__(
-        self, where: str, *, code: ErrorCode, expected: str = "a result (see the service's log)"
-    ) -> None:
-        super().__init__(where, got=f"error reply {code.value}", expected=expected)
+    def __init__(self, where: str, *, code: ErrorCode, known: str = "") -> None:
+        super().__init__(
+            where,
+            got=f"error reply {code.value}" + (f" ({known})" if known else ""),
+            expected="a result (see the service's log)",
+        )
         self.code = code
         self.retryable = code.retryable
 

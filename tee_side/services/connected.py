@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from protocol.channel import Channel, Traffic
 from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
@@ -50,7 +51,7 @@ class Services:
             members,
             timeout_s=self._dialling.timeout_s,
             traffic=self.traffic,
-            on_barred=self._bar_everywhere,
+            on_quarantined=self._quarantine_everywhere,
         )
 
     def at(self, layer: int) -> tuple[Channel, ...]:
@@ -81,8 +82,8 @@ class Services:
             for group, member in missing:
                 turn = time.monotonic() + TURN_S
                 group.knock(member, until if len(missing) == 1 else min(until, turn))
-                if member.barred is not None:
-                    raise member.barred
+                if member.quarantined is not None:
+                    raise member.quarantined
                 if isinstance(member.error, EndpointError) and len(group.members) == 1:
                     raise member.error
         for group in self._groups:
@@ -97,9 +98,15 @@ class Services:
         for group in self._groups:
             group.close()
 
-    def _bar_everywhere(self, instance: str, error: TsqpError) -> None:
+    def _quarantine_everywhere(self, endpoint: str, error: TsqpError) -> None:
+        """Ask nobody at an endpoint any more, in any layer.
+
+        By the endpoint, which is ours to say, and not by the name that whoever is there has given
+        itself: it might have given another's.
+        """
         for group in self._groups:
-            group.bar_instance(instance, error)
+            with suppress(TsqpError):  # that nobody is left there is found out when it is asked
+                group.quarantine_endpoint(endpoint, error)
 
 
 def _brief(error: TsqpError | None) -> str:

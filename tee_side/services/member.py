@@ -73,19 +73,12 @@ class Roster:
     """
 
     _shares: dict[str, tuple[int, str]] = field(default_factory=dict)
-    _barred: dict[str, TsqpError] = field(default_factory=dict)
 
     def admit(self, instance: str, share: int, endpoint: str) -> None:
-        """Take a process in. Raises SettingsError where it has another share, or why it is out."""
-        if (error := self._barred.get(instance)) is not None:
-            raise error
+        """Take a process in. Raises SettingsError where it has another share."""
         known, where = self._shares.setdefault(instance, (share, endpoint))
         if known != share:
             raise one_service(where, endpoint)
-
-    def bar(self, instance: str, error: TsqpError) -> None:
-        """Keep a process out for the rest of the run, wherever it turns up."""
-        self._barred[instance] = error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,8 +95,8 @@ class Line:
 class Member:
     """A service of a group, and the state of our relations with it.
 
-    It is ready (`line`), lost (`error` says why: `knock` may bring it back), or barred for the rest
-    of the run (`barred` says why).
+    It is ready (`line`), lost (`error` says why: `knock` may bring it back), or quarantined for the
+    rest of the run (`quarantined` says why).
     """
 
     def __init__(
@@ -112,11 +105,10 @@ class Member:
         self.endpoint = endpoint
         self.line: Line | None = None
         self.error: TsqpError | None = None
-        self.barred: TsqpError | None = None
+        self.quarantined: TsqpError | None = None
         self.max_message_bytes: int | None = None
         # What it says that it lets one client have waiting, for people.
-        self.room = "room in its queue"
-        self.instance: str | None = None
+        self.room = ""
         self._group = group
         self._dialling = dialling
         self._roster = roster
@@ -131,7 +123,7 @@ class Member:
         Goes on where the last call ended. Keeps what went wrong: raises KeyFileError alone, which
         is about a file of our own.
         """
-        if self.line is not None or self.barred is not None:
+        if self.line is not None or self.quarantined is not None:
             return self.line is not None
         try:
             self._knock(until)
@@ -141,7 +133,7 @@ class Member:
             self._stop_knocking()
             raise
         except TsqpError as error:
-            self.bar(error)
+            self.quarantine(error)
         except BaseException:
             self._stop_knocking()
             raise
@@ -162,10 +154,10 @@ class Member:
             self.endpoint, raw.wait(request_id).response, (self._group.first, self._group.last)
         )
         self._roster.admit(reply.instance_id, self._group.share, self.endpoint)
-        self.instance, self.max_message_bytes = reply.instance_id, reply.max_message_bytes
+        self.max_message_bytes = reply.max_message_bytes
         self.room = (
-            f"room in its queue, of {reply.max_queued_requests} requests and"
-            f" {reply.max_queued_bytes} bytes for one client"
+            f"it queues {reply.max_queued_requests} requests and {reply.max_queued_bytes} bytes"
+            " of one client"
         )
         dialling = self._dialling
         link = dialling.link
@@ -192,12 +184,10 @@ class Member:
         self._next_attempt = time.monotonic() + _PAUSE_S
         self._stop_knocking()
 
-    def bar(self, error: TsqpError) -> None:
-        """Never ask it again, neither here nor under another name. The line: as in `lose`."""
+    def quarantine(self, error: TsqpError) -> None:
+        """Never ask it again. The line: as in `lose`."""
         self.lose(error)
-        self.barred = error
-        if self.instance is not None:
-            self._roster.bar(self.instance, error)
+        self.quarantined = error
 
     def close(self) -> None:
         """Disconnect."""

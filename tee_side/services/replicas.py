@@ -95,8 +95,8 @@ class _Flight:
 class Replicas:
     """A `Channel` to whichever of some services is well. All requests go to one of them at a time.
 
-    `on_barred`: told when a process is not to be asked any more, by the name that it has. Raises,
-    beside what a channel does: for a single service its own last error; for several one error that
+    `on_quarantined`: told at which endpoint nobody is to be asked any more. Raises, beside what a
+    channel does: for a single service its own last error; for several one error that
     says, endpoint by endpoint, what each answered. DeadlineExceededError where the time was up.
     """
 
@@ -106,13 +106,13 @@ class Replicas:
         *,
         timeout_s: float,
         traffic: Traffic,
-        on_barred: Callable[[str, TsqpError], None] = lambda _instance, _error: None,
+        on_quarantined: Callable[[str, TsqpError], None] = lambda _endpoint, _error: None,
     ) -> None:
         self.members = tuple(members)
         self.traffic = traffic
         self.endpoint = members[0].endpoint
         self._timeout_s = timeout_s
-        self._on_barred = on_barred
+        self._on_quarantined = on_quarantined
         self._current = members[0]
         self._last_id = 0
         # In the order in which they were submitted.
@@ -163,20 +163,21 @@ class Replicas:
             flight.line.channel.abandon(flight.inner_id)
 
     def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`. The service is not asked again in this run, under any name."""
-        for member in self.members:
-            if member.endpoint == exchange.endpoint and member.barred is None:
-                self._bar(member, error)
-        if all(member.barred is not None for member in self.members):
+        """See `Channel.distrust`. Nobody at its endpoint is asked again in this run."""
+        self.quarantine_endpoint(exchange.endpoint, error)
+        if all(member.quarantined is not None for member in self.members):
             raise error
 
     def limit_messages(self, max_message_bytes: int) -> None:
-        """See `Channel.limit_messages`. What fits one of the services must fit all of them."""
+        """See `Channel.limit_messages`. What one of the services says of itself limits it alone."""
         known = self._max_message_bytes
         self._max_message_bytes = min(max_message_bytes, known or max_message_bytes)
         for member in self.members:
-            if member.line is not None:
-                member.line.channel.limit_messages(self._max_message_bytes)
+            self._limit(member, self._max_message_bytes)
+
+    def _limit(self, member: Member, max_message_bytes: int | None) -> None:
+        if member.line is not None and max_message_bytes is not None:
+            member.line.channel.limit_messages(max_message_bytes)
 
     def close(self) -> None:
         """See `Channel.close`."""
@@ -196,21 +197,23 @@ class Replicas:
 
     def knock(self, member: Member, until: float) -> bool:
         """Let a service try to become ready until then; True if it is."""
-        barred = member.barred
+        quarantined = member.quarantined
         if not member.knock(until):
-            if member.barred is not None and barred is None:
-                self._say(member, "service_barred", member.barred)
-                self._told(member, member.barred)
+            if member.quarantined is not None and quarantined is None:
+                self._say(member, "service_quarantined", member.quarantined)
+                self._on_quarantined(member.endpoint, member.quarantined)
             return False
-        if member.max_message_bytes is not None:
-            self.limit_messages(member.max_message_bytes)
+        self._limit(member, member.max_message_bytes)
+        self._limit(member, self._max_message_bytes)
         return True
 
-    def bar_instance(self, instance: str, error: TsqpError) -> None:
-        """Ask a process no more that was found out elsewhere."""
+    def quarantine_endpoint(self, endpoint: str, error: TsqpError) -> None:
+        """Ask nobody there any more. Raises `error` if nobody else is left."""
         for member in self.members:
-            if member.instance == instance and member.barred is None:
-                self._bar(member, error)
+            if member.endpoint == endpoint and member.quarantined is None:
+                self._quarantine(member, error)
+        if all(member.quarantined is not None for member in self.members):
+            raise error
 
     # ---------------------------------------------------------------------------------- sending
 
@@ -221,15 +224,18 @@ class Replicas:
             return False
         try:
             flight.inner_id = line.channel.submit(flight.request, timeout_s)
-        except OversizedRequestError:
-            raise
+        except OversizedRequestError as error:
+            # Another may take more.
+            flight.troubles.said[member] = error
+            flight.troubles.refused.add(member)
+            return False
         except TsqpError as error:
             flight.member = member
             self._troubled(flight, line, error)
             return False
         except BaseException:
             # How much of it was sent is not known, and what comes next would be taken for the rest.
-            self._drop(member, line, EndpointError(member.endpoint, got="half", expected="all"))
+            self._drop(member, line, _half_sent(member))
             raise
         flight.member, flight.line = member, line
         return True
@@ -245,8 +251,8 @@ class Replicas:
             free_at, _ = troubles.busy.get(member, (0.0, 0.0))
             ready = member.line is not None and member not in troubles.refused and free_at <= now
             if ready and self._send(flight, member, left_s):
-                if self._current.line is None:
-                    self._current, self.endpoint = member, member.endpoint
+                # Whoever would not do this one would keep the next ones waiting, too.
+                self._current, self.endpoint = member, member.endpoint
                 return
 
     def _in_order(self) -> Iterator[Member]:
@@ -255,15 +261,11 @@ class Replicas:
             if member is not self._current:
                 yield member
 
-    def _send_all(self, first: _Flight) -> None:
+    def _send_all(self) -> None:
         """Send what waits to be sent, in the order of submission: the service may need it so."""
         for flight in list(self._flights.values()):
             if flight.line is None:
-                try:
-                    self._send_to_anybody(flight)
-                except OversizedRequestError:
-                    if flight is first:
-                        raise
+                self._send_to_anybody(flight)
 
     # -------------------------------------------------------------------------------- troubles
 
@@ -283,7 +285,7 @@ class Replicas:
             elif error.code in _PASSING:
                 if error.code is ErrorCode.QUEUE_FULL:
                     troubles.said[member] = ServiceError(
-                        error.where, code=error.code, expected=member.room
+                        error.where, code=error.code, known=member.room
                     )
                 _, before_s = troubles.busy.get(member, (0.0, 0.0))
                 pause_s = min(_MAX_BACK_OFF_S, 2 * before_s or _BACK_OFF_S)
@@ -294,7 +296,7 @@ class Replicas:
             troubles.lost(member, error)
             self._drop(member, line, error)
         elif isinstance(error, ProtocolError | ReplyError):
-            self._bar(member, error, line)
+            self._quarantine(member, error, line)
         else:
             raise error
 
@@ -316,7 +318,7 @@ class Replicas:
             member.lose(error)
             self._say(member, "service_lost", error)
 
-    def _bar(self, member: Member, error: TsqpError, line: Line | None = None) -> None:
+    def _quarantine(self, member: Member, error: TsqpError, line: Line | None = None) -> None:
         """Ask a service no more in this run. What it has answered already is not looked at."""
         lines = {one for one in (line, member.line) if one is not None}
         for flight in self._flights.values():
@@ -325,13 +327,9 @@ class Replicas:
                 flight.troubles.said[member] = error
         for one in lines:
             self._hang_up(one)
-        member.bar(error)
-        self._say(member, "service_barred", error)
-        self._told(member, error)
-
-    def _told(self, member: Member, error: TsqpError) -> None:
-        if member.instance is not None:
-            self._on_barred(member.instance, error)
+        member.quarantine(error)
+        self._say(member, "service_quarantined", error)
+        self._on_quarantined(member.endpoint, error)
 
     def _hang_up(self, line: Line) -> None:
         if line in self._leaving:
@@ -353,7 +351,7 @@ class Replicas:
     def _place(self, flight: _Flight) -> None:
         """Get a request that nobody has to somebody. Waits for a service that comes back."""
         while True:
-            self._send_all(flight)
+            self._send_all()
             if flight.line is not None:
                 return
             self._require_anybody(flight)
@@ -365,7 +363,7 @@ class Replicas:
     def _wait_for_anybody(self, flight: _Flight, now: float) -> None:
         """Wait until a service has come back or may have room again, or for a moment."""
         troubles = flight.troubles
-        left = [m for m in self.members if m.barred is None and m not in troubles.refused]
+        left = [m for m in self.members if m.quarantined is None and m not in troubles.refused]
         lost = [member for member in left if member.line is None]
         # Those that are ready have said that they have no room.
         until = min(
@@ -384,17 +382,23 @@ class Replicas:
     def _require_anybody(self, flight: _Flight) -> None:
         """Raise if nobody is left whom a request could be sent to, now or later."""
         for member in self.members:
-            if member.barred is None and member not in flight.troubles.refused:
+            if member.quarantined is None and member not in flight.troubles.refused:
                 return
         self._fail(flight, too_late=False)
 
     def _fail(self, flight: _Flight, *, too_late: bool) -> NoReturn:
         said: dict[str, TsqpError] = {}
         for member in self.members:
-            error = member.barred or flight.troubles.said.get(member) or member.error
+            error = member.quarantined or flight.troubles.said.get(member) or member.error
             if error is not None:
                 said[member.endpoint] = error
         raise together(flight.request.method, said, flight.timeout_s if too_late else None)
+
+
+def _half_sent(member: Member) -> EndpointError:
+    return EndpointError(
+        member.endpoint, got="a request that was interrupted half way", expected="all of it"
+    )
 
 
 def _has_reply(line: Line, request_id: int) -> bool:

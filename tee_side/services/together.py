@@ -30,8 +30,8 @@ def together(method: str, said: Mapping[str, TsqpError], timeout_s: float | None
     if timeout_s is not None:
         # That one was asked last with little time left says nothing.
         each = _each({e: x for e, x in said.items() if not isinstance(x, DeadlineExceededError)})
-        got = f"no reply to {method} within {timeout_s:g} s" + (f" ({each})" if each else "")
-        where = " and ".join(said) or method
+        got = f"no reply within {timeout_s:g} s" + (f" ({each})" if each else "")
+        where = f"{method} at {' and '.join(said)}" if said else method
         return DeadlineExceededError(where, got=got, expected="a gpu-service that answers there")
     if len(errors) == 1:
         return errors[0]

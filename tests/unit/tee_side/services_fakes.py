@@ -33,6 +33,8 @@ class FakeInit:
 
     instance_id: str
     max_message_bytes: int = 2**20
+    max_queued_requests: int = 8
+    max_queued_bytes: int = 4096
 
 
 @dataclass

@@ -77,23 +77,26 @@ def test_unknown_ids_are_a_mistake_and_abandoned_ones_are_forgotten(world: World
         replicas.wait(second)
 
 
-def test_the_smallest_message_limit_holds_for_all(world: World) -> None:
-    (a,) = world.add("a")
-    (b,) = world.add("b", max_message_bytes=100)
-    replicas = world.replicas("a", "b")
+def test_a_message_limit_is_that_of_the_service_that_names_it(world: World) -> None:
+    """One that claims to take next to nothing must not stop what others take."""
+    world.add("a")
+    world.add("b", max_message_bytes=1)
+    replicas = world.replicas("b", "a")
+    assert replicas.call(ask(elements=26)).endpoint == "a"
+    # Nobody takes it: that is what the error says.
+    replicas.limit_messages(100)
+    with pytest.raises(ProtocolError) as caught:
+        replicas.call(ask(elements=26))
+    assert caught.value.code is ErrorCode.LIMIT_EXCEEDED
+    assert replicas.call(ask(elements=25)).endpoint == "a"
+
+
+def test_a_request_that_a_lone_service_does_not_take_is_refused_at_once(world: World) -> None:
+    world.add("a", max_message_bytes=100)
+    replicas = world.replicas("a")
     with pytest.raises(OversizedRequestError):
         replicas.submit(ask(elements=26))
     replicas.call(ask(elements=25))
-    # One that comes back may have become smaller; then the others get no more, either.
-    b.max_message_bytes, b.answers = 40, deque(["lost"])
-    a.answers = deque(["lost"])
-    replicas.call(ask(elements=10))
-    a.answers, a.up = deque(["lost"]), False
-    assert replicas.call(ask(elements=10)).endpoint == "b"
-    b.answers, b.up, a.up = deque(["lost"]), False, True
-    assert replicas.call(ask(elements=10)).endpoint == "a"
-    with pytest.raises(OversizedRequestError):
-        replicas.submit(ask(elements=11))
 
 
 # ------------------------------------------------------------------------------------ failover
@@ -173,7 +176,7 @@ def test_a_full_queue_until_the_deadline_is_a_deadline_exceeded(world: World) ->
     a.answers = deque([service_error(ErrorCode.QUEUE_FULL)] * 10_000)
     with pytest.raises(DeadlineExceededError) as caught:
         replicas.call(ask(), 0.1)
-    assert caught.value.got == "no reply within 0.1 s (a: error reply QUEUE_FULL)"
+    assert caught.value.got.startswith("no reply within 0.1 s (a: error reply QUEUE_FULL")
     # It is asked less and less often.
     assert 2 <= len(a.got) <= 6
 
@@ -203,6 +206,38 @@ def test_a_lone_service_that_stays_away_is_one_error_at_the_deadline(world: Worl
     assert caught.value.where == "LMHead at a"
     assert caught.value.got == "no reply within 0.2 s (a: a lost connection)"
     assert caught.value.retryable
+
+
+@pytest.mark.parametrize("code", [ErrorCode.INTERNAL, ErrorCode.QUEUE_FULL])
+def test_whoever_refuses_is_not_asked_first_any_more(world: World, code: ErrorCode) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([service_error(code)] * 100)
+    for _ in range(5):
+        assert replicas.call(ask()).endpoint == "b"
+    assert len(a.got) == 1
+    assert len(b.got) == 5
+
+
+def test_a_request_that_ends_every_connection_is_given_up(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque(["lost"] * 1000)
+    with pytest.raises(EndpointError, match="lost"):
+        replicas.call(ask(), 60.0)
+    assert len(a.got) == 5
+    # It is about that request alone.
+    a.answers.clear()
+    assert replicas.call(ask()).endpoint == "a"
+
+
+def test_a_full_queue_names_its_limits(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque([service_error(ErrorCode.QUEUE_FULL)] * 10_000)
+    limits = r"QUEUE_FULL \(it queues 8 requests and 4096 bytes of one client\)"
+    with pytest.raises(DeadlineExceededError, match=limits):
+        replicas.call(ask(), 0.1)
 
 
 def test_what_each_of_several_said_is_one_line(world: World) -> None:
@@ -357,19 +392,35 @@ def test_a_service_that_comes_back_with_another_model_is_refused(world: World) -
         replicas.call(ask())
 
 
-def test_a_liar_is_known_by_its_own_name_at_another_endpoint_and_in_other_layers(
-    world: World,
-) -> None:
-    world.add("a", "also-a", instance="one")
-    world.add("b", "c")
+def test_nobody_at_the_endpoint_of_a_liar_is_asked_again_in_any_layer(world: World) -> None:
+    world.add("a", "b", "c")
     services = world.connect(
-        ReplicaGroup(1, 0, 0, ("a", "b")), ReplicaGroup(1, 1, 1, ("also-a", "c")), layers=2
+        ReplicaGroup(1, 0, 0, ("a", "b")), ReplicaGroup(1, 1, 1, ("a", "c")), layers=2
     )
     first, second = services.at(0)[0], services.at(1)[0]
     waiting = second.submit(ask())
     first.distrust(first.call(ask()), wrong())
     assert second.wait(waiting).endpoint == "c"
     assert second.call(ask()).endpoint == "c"
+
+
+def test_a_liar_that_goes_by_anothers_name_takes_nobody_down_with_it(world: World) -> None:
+    world.add("a", "b", instance="one")
+    replicas = world.replicas("a", "b")
+    replicas.distrust(replicas.call(ask()), wrong())
+    assert replicas.call(ask()).endpoint == "b"
+
+
+def test_the_last_endpoint_of_some_layers_may_be_that_of_a_liar_in_others(world: World) -> None:
+    world.add("a", "b")
+    services = world.connect(
+        ReplicaGroup(1, 0, 0, ("a", "b")), ReplicaGroup(1, 1, 1, ("a",)), layers=2
+    )
+    first, second = services.at(0)[0], services.at(1)[0]
+    first.distrust(first.call(ask()), wrong())
+    assert first.call(ask()).endpoint == "b"
+    with pytest.raises(VerificationError):
+        second.call(ask())
 
 
 # --------------------------------------------------------------------------------------- roles
