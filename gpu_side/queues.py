@@ -1,10 +1,11 @@
 """What waits at the service: bounded in number and bytes, and served to its clients in turn.
 
-A client is a connection. The requests of one are taken in the order in which they came; between
-clients, each has one turn and goes to the end of the line, so that a client with many requests
-delays another's by one of its own. What does not fit is handed back to be refused. Where all
-clients together fill the queue, it is the one with the most that loses its newest request: a
-newcomer is not shut out by those who flood.
+A client is a connection or, with keys, all connections of one key. The requests of one are taken in
+the order in which they came; between clients, each has one turn and goes to the end of the line, so
+that a client with many requests delays another's by one of its own. What does not fit is handed
+back to be refused. Where all clients together fill the queue, it is the one with the most that
+loses its newest request: a newcomer is not shut out by those who flood. Nobody loses anything to
+one that does not fit even then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from protocol.channel import Incoming
@@ -75,7 +77,7 @@ class FairQueue:
     def put(self, incoming: Incoming) -> Sequence[Refused]:
         """Let a message wait; return what does not: this one, or others in its place."""
         limits, size = self.limits, frame_bytes(incoming.frames)
-        name = incoming.route[0]
+        name = incoming.client
         client = self._clients.get(name)
         count, held = (0, 0) if client is None else (len(client.messages), client.bytes)
         if count >= limits.requests:
@@ -84,9 +86,10 @@ class FairQueue:
             return (Refused(incoming, "bytes", size, limits.bytes - held),)
         refused: Sequence[Refused] = ()
         if self.requests >= limits.total_requests or self.bytes + size > limits.total_bytes:
-            refused = self._make_room(count + 1, held + size, size)
-            if (too_much := self._too_much(incoming, size)) is not None:
-                return (*refused, too_much)
+            victims = self._choose_victims(count + 1, held + size, size)
+            if victims is None:
+                return (self._too_much(incoming, size),)
+            refused = [self._take_newest(*victim) for victim in victims]
         if client is None:
             self._clients[name] = client = _Client(name)
             self._turns.append(client)
@@ -114,7 +117,7 @@ class FairQueue:
         return incoming
 
     def pass_by(self, client: bytes) -> None:
-        """Note that a client (the first part of its route) had its turn without waiting."""
+        """Note that a client (`Incoming.client`) had its turn without waiting."""
         self._served = client
 
     def drain(self) -> Iterator[Incoming]:
@@ -122,37 +125,50 @@ class FairQueue:
         while self:
             yield self.take()
 
-    def _too_much(self, incoming: Incoming, size: int) -> Refused | None:
+    def _too_much(self, incoming: Incoming, size: int) -> Refused:
         limits = self.limits
         if self.requests >= limits.total_requests:
             return Refused(incoming, "total_requests", 1, 0)
-        if self.bytes + size > limits.total_bytes:
-            return Refused(incoming, "total_bytes", size, limits.total_bytes - self.bytes)
-        return None
+        return Refused(incoming, "total_bytes", size, limits.total_bytes - self.bytes)
 
-    def _make_room(self, count: int, held: int, size: int) -> list[Refused]:
-        """Take the newest messages from clients with more than who comes would have.
+    def _choose_victims(self, count: int, held: int, size: int) -> list[tuple[_Client, str]] | None:
+        """Say who must give up its newest message, and for which limit, to let one more wait.
 
-        `count`, `held`: what that would be; `size`: bytes that must fit. A client's only message
-        stays: it would never be served otherwise.
+        Those with more than who comes would have (`count`, `held`), the one with most first; a
+        client's only message stays: it would never be served otherwise. `size`: bytes that must
+        fit. None where they do not even then: nobody need give up anything.
         """
-        refused: list[Refused] = []
-        while (too_many := self.requests >= self.limits.total_requests) or (
-            self.bytes + size > self.limits.total_bytes
-        ):
-            richest = max(
-                (client for client in self._turns if len(client.messages) > 1),
-                key=lambda client: len(client.messages) if too_many else client.bytes,
-                default=None,
-            )
-            if richest is None or (
-                len(richest.messages) <= count if too_many else richest.bytes <= held
-            ):
-                break
-            incoming, freed = richest.messages.pop()
-            richest.bytes -= freed
-            self.requests -= 1
-            self.bytes -= freed
-            limit = "total_requests" if too_many else "total_bytes"
-            refused.append(Refused(incoming, limit, 1 if too_many else freed, 0))
-        return refused
+        limits = self.limits
+        victims: list[tuple[_Client, str]] = []
+        to_free = self.bytes + size - limits.total_bytes
+        # Most bytes first, then in the order of turns: what each has left, and what it gave up.
+        richest = [
+            (-client.bytes, turn, 0, client)
+            for turn, client in enumerate(self._turns)
+            if client.bytes > held and len(client.messages) > 1
+        ]
+        heapify(richest)
+        while to_free > 0:
+            if not richest:
+                return None
+            negative, turn, given, client = heappop(richest)
+            freed = client.messages[-1 - given][1]
+            victims.append((client, "total_bytes"))
+            to_free -= freed
+            left, given = -negative - freed, given + 1
+            if left > held and len(client.messages) - given > 1:
+                heappush(richest, (-left, turn, given, client))
+        # Whoever gave up bytes made room in number, too.
+        if not victims and self.requests >= limits.total_requests:
+            most = max(self._turns, key=lambda client: len(client.messages), default=None)
+            if most is None or len(most.messages) <= count:
+                return None
+            victims.append((most, "total_requests"))
+        return victims
+
+    def _take_newest(self, client: _Client, limit: str) -> Refused:
+        incoming, freed = client.messages.pop()
+        client.bytes -= freed
+        self.requests -= 1
+        self.bytes -= freed
+        return Refused(incoming, limit, freed if limit == "total_bytes" else 1, 0)

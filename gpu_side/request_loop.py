@@ -5,7 +5,7 @@ bounded queue, from which its clients are served in turn (`gpu_side.queues`). Wh
 transport while the processor computes a product is not seen before the product is done, so the
 queueing time in a reply is a lower bound; while an accelerator works, messages come in and replies
 go out. A malformed message gets an error reply with a code and a line in the log; nothing that a
-client sends ends the loop.
+client sends ends the loop, or makes its log grow without end (`gpu_side.log_limit`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from gpu_side.answers import Answer, Working
 from gpu_side.counters import SUCCESS
+from gpu_side.log_limit import LineLimit
 from gpu_side.operators import Operators
 from gpu_side.queues import Refused
 from gpu_side.state import ServiceState
@@ -48,7 +49,13 @@ MAX_REFUSED_AT_ONCE = 4
 # others stay in the queue, where their deadlines are checked, and take no memory for an output.
 MAX_UNDERWAY = 2
 _STOPPING_S = 0.1
-_FULL_LOG_S = 1.0
+# What others can have us log, a line for each request: how many lines, in how many seconds.
+_LOGGED = {
+    "queue_full": (1, 1.0),
+    "refused": (50, 60.0),
+    "client_gone": (50, 60.0),
+    "failed": (50, 60.0),  # with a traceback each
+}
 # More than a request for our health has in either form.
 _HEALTH_BYTES = 256
 # A wait for messages takes whole milliseconds. In the last of them before an accelerator is done we
@@ -98,7 +105,7 @@ class RequestLoop:
         self._underway: deque[_Underway] = deque()
         # When it was done with the last one (perf_counter_ns).
         self._free_ns = 0
-        self._full_log = _FullLog()
+        self._lines = {event: LineLimit(*limit) for event, limit in _LOGGED.items()}
 
     def run(self, listener: Listener, stop: StopSignal) -> None:
         """Answer until told to stop, and then what was taken before."""
@@ -120,7 +127,7 @@ class RequestLoop:
                 break
             elif (incoming := listener.receive()) is not None:
                 # Nothing waits: it need not either.
-                queue.pass_by(incoming.route[0])
+                queue.pass_by(incoming.client)
                 self._answer(listener, incoming)
             if underway:
                 self._send_what_ended(listener)
@@ -219,10 +226,10 @@ class RequestLoop:
                 answer = self._operators.apply(request)
         except ProtocolError as error:
             self._send_refusal(listener, origin, error)
-        except Exception:
+        except Exception:  # noqa: BLE001 - it is logged, if not too many are
             # Exhausted memory, a device fault or a mistake of ours: this request fails, the
             # others go on. The traceback stays in our own log.
-            log.exception("failed", extra=_fields(origin, method=origin.method))
+            self._log_failure(origin)
             self._send(listener, origin, ErrorCode.INTERNAL)
         else:
             if answer.work is None:
@@ -240,7 +247,7 @@ class RequestLoop:
         try:
             ends_ns = work.ends_ns()
         except RuntimeError:
-            log.exception("failed", extra=_fields(origin, method=origin.method))
+            self._log_failure(origin)
             self._send(listener, origin, ErrorCode.INTERNAL)
             return True
         if ends_ns > time.perf_counter_ns():
@@ -275,8 +282,8 @@ class RequestLoop:
         incoming, form, request_id, method = origin
         try:
             frames = encode_reply(form, request_id, method, result, timing)
-        except Exception:
-            log.exception("failed", extra=_fields(origin, method=method))
+        except Exception:  # noqa: BLE001 - it is logged, if not too many are
+            self._log_failure(origin)
             result = ErrorCode.INTERNAL
             frames = encode_reply(form, request_id, method, result)
         counters = self._counters
@@ -286,15 +293,23 @@ class RequestLoop:
             counters.sent_bytes += frame_bytes(frames)
         else:
             counters.dropped_replies += 1
-            log.warning("client_gone", extra=_fields(origin))
+            if (left_out := self._lines["client_gone"].due(time.monotonic())) is not None:
+                log.warning("client_gone", extra=_fields(origin, **_counted(left_out)))
+
+    def _log_failure(self, origin: _Origin) -> None:
+        """Log the exception that is being handled, with its traceback."""
+        if (left_out := self._lines["failed"].due(time.monotonic())) is not None:
+            extra = _fields(origin, method=origin.method, **_counted(left_out))
+            log.exception("failed", extra=extra)
 
     # ------------------------------------------------------------------------------- refusals
 
     def _send_refusal(self, listener: Listener, origin: _Origin, error: ProtocolError) -> None:
         if isinstance(error, EnvelopeError):
             origin = origin._replace(form=error.form, request_id=error.request_id)
-        extra = _fields(origin, code=error.code.value, detail=str(error))
-        log.warning("refused", extra=extra)
+        if (left_out := self._lines["refused"].due(time.monotonic())) is not None:
+            fields = {"code": error.code.value, "detail": str(error), **_counted(left_out)}
+            log.warning("refused", extra=_fields(origin, **fields))
         self._send(listener, origin, error.code)
 
     def _refuse(self, listener: Listener, incoming: Incoming, code: ErrorCode) -> _Origin:
@@ -315,14 +330,14 @@ class RequestLoop:
 
     def _refuse_full(self, listener: Listener, refused: Refused) -> None:
         origin = self._refuse(listener, refused.incoming, ErrorCode.QUEUE_FULL)
-        if (count := self._full_log.due(time.monotonic())) > 0:
+        if (left_out := self._lines["queue_full"].due(time.monotonic())) is not None:
             fields = {
                 "code": ErrorCode.QUEUE_FULL.value,
                 "limit": f"max_queued_{refused.limit}",
                 "allowed": getattr(self._queue.limits, refused.limit),
                 "requested": refused.requested,
                 "available": refused.available,
-                "refused": count,
+                "refused": left_out + 1,
             }
             log.warning("queue_full", extra=_fields(origin, **fields))
 
@@ -347,26 +362,14 @@ class RequestLoop:
                 break
 
 
-class _FullLog:
-    """Lets one line a second through: a client that floods us must not fill our disk as well."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-        self._count = 0
-
-    def due(self, now: float) -> int:
-        """Count one; return how many since the last line if another is due, else 0."""
-        self._count += 1
-        if now < self._next:
-            return 0
-        count, self._count = self._count, 0
-        self._next = now + _FULL_LOG_S
-        return count
-
-
 def _fields(origin: _Origin, **more: object) -> dict[str, dict[str, object]]:
     """Return what a line of the log says of a request, as `extra`."""
     return {"fields": {"peer": origin.incoming.peer, "request_id": origin.request_id, **more}}
+
+
+def _counted(left_out: int) -> dict[str, int]:
+    """Return what a line of the log says of those of its kind that are not in it."""
+    return {"left_out": left_out} if left_out else {}
 
 
 def _check_deadline(opened: OpenedRequest, queue_us: int) -> None:

@@ -97,12 +97,18 @@ class Incoming(NamedTuple):
     """One received message: where the reply must go, and the frames of the message itself.
 
     `received_ns` is on the clock of `time.perf_counter_ns`. The frames' memory is this message's
-    own and writable.
+    own and writable. `key`: the client's public key (Z85), empty without keys.
     """
 
     route: tuple[bytes, ...]
     frames: list[memoryview]
     received_ns: int
+    key: bytes = b""
+
+    @property
+    def client(self) -> bytes:
+        """Who sent it: with keys all connections of one key are one client, else each is one."""
+        return self.key or self.route[0]
 
     @property
     def peer(self) -> str:

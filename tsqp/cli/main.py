@@ -12,6 +12,7 @@ from tsqp.cli.bench import bench
 from tsqp.cli.calibrate import calibrate
 from tsqp.cli.catalogue import masks, policies
 from tsqp.cli.explain import explain
+from tsqp.cli.health import health
 from tsqp.cli.keys import keys
 from tsqp.cli.manifest import manifest
 from tsqp.cli.plan import plan
@@ -110,7 +111,18 @@ def completion(shell: str) -> None:
         click.echo(generator(program, {}, name, variable).source())
 
 
-for _command in (policies, masks, explain, bench, plan, calibrate, keys, manifest, provision):
+for _command in (
+    policies,
+    masks,
+    explain,
+    bench,
+    plan,
+    calibrate,
+    keys,
+    manifest,
+    provision,
+    health,
+):
     command.add_command(_command)
 
 

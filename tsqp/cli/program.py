@@ -69,7 +69,10 @@ def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
         _complain(f"{name}: error: {where}: got the error {reason!r}, expected none")
         _discard_stdout()
         status = EXIT_FAILURE
-    except Exception as error:
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        # Not of Exception alone: a panic of a library in Rust derives from BaseException.
         if os.environ.get("TSQP_DEBUG") == "1":
             raise
         _complain(

@@ -8,9 +8,10 @@ import time
 import msgpack
 import pytest
 
+from gpu_side import request_loop
 from gpu_side.answers import Answer
 from gpu_side.queues import QueueLimits
-from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, _FullLog
+from gpu_side.request_loop import MAX_REFUSED_AT_ONCE
 from gpu_side.state import ServiceState
 from protocol.channel import Incoming
 from protocol.messages import HealthRequest, InitRequest, Request
@@ -23,6 +24,7 @@ from tests.unit.gpu_side.loop import (
     Timed,
     errors_of,
     incoming_request,
+    make_loop,
     run_loop,
 )
 
@@ -41,6 +43,14 @@ def test_clients_are_served_in_turn() -> None:
     run_loop(listener, lambda request: RESULT)
     # The first was answered before anybody looked what else has come.
     assert [n for n, _ in errors_of(listener)] == [1, 101, 2, 102, 3, 4, 5, 6]
+
+
+def test_a_key_has_one_turn_whatever_its_connections() -> None:
+    flood = [one._replace(key=b"flood") for n in range(1, 5) for one in _from(f"c{n}", n)]
+    modest = [one._replace(key=b"modest") for one in _from("m", 101, 102)]
+    listener = Listener([*flood, *modest])
+    run_loop(listener, lambda request: RESULT)
+    assert [n for n, _ in errors_of(listener)] == [1, 101, 2, 102, 3, 4]
 
 
 def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
@@ -81,9 +91,50 @@ def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
     assert state.counters.of("Init").outcomes["QUEUE_FULL"] == 1
 
 
-def test_a_line_a_second_says_how_many_were_refused() -> None:
-    full_log = _FullLog()
-    assert [full_log.due(now) for now in (10.0, 10.5, 10.9, 11.1, 11.2, 13.0)] == [1, 0, 0, 3, 0, 2]
+def _failing(request: Request) -> Answer:
+    raise RuntimeError("canary")
+
+
+@pytest.mark.parametrize("event", ["refused", "client_gone", "failed"])
+def test_a_flood_does_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, event: str
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(request_loop.time, "monotonic", lambda: now)
+    flood = (
+        [_inline("Canary") for _ in range(65)] if event == "refused" else _from("a", *range(1, 66))
+    )
+    listener = Listener(flood, gone=event == "client_gone")
+    loop = make_loop(_failing if event == "failed" else lambda request: RESULT)
+    with caplog.at_level(logging.WARNING):
+        for incoming in flood:
+            loop._answer(listener, incoming)
+        assert [record.getMessage() for record in caplog.records] == [event] * 50
+        assert not any("left_out" in record.__dict__["fields"] for record in caplog.records)
+        now = 160.0
+        for incoming in flood[:2]:
+            loop._answer(listener, incoming)
+    assert [record.__dict__["fields"].get("left_out") for record in caplog.records[50:]] == [
+        15,
+        None,
+    ]
+    assert len(listener.sent) == 67
+
+
+def test_a_line_a_second_says_how_many_were_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(request_loop.time, "monotonic", lambda: now)
+    listener = Listener([])
+    loop = make_loop(lambda request: RESULT, ServiceState(QueueLimits(requests=1)))
+    with caplog.at_level(logging.WARNING):
+        for now in (100.0, 100.5, 100.9, 101.1, 101.2, 103.0):  # noqa: B007 - the clock reads it
+            listener.incoming.extend(_from("a", 1, 2))
+            loop._pick_up(listener, listener.receive())
+            list(loop._queue.drain())
+    counts = [record.__dict__["fields"]["refused"] for record in caplog.records]
+    assert counts == [1, 3, 2]
 
 
 def test_a_large_message_that_does_not_fit_is_not_decoded_to_be_refused() -> None:

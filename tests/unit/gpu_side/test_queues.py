@@ -70,6 +70,17 @@ def test_who_had_its_turn_without_waiting_goes_to_the_end() -> None:
     assert queue.take().route[0] == b"b"
 
 
+def test_all_connections_of_a_key_are_one_client() -> None:
+    queue = FairQueue(QueueLimits(requests=3))
+    for n, connection in enumerate("abc"):
+        assert queue.put(_message(connection, n)._replace(key=b"one")) == ()
+    (refused,) = queue.put(_message("d", 3)._replace(key=b"one"))
+    assert (refused.limit, refused.incoming.received_ns) == ("requests", 3)
+    queue.put(_message("e", 4)._replace(key=b"other"))
+    # The replies still go to the connections.
+    assert _names(queue) == [("a", 0), ("e", 4), ("b", 1), ("c", 2)]
+
+
 def test_an_empty_queue_has_nothing_to_take() -> None:
     with pytest.raises(IndexError):
         FairQueue(MANY).take()
@@ -143,9 +154,32 @@ def test_where_all_have_too_many_bytes_the_one_with_most_gives_up_as_many_as_it_
     ]
     assert (queue.requests, queue.bytes) == (9, 145)
     # More than what may be taken from others: this one is refused, and says what is left.
-    (*_, last) = queue.put(_message("d", 9, size=90))
+    (last,) = queue.put(_message("d", 9, size=90))
     assert (last.incoming.route[0], last.requested) == (b"d", 90)
     assert last.available == limits.total_bytes - queue.bytes
+
+
+def test_nobody_gives_up_anything_for_one_that_does_not_fit_then() -> None:
+    limits = QueueLimits(bytes=100, total_bytes=300)
+    full = [_message(name, n, size) for name in "abc" for n, size in enumerate((80, 20))]
+    queue = _filled(limits, *full)
+    # The newest of all three are 60 bytes.
+    (refused,) = queue.put(_message("d", 9, size=90))
+    assert (refused.incoming.route[0], *refused[1:]) == (b"d", "total_bytes", 90, 0)
+    assert (queue.requests, queue.bytes) == (6, 300)
+    refused_of = [one.incoming.route[0] for one in queue.put(_message("d", 9, size=60))]
+    assert refused_of == [b"a", b"b", b"c"]
+    assert _names(queue) == [("a", 0), ("b", 0), ("c", 0), ("d", 9)]
+
+
+def test_who_gives_up_bytes_makes_room_in_number_too() -> None:
+    limits = QueueLimits(total_requests=5, total_bytes=100)
+    many = [_message("a", n, size=5) for n in range(3)]
+    large = [_message("b", n, size=40) for n in range(2)]
+    queue = _filled(limits, *many, *large)
+    (refused,) = queue.put(_message("c", 9, size=40))
+    assert (refused.incoming.route[0], *refused[1:]) == (b"b", "total_bytes", 40, 0)
+    assert (queue.requests, queue.bytes) == (5, 95)
 
 
 @given(
@@ -170,8 +204,11 @@ def test_whatever_comes_limits_hold_and_nothing_is_lost(
             continue
         name, size = step
         waiting[number] = _message(name, number, size)
-        for refused in queue.put(waiting[number]):
-            del waiting[refused.incoming.received_ns]
+        lost = [refused.incoming.received_ns for refused in queue.put(waiting[number])]
+        # One that is refused costs nobody else anything.
+        assert number not in lost or lost == [number]
+        for one in lost:
+            del waiting[one]
         assert queue.requests == len(waiting) <= limits.total_requests
         sizes = {n: sum(f.nbytes for f in one.frames) for n, one in waiting.items()}
         assert queue.bytes == sum(sizes.values()) <= limits.total_bytes
