@@ -31,6 +31,8 @@ _ANSWER_WITHIN_S = 3 * ASK_AFTER_S - 0.01
 # More than anybody asks at once.
 _QUESTIONS_BYTES = 4096
 
+# Where nobody more is let in, who has said nothing for so long makes room.
+SILENT_S = 2.0
 # How long nobody is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
@@ -83,15 +85,17 @@ class Door:
 
     A connection on which a message begins goes to `arrivals`; `bell` is a file that is readable
     while there are some. No more than `max_clients` are let in, until one of them has `left`: the
-    others wait to be accepted. `listening` must not block, and stays the caller's.
+    others wait to be accepted, and who has not said anything for two seconds is dropped then.
+    `listening` must not block, and stays the caller's.
     """
 
     def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
         self._listening = listening
         self._file = listening.fileno()
         self._max_clients = max_clients
-        # Those that have not said yet what they are, and those that ask for signs of life.
-        self._silent: dict[int, socket.socket] = {}
+        # Those that have not said yet what they are, since when (time.monotonic), the first one
+        # first; and those that ask for signs of life.
+        self._silent: dict[int, tuple[socket.socket, float]] = {}
         self._asking: dict[int, socket.socket] = {}
         self._arrived: deque[socket.socket] = deque()
         # What both threads change: `left` and `rest` belong to the other one.
@@ -145,7 +149,8 @@ class Door:
         """Close all connections but those that were handed out. After `stop`, and once only."""
         if self._epoll.closed:
             return
-        for connection in (*self._silent.values(), *self._asking.values(), *self._arrived):
+        silent = [connection for connection, _ in self._silent.values()]
+        for connection in (*silent, *self._asking.values(), *self._arrived):
             connection.close()
         self._epoll.close()
         os.close(self.bell)
@@ -158,16 +163,38 @@ class Door:
                     self._attend(file)
                 except MemoryError:
                     self.rest()
+            # After those that have spoken by now were listened to.
+            self._make_room()
 
     def _left_s(self) -> float | None:
         """Return how long nobody is let in; None where that is not a matter of time."""
+        now = time.monotonic()
+        left_s = []
         with self._lock:
-            if not self._accept_again:
-                return None
-            left_s = self._accept_again - time.monotonic()
-            if left_s <= 0:
+            if self._accept_again and self._accept_again <= now:
                 self._accept_more(self._clients < self._max_clients)
-            return left_s if left_s > 0 else None
+            if self._accept_again:
+                left_s.append(self._accept_again - now)
+            accepting = self._accepting
+        if self._silent and not accepting:
+            _, since = next(iter(self._silent.values()))
+            left_s.append(max(0.0, since + SILENT_S - now))
+        return min(left_s, default=None)
+
+    def _make_room(self) -> None:
+        """Drop those that have been silent for too long, if that is what keeps others out."""
+        if self._accepting:
+            return
+        until = time.monotonic() - SILENT_S
+        silent = [file for file, (_, since) in self._silent.items() if since <= until]
+        if silent:
+            fields = {"clients": len(silent), "detail": f"silent for {SILENT_S:g} s"}
+            log.warning("dropped", extra={"fields": fields})
+        for file in silent:
+            connection, _ = self._silent.pop(file)
+            self.left()
+            # Closing takes it out of the epoll set too.
+            connection.close()
 
     def _accept_more(self, accepting: bool) -> None:
         """Change what the thread waits for, whichever thread this is. With the lock."""
@@ -199,7 +226,7 @@ class Door:
             if self._clients >= self._max_clients:
                 self._accept_more(False)
         try:
-            self._silent[connection.fileno()] = connection
+            self._silent[connection.fileno()] = connection, time.monotonic()
             self._epoll.register(connection, select.EPOLLIN)
         except (OSError, MemoryError):
             self._silent.pop(connection.fileno(), None)
@@ -209,7 +236,7 @@ class Door:
 
     def _listen(self, file: int) -> None:
         """Find out what a connection is for, by its first byte."""
-        connection = self._silent[file]
+        connection, _ = self._silent[file]
         try:
             first = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -218,7 +245,8 @@ class Door:
             first = b""
         if first and first != QUESTION:
             self._epoll.unregister(file)
-            self._arrived.append(self._silent.pop(file))
+            del self._silent[file]
+            self._arrived.append(connection)
             os.eventfd_write(self.bell, 1)
             if not self._accepting:
                 log.warning("no_more_clients", extra={"fields": {"clients": self._clients}})

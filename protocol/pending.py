@@ -242,7 +242,9 @@ class PendingChannel(ABC):
                 raise self._connection_lost(f"while {pending.method} was waiting for its reply")
             # Whatever came: a peer that keeps sending what nobody waits for must not hold us past
             # the deadline.
-            if time.monotonic() >= until and not lost:
+            if time.monotonic() >= until:
+                if lost and until >= pending.deadline:
+                    raise self._connection_lost(f"while {pending.method} was waiting for its reply")
                 return False
 
     def _check_connection(self, request_id: int, pending: Pending) -> None:

@@ -12,13 +12,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from math import ceil
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from protocol.curve import ClientKeys, require_zmq_keys
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.pending import RECONNECT_S, PendingChannel, Received
@@ -129,7 +130,8 @@ class ZmqChannel(PendingChannel):
 
     def close(self) -> None:
         """See `Channel.close`."""
-        self._close_socket()
+        if not self._socket.closed:
+            self._close_socket()
         self._context.term()
 
     def limit_replies(self, max_reply_bytes: int) -> None:
@@ -213,23 +215,36 @@ class ZmqChannel(PendingChannel):
                 raise self._connection_lost(f"before {method} could be sent")
             self._note_events()
 
-    def _replace_socket(self) -> None:
-        """Go on with a new socket; what has come over the old one is kept."""
-        while self._pending and (frames := self._next_message(0)) is not None:
-            self._kept.append((frames, time.perf_counter_ns()))
+    def _replace_socket(self, *, keep: bool = True) -> None:
+        """Go on with a new socket; with `keep`, what has come over the old one is not lost."""
+        # What follows a message with too many frames is lost with it.
+        with suppress(ProtocolError):
+            while keep and self._pending and (frames := self._next_message(0)) is not None:
+                self._kept.append((frames, time.perf_counter_ns()))
         self._close_socket()
         self._refusal = None
         self._open()
+
+    def _end_connection(self, *, keep: bool) -> None:
+        """Have done with a peer that breaks the rules; the next request makes a new connection."""
+        self._lost = True
+        self._connection += 1
+        self._replace_socket(keep=keep)
 
     def _receive(self, deadline: float) -> Received | None:
         if self._kept:
             return self._kept.popleft()
         left_ms = ceil((deadline - time.monotonic()) * 1000) if deadline else 0
         patience_ms = max(0, min(left_ms, EVENTS_INTERVAL_MS))
-        if self._spin.is_on:
-            frames = self._spin_for_message(patience_ms)
-        else:
-            frames = self._next_message(patience_ms)
+        try:
+            if self._spin.is_on:
+                frames = self._spin_for_message(patience_ms)
+            else:
+                frames = self._next_message(patience_ms)
+        except ProtocolError:
+            # To read the rest of the message may take longer than anybody has.
+            self._end_connection(keep=False)
+            raise
         if frames is None:
             self._note_events()
             if deadline:
@@ -250,9 +265,7 @@ class ZmqChannel(PendingChannel):
         # Bytes of ZeroMQ's own, and what was on the way when we looked first.
         limit = 2 * self._socket_bytes + _BYTES_OF_ITS_OWN
         if (unfinished := received - self._bytes_before) > limit:
-            self._lost = True
-            self._connection += 1
-            self._replace_socket()
+            self._end_connection(keep=True)
             raise ProtocolError(
                 f"reply from {self.endpoint}",
                 got=f"{unfinished} bytes of a message without its end",
@@ -279,7 +292,7 @@ class ZmqChannel(PendingChannel):
         """Return what arrives next, None if nothing does.
 
         Waiting in the call that receives takes a third less time than polling both sockets first,
-        in every round trip.
+        in every round trip. Raises ProtocolError for too many frames; the socket is of no more use.
         """
         flags = 0
         if patience_ms == 0:
@@ -288,7 +301,14 @@ class ZmqChannel(PendingChannel):
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)
             self._patience_ms = patience_ms
         try:
-            frames, _ = receive_frames(self._socket, flags)
+            frames, last = receive_frames(self._socket, flags, max_frames=MAX_REPLY_FRAMES)
         except zmq.Again:
             return None
+        if last.more:
+            raise ProtocolError(
+                f"reply from {self.endpoint}",
+                got=f"more than {MAX_REPLY_FRAMES} frames",
+                expected=f"at most {MAX_REPLY_FRAMES}",
+                code=ErrorCode.LIMIT_EXCEEDED,
+            )
         return frames

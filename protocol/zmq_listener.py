@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from math import ceil
 
@@ -23,14 +24,16 @@ from protocol.channel import Incoming
 from protocol.curve import ServiceKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint, refuse_live_socket
-from protocol.errors import EndpointError, SettingsError
+from protocol.errors import EndpointError, ErrorCode, SettingsError
 from protocol.spin import AdaptiveSpin
+from protocol.stream_listener import MAX_FRAMES
 from protocol.tensors import Buffer
 from protocol.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, Doorkeeper
 from protocol.zmq_sockets import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     DONTWAIT,
     QUEUED_MESSAGES,
+    Tracker,
     is_readable,
     receive_frames,
     require_zmq,
@@ -44,6 +47,47 @@ log = logging.getLogger("gpu_service")
 WAKEUP_INTERVAL_MS = 100
 # ZeroMQ's own thread closes a socket that is unbound, in its time.
 _REBIND_S = 5.0
+# Clients with large replies, before somebody looks which of them have none any more.
+_LOOK_AT_CLIENTS = 64
+# Who sent it, perhaps an empty delimiter, and the request.
+_MAX_PARTS = 2 + MAX_FRAMES
+
+
+class Unread:
+    """Bytes in large replies that ZeroMQ still holds, because their client has not read them."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, deque[tuple[Tracker, int]]] = {}
+        # With so many clients somebody looks which of them have gone.
+        self._look_at = _LOOK_AT_CLIENTS
+
+    @property
+    def clients(self) -> int:
+        """How many clients there may be bytes for."""
+        return len(self._held)
+
+    def add(self, client: bytes, frames: Sequence[tuple[Tracker, int]]) -> None:
+        """Take note of frames, with the bytes in each, that were sent to a client."""
+        if not frames:
+            return
+        if (held := self._held.get(client)) is not None:
+            held.extend(frames)
+            return
+        if len(self._held) >= self._look_at:
+            for name in list(self._held):
+                self.bytes_of(name)
+            self._look_at = 2 * len(self._held) + _LOOK_AT_CLIENTS
+        self._held[client] = deque(frames)
+
+    def bytes_of(self, client: bytes) -> int:
+        """Return how many bytes a client has not read."""
+        if (held := self._held.get(client)) is None:
+            return 0
+        while held and held[0][0].done:
+            held.popleft()
+        if not held:
+            del self._held[client]
+        return sum(size for _, size in held)
 
 
 class ZmqListener:
@@ -73,6 +117,9 @@ class ZmqListener:
         self._waiting: Incoming | None = None
         self._patience_ms = -1
         self._doorkeeper: Doorkeeper | None = None
+        self._messages_refused = 0
+        self._max_message_bytes = max_message_bytes
+        self._unread = Unread()
         # Set by `allow`, on any thread; `_take` then cuts all connections.
         self._to_cut = False
         self._context = zmq.Context()
@@ -139,8 +186,12 @@ class ZmqListener:
 
     @property
     def clients_refused(self) -> int:
-        """How many connections were turned away so far; without keys, none."""
-        return 0 if self._doorkeeper is None else self._doorkeeper.refused
+        """How many connections were turned away so far, and messages with too many frames.
+
+        Without keys no connection is.
+        """
+        turned_away = 0 if self._doorkeeper is None else self._doorkeeper.refused
+        return turned_away + self._messages_refused
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
@@ -184,17 +235,35 @@ class ZmqListener:
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)
             self._patience_ms = patience_ms
         try:
-            parts, last = receive_frames(self._socket, 0 if patience_ms else DONTWAIT)
+            flags = 0 if patience_ms else DONTWAIT
+            parts, last = receive_frames(self._socket, flags, max_frames=_MAX_PARTS)
         except zmq.Again:
             return False
         received_ns = time.perf_counter_ns()
+        if last.more:
+            self._refuse_rest(parts)
+            return False
         if self._doorkeeper is not None and not self._doorkeeper.lets_in(last):
             return False
         has_delimiter = len(parts) > 1 and parts[1].nbytes == 0
         split = 2 if has_delimiter else 1
         route = tuple([bytes(part) for part in parts[:split]])
-        self._waiting = Incoming(route, parts[split:], received_ns)
+        # Set by ZeroMQ itself, from the handshake: no client can say that it is another.
+        key = b"" if self._doorkeeper is None else str(last.get("User-Id")).encode("ascii")
+        self._waiting = Incoming(route, parts[split:], received_ns, key)
         return True
+
+    def _refuse_rest(self, parts: list[memoryview]) -> None:
+        """Drop a message with too many frames: the next one of anybody comes after its last."""
+        count = len(parts) + 1
+        # Frame by frame, each gone before the next; a frame knows soonest whether others follow.
+        while self._socket.recv(DONTWAIT, copy=False).more:
+            count += 1
+        self._messages_refused += 1
+        detail = f"request: got {count - 1} frames, expected at most {MAX_FRAMES}"
+        code = ErrorCode.LIMIT_EXCEEDED.value
+        fields = {"peer": bytes(parts[0]).hex(), "code": code, "detail": detail}
+        log.warning("dropped", extra={"fields": fields})
 
     def _cut_connections(self) -> None:
         """End all connections, and listen again. Raises EndpointError if that fails.
@@ -227,13 +296,23 @@ class ZmqListener:
         return incoming
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
-        """Send a reply; False if the client has gone or does not read."""
+        """Send a reply; False if the client has gone or does not read.
+
+        More than a message's bytes that it has not read are too many, as over a stream: so an
+        honest client gets two replies of the largest size one after another.
+        """
+        client = route[0]
+        if self._unread.clients and self._unread.bytes_of(client) > self._max_message_bytes:
+            return False
+        large: list[tuple[Tracker, int]] = []
         try:
-            send_frames(self._socket, [*route, *frames])
+            send_frames(self._socket, [*route, *frames], large)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
+        if large:
+            self._unread.add(client, large)
         return True
 
     def close(self) -> None:

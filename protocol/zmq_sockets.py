@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from math import ceil
+from typing import Protocol
 
 import zmq
 
@@ -43,6 +44,14 @@ DONTWAIT = int(zmq.NOBLOCK)
 _DONTWAIT_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
+class Tracker(Protocol):
+    """What of `zmq.MessageTracker` we need."""
+
+    @property
+    def done(self) -> bool:
+        """Whether ZeroMQ has let go of the frame: it has been sent, or nobody is there any more."""
+
+
 def set_options(
     zmq_socket: zmq.Socket[bytes],
     endpoint: str,
@@ -63,31 +72,43 @@ def set_options(
 
 
 def receive_frames(
-    zmq_socket: zmq.Socket[bytes], flags: int = DONTWAIT
+    zmq_socket: zmq.Socket[bytes], flags: int = DONTWAIT, *, max_frames: int
 ) -> tuple[list[memoryview], zmq.Frame]:
     """Receive one multipart message; each frame's memory is viewed, not copied.
 
     Returns the frames' memory, and the last frame, which knows who sent it. As `recv_multipart`
-    does it, which asks the socket after each frame whether another follows.
+    does it, which asks the socket after each frame whether another follows. Of a message of more
+    than `max_frames` the others are still in the socket, and the last frame's `more` says so: each
+    takes a few bytes on the wire, and hundreds here.
     """
     frame = zmq_socket.recv(flags, copy=False)
     frames = [frame.buffer]
-    while frame.more:
+    while frame.more and len(frames) < max_frames:
         frame = zmq_socket.recv(flags, copy=False)
         frames.append(frame.buffer)
     return frames, frame
 
 
-def send_frames(zmq_socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
-    """Send one multipart message, or raise zmq.Again where the queue is full."""
+def send_frames(
+    zmq_socket: zmq.Socket[bytes],
+    frames: Sequence[Buffer],
+    large: list[tuple[Tracker, int]] | None = None,
+) -> None:
+    """Send one multipart message, or raise zmq.Again where the queue is full.
+
+    `large`: gets what tells of each frame that is not copied when ZeroMQ is done with it, and how
+    many bytes it is.
+    """
     last = len(frames) - 1
     for index, frame in enumerate(frames):
+        flags = DONTWAIT if index == last else _DONTWAIT_MORE
         size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
-        zmq_socket.send(
-            frame,
-            DONTWAIT if index == last else _DONTWAIT_MORE,
-            copy=size < COPY_THRESHOLD_BYTES,
-        )
+        if size < COPY_THRESHOLD_BYTES:
+            zmq_socket.send(frame, flags)
+        elif large is None:
+            zmq_socket.send(frame, flags, copy=False)
+        else:
+            large.append((zmq_socket.send(frame, flags, copy=False, track=True), size))
 
 
 def is_readable(zmq_socket: zmq.Socket[bytes]) -> bool:

@@ -249,6 +249,65 @@ def test_a_client_that_says_nothing_and_goes_makes_room(door: Door, endpoint: st
         arrived.close()
 
 
+def test_who_says_nothing_makes_room_for_who_does(
+    door: Door, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("protocol.liveness.SILENT_S", 0.0)
+    with raw_socket(endpoint) as speaking:
+        speaking.sendall(b"\x01")
+        (arrived,) = _arrivals(door)
+        # It takes the last place, and goes again; whoever has spoken stays.
+        with arrived, raw_socket(endpoint) as silent:
+            assert silent.recv(10) == b""
+            assert arrived.recv(10) == b"\x01"
+            arrived.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                arrived.recv(10)
+            assert (door._clients, door._accepting) == (1, True)
+    assert "silent" in str([vars(record)["fields"] for record in caplog.records])
+
+
+def test_who_says_nothing_stays_where_there_is_room(
+    door: Door, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocol.liveness.SILENT_S", 0.0)
+    with raw_socket(endpoint) as asking:
+        assert _beats(asking)
+        with raw_socket(endpoint) as silent:
+            assert [_beats(asking) for _ in range(20)] == [True] * 20
+            silent.sendall(b"\x01")
+            (arrived,) = _arrivals(door)
+            arrived.close()
+
+
+def test_who_has_just_come_may_be_silent_for_a_while(
+    door: Door, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its thread, and with a clock of ours."""
+    door.stop()
+    now = 1000.0
+    monkeypatch.setattr("protocol.liveness.time.monotonic", lambda: now)
+    with raw_socket(endpoint), raw_socket(endpoint):
+        door._accept()
+        now = 1001.5
+        assert door._left_s() is None
+        door._accept()
+        assert not door._accepting
+        # It sleeps no longer than until the first of them has to go.
+        assert door._left_s() == 0.5
+        door._make_room()
+        assert len(door._silent) == door._clients == 2
+        now = 1002.0
+        door._make_room()
+        assert len(door._silent) == door._clients == 1
+        # There is room again, and so the other one stays.
+        assert door._accepting
+        assert door._left_s() is None
+        now = 2000.0
+        door._make_room()
+        assert len(door._silent) == 1
+
+
 def test_what_cannot_be_watched_is_turned_away(
     door: Door, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.encoding import Form, encode_reply, open_request
-from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ProtocolError
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.pending import OversizedRequestError, PendingChannel, Received
 from protocol.tensors import Buffer, from_torch
@@ -194,6 +194,50 @@ def test_asking_notices_a_loss_and_leaves_it_to_waiting() -> None:
     with pytest.raises(EndpointError):
         channel.wait(request_id)
     with pytest.raises(KeyError):
+        channel.wait(request_id)
+
+
+class FloodedChannel(ScriptedChannel):
+    """Its connection is lost, and its peer goes on sending a reply that nobody waits for."""
+
+    def _receive(self, deadline: float) -> Received | None:
+        received = super()._receive(deadline)
+        self.taken += received is not None
+        assert self.taken < 100, "the deadline holds"
+        if self.stale is not None and not self.script:
+            self.script.append((self.stale, 1))
+        return received
+
+    taken = 0
+    stale: list[Buffer] | None = None
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_stale_replies_do_not_hold_anybody_past_the_deadline(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1000.0, 0.5)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    channel = FloodedChannel()
+    given_up, request_id = channel.submit(_ask()), channel.submit(_ask(), 10)
+    channel.abandon(given_up)
+    channel.stale = _reply(given_up)
+    if lost:
+        channel.script.append("lost")
+    error, message = (EndpointError, "a lost connection") if lost else (None, "no reply")
+    with pytest.raises(error or DeadlineExceededError, match=message):
+        channel.wait(request_id)
+    # About two looks a second: it did not give up sooner either.
+    assert 10 < channel.taken < 30
+
+
+def test_after_a_loss_what_came_before_it_is_looked_through_to_the_end() -> None:
+    """Also by who only asks, and does not wait."""
+    channel = ScriptedChannel()
+    first, second = channel.submit(_ask()), channel.submit(_ask())
+    channel.script.extend(["lost", (_reply(first), 1), (_reply(second), 1)])
+    assert [channel.arrived(second) for _ in range(3)] == [False, False, True]
+    for request_id in (first, second):
         channel.wait(request_id)
 
 

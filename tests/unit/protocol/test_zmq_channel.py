@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,13 +16,22 @@ import pytest
 import torch
 import zmq
 
-from protocol.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
+from protocol.encoding import (
+    MAX_REPLY_FRAMES,
+    Form,
+    OpenedRequest,
+    encode_reply,
+    open_request,
+    read_request,
+)
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.stream_listener import MAX_FRAMES
 from protocol.tensors import Buffer, from_torch, to_torch
 from protocol.zmq_channel import ZmqChannel
-from protocol.zmq_listener import ZmqListener
+from protocol.zmq_listener import Unread, ZmqListener
+from protocol.zmq_sockets import receive_frames
 
 
 class Peer:
@@ -157,6 +167,96 @@ def test_a_reply_without_an_end_is_not_gathered_until_memory_ends() -> None:
     assert sent > 2**20
 
 
+def test_of_too_many_frames_the_rest_is_not_read() -> None:
+    context = zmq.Context()
+    with context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://frames")
+        theirs.connect("inproc://frames")
+        for count, left in ((3, 0), (4, 0), (5, 1), (9, 5)):
+            theirs.send_multipart([bytes([n]) for n in range(count)])
+            frames, last = receive_frames(ours, 0, max_frames=4)
+            assert b"".join(frames) == bytes(range(count - left))
+            assert last.more == (left > 0)
+            assert not left or ours.recv_multipart() == [bytes([n]) for n in range(4, count)]
+    context.term()
+
+
+@pytest.mark.parametrize("spin_us", [0.0, 1000.0])
+def test_a_reply_of_too_many_frames_ends_the_connection(peer: Peer, spin_us: float) -> None:
+    with ZmqChannel(peer.endpoint, timeout_s=60, spin_us=spin_us) as channel:
+        _one_round_trip(peer, channel)
+        other, request_id = channel.submit(_request()), channel.submit(_request())
+        peer.receive(), peer.receive()
+        before = channel._socket
+        peer.send(*[b""] * (MAX_REPLY_FRAMES + 1))
+        # What comes after it is lost with it.
+        peer.reply(other, torch.ones(1))
+        with pytest.raises(ProtocolError, match="got more than 8196 frames") as info:
+            channel.wait(request_id)
+        assert info.value.code == ErrorCode.LIMIT_EXCEEDED
+        assert before.closed
+        with pytest.raises(EndpointError, match="a lost connection while LMHead was waiting"):
+            channel.wait(other)
+        _one_round_trip(peer, channel)
+
+
+def test_with_one_connection_too_many_frames_are_its_end(peer: Peer, channel: ZmqChannel) -> None:
+    channel.use_one_connection()
+    request_id = channel.submit(_request())
+    peer.receive()
+    peer.send(*[b""] * (MAX_REPLY_FRAMES + 1))
+    with pytest.raises(ProtocolError, match="frames"):
+        channel.wait(request_id)
+    with pytest.raises(EndpointError, match="a lost connection before LMHead could be sent"):
+        channel.submit(_request())
+
+
+def test_as_many_frames_as_a_reply_may_have_keep_the_connection(
+    peer: Peer, channel: ZmqChannel
+) -> None:
+    request_id = channel.submit(_request())
+    peer.receive()
+    before = channel._socket
+    peer.send(*[b"\xc1"] * MAX_REPLY_FRAMES)
+    with pytest.raises(ProtocolError) as info:
+        channel.wait(request_id)
+    assert info.value.code == ErrorCode.MALFORMED_MESSAGE
+    assert channel._socket is before
+    _one_round_trip(peer, channel)
+
+
+def test_too_many_frames_where_a_socket_is_replaced_are_dropped_with_it(
+    peer: Peer, channel: ZmqChannel
+) -> None:
+    first, second = channel.submit(_request()), channel.submit(_request())
+    peer.receive(), peer.receive()
+    peer.reply(first, torch.ones(1))
+    peer.send(*[b""] * (MAX_REPLY_FRAMES + 1))
+    peer.reply(second, torch.ones(1))
+    peer.socket.setsockopt(zmq.LINGER, 10_000)
+    peer.socket.close()
+    while not channel._lost:
+        _wait_for_an_event(channel)
+        channel._note_events()
+    channel._replace_socket()
+    channel.wait(first)
+    with pytest.raises(EndpointError, match="a lost connection while LMHead was waiting"):
+        channel.wait(second)
+
+
+def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+    for used in (True, False):
+        channel = ZmqChannel(f"ipc://{tmp_path}/nobody")
+        if used:
+            channel.submit(InitRequest())
+        with channel:
+            channel.close()
+            channel.close()
+        assert channel._socket.closed
+        assert channel._events.closed
+        assert channel._context.closed
+
+
 def test_a_peer_that_died_between_requests_is_noticed_at_the_next_one(
     peer: Peer, channel: ZmqChannel
 ) -> None:
@@ -215,8 +315,8 @@ def test_memory_is_not_reused_before_a_large_request_is_sent(
 
 
 @contextmanager
-def _listening(endpoint: str) -> Iterator[ZmqListener]:
-    listener = ZmqListener(endpoint)
+def _listening(endpoint: str, max_message_bytes: int = 2**29) -> Iterator[ZmqListener]:
+    listener = ZmqListener(endpoint, max_message_bytes=max_message_bytes)
     try:
         yield listener
     finally:
@@ -283,6 +383,131 @@ def test_reply_finds_its_way_to_both_kinds_of_client(kind: int) -> None:
             assert client.recv_multipart() == [b"c", b"d"]
         assert not listener.send((b"nobody",), [b"x"])
     context.term()
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
+def test_a_request_of_too_many_frames_is_dropped_whole(
+    kind: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = zmq.Context()
+    with _listening("tcp://127.0.0.1:*") as listener, context.socket(kind) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.REQ_RELAXED, 1) if kind == zmq.REQ else None
+        client.connect(listener.endpoint)
+        for count in (MAX_FRAMES + 2, 5000, MAX_FRAMES):
+            client.send_multipart([b"x"] * count)
+        until = time.monotonic() + 30
+        while (incoming := listener.receive()) is None and time.monotonic() < until:
+            listener.wait(timeout_ms=1000)
+        assert incoming is not None
+        assert len(incoming.frames) == MAX_FRAMES
+        assert listener.clients_refused == 2
+        assert listener.send(incoming.route, [b"y"])
+        assert client.poll(10_000)
+    context.term()
+    details = [vars(record)["fields"]["detail"] for record in caplog.records]
+    assert len(details) == 2
+    assert "expected at most 64" in details[0]
+    got = int(details[1].split("got ")[1].split()[0])
+    assert 5000 <= got <= 5001  # a delimiter may be among them
+
+
+def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) -> None:
+    """ZeroMQ alone would take 128 of them."""
+    context = zmq.Context()
+    reply, small = bytes(2**19), bytes(1000)
+    with (
+        _listening(f"ipc://{tmp_path}/s", max_message_bytes=2**20) as listener,
+        context.socket(zmq.DEALER) as client,
+    ):
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVHWM, 1)
+        client.connect(listener.endpoint)
+        client.send(b"x")
+        route = _taken(listener)
+        sent = 0
+        while listener.send(route, [small, reply]):
+            sent += 1
+            assert sent < 64
+        # Two of them, and one more; and what ZeroMQ and the kernel take at the other end.
+        assert sent >= 3
+        # Whoever reads gets all of them, and more after that.
+        for _ in range(sent):
+            assert client.poll(10_000)
+            assert client.recv_multipart() == [small, reply]
+        until = time.monotonic() + 30
+        while not listener.send(route, [small]):
+            assert time.monotonic() < until
+        assert client.poll(10_000)
+        assert client.recv() == small
+    context.term()
+
+
+def test_who_has_too_much_to_read_gets_no_small_reply_either(tmp_path: Path) -> None:
+    context = zmq.Context()
+    with (
+        _listening(f"ipc://{tmp_path}/s", max_message_bytes=2**20) as listener,
+        context.socket(zmq.DEALER) as client,
+        context.socket(zmq.DEALER) as other,
+    ):
+        for one in (client, other):
+            one.setsockopt(zmq.LINGER, 0)
+            one.connect(listener.endpoint)
+        client.send(b"x")
+        route = _taken(listener)
+        waiting = Tracker()
+        listener._unread.add(route[0], [(waiting, 2**20)])
+        assert listener.send(route, [b"1"])
+        listener._unread.add(route[0], [(waiting, 1)])
+        assert not listener.send(route, [b"2"])
+        other.send(b"x")
+        assert listener.send(_taken(listener), [b"3"])
+        waiting.done = True
+        assert listener.send(route, [b"4"])
+        for one, expected in ((client, b"1"), (client, b"4"), (other, b"3")):
+            assert one.poll(10_000)
+            assert one.recv() == expected
+    context.term()
+
+
+def _taken(listener: ZmqListener) -> tuple[bytes, ...]:
+    assert listener.wait(timeout_ms=10_000)
+    incoming = listener.receive()
+    assert incoming is not None
+    return tuple(incoming.route)
+
+
+class Tracker:
+    """Of a frame that is sent when a test says so."""
+
+    done = False
+
+
+def test_bytes_count_until_they_are_sent_and_for_their_client_only() -> None:
+    unread = Unread()
+    trackers = [Tracker() for _ in range(3)]
+    unread.add(b"a", [(trackers[0], 10), (trackers[1], 5)])
+    unread.add(b"b", [(trackers[2], 7)])
+    unread.add(b"c", [])
+    assert [unread.bytes_of(name) for name in (b"a", b"b", b"c")] == [15, 7, 0]
+    trackers[0].done = True
+    assert unread.bytes_of(b"a") == 5
+    unread.add(b"a", [(trackers[0], 3)])
+    assert unread.bytes_of(b"a") == 8
+    trackers[1].done = True
+    assert [unread.bytes_of(name) for name in (b"a", b"b")] == [0, 7]
+    assert unread.clients == 1
+
+
+def test_clients_that_have_gone_are_forgotten() -> None:
+    unread, waiting, done = Unread(), Tracker(), Tracker()
+    done.done = True
+    for n in range(100):
+        unread.add(b"kept %d" % n, [(waiting, 1)])
+    for n in range(10_000):
+        unread.add(b"gone %d" % n, [(done, 1)])
+        assert unread.clients <= 300
+    assert all(unread.bytes_of(b"kept %d" % n) == 1 for n in range(100))
 
 
 @pytest.mark.parametrize("endpoint", ["unix:///tmp/s", "vsock://2:5"])
