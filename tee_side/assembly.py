@@ -41,7 +41,7 @@ from tee_side.policy import Policy
 from tee_side.randomness import Randomness
 from tee_side.remote_operators import ChannelsAt, RemoteOperators
 from tee_side.sites import FloatSites, IntegerSites, Sites, load_biases, tensors_of
-from tee_side.verifier import Secrets, Weights, check_verifiable
+from tee_side.verifier import BELIEVED, Secrets, Weights, check_verifiable
 from tee_side.vocabulary import PHASES, Operator, Site
 
 # A linear operator that leaves so is computed where it goes with its bias and all.
@@ -121,12 +121,14 @@ class Assembly:
         *,
         micro_batches: int = 1,
         only: Collection[Operator] | None = None,
+        timeout_s: float | None = None,
     ) -> list[PlacedOperators]:
         """Build the tables for each micro-batch of a step.
 
         `channels_at`: the services of each layer. `only`: what the observers are told of, where it
-        runs in the TEE; None for everything. The first call loads the weights that stay, and draws
-        what results are verified with.
+        runs in the TEE; None for everything. `timeout_s`: for a result, however many are asked for
+        it because others' were refused; None: each has its channel's own deadline. The first call
+        loads the weights that stay, and draws what results are verified with.
         """
         randomness = randomness or Randomness()
         local, cloaks = self._local_operators, self._cloaks
@@ -138,7 +140,9 @@ class Assembly:
             # Two lanes never draw from one stretch of pads.
             pads = {mask: found.lane() for mask, found in self.pads.items()}
             remote: dict[Cover, Operators] = {
-                cover: self._remote(cover, channels_at, local, cloaks, pads, randomness, told_all)
+                cover: self._remote(
+                    cover, channels_at, local, cloaks, pads, randomness, told_all, timeout_s
+                )
                 for cover in {cover_of(placement): None for _, placement in self.policy.leaving()}
             }
             light = LightOperators(eps) if told_all is None else ObservedLight(eps, told_all)
@@ -156,6 +160,7 @@ class Assembly:
         pads: Mapping[Mask, PadLane],
         randomness: Randomness,
         observer: Observer | None,
+        timeout_s: float | None,
     ) -> RemoteOperators:
         mask, verify = cover
         sites: Sites | None = self._integers
@@ -165,11 +170,12 @@ class Assembly:
         settings: dict[str, Any] = {
             "mask": mask,
             "hide": linear_masking(mask, randomness, pads=drawn, cloaks=cloaks),
-            "verifier": None if verify == "none" else self._secrets.under(mask),
+            "verifier": BELIEVED if verify == "none" else self._secrets.under(mask),
             "sites": sites,
             "randomness": randomness,
             "without_factors": local,
             "one_rpc_per_module": self.policy.one_rpc_per_module,
+            "timeout_s": timeout_s,
         }
         given = (channels_at, self._config, self._model.dtype)
         if observer is None:

@@ -23,6 +23,11 @@ _HONEST = "results are not verified, so this holds against a service that comput
 
 _VERIFIED = "results are verified, and a service that lies is asked no more"
 
+# Of floats: whoever stays within it may lie.
+_NEARLY_VERIFIED = (
+    "results are verified within a tolerance, and a service that lies by more is asked no more"
+)
+
 Masking = tuple[Operator, Mask]
 
 
@@ -46,7 +51,7 @@ def disclosure(
         each = "each GPU service" if shared else "the GPU"
         alone = ", as long as the two do not collude" if shared else ""
         seen = f"{each} sees uniform random numbers, lengths and timing{alone}"
-        return f"policy {name}: {seen}; {_VERIFIED if verified else _HONEST}"
+        return f"policy {name}: {seen}; {_promised(masked, verified)}"
     # Whatever order and company ids are sent in: those of the prompt are among them.
     ids = [(op, mask) for op, mask in masked if op == "embedding" and not mask.uniform]
     broken = [found for found in masked if found not in ids and found[1].broken]
@@ -68,8 +73,15 @@ def disclosure(
         )
         # Of the rest more has been said than lengths and lies could tell.
         if len(parts) == 1:
-            parts += ["lengths and timing", _VERIFIED if verified else _HONEST]
+            parts += ["lengths and timing", _promised(masked, verified)]
     return f"policy {name}: the GPU sees {'; '.join(parts)}"
+
+
+def _promised(masked: Sequence[Masking], verified: bool) -> str:
+    if not verified:
+        return _HONEST
+    exact = all(mask.arithmetic == "int8" for _, mask in masked)
+    return _VERIFIED if exact else _NEARLY_VERIFIED
 
 
 def _in_the_clear(operators: Iterable[Operator]) -> str:

@@ -93,8 +93,9 @@ class ObservedRemoteOperators(RemoteOperators):
         layer: int | None,
         channels: Sequence[Channel],
         requests: Sequence[Request],
+        left_s: float | None,
     ) -> list[Exchange]:
-        exchanges = await super()._ask(operator, layer, channels, requests)
+        exchanges = await super()._ask(operator, layer, channels, requests, left_s)
         self._observer.exchanged(operator, layer, exchanges)
         return exchanges
 

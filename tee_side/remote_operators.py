@@ -8,13 +8,15 @@ masked tensors go to somebody else, so that a failure shows nothing new to anyon
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
 from protocol.channel import Channel, Exchange
-from protocol.errors import MaskError, ReplyError, VerificationError
+from protocol.errors import MaskError, ReplyError, TsqpError, VerificationError
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
@@ -37,8 +39,10 @@ from tee_side.overlap import replies
 from tee_side.randomness import Randomness
 from tee_side.sites import Sites
 from tee_side.threads import large_tensor
-from tee_side.verifier import Verifier
+from tee_side.verifier import Believed, Verifier
 from tee_side.vocabulary import Operator
+
+log = logging.getLogger("tee_side")
 
 M = TypeVar("M", Masked, MaskedProduct)
 
@@ -51,6 +55,13 @@ ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
 Check: TypeAlias = Callable[[Verifier, torch.Tensor], bool]
 
 
+class Plain(NamedTuple):
+    """What a result has to look like once it is unmasked."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Answer(NamedTuple):
     """What one service was asked, and what it said."""
 
@@ -60,15 +71,45 @@ class Answer(NamedTuple):
     output: torch.Tensor
 
 
+class _Patience:
+    """How long an operator may take, whoever is asked for it, and how often.
+
+    Counts from when it was made. The first request has the channel's own deadline, which is as far
+    away; those that follow a refused result have what is left.
+    """
+
+    __slots__ = ("_refused", "_started", "_timeout_s")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._started = time.monotonic()
+        self._refused = False
+
+    @property
+    def left_s(self) -> float | None:
+        """What a request may take; None for the channel's own deadline."""
+        if self._timeout_s is None or not self._refused:
+            return None
+        return self._started + self._timeout_s - time.monotonic()
+
+    def ask_again(self, error: TsqpError) -> None:
+        """Note that a result was refused with this. Raises it if there is no time for another."""
+        self._refused = True
+        left_s = self.left_s
+        if left_s is not None and left_s <= 0:
+            raise error
+
+
 class RemoteOperators(FusedOperators):
     """Asks one service, or several that get a share each, under one mask.
 
     `mask`: what `hide` hides the inputs of linear operators under, None for nothing; a row mask
-    also hides token ids, attention and the LM head. `verifier`: what results are checked with, None
-    to believe them. `sites`: None where the service shall do all of it, bias included, in the clear
+    also hides token ids, attention and the LM head. `verifier`: what results are checked with, or
+    `BELIEVED`. `sites`: None where the service shall do all of it, bias included, in the clear
     and unchecked. `without_factors`: computes a linear operator in the TEE when there is nothing to
     mask it with. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published
-    schema, instead of together with what shares their input.
+    schema, instead of together with what shares their input. `timeout_s`: after which nobody else
+    is asked for what was refused; None to give each the channel's own deadline.
 
     Raises the channels' errors, ReplyError for a wrong dtype or shape, VerificationError for a
     wrong result where nobody else is left to ask, and MaskError for a mask that sends, or returns,
@@ -83,11 +124,12 @@ class RemoteOperators(FusedOperators):
         *,
         mask: Mask | None,
         hide: HideLinear,
-        verifier: Verifier | None,
+        verifier: Verifier | Believed,
         sites: Sites | None = None,
         randomness: Randomness | None = None,
         without_factors: FusedOperators | None = None,
         one_rpc_per_module: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         super().__init__(config)
         self._channels_at = channels_at
@@ -103,6 +145,7 @@ class RemoteOperators(FusedOperators):
         self._randomness = randomness or Randomness()
         self._without_factors = without_factors
         self._one_rpc_per_module = one_rpc_per_module
+        self._timeout_s = timeout_s
         self._threads = torch.get_num_threads()
         # Pads and shares are passes over a tensor; others multiply, factorise or draw noise.
         self._heavy_mask = mask is not None and not mask.uniform
@@ -131,6 +174,7 @@ class RemoteOperators(FusedOperators):
         shape = (*ids.shape, config.hidden_size)
         return await self._result(
             *("embedding", None, request, masked, shape, self._dtype),
+            Plain((*token_ids_T.shape, config.hidden_size), self._dtype),
             lambda verifier, y_TD: verifier.embedding(token_ids_T, y_TD),
         )
 
@@ -149,13 +193,16 @@ class RemoteOperators(FusedOperators):
         def check(verifier: Verifier, y_TO: torch.Tensor) -> bool:
             return verifier.linear(layer, operator, encoded_TI, y_TO, sent)
 
+        patience = _Patience(self._timeout_s)
         while True:
-            answers, outputs = await self._products(layer, operator, sent)
+            answers, outputs = await self._products(layer, operator, sent, patience)
             y_TO = self._unmask(operator, layer, masked, outputs)
-            self._check_unmasked(operator, encoded_TI, y_TO)
-            if self._is_right(operator, layer, y_TO, check):
+            shape = (encoded_TI.shape[0], self._widths[operator])
+            self._check_unmasked(operator, y_TO, shape, encoded_TI.dtype)
+            refused = self._refused(operator, layer, y_TO, check, answers)
+            if refused is None:
                 return self._decode(layer, operator, y_TO)
-            self._distrust(operator, layer, answers)
+            patience.ask_again(refused)
 
     async def attn_scores(
         self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor
@@ -185,6 +232,7 @@ class RemoteOperators(FusedOperators):
         shape = (*sent_ND.shape[:-1], self._config.vocab_size)
         return await self._result(
             *("lm_head", None, request, masked, shape, sent_ND.dtype),
+            Plain((*h_ND.shape[:-1], self._config.vocab_size), h_ND.dtype),
             lambda verifier, y_NV: verifier.lm_head(h_ND, y_NV, sent_ND),
         )
 
@@ -225,12 +273,13 @@ class RemoteOperators(FusedOperators):
         layer: int | None,
         channels: Sequence[Channel],
         requests: Sequence[Request],
+        left_s: float | None,
     ) -> list[Exchange]:
-        """Send one request a service, all before waiting for any."""
+        """Send one request a service, all before waiting for any. `left_s`: as `submit` has it."""
         waiting: list[tuple[Channel, int]] = []
         try:
             for channel, request in zip(channels, requests, strict=True):
-                waiting.append((channel, channel.submit(request)))
+                waiting.append((channel, channel.submit(request, left_s)))
         except BaseException:
             for channel, request_id in waiting:
                 channel.abandon(request_id)
@@ -245,18 +294,21 @@ class RemoteOperators(FusedOperators):
         exchanges: Sequence[Exchange],
         shape: tuple[int, ...],
         dtype: torch.dtype,
-    ) -> list[torch.Tensor] | None:
+    ) -> list[torch.Tensor] | ReplyError:
         """Check the form of every reply, and return their tensors.
 
-        None where one was refused, and somebody else can be asked; ReplyError where nobody can.
+        Returns the error where one was refused and somebody else can be asked, raises it where
+        nobody can.
         """
         outputs = []
+        refused: ReplyError | None = None
         for channel, exchange in zip(channels, exchanges, strict=True):
             try:
                 outputs.append(_opened(operator, exchange, shape, dtype))
             except ReplyError as error:
                 channel.distrust(exchange, error)
-        return outputs if len(outputs) == len(exchanges) else None
+                refused = error
+        return outputs if refused is None else refused
 
     def _verify(
         self,
@@ -300,14 +352,16 @@ class RemoteOperators(FusedOperators):
         requests: Sequence[Request],
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        patience: _Patience,
     ) -> list[Answer]:
         """Ask every service for one tensor of a shape and dtype, until that is what they send."""
         channels = self._channels(operator, layer)
         while True:
-            exchanges = await self._ask(operator, layer, channels, requests)
+            exchanges = await self._ask(operator, layer, channels, requests, patience.left_s)
             outputs = self._open(operator, layer, channels, exchanges, shape, dtype)
-            if outputs is not None:
+            if not isinstance(outputs, ReplyError):
                 return list(map(Answer, channels, requests, exchanges, outputs))
+            patience.ask_again(outputs)
 
     async def _result(
         self,
@@ -317,40 +371,67 @@ class RemoteOperators(FusedOperators):
         masked: Masked | MaskedProduct,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        plain: Plain,
         check: Check,
     ) -> torch.Tensor:
-        """Ask one service until its result is right, and return that."""
+        """Ask one service until its result is right, and return that.
+
+        `shape`, `dtype`: of the reply.
+        """
+        patience = _Patience(self._timeout_s)
         while True:
-            answers = await self._answers(operator, layer, [request], shape, dtype)
+            answers = await self._answers(operator, layer, [request], shape, dtype, patience)
             y = self._unmask(operator, layer, masked, _outputs(answers))
-            if self._is_right(operator, layer, y, check):
+            self._check_unmasked(operator, y, plain.shape, plain.dtype)
+            refused = self._refused(operator, layer, y, check, answers)
+            if refused is None:
                 return y
-            self._distrust(operator, layer, answers)
+            patience.ask_again(refused)
 
-    def _is_right(
-        self, operator: Operator, layer: int | None, y: torch.Tensor, check: Check
-    ) -> bool:
-        """Say whether a result may be used: it was verified, or the policy believes it."""
-        verifier = self._verifier
-        return verifier is None or self._verify(operator, layer, y, check, verifier)
+    def _refused(
+        self,
+        operator: Operator,
+        layer: int | None,
+        y: torch.Tensor,
+        check: Check,
+        answers: Sequence[Answer],
+    ) -> VerificationError | None:
+        """Return what a result was refused with; None where it may be used.
 
-    def _distrust(self, operator: Operator, layer: int | None, answers: Sequence[Answer]) -> None:
-        """Let those who computed wrongly be asked no more.
-
-        Raises VerificationError where nobody else is left, MaskError where all answers are right.
+        That is where it was verified, or the policy believes it. Raises as `_distrust` does.
         """
         verifier = self._verifier
-        if verifier is None:
-            raise LookupError("a result was refused that nothing was checked with")
+        if isinstance(verifier, Believed) or self._verify(operator, layer, y, check, verifier):
+            return None
+        return self._distrust(operator, layer, answers, verifier)
+
+    def _distrust(
+        self,
+        operator: Operator,
+        layer: int | None,
+        answers: Sequence[Answer],
+        verifier: Verifier,
+    ) -> VerificationError:
+        """Let those who computed wrongly be asked no more, and return what is said of the last.
+
+        Raises that where nobody else is left, MaskError where all answers are right.
+        """
         where = operator if layer is None else f"{operator} in layer {layer}"
-        liars = verifier.liars([(answer.request, answer.output) for answer in answers])
+        try:
+            liars = verifier.liars([(answer.request, answer.output) for answer in answers])
+        except TsqpError as unreadable:
+            # The weights on disk, read once more for this, are not there or are others by now. Who
+            # it was cannot be said then, and a liar must not be spared for it.
+            fields = {"operator": operator, "layer": layer, "detail": str(unreadable)}
+            log.warning("liar_unknown", extra={"fields": fields})
+            liars = list(range(len(answers)))
         if not liars:
             raise MaskError(
                 f"{self._mask_name}: {where}",
                 got="a wrong result, unmasked from right answers",
                 expected="factors that were made from these weights",
             )
-        last: VerificationError | None = None
+        nobody_left: VerificationError | None = None
         for channel, _, exchange, _ in (answers[index] for index in liars):
             error = VerificationError(
                 f"{where} at {exchange.endpoint}",
@@ -359,10 +440,11 @@ class RemoteOperators(FusedOperators):
             )
             try:
                 channel.distrust(exchange, error)
-            except VerificationError as nobody_left:
-                last = nobody_left
-        if last is not None:
-            raise last
+            except VerificationError as last:
+                nobody_left = last
+        if nobody_left is not None:
+            raise nobody_left
+        return error
 
     def _check_sent(self, operator: LinearOperator, x_TI: torch.Tensor, masked: object) -> None:
         """Refuse what a mask must not send, before it is sent. Raises MaskError."""
@@ -382,29 +464,37 @@ class RemoteOperators(FusedOperators):
         raise MaskError(f"{self._mask_name}: {operator}", got=got, expected=expected)
 
     def _check_unmasked(
-        self, operator: LinearOperator, x_TI: torch.Tensor, y_TO: torch.Tensor | None
+        self,
+        operator: Operator,
+        y: torch.Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> None:
         """Refuse a result that is not one. Raises MaskError."""
-        shape, dtype = (x_TI.shape[0], self._widths[operator]), x_TI.dtype
-        if y_TO is None or tuple(y_TO.shape) != shape or y_TO.dtype != dtype:
+        if y is None or y.shape != shape or y.dtype != dtype:
             raise MaskError(
                 f"{self._mask_name}: {operator}",
                 got="nothing from unmask"
-                if y_TO is None
-                else f"{short_name(y_TO.dtype)} {list(y_TO.shape)} from unmask",
+                if y is None
+                else f"{short_name(y.dtype)} {list(y.shape)} from unmask",
                 expected=f"{short_name(dtype)} {list(shape)}",
             )
 
     async def _products(
-        self, layer: int, operator: LinearOperator, sent: Sequence[torch.Tensor]
+        self,
+        layer: int,
+        operator: LinearOperator,
+        sent: Sequence[torch.Tensor],
+        patience: _Patience,
     ) -> tuple[list[Answer], list[torch.Tensor]]:
         """Return all answers, and each service's product with the fused weight."""
         modules = FUSED_MODULES[operator]
         if not self._one_rpc_per_module or len(modules) == 1:
-            answers = await self._product(layer, operator, modules, self._widths[operator], sent)
+            width = self._widths[operator]
+            answers = await self._product(layer, operator, modules, width, sent, patience)
             return answers, _outputs(answers)
         parts = [
-            await self._product(layer, operator, (module,), size, sent)
+            await self._product(layer, operator, (module,), size, sent, patience)
             for module, size in zip(modules, self._sizes[operator], strict=True)
         ]
         outputs = [
@@ -419,6 +509,7 @@ class RemoteOperators(FusedOperators):
         modules: tuple[ModuleName, ...],
         width: int,
         sent: Sequence[torch.Tensor],
+        patience: _Patience,
     ) -> list[Answer]:
         """Return each service's product with some modules, `width` outputs together."""
         (rows, _), dtype = sent[0].shape, sent[0].dtype
@@ -433,7 +524,7 @@ class RemoteOperators(FusedOperators):
             )
             for x_TI in sent
         ]
-        return await self._answers(operator, layer, requests, (rows, width), dtype)
+        return await self._answers(operator, layer, requests, (rows, width), dtype, patience)
 
     async def _matmul(
         self, operator: Operator, layer: int, a: torch.Tensor, b: torch.Tensor
@@ -454,6 +545,7 @@ class RemoteOperators(FusedOperators):
         shape = (*masked.a.shape[:-1], masked.b.shape[-1])
         return await self._result(
             *(operator, layer, request, masked, shape, masked.a.dtype),
+            Plain((*a.shape[:-1], b.shape[-1]), a.dtype),
             lambda verifier, y: verifier.product(a, b, y),
         )
 

@@ -277,6 +277,7 @@ class Runner:
         self._model_directory = settings.model
         self._manifest = settings.manifest
         self._micro_batches = settings.micro_batches
+        self._timeout_s = settings.request_timeout_s
         specs = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
         assign_shares(specs, policy)
         endpoints = [spec.endpoint for spec in specs]
@@ -398,7 +399,11 @@ class Runner:
         self, observer: Observers | None, only: Collection[Operator] | None = None
     ) -> list[PlacedOperators]:
         return self._assembly.lanes(
-            self._services.at, observer, micro_batches=self._micro_batches, only=only
+            self._services.at,
+            observer,
+            micro_batches=self._micro_batches,
+            only=only,
+            timeout_s=self._timeout_s,
         )
 
     def step(self) -> None:

@@ -1,13 +1,17 @@
 """Text to token ids and back, with the `tokenizers` library alone.
 
 Reads `tokenizer.json`, and for chat the template in `chat_template.jinja` or
-`tokenizer_config.json`, which runs in Jinja's immutable sandbox.
+`tokenizer_config.json`, which runs in Jinja's immutable sandbox, for a limited time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
@@ -26,6 +30,13 @@ MAX_TOKENIZER_BYTES = 24 * 1024 * 1024
 # knows what it reads; those of the supported architectures have up to 300,000 and 700,000.
 _MAX_LISTS = 600_000
 _MAX_ITEMS = 2_000_000
+
+# A template that takes a second renders ten thousand messages; the largest context has 4 MB.
+_TEMPLATE_SECONDS = 10.0
+_MAX_TEXT = 16 * 1024 * 1024
+# Of a number that a template computes, in bits; arithmetic on larger ones is one step of Python's
+# that may last for hours.
+_MAX_BITS = 4096
 
 
 class Tokenizer:
@@ -52,15 +63,19 @@ class Tokenizer:
                 got=f"{lists} lists of {items} items",
                 expected=f"at most {_MAX_LISTS} and {_MAX_ITEMS}",
             )
-        try:
+        self._path = path
+        with _library_errors(path):
             self._raw = RawTokenizer.from_buffer(content)
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
-            raise ModelError(str(path), got=f"{error}"[:120], expected="a tokenizer") from None
+            # The file may ask for a prompt that is cut off, or filled up to any length. Neither
+            # is for one prompt; the first is silent, and the second can end the process.
+            self._raw.no_truncation()
+            self._raw.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with BOS where the model's tokenizer adds one.
 
-        Raises PromptError for text that is not Unicode (a lone surrogate from undecodable bytes).
+        Raises PromptError for text that is not Unicode (a lone surrogate from undecodable bytes),
+        ModelError where the tokenizer fails on it.
         """
         try:
             text.encode("utf-8")
@@ -68,22 +83,26 @@ class Tokenizer:
             raise PromptError(
                 "prompt", got="bytes that are not UTF-8", expected="UTF-8 text"
             ) from None
-        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        with _library_errors(self._path):
+            ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        text: str = self._raw.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        """Return the text of token ids, without special tokens.
+
+        Raises ModelError where the tokenizer fails on them.
+        """
+        return _decode(self._raw, self._path, token_ids)
 
     def streamer(self) -> Detokenizer:
         """Return a decoder that is fed one token at a time."""
-        return Detokenizer(self._raw)
+        return Detokenizer(self._raw, self._path)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's next turn.
 
-        Raises ModelError if the model has no chat template, PromptError if it refuses the messages.
+        Raises ModelError if the model has no chat template or one that does not end in time,
+        PromptError if it refuses the messages.
         """
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -97,13 +116,17 @@ class Tokenizer:
             raise TemplateError(message)
 
         environment.globals["raise_exception"] = raise_exception
+        values = {"messages": list(messages), "add_generation_prompt": True, **special}
+        where = f"{self._directory}: chat template"
         try:
-            text = environment.from_string(template).render(
-                messages=list(messages), add_generation_prompt=True, **special
-            )
+            text = _render(environment, template, values)
+        except _EndlessTemplate as error:
+            raise ModelError(
+                where, got=str(error), expected="a template that ends, with a prompt"
+            ) from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             raise PromptError(
-                f"{self._directory}: chat template",
+                where,
                 got=f"{type(error).__name__}: {error}"[:120],
                 expected="a conversation that the template accepts",
             ) from None
@@ -144,14 +167,18 @@ class Detokenizer:
     The library's own DecodeStream raises where bytes turn out to be no UTF-8.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, path: Path) -> None:
         self._raw = raw
+        self._path = path
         self._ids: list[int] = []
         self._shown = 0  # of the ids before `_read`, those that decoding needs as context
         self._read = 0
 
     def feed(self, token_id: int) -> str:
-        """Return the text that this token completes, which may be empty."""
+        """Return the text that this token completes, which may be empty.
+
+        Raises ModelError where the tokenizer fails on it.
+        """
         self._ids.append(token_id)
         text = self._new_text()
         if not text or text.endswith("\ufffd"):
@@ -169,5 +196,80 @@ class Detokenizer:
         return self._decode(self._ids[self._shown :])[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._raw.decode(token_ids, skip_special_tokens=True)
-        return text
+        return _decode(self._raw, self._path, token_ids)
+
+
+def _decode(raw: Any, path: Path, token_ids: Sequence[int]) -> str:
+    with _library_errors(path):
+        text: str = raw.decode(list(token_ids), skip_special_tokens=True)
+    return text
+
+
+@contextmanager
+def _library_errors(path: Path) -> Iterator[None]:
+    """Turn what the library raises into a ModelError.
+
+    That is a plain Exception, or, for a panic of its Rust code, one that derives from
+    BaseException alone.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - see above
+        raise ModelError(
+            str(path), got=f"{type(error).__name__}: {error}"[:160], expected="a tokenizer"
+        ) from None
+
+
+class _EndlessTemplate(BaseException):
+    """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
+
+
+def _render(environment: Any, template: str, values: dict[str, Any]) -> str:
+    """Render a template; raise _EndlessTemplate when it goes on for too long.
+
+    Whatever loops, calls itself or emits nothing executes lines of Python, and each of them looks
+    at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
+    one of 15 ms. One step inside of Python's own C code is not interrupted.
+    """
+    environment.intercepted_binops = frozenset({"*", "**"})
+    environment.binop_table |= {"*": _times, "**": _power}
+    end = time.monotonic() + _TEMPLATE_SECONDS
+
+    def watch(_frame: FrameType, _event: str, _argument: object) -> Any:
+        if time.monotonic() > end:
+            raise _EndlessTemplate(f"no end after {_TEMPLATE_SECONDS:g} s")
+        return watch
+
+    pieces, size = [], 0
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        for piece in environment.from_string(template).generate(values):
+            pieces.append(piece)
+            size += len(piece)
+            if size > _MAX_TEXT:
+                raise _EndlessTemplate(f"more than {_MAX_TEXT} characters")
+    finally:
+        sys.settrace(before)
+    return "".join(pieces)
+
+
+def _times(left: Any, right: Any) -> Any:
+    """Multiply, within limits."""
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, str | list | tuple) and isinstance(other, int):
+            if len(one) * other > _MAX_TEXT:
+                raise OverflowError("a repetition that is too long")
+        elif isinstance(one, int) and one.bit_length() > _MAX_BITS:
+            raise OverflowError("a number that is too large")
+    return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+    """Raise to a power, within limits."""
+    whole = isinstance(left, int) and isinstance(right, int)
+    if whole and left.bit_length() * right > _MAX_BITS:
+        raise OverflowError("a number that is too large")
+    return left**right

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -99,11 +98,14 @@ class ExactCheck:
 class Tolerance:
     """How far an honest result may be from the product of floats, and relative to what.
 
-    `relative`: see `FloatCheck`; `smallest`: what rounding loses where a dtype ends; `together`:
-    rows are mixed on the way, so that a small one carries the rounding of the largest.
+    `relative`: of rounding, to a row's own size; `declared`: what the mask declares of itself, of
+    any single element, to the largest of all rows; `smallest`: what rounding loses where a dtype
+    ends; `together`: rows are mixed on the way, so that a small one carries the rounding of the
+    largest.
     """
 
     relative: float
+    declared: float
     smallest: float
     together: bool
 
@@ -118,7 +120,23 @@ class Tolerance:
         relative = _REPLY_ROUNDING * reply.eps + _SUM_ROUNDING * torch.finfo(torch.float32).eps
         declared = 0.0 if mask is None else mask.tolerance
         together = mask is not None and mask.kind == "row"
-        return Tolerance(relative + declared, reply.smallest_normal * reply.eps, together)
+        return Tolerance(relative, declared, reply.smallest_normal * reply.eps, together)
+
+    def limit(self, size_BT: torch.Tensor, out_features: int) -> torch.Tensor:
+        """Return the length that the error of each row [..., T] may have, from the rows' sizes.
+
+        A mask may be off by `declared` in every element at once, which makes sqrt(O) of it in
+        length, relative to the largest element, which no row's length is below.
+        """
+        width = math.sqrt(out_features)
+        limit = self.smallest * width + self.relative * (
+            size_BT.amax(-1, keepdim=True).expand_as(size_BT)
+            if self.together and size_BT.numel()
+            else size_BT
+        )
+        if self.declared and size_BT.numel():
+            limit = limit + self.declared * width * size_BT.amax()
+        return limit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,9 +144,9 @@ class FloatCheck:
     """The check of one linear operator's, or the LM head's, products of floats.
 
     With d = y s - x (W s) over the k Gaussian vectors, the root of the mean of d^2 estimates the
-    length of y's error. It must not exceed
+    length of y's error. It must not exceed `Tolerance.limit` of the row's size,
 
-        relative * (length of x W, estimated by the same vectors + length of what was sent * f)
+        length of x W, estimated by the same vectors + length of what was sent * f
 
     with f = |W| / sqrt(I), what W does to the length of a vector without a direction. All of that
     is fixed before the reply is read, so that no reply can widen its own limit.
@@ -137,10 +155,8 @@ class FloatCheck:
     in_features: int
     out_features: int
     gain: float
-    # float64 [I + O, k]: as in `ExactCheck`, one vector a column.
+    # float64 [k, I + O]: as in `ExactCheck`.
     _secret: torch.Tensor = field(repr=False)
-
-    VECTORS: ClassVar[int] = FLOAT_VECTORS
 
     @staticmethod
     def draw(weight_OI: torch.Tensor, randomness: Randomness) -> FloatCheck:
@@ -153,7 +169,9 @@ class FloatCheck:
             block = weight_OI[rows].double()
             product_Ik.addmm_(block.t(), s_Ok[rows])
             squares += float(block.square().sum())
-        return FloatCheck(I, O, math.sqrt(squares / I), torch.cat((-product_Ik, s_Ok)))
+        return FloatCheck(
+            I, O, math.sqrt(squares / I), torch.cat((-product_Ik.t(), s_Ok.t()), dim=1)
+        )
 
     def holds(
         self,
@@ -171,14 +189,11 @@ class FloatCheck:
         if tolerance.together:
             lengths_U = lengths_U.amax().expand(len(x_TI))
         I = self.in_features  # noqa: E741
-        smallest = tolerance.smallest * math.sqrt(self.out_features)
-        expected_Tk = _in_blocks(x_TI, self._secret[:I])
-        size_T = _root_mean_square(expected_Tk)
-        if tolerance.together and len(size_T):
-            size_T = size_T.amax().expand(len(x_TI))
-        limit_T = tolerance.relative * (size_T + self.gain * lengths_U) + smallest
+        expected_Tk = _in_blocks(x_TI, self._secret[:, :I])
+        size_T = _root_mean_square(expected_Tk) + self.gain * lengths_U
+        limit_T = tolerance.limit(size_T, self.out_features)
         _check_finite(limit_T)
-        error_T = _root_mean_square(_in_blocks(y_TO, self._secret[I:]).add_(expected_Tk))
+        error_T = _root_mean_square(_in_blocks(y_TO, self._secret[:, I:]).add_(expected_Tk))
         # Whatever is not comparable is not below the limit.
         return bool((error_T <= limit_T).all())
 
@@ -201,9 +216,7 @@ def product_holds(
     expected_BMk = a64 @ (b64 @ s_Nk)
     gain_B1 = b64.square().sum((1, 2)).div(J).sqrt()[:, None]
     size_BM = _root_mean_square(expected_BMk) + gain_B1 * a64.norm(dim=-1)
-    if tolerance.together and size_BM.numel():
-        size_BM = size_BM.amax(-1, keepdim=True).expand_as(size_BM)
-    limit_BM = tolerance.relative * size_BM + tolerance.smallest * math.sqrt(N)
+    limit_BM = tolerance.limit(size_BM, N)
     _check_finite(limit_BM)
     error_BM = _root_mean_square(y_BMN.double() @ s_Nk - expected_BMk)
     return bool((error_BM <= limit_BM).all())
@@ -212,17 +225,21 @@ def product_holds(
 def is_near(
     x_UI: torch.Tensor, weight_OI: torch.Tensor, y_UO: torch.Tensor, tolerance: Tolerance
 ) -> bool:
-    """Say the same by multiplying, without secrets: for results that failed together."""
+    """Say the same by multiplying, without secrets: for results that failed together.
+
+    These are a service's own, before they are unmasked: rounding is all that they may be off by.
+    """
     expected_UO = x_UI.double() @ weight_OI.double().t()
     gain = float(weight_OI.double().norm()) / math.sqrt(weight_OI.shape[1])
     size_U = expected_UO.norm(dim=-1) + gain * _lengths(x_UI)
-    limit_U = tolerance.relative * size_U + tolerance.smallest * math.sqrt(len(weight_OI))
+    served = replace(tolerance, declared=0.0, together=False)
+    limit_U = served.limit(size_U, len(weight_OI))
     return bool(((y_UO.double() - expected_UO).norm(dim=-1) <= limit_U).all())
 
 
-def _in_blocks(x_TI: torch.Tensor, secret_Ik: torch.Tensor) -> torch.Tensor:
+def _in_blocks(x_TI: torch.Tensor, secret_kI: torch.Tensor) -> torch.Tensor:
     """Multiply in float64, without a copy of all rows in it."""
-    parts = [x_TI[rows].double() @ secret_Ik for rows in _blocks(*x_TI.shape)]
+    parts = [x_TI[rows].double() @ secret_kI.t() for rows in _blocks(*x_TI.shape)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -32,7 +32,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """What crosses, one tensor a service, and how to turn the replies into the plain result."""
+    """What crosses, one tensor a service, and how to turn the replies into the plain result.
+
+    `unmask` must not write to the replies: where the result is refused, they say who is to blame.
+    """
 
     sent: tuple[torch.Tensor, ...]
     unmask: Callable[..., torch.Tensor]
@@ -40,7 +43,10 @@ class Masked:
 
 @dataclass(frozen=True, slots=True)
 class MaskedProduct:
-    """The two operands that cross, and how to turn their product into the plain one."""
+    """The two operands that cross, and how to turn their product into the plain one.
+
+    `unmask`: as in `Masked`.
+    """
 
     a: torch.Tensor
     b: torch.Tensor

@@ -127,7 +127,7 @@ def _linear(
     masked, served_OI, noise = _hidden(mask, operator, x_TI, weight_OI, randomness, site_key)
     assert torch.equal(x_TI, given), "a mask changed its input"
     replies = tuple(_served(sent, served_OI) for sent in masked.sent)
-    result = masked.unmask(*replies)
+    result = _unmasked(masked.unmask, replies)
     return Trial((x_TI,), masked.sent, replies, masked.unmask, plain, result, noise, weight_OI)
 
 
@@ -186,7 +186,7 @@ def _product(
         (reply,),
         masked.unmask,
         torch.matmul(a.double(), b.double()),
-        masked.unmask(reply),
+        _unmasked(masked.unmask, (reply,)),
         0.0,
     )
 
@@ -198,8 +198,18 @@ def _embedding(mask: Mask, rows: int, randomness: Randomness) -> Trial:
     ids_T = torch.arange(rows) * 7 % VOCABULARY
     masked = mask.mask_ids(ids_T, VOCABULARY, randomness)
     replies = tuple(table[sent] for sent in masked.sent)
-    result = masked.unmask(*replies)
+    result = _unmasked(masked.unmask, replies)
     return Trial((ids_T,), masked.sent, replies, masked.unmask, table[ids_T], result, 0.0)
+
+
+def _unmasked(
+    unmask: Callable[..., torch.Tensor], replies: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    given = [reply.clone() for reply in replies]
+    result = unmask(*replies)
+    for reply, same in zip(replies, given, strict=True):
+        assert torch.equal(reply, same), "a mask changed a reply"
+    return result
 
 
 def wrapped(exact: torch.Tensor) -> torch.Tensor:

@@ -151,11 +151,12 @@ def test_bfloat16_stays_bfloat16_and_close(mask: Mask, operator: Operator, rows:
 def test_unmasking_changes_neither_its_inputs_nor_its_mind(
     mask: Mask, operator: Operator, rows: int
 ) -> None:
+    """Whoever is asked again, and whoever is blamed, is judged by what was sent and answered."""
     trial = _trial(mask, operator, rows)
-    before = [reply.clone() for reply in trial.replies]
+    before = [tensor.clone() for tensor in (*trial.replies, *trial.sent, *trial.inputs)]
     again = trial.unmask(*trial.replies)
-    for reply, same in zip(trial.replies, before, strict=True):
-        assert torch.equal(reply, same)
+    for tensor, same in zip((*trial.replies, *trial.sent, *trial.inputs), before, strict=True):
+        assert torch.equal(tensor, same)
     assert torch.equal(again, trial.result)
 
 
@@ -198,7 +199,7 @@ def _holds(mask: Mask, operator: Operator, trial: Trial, result: torch.Tensor) -
 def test_an_honest_result_is_verified(mask: Mask, operator: Operator, rows: int) -> None:
     assert mask.verifiable
     if operator == "embedding":
-        return  # compared bit by bit, as every mask of ids gives them back
+        return  # compared for equality, as every mask of ids gives them back
     for seed in range(10):
         randomness = Randomness(key(f"verified {operator} {rows} {seed}"))
         trial = apply(mask, operator, rows, randomness, site_key=key(f"site {seed}"))
@@ -217,6 +218,27 @@ def test_an_honest_result_of_any_size_is_verified(
         return  # beyond what the range check lets through, which comes first
     trial = _trial(mask, operator, rows, change=changes[change])
     assert _holds(mask, operator, trial, trial.result)
+
+
+def _small_row(x: torch.Tensor) -> torch.Tensor:
+    """Make the first row small beside the others."""
+    x = x.clone()
+    x[..., 0, :] *= 1e-4
+    return x
+
+
+@every_default
+def test_an_error_that_a_mask_declares_is_not_refused(
+    mask: Mask, operator: Operator, rows: int
+) -> None:
+    """All of it in one element of the smallest row; what is declared is of the whole tensor."""
+    if operator == "embedding" or mask.arithmetic == "int8":
+        return  # exact, and compared as such
+    trial = _trial(mask, operator, rows, change=_small_row)
+    result = trial.plain.clone()
+    result[..., 0, 5] += mask.tolerance * float(trial.plain.abs().max())
+    for _ in range(5):
+        assert _holds(mask, operator, trial, result.to(trial.result.dtype))
 
 
 @pytest.mark.parametrize("lie", INTEGER_LIES)
@@ -390,6 +412,21 @@ def test_the_suite_notices_a_wrong_result_and_stale_randomness() -> None:
         test_the_unmasked_result_is_the_plain_one(mask, "o_proj", 5)
     with pytest.raises(AssertionError):
         test_two_calls_send_different_bytes(mask, "o_proj", 5)
+
+
+class _InPlace(RowMix):
+    """A mask that unmasks into the reply, and undoes nothing the second time."""
+
+    name = "in-place"
+
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Any:
+        masked = super().mask(x_TI, randomness)
+        return type(masked)(masked.sent, lambda y: y.copy_(masked.unmask(y)))
+
+
+def test_the_suite_notices_what_is_written_to() -> None:
+    with pytest.raises(AssertionError, match="changed a reply"):
+        _trial(_InPlace(), "o_proj", 5)
 
 
 class _Simulated(RowMix):

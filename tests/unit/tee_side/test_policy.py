@@ -379,6 +379,9 @@ def test_what_a_policy_discloses_is_complete_and_worst_first(case: str) -> None:
 
 
 VERIFIED = "; results are verified, and a service that lies is asked no more"
+NEARLY = (
+    "; results are verified within a tolerance, and a service that lies by more is asked no more"
+)
 BOTH: dict[Operator, Mask] = {"o_proj": Pad(), "down_proj": Pad()}
 
 
@@ -404,7 +407,18 @@ def test_a_mask_that_is_only_not_known_to_be_broken_may_be_verified_too() -> Non
     placed = {"attn_scores": {"place": "gpu", "mask": Unbroken(), "verify": "freivalds"}}
     line = _policy(placed).disclosure()
     assert line is not None
-    assert line.endswith(f"under unbroken, not known to be broken; lengths and timing{VERIFIED}")
+    # A mask of floats: whoever stays within the tolerance may lie.
+    assert line.endswith(f"under unbroken, not known to be broken; lengths and timing{NEARLY}")
+
+
+def test_one_float_among_integers_is_verified_within_a_tolerance() -> None:
+    placed = {
+        operator: {"place": "gpu", "mask": mask, "verify": "freivalds"}
+        for operator, mask in (("attn_scores", Unbroken()), ("o_proj", Pad()))
+    }
+    line = _policy(placed, arithmetic="int8").disclosure()
+    assert line is not None
+    assert line.endswith(f"under unbroken, pad, not known to be broken; lengths and timing{NEARLY}")
 
 
 @pytest.mark.parametrize("name", builtin_policies())

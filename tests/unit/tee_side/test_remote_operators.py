@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from protocol.errors import (
     DeadlineExceededError,
     ErrorCode,
     MaskError,
+    ModelError,
     ReplyError,
     ServiceError,
     TsqpError,
+    VerificationError,
 )
 from protocol.messages import (
     InitRequest,
@@ -42,6 +46,7 @@ from tee_side.randomness import Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sampling import SamplingSettings
 from tee_side.sites import FloatSites, load_biases
+from tee_side.verifier import BELIEVED
 from tee_side.vocabulary import OPERATORS, Operator
 from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
 
@@ -95,7 +100,7 @@ def _clear(model: SavedModel, channel: LoopbackChannel, **settings: Any) -> Remo
         torch.float32,
         mask=None,
         hide=linear_masking(None, Randomness()),
-        verifier=None,
+        verifier=BELIEVED,
         **settings,
     )
 
@@ -228,9 +233,8 @@ def _remote(
         torch.float32,
         mask=mask,
         hide=linear_masking(mask, randomness),
-        verifier=None,
         randomness=randomness,
-        **settings,
+        **{"verifier": BELIEVED, **settings},
     )
 
 
@@ -338,7 +342,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         torch.float32,
         mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
-        verifier=None,
+        verifier=BELIEVED,
         without_factors=Here(),  # type: ignore[arg-type]
         **settings,
     )
@@ -350,7 +354,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         torch.float32,
         mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
-        verifier=None,
+        verifier=BELIEVED,
         **settings,
     )
     with pytest.raises(LookupError, match="no unmasking factors"):
@@ -435,11 +439,52 @@ def test_a_mask_that_is_wrong_is_named_with_its_operator(
         torch.float32,
         mask=mask,
         hide=lambda _layer, _operator, x_TI: masked(x_TI),
-        verifier=None,
+        verifier=BELIEVED,
     )
     # No mask has to be said; and it is not a reason to look away.
     with pytest.raises(MaskError, match=f"{named}: o_proj: {said}"):
         run(remote.o_proj(0, torch.ones(3, 96)))
+
+
+UNMASKED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "nothing": (lambda y: None, "nothing from unmask"),
+    "another dtype": (lambda y: y.double(), "float64 .* from unmask"),
+    "a row less": (lambda y: y[..., :-1, :], "float32 .* from unmask"),
+    "a column more": (lambda y: torch.cat((y, y[..., :1]), -1), "float32 .* from unmask"),
+}
+
+
+class Wrong(RowPermutation):
+    """A mask that permutes, and returns something else than the result."""
+
+    name = "wrong"
+    unmasked: str
+
+    def _spoil(self, masked: Any) -> Any:
+        change, _ = UNMASKED[self.unmasked]
+        return dataclasses.replace(masked, unmask=lambda y: change(masked.unmask(y)))
+
+    def mask(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask(*arguments))
+
+    def mask_ids(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask_ids(*arguments))
+
+    def mask_product(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask_product(*arguments))
+
+
+@pytest.mark.parametrize("unmasked", UNMASKED)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_unmask_returns_is_checked_at_every_operator(
+    saved_model: Models, operator: Operator, unmasked: str
+) -> None:
+    model = saved_model("llama")
+    remote = _remote(
+        model, [LoopbackChannel(model.directory)], Wrong(unmasked=unmasked), sites=FloatSites({})
+    )
+    with pytest.raises(MaskError, match=f"mask wrong: {operator}: got {UNMASKED[unmasked][1]}"):
+        run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
 
 
 def test_no_mask_has_to_be_said(saved_model: Models) -> None:
@@ -451,5 +496,146 @@ def test_no_mask_has_to_be_said(saved_model: Models) -> None:
             read_config(model.directory),
             torch.float32,
             hide=linear_masking(RowPermutation(), Randomness()),
-            verifier=None,
+            verifier=BELIEVED,
         )
+
+
+# -------------------------------------------------------------------- refused, and asked again
+
+
+class Refuses:
+    """A `Verifier` to which no result is right; `disk`: the error that looking for liars meets."""
+
+    def __init__(self, disk: TsqpError | None = None) -> None:
+        self._disk = disk
+
+    def linear(self, *_: Any) -> bool:
+        return False
+
+    def lm_head(self, *_: Any) -> bool:
+        return False
+
+    def liars(self, answers: Sequence[Any]) -> list[int]:
+        if self._disk is not None:
+            raise self._disk
+        return [0]
+
+
+class Slow(ChangingChannel):
+    """Takes ten seconds a reply, of a clock that the test has, and stands for many services."""
+
+    def __init__(self, directory: Path, change: Change, clock: SimpleNamespace) -> None:
+        super().__init__(directory, change)
+        self._clock = clock
+        self.given: list[float | None] = []
+        self.distrusted: list[TsqpError] = []
+
+    def submit(self, request: Request, timeout_s: float | None = None, **_: Any) -> int:
+        """Note how long it may take."""
+        self.given.append(timeout_s)
+        return super().submit(request, timeout_s)
+
+    def wait(self, request_id: int) -> Exchange:
+        """Let time pass."""
+        self._clock.now += 10.0
+        return super().wait(request_id)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """There is always somebody else."""
+        self.distrusted.append(error)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The only clock that a deadline is counted by."""
+    found = SimpleNamespace(now=1000.0)
+    found.monotonic = lambda: found.now
+    monkeypatch.setattr("tee_side.remote_operators.time", found)
+    return found
+
+
+@pytest.mark.parametrize("operator", ["o_proj", "lm_head"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(lambda y: y[:-1], ReplyError), (lambda y: y, VerificationError)],
+    ids=["wrong form", "wrong result"],
+)
+def test_liars_share_one_deadline(
+    saved_model: Models,
+    clock: SimpleNamespace,
+    operator: Operator,
+    change: Change,
+    expected: type[TsqpError],
+) -> None:
+    """However many there are; the first has the channel's own, which costs nothing to say."""
+    model = saved_model("llama")
+    channel = Slow(model.directory, change, clock)
+    settings: dict[str, Any] = {"verifier": Refuses(), "timeout_s": 25.0}
+    remote = _remote(model, [channel], None, **settings)
+    with pytest.raises(expected) as caught:
+        run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+    assert channel.given == [None, 15.0, 5.0]
+    # Whoever was the last is barred before there is no time for another.
+    assert len(channel.distrusted) == 3
+    assert caught.value is channel.distrusted[-1]
+
+
+def test_a_deadline_begins_anew_with_each_operator(
+    saved_model: Models, clock: SimpleNamespace
+) -> None:
+    model = saved_model("llama")
+    channel = Slow(model.directory, lambda y: y, clock)
+    remote = _remote(model, [channel], None, timeout_s=25.0)
+    for _ in range(4):
+        run(remote.o_proj(0, torch.ones(3, 96)))
+    assert channel.given == [None] * 4
+
+
+def test_modules_that_travel_alone_share_what_is_left_of_a_deadline(
+    saved_model: Models, clock: SimpleNamespace
+) -> None:
+    model = saved_model("llama")
+    rows = iter([2])
+    channel = Slow(model.directory, lambda y: y[: next(rows, 3)], clock)
+    remote = _remote(model, [channel], None, one_rpc_per_module=True, timeout_s=45.0)
+    run(remote.linear(0, "qkv_proj", torch.ones(3, 48)))
+    assert channel.given == [None, 35.0, 25.0, 15.0]
+
+
+def test_without_a_limit_each_has_the_channels_own_deadline(
+    saved_model: Models, clock: SimpleNamespace
+) -> None:
+    model = saved_model("llama")
+    rows = iter([2, 2, 2])
+    channel = Slow(model.directory, lambda y: y[: next(rows, 3)], clock)
+    run(_remote(model, [channel], None).linear(0, "o_proj", torch.ones(3, 96)))
+    assert channel.given == [None] * 4
+
+
+def test_where_weights_cannot_be_read_again_everybody_is_barred(
+    saved_model: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A liar that can also spoil the disk must not get away, and the run must not go on."""
+    model = saved_model("llama")
+
+    class Last(LoopbackChannel):
+        distrusted: TsqpError | None = None
+
+        def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+            self.distrusted = error
+            raise error
+
+    channels = [Last(model.directory), Last(model.directory)]
+    disk = ModelError("model.safetensors", got="other bytes", expected="those of the manifest")
+    remote = _remote(
+        model, list(channels), Shares(), sites=OneSite(torch.int32), verifier=Refuses(disk)
+    )
+    with pytest.raises(VerificationError, match="o_proj in layer 1 at loopback"):
+        run(remote.linear(1, "o_proj", torch.ones(1, 96)))
+    assert [type(channel.distrusted) for channel in channels] == [VerificationError] * 2
+    (record,) = [one for one in caplog.records if one.getMessage() == "liar_unknown"]
+    assert record.fields == {  # type: ignore[attr-defined]
+        "operator": "o_proj",
+        "layer": 1,
+        "detail": str(disk),
+    }

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import click
 import hypothesis.strategies as st
 import pytest
 import tokenizers
@@ -14,7 +18,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
+from tee_side import tokenizer as module
 from tee_side.tokenizer import Tokenizer
+from tsqp.cli.program import run
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 CORPUS = ["the cat sat on the mat", "naïve café 日本語 🙂 the end"]
@@ -260,3 +266,160 @@ def test_a_damaged_tokenizer_configuration_is_refused_by_its_path(
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         Tokenizer(tmp_path).apply_chat_template(MESSAGES)
+
+
+def _changed(directory: Path, into: Path, **changes: Any) -> Path:
+    """Write the good tokenizer with some of its parts exchanged; return its directory."""
+    content = json.loads((directory / "tokenizer.json").read_text())
+    (into / "tokenizer.json").write_text(json.dumps({**content, **changes}))
+    return into
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "padding": {
+                "strategy": {"Fixed": 50},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<s>",
+            }
+        },
+        {
+            "padding": {
+                "strategy": "BatchLongest",
+                "direction": "Left",
+                "pad_to_multiple_of": 2**40,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<s>",
+            }
+        },
+        {
+            "truncation": {
+                "direction": "Right",
+                "max_length": 3,
+                "strategy": "LongestFirst",
+                "stride": 0,
+            }
+        },
+    ],
+    ids=["padding", "endless padding", "truncation"],
+)
+def test_a_prompt_is_neither_filled_up_nor_cut_off(
+    directory: Path, tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any]
+) -> None:
+    text = "the cat sat on the mat"
+    changed = Tokenizer(_changed(directory, tmp_path, **changes))
+    assert len(tokenizer.encode(text)) > 3
+    assert changed.encode(text) == tokenizer.encode(text)
+
+
+_WORDS = {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"a": 0}}
+_STRIPS = {"type": "Strip", "content": "t", "start": 2**40, "stop": 2**40}
+_FAILS_ON: list[tuple[dict[str, Any], Callable[[Tokenizer], object]]] = [
+    ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, lambda t: t.encode("the cat")),
+    ({"model": _WORDS}, lambda t: t.encode("the cat")),
+    ({"decoder": _STRIPS}, lambda t: t.decode(t.encode("ttt"))),
+    ({"decoder": _STRIPS}, lambda t: [t.streamer().feed(i) for i in t.encode("ttt")]),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "use"), _FAILS_ON, ids=["panic", "no unknown token", "decode", "stream"]
+)
+def test_what_the_library_raises_on_use_is_a_model_error_that_names_the_file(
+    directory: Path, tmp_path: Path, changes: dict[str, Any], use: Callable[[Tokenizer], object]
+) -> None:
+    tokenizer = Tokenizer(_changed(directory, tmp_path, **changes))
+    with pytest.raises(ModelError) as caught:
+        use(tokenizer)
+    assert caught.value.where == str(tmp_path / "tokenizer.json")
+
+
+def test_a_panic_of_the_library_on_loading_is_a_model_error(
+    directory: Path, tmp_path: Path
+) -> None:
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(ModelError, match="PanicException") as caught:
+        Tokenizer(_changed(directory, tmp_path, normalizer=normalizer))
+    assert caught.value.where == str(tmp_path / "tokenizer.json")
+
+
+def test_a_panic_that_nobody_foresaw_ends_a_program_with_one_line(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+    @click.command()
+    def command() -> None:
+        tokenizers.Tokenizer.from_str(json.dumps(content))
+
+    monkeypatch.setattr(sys, "argv", ["tsqp"])
+    monkeypatch.delenv("TSQP_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        run(command, "tsqp", "X")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("tsqp: internal error: PanicException: ")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_is_not_of_the_library_passes(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), module._library_errors(tmp_path):
+        raise error
+
+
+def _with_template(directory: Path, into: Path, template: str) -> Tokenizer:
+    shutil.copytree(directory, into, dirs_exist_ok=True)
+    (into / "chat_template.jinja").write_text(template)
+    return Tokenizer(into)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in range(99999) %}{% set x = range(99999) | map('int') | list %}{% endfor %}",
+    ],
+    ids=["nested loops", "recursion", "filters"],
+)
+def test_a_template_without_an_end_is_a_model_error(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(module, "_TEMPLATE_SECONDS", 0.2)
+    before = sys.gettrace()
+    with pytest.raises(ModelError, match=r"chat template: got no end after 0\.2 s"):
+        _with_template(directory, tmp_path, template).apply_chat_template(MESSAGES)
+    assert sys.gettrace() is before
+
+
+def test_a_template_that_writes_too_much_is_a_model_error(directory: Path, tmp_path: Path) -> None:
+    template = "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}"
+    with pytest.raises(ModelError, match="more than 16777216 characters"):
+        _with_template(directory, tmp_path, template).apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 10 ** 10 ** 10 }}", "{{ 'x' * 10 ** 10 }}", "{{ 10 ** 10 * [1] }}", "{{ n * 2 ** 4095 }}"],
+)
+def test_one_operation_of_a_template_is_not_endless(
+    directory: Path, tmp_path: Path, template: str
+) -> None:
+    """The watch sees lines of Python alone, not how long one takes."""
+    tokenizer = _with_template(
+        directory, tmp_path, "{% set n = 2 ** 4000 * 2 ** 4000 %}" + template
+    )
+    with pytest.raises(PromptError, match="OverflowError"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_a_template_may_compute(directory: Path, tmp_path: Path) -> None:
+    template = "{{ 'ab' * 2 }} {{ 2 ** 10 }} {{ 3 * 4 }} {{ 1.5 * 2 }}"
+    tokenizer = _with_template(directory, tmp_path, template)
+    assert tokenizer.decode(tokenizer.apply_chat_template(MESSAGES)) == "abab 1024 12 3.0"

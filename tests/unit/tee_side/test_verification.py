@@ -10,6 +10,7 @@ import torch
 
 from protocol.errors import ActivationRangeError, KernelError
 from protocol.integer import exact_product
+from tee_side.masks.float_noise import FloatNoise
 from tee_side.masks.registry import builtin_masks
 from tee_side.masks.row_mix import RowMix
 from tee_side.randomness import Randomness
@@ -125,7 +126,7 @@ INTEGER_LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _with(y: torch.Tensor, row: int, column: int, value: torch.Tensor) -> torch.Tensor:
+def _with(y: torch.Tensor, row: int, column: int, value: torch.Tensor | float) -> torch.Tensor:
     y = y.clone()
     y[row, column] = value
     return y
@@ -317,9 +318,9 @@ def test_vectors_and_their_products_belong_together() -> None:
     s_kO = exact._secret[:, 48:]
     assert torch.equal(exact._secret[:, :48], -(s_kO @ weight.double()))
     floats = FloatCheck.draw(weight.float(), Randomness())
-    s_Ok = floats._secret[48:]
-    assert s_Ok.shape == (64, FLOAT_VECTORS)
-    torch.testing.assert_close(floats._secret[:48], -(weight.double().t() @ s_Ok))
+    s_kO = floats._secret[:, 48:]
+    assert s_kO.shape == (FLOAT_VECTORS, 64)
+    torch.testing.assert_close(floats._secret[:, :48], -(s_kO @ weight.double()))
     assert floats.gain == pytest.approx(float(weight.double().norm()) / 48**0.5)
 
 
@@ -459,6 +460,30 @@ def test_the_smallest_numbers_of_half_precision_are_rounded_and_pass() -> None:
     assert check.holds(x, y, [x], Tolerance.of(torch.float16, None))
 
 
+def test_what_a_mask_declares_holds_of_every_element_relative_to_the_largest() -> None:
+    """Of all elements at once, in a row that is small beside the largest; and of no more."""
+    weight, x = _floats((96, 160), torch.float32, 1, 160**-0.5), _floats((3, 160), torch.float32, 2)
+    x[1] *= 1e-4
+    plain = x.double() @ weight.double().t()
+    declared = FloatNoise.tolerance * float(plain.abs().max())
+    tolerance = Tolerance.of(torch.float32, FloatNoise())
+    assert tolerance.declared == FloatNoise.tolerance
+    for _ in range(20):
+        check = FloatCheck.draw(weight, Randomness())
+        for error in (_with(torch.zeros_like(plain), 1, 7, declared), declared):
+            assert check.holds(x, (plain + error).float(), [x], tolerance)
+            assert not check.holds(x, (plain + 1000 * error).float(), [x], tolerance)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_limits_are_added_up(together: bool) -> None:
+    size = torch.tensor([[1.0, 4.0], [2.0, 8.0]], dtype=torch.float64)
+    found = Tolerance(0.5, 0.25, 0.125, together).limit(size, 16)
+    own = torch.tensor([[4.0, 4.0], [8.0, 8.0]]) if together else size
+    assert torch.equal(found, 0.5 * own.double() + 0.25 * 4 * 8 + 0.125 * 4)
+    assert Tolerance(0.5, 0.25, 0.125, together).limit(size[:, :0], 16).shape == (2, 0)
+
+
 def test_a_tolerance_is_that_of_dtype_and_mask() -> None:
     for dtype in DTYPES:
         clear = Tolerance.of(dtype, None)
@@ -467,7 +492,8 @@ def test_a_tolerance_is_that_of_dtype_and_mask() -> None:
         for mask in builtin_masks().values():
             if mask.arithmetic == "float":
                 found = Tolerance.of(dtype, mask())
-                assert found.relative == clear.relative + mask.tolerance
+                assert found.relative == clear.relative
+                assert found.declared == mask.tolerance > clear.declared == 0
                 assert found.together == (mask.kind == "row")
 
 

@@ -42,8 +42,16 @@ from tee_side.observer import OperatorTable
 from tee_side.pads.source import PadLane
 from tee_side.policy import Policy, builtin_policies, load_policy
 from tee_side.randomness import Randomness
+from tee_side.remote_operators import RemoteOperators
 from tee_side.sites import IntegerSites
-from tee_side.verifier import Secrets, Weights, check_verifiable, verified_sites
+from tee_side.verifier import (
+    Believed,
+    Secrets,
+    Verifier,
+    Weights,
+    check_verifiable,
+    verified_sites,
+)
 from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator, is_linear
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids, with_results
 
@@ -476,6 +484,27 @@ def test_without_verification_a_lie_is_used(saved_model: Models) -> None:
     assert not torch.equal(found, right)
 
 
+@pytest.mark.parametrize("name", ["shielded", "tsqp", "attention-in-tee"])
+@pytest.mark.parametrize("verified", [True, False])
+def test_results_are_believed_only_where_the_policy_says_so(
+    saved_model: Models, name: str, verified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object that is named, at all operators that leave: no check is merely missing."""
+    given: list[object] = []
+    make = RemoteOperators.__init__
+
+    def noted(self: RemoteOperators, *arguments: Any, **settings: Any) -> None:
+        given.append(settings["verifier"])
+        make(self, *arguments, **settings)
+
+    monkeypatch.setattr(RemoteOperators, "__init__", noted)
+    policy = everything_verified(name) if verified else unverified(name)
+    saved_model("llama").tee(policy)
+    assert given
+    for one in given:
+        assert isinstance(one, Verifier if verified else Believed)
+
+
 # ------------------------------------------------------------------------------------- secrets
 
 
@@ -534,6 +563,22 @@ def test_all_micro_batches_share_what_was_drawn_once(saved_model: Models) -> Non
     secrets = tee.assembly._secrets
     tee.assembly.lanes(lambda _layer: tee.channels)
     assert tee.assembly._secrets is secrets
+
+
+def test_lanes_hand_their_deadline_to_what_asks(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tee = saved_model("llama").tee("shielded")
+    given: list[object] = []
+    make = RemoteOperators.__init__
+
+    def noted(self: RemoteOperators, *arguments: Any, **settings: Any) -> None:
+        given.append(settings["timeout_s"])
+        make(self, *arguments, **settings)
+
+    monkeypatch.setattr(RemoteOperators, "__init__", noted)
+    tee.assembly.lanes(lambda _layer: tee.channels, timeout_s=7.0)
+    assert set(given) == {7.0}
 
 
 @pytest.mark.parametrize("shown", [repr, str])
