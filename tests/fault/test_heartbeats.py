@@ -23,8 +23,8 @@ from tests.support import ENVIRONMENT, Service, make_model, run, running_service
 # Nothing here takes as long: what is noticed in time was noticed by heartbeats.
 LONG_S = 3600.0
 pytestmark = pytest.mark.timeout(60)
-# Several times as long as a heartbeat may stay away.
-BUSY_S = 4.0
+# Twice as long as a heartbeat may stay away.
+BUSY_S = 2.0
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Targets that read files: of models, of pads, keys, calibrations, policies and settings.
+"""Targets that read files: of models, tokenizers, pads, keys, calibrations, policies and settings.
 
 A case is one file. What stands around it (the other files of a model directory, the key of a bank)
 is written once. Where a file is authenticated, a second target seals what it changed, so that what
@@ -32,6 +32,7 @@ from protocol.errors import (
     ModelError,
     PadBankError,
     PolicyError,
+    PromptError,
     SettingsError,
 )
 from protocol.model.checkpoint import (
@@ -50,6 +51,7 @@ from tee_side.feature_key import FeatureKey
 from tee_side.pads import bank_format
 from tee_side.pads.bank import BankFile, read_bank_status
 from tee_side.policy import load_policy
+from tee_side.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator, json_junk
 from tests.unit.tee_side.pads import tiny
@@ -193,6 +195,30 @@ def _provision(case: Case) -> str:
     folder = _folder("provision")
     _write(folder / PROVISION_FILE, case[0])
     return f"{read_provision(folder) is not None}"
+
+
+def _tokenizer(case: Case) -> str:
+    """Load, encode, decode at once and token by token."""
+    folder = _folder("tokenizer")
+    _write(folder / TOKENIZER_FILE, case[0])
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("the café 🙂")
+    tokenizer.decode([*ids, 0, 1, 2**31])
+    streamer = tokenizer.streamer()
+    for token_id in ids[:20]:
+        streamer.feed(token_id)
+    streamer.flush()
+    return f"{min(3, len(ids))} ids"
+
+
+def _chat_template(case: Case) -> str:
+    folder = _folder("chat-template")
+    if not (folder / TOKENIZER_FILE).exists():
+        _write(folder / TOKENIZER_FILE, _tokenizer_seeds()[0][0])
+        _write(folder / CONFIG_FILE, b'{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
+    _write(folder / TEMPLATE_FILE, case[0])
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]
+    return f"{min(3, len(Tokenizer(folder).apply_chat_template(messages)))} ids"
 
 
 def _feature_key(case: Case) -> str:
@@ -356,6 +382,10 @@ def _mutate_safetensors(mutator: Mutator, case: Case, other: Case) -> Case:
     return (claimed.to_bytes(8, "little") + header + data,)
 
 
+def _mutate_template(mutator: Mutator, case: Case, other: Case) -> Case:
+    return (mutator.text(case[0], _TEMPLATE_WORDS),)
+
+
 def _mutate_bytes(mutator: Mutator, case: Case, other: Case) -> Case:
     return (mutator.bytes(case[0]),)
 
@@ -417,6 +447,114 @@ def _weight_seeds() -> list[Case]:
     tensors = _tensors(read_config(tiny_model()))
     halves = {name: tensor.to(torch.float16) for name, tensor in tensors.items()}
     return [(save(tensors),), (save(halves, {"format": "pt"}),), (save({"x": torch.ones(1)}),)]
+
+
+_TEMPLATE_WORDS = tuple(
+    b"{{|}}|{%|%}|{% if|{% endif %}|{% for x in|{% endfor %}|{% set x =|messages|message|range(9)|"
+    b"loop.index|loop.last|{% break %}|trim|tojson|~|+|*|**|%|[0]|['role']|.content|.__class__|"
+    b"raise_exception('no')|namespace(a=1)|bos_token|none|is defined|{% macro f(x) %}|"
+    b"{% endmacro %}|f(1)|lower|map|join|list".split(b"|")
+)
+_TEMPLATES = (
+    b"{{ bos_token }}{% for message in messages %}\n{% if message['role'] == 'tool' %}\n"
+    b"{{ raise_exception('no') }}\n{% endif %}\n{{ message['content'] | trim }}{{ eos_token }}\n"
+    b"{% if loop.last %}{% break %}{% endif %}\n{% endfor %}\n"
+    b"{% if add_generation_prompt %}a{% endif %}",
+    b"{% set x = namespace(n=2 ** 3) %}{% macro f(m) %}{{ m.content * 2 }}{% endmacro %}\n"
+    b"{% for i in range(x.n) %}{{ f(messages[i % 2]) }}{% endfor %}\n{{ messages | tojson }}",
+)
+
+
+@cache
+def _tokenizer_seeds() -> list[Case]:
+    letters = {letter: at for at, letter in enumerate("théacfĠÃ©ðŁĻĤ")}
+    bpe = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {**letters, "th": 20, "the": 21, "e": 22},
+        "merges": [["t", "h"], ["th", "e"]],
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "\\s?\\w+"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    after = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": _SEQUENCE}],
+        "pair": [{"Sequence": _SEQUENCE}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [30], "tokens": ["<s>"]}},
+    }
+    special = {"id": 30, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False}
+    padding = {
+        "strategy": "BatchLongest",
+        "direction": "Right",
+        "pad_to_multiple_of": 8,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "t",
+    }
+    first = {
+        "version": "1.0",
+        "truncation": {
+            "direction": "Right",
+            "max_length": 3,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        },
+        "padding": padding,
+        "added_tokens": [{**special, "normalized": False, "special": True}],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, _REPLACE]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": after,
+        "decoder": level,
+        "model": bpe,
+    }
+    unigram = {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["<unk>", 0.0], ["▁the", -1.5], ["▁", -2.0], ["<0xC3>", -9.0]],
+        "byte_fallback": True,
+    }
+    decoders = [
+        _REPLACE,
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    second = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Prepend", "prepend": "▁"},
+        "pre_tokenizer": {"type": "FixedLength", "length": 5},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": unigram,
+    }
+    pieces = {"[UNK]": 0, "the": 1, "##é": 2}
+    third = {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "Whitespace"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": pieces,
+        },
+    }
+    return [(json.dumps(content).encode(),) for content in (first, second, third)]
+
+
+_SEQUENCE = {"id": "A", "type_id": 0}
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 
 @cache
@@ -514,6 +652,15 @@ FILE_TARGETS = (
         _manifest,
         ManifestError,
         0.2,
+    ),
+    _target("tokenizer", _tokenizer_seeds, _mutate_json, _tokenizer, ModelError),
+    Target(
+        "chat-template",
+        lambda: [(template,) for template in _TEMPLATES],
+        _mutate_template,
+        _chat_template,
+        (ModelError, PromptError),
+        0.05,
     ),
     _target("provision", _provision_seeds, _mutate_json, _provision, ModelError),
     _target("feature-key", _feature_key_seeds, _mutate_json, _feature_key, FeatureKeyError),

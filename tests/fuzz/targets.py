@@ -43,10 +43,13 @@ NAMES = frozenset(target.name for target in TARGETS)
 
 
 def shares(executions: int, only: frozenset[str] = NAMES) -> dict[str, int]:
-    """Divide executions between targets by their weights."""
+    """Divide executions between targets by their weights; the first gets what is left over."""
     chosen = [target for target in TARGETS if target.name in only]
     whole = sum(target.weight for target in chosen)
-    return {target.name: max(1, int(executions * target.weight / whole)) for target in chosen}
+    divided = {target.name: max(1, int(executions * target.weight / whole)) for target in chosen}
+    if chosen:
+        divided[chosen[0].name] += max(0, executions - sum(divided.values()))
+    return divided
 
 
 def _tasks(executions: int, seed: int, only: frozenset[str]) -> Iterator[tuple[str, int, int]]:

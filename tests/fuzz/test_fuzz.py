@@ -1,4 +1,7 @@
-"""The kept cases again, a short run of new ones, and that the fuzzer finds what it looks for."""
+"""The kept cases again, and that the fuzzer finds what it looks for.
+
+New cases are made by the row `fuzz` of the scorecard, whose short form is one of its tests.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,6 @@ def test_kept_cases(target: Target) -> None:
     kept = read_corpus(target)
     assert kept, f"{target.name}: nothing in {CORPUS}"
     assert fuzzer.report.executions[target.name] == len(target.seeds()) + len(kept)
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_some_new_cases(target: Target) -> None:
-    fuzzer = Fuzzer(target, 2, timed=False)
-    fuzzer.run(200)
-    assert not fuzzer.report.findings, "\n".join(map(str, fuzzer.report.findings))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -196,7 +192,8 @@ def test_a_seed_makes_the_same_cases() -> None:
 def test_executions_are_divided_and_counted(tmp_path: Path) -> None:
     divided = shares(1_000_000)
     assert set(divided) == {target.name for target in TARGETS}
-    assert 900_000 < sum(divided.values()) <= 1_000_000
+    assert sum(divided.values()) == 1_000_000
+    assert min(divided.values()) > 0
     total, path = Report(), tmp_path / "executions.json"
     merge(total, Report({"a": 2}, slowest_s=0.5))
     merge(total, Report({"a": 1, "b": 4}, slowest_s=0.25))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -40,32 +41,53 @@ from tests.soak.page import (
     render,
     write_results,
 )
-from tests.soak.row import Row, RowResult, alone, find_rows, module_of
+from tests.soak.row import Row, RowResult, alone, find_rows, minutes, module_of
+from tsqp import end_with_parent
 
 # Several torch processes share the cores.
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+_END_WITH_PARENT = Path(end_with_parent.__file__)
+# How many times as long as it says a row may take.
+_PATIENCE = 3.0
 
 
 def run_row(row: Row, count: int, progress: Progress, task: TaskID) -> RowResult:
-    """Run a row in a process of its own; one that fails to end well has failed."""
+    """Run a row in a process of its own; one that fails to end well, or in time, has failed."""
     began = time.monotonic()
     progress.start_task(task)
-    command = [sys.executable, "-m", "tests.soak.child", module_of(row), str(count)]
+    # It ends when this thread does, which waits for it: however this process ends.
+    command = [
+        *(sys.executable, "-I", "-S", str(_END_WITH_PARENT), str(os.getpid())),
+        *(sys.executable, "-m", "tests.soak.child", module_of(row), str(count)),
+    ]
     last = ""
+    limit_s = 60 * _PATIENCE * minutes(row)
+    hung = threading.Event()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=_ENVIRONMENT, cwd=ROOT
     ) as process:
+
+        def end() -> None:
+            hung.set()
+            process.kill()
+
+        timer = threading.Timer(limit_s, end)
+        timer.daemon = True
+        timer.start()
         for line in process.stdout or ():
             word, _, number = line.partition(" ")
             if word == "progress":
                 progress.update(task, completed=int(number))
             else:
                 last = line
+        process.wait()
+        timer.cancel()
     seconds = time.monotonic() - began
     if process.returncode == 0 and last:
         progress.update(task, completed=count)
         return RowResult(**json.loads(last))
-    measured = {"ended": f"with exit status {process.returncode}"}
+    how = f"by us, after {limit_s / 60:g} min" if hung.is_set() else f"with {process.returncode}"
+    measured = {"ended": how}
     return RowResult(row.NAME, row.TEST, row.PASS, count, {**measured}, seconds, passed=False)
 
 

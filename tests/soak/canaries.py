@@ -69,6 +69,7 @@ FAULTS = (
 )
 _WINDOW = 6
 _PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
+_LOGS = _PLACES[:2]
 _SHARED = Path("/dev/shm")
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _SPACES = b" \n\t\r"
@@ -281,6 +282,7 @@ class Session:
         self.places = Places(folder, metrics)
         self.tokenizer = Tokenizer(folder / "model")
         self.canaries = Canaries()
+        self.previous = Canaries()
         self.hits: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         # How many a generation takes, by policy.
@@ -302,19 +304,23 @@ class Session:
             report(min(first + self.block, self.count))
 
     def search(self) -> Counter[str]:
-        """Look everywhere for what was secret since the last time."""
-        found = Counter(
-            f"{kind} in {place}"
-            for place, _, content in self.places.contents()
-            for kind in self.canaries.found_in(content)
-        )
+        """Look everywhere for what was secret since the last time.
+
+        And in logs for what was secret before: a line may be written long after what it is about.
+        """
+        found: Counter[str] = Counter()
+        for place, _, content in self.places.contents():
+            kinds = self.canaries.found_in(content)
+            if place in _LOGS:
+                kinds += self.previous.found_in(content)
+            found.update(f"{kind} in {place}" for kind in kinds)
         self.patterns += len(self.canaries.patterns)
         self.kinds += Counter(kind for kind, _ in self.canaries.patterns)
         return found
 
     def forget(self) -> None:
         """Begin a new block of secrets, with those that all have in common."""
-        self.canaries = Canaries()
+        self.previous, self.canaries = self.canaries, Canaries()
         checkpoint = Checkpoint(self.folder / "model")
         for row in checkpoint.rows(EMBEDDING, 32, 128):
             self.canaries.add_activation(row)
@@ -324,7 +330,8 @@ class Session:
             name, _, bank = self.policy.partition(" with a ")
             model = self.folder / "model"
             masks = MaskSettings(
-                calibration=model / CALIBRATION_FILE,
+                # One without int8 takes none, and would refuse to start.
+                calibration=None if name == "tsqp" else model / CALIBRATION_FILE,
                 bank=self.folder / "bank" / "bank" if bank else None,
                 when_out="wait",
             )
@@ -351,7 +358,7 @@ class Session:
         ids = self.tokenizer.encode(text)
         self.canaries.add_prompt(words, ids)
         fault = FAULTS[number % len(FAULTS)]
-        if fault == "no reply" and number % 8:
+        if fault == "no reply" and number // len(FAULTS) % 8 > 1:
             fault = "wrong number"  # each takes its whole deadline
         try:
             run = self._open()

@@ -479,6 +479,22 @@ def worst_tokenizer(d: Draft) -> Named:
     return Named((TOKENIZER,), ("tee",))
 
 
+def change_tokenizer(d: Draft, **changes: object) -> None:
+    """Exchange parts of the tokenizer."""
+    content = json.loads((d / TOKENIZER).read_text(encoding="utf-8"))
+    (d / TOKENIZER).write_text(json.dumps({**content, **changes}), encoding="utf-8")
+
+
+def panicking_tokenizer(d: Draft) -> Named:
+    """A tokenizer at which the library panics instead of raising."""
+    content = json.loads((d / TOKENIZER).read_text(encoding="utf-8"))
+    suffix = {**content["model"], "continuing_subword_prefix": "x" * d.rng.randint(20, 40)}
+    charsmap = d.rng.choice(["AAAA", "AA=="])
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    change_tokenizer(d, **d.rng.choice([{"model": suffix}, {"normalizer": normalizer}]))
+    return Named((TOKENIZER,), ("tee",))
+
+
 def damaged_json(d: Draft) -> Named:
     """Cut off, empty, not UTF-8, no object."""
     name, by = json_file(d)
@@ -702,6 +718,7 @@ CASES: tuple[Spoil, ...] = (
     large_json,
     worst_json,
     worst_tokenizer,
+    panicking_tokenizer,
     damaged_json,
     repeated_key,
     index_outside,
@@ -757,10 +774,36 @@ def with_other_files(d: Draft) -> None:
     d.change({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
 
 
+def filled_up(d: Draft) -> None:
+    """A tokenizer that would fill every prompt up to four terabytes."""
+    padding = {
+        "strategy": "BatchLongest",
+        "direction": "Right",
+        "pad_to_multiple_of": 2**40,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    change_tokenizer(d, padding=padding)
+
+
+def cut_off(d: Draft) -> None:
+    """A tokenizer that would cut every prompt off."""
+    truncation = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    change_tokenizer(d, truncation=truncation)
+
+
 GOOD: tuple[Callable[[Draft], None], ...] = (
     untouched,
     sharded,
     cached,
     half_precision,
     with_other_files,
+    filled_up,
+    cut_off,
 )

@@ -47,6 +47,7 @@ TEST = (
 PASS = "0 accepted; the right result wherever a second service is there"
 FULL, SHORT = 10_000, 75
 MINUTES = 8
+ALONE = True
 
 # Every lie but those of Init, which are a tenth of all.
 LIES = (*WIRE_LIES, *RESULT_LIES)

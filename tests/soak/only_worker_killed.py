@@ -20,9 +20,10 @@ from tests.tools.workers import Worker, Workers
 
 NAME = "only worker killed, restarted within 5 s"
 TEST = "at random points of a generation, with deadlines longer and shorter than the outage"
-PASS = "resumed, or a typed error within 1 s of the deadline"
+PASS = "every one hits; resumed, or a typed error within 1 s of the deadline"
 FULL, SHORT = 100, 3
 MINUTES = 4
+ALONE = True
 
 NEW_TOKENS = 24
 _AWAY_S = 5.0
@@ -31,13 +32,14 @@ _AWAY_SHORT_S = 0.2
 _PATIENT_S, _IMPATIENT_S = 60.0, 1.5
 _GRACE_S = 1.0
 _SIDE_BY_SIDE = 4
+_TRIES = 4
 
 
 class Sessions:
     """Sessions side by side, each with a service of its own, and what came of them."""
 
     def __init__(self, workers: Workers, away_s: float) -> None:
-        self.resumed = self.errors = self.wrong = self.late = self.stuck = 0
+        self.hits = self.resumed = self.errors = self.wrong = self.late = self.stuck = 0
         self.overdue_s: list[float] = []
         self._workers = workers
         self._away_s = away_s
@@ -52,17 +54,25 @@ class Sessions:
         for place in range(count):
             patient = (seed + place) % 2 == 0
             timeout_s = _PATIENT_S if patient else _IMPATIENT_S
-            with Runner(settings([worker.endpoint], request_timeout_s=timeout_s)) as runner:
-                worker = self._kill_once(runner, worker, timeout_s, chance)
-            done()
+            # A generation may be over when the service is killed: it is judged, and is no hit.
+            for _ in range(_TRIES):
+                with Runner(settings([worker.endpoint], request_timeout_s=timeout_s)) as runner:
+                    worker, hit = self._kill_once(runner, worker, timeout_s, chance)
+                if hit:
+                    done()
+                    break
+            else:
+                note(f"got {_TRIES} kills that hit nothing, expected one that does")
 
     def _kill_once(
         self, runner: Runner, worker: Worker, timeout_s: float, chance: random.Random
-    ) -> Worker:
+    ) -> tuple[Worker, bool]:
+        """Return the service that came back, and whether the session had to do without it."""
         ids = chance.choice(self._texts)
         usual = generate(runner, ids, NEW_TOKENS)
         if not usual.is_right(ids, NEW_TOKENS):
             raise RuntimeError(f"undisturbed: got {usual}, expected the tokens of the model")
+        line = _line(runner)
         kill_after_s = chance.uniform(0, usual.total_s)
         back_after_s = chance.uniform(0, self._away_s)
         back: list[Worker] = []
@@ -75,27 +85,39 @@ class Sessions:
         timer = threading.Timer(kill_after_s, kill)
         timer.start()
         said = generate(runner, ids, NEW_TOKENS)
+        # Nobody looks at a connection between two generations: a lost one was lost in this one.
+        hit = _line(runner) is not line
         timer.join()
         after = generate(runner, ids, NEW_TOKENS)
         with self._lock:
-            self._count(said, after, ids, timeout_s)
-        return back[0]
+            self._count(said, after, ids, timeout_s, hit=hit)
+        return back[0], hit
 
-    def _count(self, said: Said, after: Said, ids: tuple[int, ...], timeout_s: float) -> None:
+    def _count(
+        self, said: Said, after: Said, ids: tuple[int, ...], timeout_s: float, *, hit: bool
+    ) -> None:
         right = said.is_right(ids, NEW_TOKENS)
-        self.resumed += right
-        self.errors += said.error is not None
-        self.wrong += not right and said.error is None
+        # Only who was hit, and does not wait for long enough, may end with an error.
+        allowed = said.error is not None and hit and timeout_s == _IMPATIENT_S
+        self.hits += hit
+        self.resumed += hit and right
+        self.errors += hit and said.error is not None
+        self.wrong += not right and not allowed
         overdue_s = said.longest_s - timeout_s
         if said.error is not None:
             self.overdue_s.append(overdue_s)
         self.late += overdue_s > _GRACE_S
         self.stuck += not after.is_right(ids, NEW_TOKENS)
-        if not right and timeout_s == _PATIENT_S:
-            self.wrong += 1
+        if not right and not allowed:
             note(f"got {said}, expected it to go on")
         if not after.is_right(ids, NEW_TOKENS):
             note(f"after {said}: got {after}, expected the right tokens")
+
+
+def _line(runner: Runner) -> object:
+    """Return the connection to the only service, which is another once it was lost."""
+    (member,) = runner._services.at(0)[0].members  # type: ignore[attr-defined]
+    return member.line
 
 
 def run(count: int) -> RowResult:
@@ -123,6 +145,7 @@ def run(count: int) -> RowResult:
         PASS,
         count,
         {
+            "hits": f"{sessions.hits} of {count}",
             "resumed": sessions.resumed,
             "ended with a typed error": sessions.errors,
             "wrong, or not resumed in time": sessions.wrong,
@@ -130,7 +153,7 @@ def run(count: int) -> RowResult:
             "longest beyond a deadline, s": percentile(sessions.overdue_s, 100),
         },
         time.monotonic() - began,
-        passed=sessions.resumed + sessions.errors == count
+        passed=sessions.hits == sessions.resumed + sessions.errors == count
         and not sessions.wrong
         and not sessions.stuck
         and not late,

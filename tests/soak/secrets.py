@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.calibration import CALIBRATION_FILE
-from tests.soak.canaries import BLOCK, POLICIES
+from tests.soak.canaries import BLOCK, FAULTS, POLICIES
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.support import make_model, token_ids
 from tests.support import run as run_program
@@ -33,6 +33,10 @@ PASS = "0 hits in logs, metrics, errors, disk and shared memory"
 FULL = 10_000
 SHORT = 60
 MINUTES = 6
+
+# What has to be looked for, and where.
+KINDS = {"prompt", "token ids", "activation", "key"}
+PLACES = {"runner log", "service log", "errors", "disk"}
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("model", "logs", "work", "home", "tmp", "bank")
@@ -129,6 +133,13 @@ def find_leaks(folder: Path, count: int, seed: int, block: int = BLOCK) -> dict[
     return found
 
 
+def _logs_are_written(logs: Path) -> bool:
+    """Say whether the runner and the services wrote of what went wrong."""
+    services = [path.read_text(encoding="utf-8") for path in logs.glob("service-*.log")]
+    runner = (logs / "runner.log").read_text(encoding="utf-8")
+    return "failed" in runner and bool(services) and all("refused" in text for text in services)
+
+
 def run(count: int) -> RowResult:
     """Generate from so many prompts."""
     began = time.monotonic()
@@ -136,10 +147,19 @@ def run(count: int) -> RowResult:
         make_place(Path(name))
         block = BLOCK if is_full(FULL, count) else max(1, count // len(POLICIES))
         found = find_leaks(Path(name), count, seed=1, block=block)
+        written = _logs_are_written(Path(name) / "logs")
     seconds = time.monotonic() - began
     hits, planted = Counter(found["hits"]), found["planted"]
     for leak, times in sorted(hits.items()):
         note(f"{leak}: {times}")
+    # Or there would have been nothing to find, or to search.
+    happened = set(found["faults"]) == set(FAULTS) and set(found["kinds"]) >= KINDS
+    ended = found["ended"].get("right", 0) > 0 and bool(found["ended"].keys() - {"right"})
+    # A policy that does not start has sent nothing.
+    ended = ended and "SettingsError" not in found["ended"]
+    complete = happened and ended and written and all(planted.values()) and set(planted) >= PLACES
+    if not complete:
+        note(f"got {found}, logs written {written}; expected every fault, kind and place")
     faults = sum(found["faults"].values())
     return RowResult(
         NAME,
@@ -157,5 +177,5 @@ def run(count: int) -> RowResult:
             "hits": hits.total(),
         },
         seconds,
-        passed=not hits and all(planted.values()) and len(planted) >= 4 and faults > count // 2,
+        passed=not hits and complete and faults > count // 2,
     )
