@@ -24,7 +24,7 @@ from protocol.channel import Incoming
 from protocol.curve import ServiceKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint, refuse_live_socket
-from protocol.errors import EndpointError, ErrorCode, SettingsError
+from protocol.errors import EndpointError, SettingsError
 from protocol.spin import AdaptiveSpin
 from protocol.stream_listener import MAX_FRAMES
 from protocol.tensors import Buffer
@@ -117,7 +117,6 @@ class ZmqListener:
         self._waiting: Incoming | None = None
         self._patience_ms = -1
         self._doorkeeper: Doorkeeper | None = None
-        self._messages_refused = 0
         self._max_message_bytes = max_message_bytes
         self._unread = Unread()
         # Set by `allow`, on any thread; `_take` then cuts all connections.
@@ -186,12 +185,8 @@ class ZmqListener:
 
     @property
     def clients_refused(self) -> int:
-        """How many connections were turned away so far, and messages with too many frames.
-
-        Without keys no connection is.
-        """
-        turned_away = 0 if self._doorkeeper is None else self._doorkeeper.refused
-        return turned_away + self._messages_refused
+        """How many connections were turned away so far; without keys none is."""
+        return 0 if self._doorkeeper is None else self._doorkeeper.refused
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
@@ -241,8 +236,8 @@ class ZmqListener:
             return False
         received_ns = time.perf_counter_ns()
         if last.more:
-            self._refuse_rest(parts)
-            return False
+            # What is left is refused for its number of frames, in a reply, as any other would be.
+            self._discard_rest()
         if self._doorkeeper is not None and not self._doorkeeper.lets_in(last):
             return False
         has_delimiter = len(parts) > 1 and parts[1].nbytes == 0
@@ -253,17 +248,11 @@ class ZmqListener:
         self._waiting = Incoming(route, parts[split:], received_ns, key)
         return True
 
-    def _refuse_rest(self, parts: list[memoryview]) -> None:
-        """Drop a message with too many frames: the next one of anybody comes after its last."""
-        count = len(parts) + 1
+    def _discard_rest(self) -> None:
+        """Drop frames beyond any that a message may have: behind the last the next one begins."""
         # Frame by frame, each gone before the next; a frame knows soonest whether others follow.
         while self._socket.recv(DONTWAIT, copy=False).more:
-            count += 1
-        self._messages_refused += 1
-        detail = f"request: got {count - 1} frames, expected at most {MAX_FRAMES}"
-        code = ErrorCode.LIMIT_EXCEEDED.value
-        fields = {"peer": bytes(parts[0]).hex(), "code": code, "detail": detail}
-        log.warning("dropped", extra={"fields": fields})
+            pass
 
     def _cut_connections(self) -> None:
         """End all connections, and listen again. Raises EndpointError if that fails.

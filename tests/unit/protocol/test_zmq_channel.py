@@ -386,9 +386,7 @@ def test_reply_finds_its_way_to_both_kinds_of_client(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
-def test_a_request_of_too_many_frames_is_dropped_whole(
-    kind: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_a_request_of_too_many_frames_a_few_are_kept_to_refuse_it_by(kind: int) -> None:
     context = zmq.Context()
     with _listening("tcp://127.0.0.1:*") as listener, context.socket(kind) as client:
         client.setsockopt(zmq.LINGER, 0)
@@ -396,20 +394,13 @@ def test_a_request_of_too_many_frames_is_dropped_whole(
         client.connect(listener.endpoint)
         for count in (MAX_FRAMES + 2, 5000, MAX_FRAMES):
             client.send_multipart([b"x"] * count)
-        until = time.monotonic() + 30
-        while (incoming := listener.receive()) is None and time.monotonic() < until:
-            listener.wait(timeout_ms=1000)
-        assert incoming is not None
-        assert len(incoming.frames) == MAX_FRAMES
-        assert listener.clients_refused == 2
+            assert listener.wait(timeout_ms=30_000)
+            incoming = listener.receive()
+            assert incoming is not None
+            assert MAX_FRAMES <= len(incoming.frames) <= MAX_FRAMES + 1
         assert listener.send(incoming.route, [b"y"])
         assert client.poll(10_000)
     context.term()
-    details = [vars(record)["fields"]["detail"] for record in caplog.records]
-    assert len(details) == 2
-    assert "expected at most 64" in details[0]
-    got = int(details[1].split("got ")[1].split()[0])
-    assert 5000 <= got <= 5001  # a delimiter may be among them
 
 
 def test_large_replies_that_nobody_reads_are_bounded_in_bytes(tmp_path: Path) -> None:
