@@ -476,7 +476,8 @@ def play(folder: Path, policy: str, *, controlled: bool = False) -> Counter[str]
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25,
+            # A way to win has to be met with; it ends the search.
+            max_examples=300 if controlled else 25,
             stateful_step_count=14,
             phases=[Phase.generate] if controlled else list(Phase),
             deadline=None,
