@@ -1,6 +1,26 @@
-"""Few lines of a log where there would be many: who floods a service must not fill its disk."""
+"""Few lines of a log where there would be many: who floods a service must not fill its disk.
+
+One filter for all that others can have us log, whichever thread and module logs it.
+"""
 
 from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+# A line for each request, message or connection of others: how many lines, in how many seconds.
+LIMITS: dict[str, tuple[int, float]] = {
+    "queue_full": (1, 1.0),
+    "connection_refused": (5, 10.0),
+    "no_more_clients": (5, 10.0),
+    "dropped": (50, 60.0),
+    "refused": (50, 60.0),
+    "client_gone": (50, 60.0),
+    "failed": (50, 60.0),  # with a traceback each
+}
 
 
 class LineLimit:
@@ -29,3 +49,39 @@ class LineLimit:
         self._let_through += 1
         left_out, self._left_out = self._left_out, 0
         return left_out
+
+
+class LineFilter(logging.Filter):
+    """Limits each event by its name; the next line of its kind says how many were `left_out`."""
+
+    def __init__(
+        self,
+        limits: Mapping[str, tuple[int, float]] = LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._limits = {event: LineLimit(*limit) for event, limit in limits.items()}
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say whether a line is written."""
+        limit = self._limits.get(record.msg)
+        if limit is None:
+            return True
+        with self._lock:
+            left_out = limit.due(self._clock())
+        if left_out:
+            record.fields = {**getattr(record, "fields", {}), "left_out": left_out}
+        return left_out is not None
+
+
+@contextmanager
+def limited(logger: logging.Logger) -> Iterator[None]:
+    """Limit a logger's lines while the block runs."""
+    lines = LineFilter()
+    logger.addFilter(lines)
+    try:
+        yield
+    finally:
+        logger.removeFilter(lines)

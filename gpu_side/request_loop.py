@@ -5,7 +5,7 @@ bounded queue, from which its clients are served in turn (`gpu_side.queues`). Wh
 transport while the processor computes a product is not seen before the product is done, so the
 queueing time in a reply is a lower bound; while an accelerator works, messages come in and replies
 go out. A malformed message gets an error reply with a code and a line in the log; nothing that a
-client sends ends the loop, or makes its log grow without end (`gpu_side.log_limit`).
+client sends ends the loop; the lines of the log it can cause are limited (`gpu_side.log_limit`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from gpu_side.answers import Answer, Working
 from gpu_side.counters import SUCCESS
-from gpu_side.log_limit import LineLimit
 from gpu_side.operators import Operators
 from gpu_side.queues import Refused
 from gpu_side.state import ServiceState
@@ -49,13 +48,6 @@ MAX_REFUSED_AT_ONCE = 4
 # others stay in the queue, where their deadlines are checked, and take no memory for an output.
 MAX_UNDERWAY = 2
 _STOPPING_S = 0.1
-# What others can have us log, a line for each request: how many lines, in how many seconds.
-_LOGGED = {
-    "queue_full": (1, 1.0),
-    "refused": (50, 60.0),
-    "client_gone": (50, 60.0),
-    "failed": (50, 60.0),  # with a traceback each
-}
 # More than a request for our health has in either form.
 _HEALTH_BYTES = 256
 # A wait for messages takes whole milliseconds. In the last of them before an accelerator is done we
@@ -105,7 +97,6 @@ class RequestLoop:
         self._underway: deque[_Underway] = deque()
         # When it was done with the last one (perf_counter_ns).
         self._free_ns = 0
-        self._lines = {event: LineLimit(*limit) for event, limit in _LOGGED.items()}
 
     def run(self, listener: Listener, stop: StopSignal) -> None:
         """Answer until told to stop, and then what was taken before."""
@@ -226,10 +217,10 @@ class RequestLoop:
                 answer = self._operators.apply(request)
         except ProtocolError as error:
             self._send_refusal(listener, origin, error)
-        except Exception:  # noqa: BLE001 - it is logged, if not too many are
+        except Exception:
             # Exhausted memory, a device fault or a mistake of ours: this request fails, the
             # others go on. The traceback stays in our own log.
-            self._log_failure(origin)
+            log.exception("failed", extra=_fields(origin, method=origin.method))
             self._send(listener, origin, ErrorCode.INTERNAL)
         else:
             if answer.work is None:
@@ -247,7 +238,7 @@ class RequestLoop:
         try:
             ends_ns = work.ends_ns()
         except RuntimeError:
-            self._log_failure(origin)
+            log.exception("failed", extra=_fields(origin, method=origin.method))
             self._send(listener, origin, ErrorCode.INTERNAL)
             return True
         if ends_ns > time.perf_counter_ns():
@@ -282,8 +273,8 @@ class RequestLoop:
         incoming, form, request_id, method = origin
         try:
             frames = encode_reply(form, request_id, method, result, timing)
-        except Exception:  # noqa: BLE001 - it is logged, if not too many are
-            self._log_failure(origin)
+        except Exception:
+            log.exception("failed", extra=_fields(origin, method=method))
             result = ErrorCode.INTERNAL
             frames = encode_reply(form, request_id, method, result)
         counters = self._counters
@@ -293,23 +284,15 @@ class RequestLoop:
             counters.sent_bytes += frame_bytes(frames)
         else:
             counters.dropped_replies += 1
-            if (left_out := self._lines["client_gone"].due(time.monotonic())) is not None:
-                log.warning("client_gone", extra=_fields(origin, **_counted(left_out)))
-
-    def _log_failure(self, origin: _Origin) -> None:
-        """Log the exception that is being handled, with its traceback."""
-        if (left_out := self._lines["failed"].due(time.monotonic())) is not None:
-            extra = _fields(origin, method=origin.method, **_counted(left_out))
-            log.exception("failed", extra=extra)
+            log.warning("client_gone", extra=_fields(origin))
 
     # ------------------------------------------------------------------------------- refusals
 
     def _send_refusal(self, listener: Listener, origin: _Origin, error: ProtocolError) -> None:
         if isinstance(error, EnvelopeError):
             origin = origin._replace(form=error.form, request_id=error.request_id)
-        if (left_out := self._lines["refused"].due(time.monotonic())) is not None:
-            fields = {"code": error.code.value, "detail": str(error), **_counted(left_out)}
-            log.warning("refused", extra=_fields(origin, **fields))
+        fields = _fields(origin, code=error.code.value, detail=str(error))
+        log.warning("refused", extra=fields)
         self._send(listener, origin, error.code)
 
     def _refuse(self, listener: Listener, incoming: Incoming, code: ErrorCode) -> _Origin:
@@ -330,16 +313,15 @@ class RequestLoop:
 
     def _refuse_full(self, listener: Listener, refused: Refused) -> None:
         origin = self._refuse(listener, refused.incoming, ErrorCode.QUEUE_FULL)
-        if (left_out := self._lines["queue_full"].due(time.monotonic())) is not None:
-            fields = {
-                "code": ErrorCode.QUEUE_FULL.value,
-                "limit": f"max_queued_{refused.limit}",
-                "allowed": getattr(self._queue.limits, refused.limit),
-                "requested": refused.requested,
-                "available": refused.available,
-                "refused": left_out + 1,
-            }
-            log.warning("queue_full", extra=_fields(origin, **fields))
+        fields = _fields(
+            origin,
+            code=ErrorCode.QUEUE_FULL.value,
+            limit=f"max_queued_{refused.limit}",
+            allowed=getattr(self._queue.limits, refused.limit),
+            requested=refused.requested,
+            available=refused.available,
+        )
+        log.warning("queue_full", extra=fields)
 
     def _refuse_rest(self, listener: Listener) -> None:
         """Refuse what the drain has left.
@@ -365,11 +347,6 @@ class RequestLoop:
 def _fields(origin: _Origin, **more: object) -> dict[str, dict[str, object]]:
     """Return what a line of the log says of a request, as `extra`."""
     return {"fields": {"peer": origin.incoming.peer, "request_id": origin.request_id, **more}}
-
-
-def _counted(left_out: int) -> dict[str, int]:
-    """Return what a line of the log says of those of its kind that are not in it."""
-    return {"left_out": left_out} if left_out else {}
 
 
 def _check_deadline(opened: OpenedRequest, queue_us: int) -> None:

@@ -17,6 +17,7 @@ from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.hangup import rereads_list
 from gpu_side.holdings import BOTH, Holdings, read_holdings
 from gpu_side.kernels import NullWeights
+from gpu_side.log_limit import limited
 from gpu_side.operators import Operators
 from gpu_side.queues import ALL_CLIENTS, QueueLimits
 from gpu_side.request_loop import DEFAULT_DRAIN_S, RequestLoop
@@ -117,8 +118,9 @@ class ServiceSettings:
 def serve(settings: ServiceSettings) -> None:
     """Run the service until SIGTERM or SIGINT.
 
-    Raises SettingsError, EndpointError, ModelError or KernelError while starting, and nothing
-    afterwards.
+    Raises SettingsError, EndpointError, ModelError or KernelError while starting; afterwards
+    EndpointError alone, where a list with a revoked key was read and the address cannot be bound
+    again.
     """
     started = time.monotonic()
     require_little_endian()
@@ -126,7 +128,7 @@ def serve(settings: ServiceSettings) -> None:
         torch.set_num_threads(settings.threads)
     device = parse_device(settings.device)
     limits, keys = settings.limits, settings.read_keys()
-    with _stop_signals() as stop:
+    with limited(log), _stop_signals() as stop:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
             settings.bind,

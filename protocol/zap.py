@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 import zmq
 from zmq.utils import z85
@@ -25,8 +24,6 @@ ZAP_ENFORCE_DOMAIN = 93
 _ADDRESS = "inproc://zeromq.zap.01"
 _REQUEST_FRAMES = 7
 _KEY_BYTES = 32
-_LOGGED_AT_ONCE = 5
-_LOG_INTERVAL_S = 10.0
 
 # What ends a handshake before anybody's key is looked at.
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -51,7 +48,8 @@ class Doorkeeper:
         # Keys that were let in. Noted before the list is looked at: whoever replaces the list finds
         # here every key that was let in by the one before.
         self._let_in: set[bytes] = set()
-        self._log = _RefusalLog()
+        # How many connections were turned away.
+        self.refused = 0
         self._requests = context.socket(zmq.REP)
         self._failures = watch(context, service, FAILURES)
         self._requests.setsockopt(zmq.LINGER, 0)
@@ -79,11 +77,6 @@ class Doorkeeper:
             return frame.get("User-Id") in self._names
         except zmq.ZMQError:
             return False
-
-    @property
-    def refused(self) -> int:
-        """How many connections were refused so far."""
-        return self._log.count
 
     def join(self) -> None:
         """Wait until the thread has ended, as it does when the context is terminated."""
@@ -128,9 +121,9 @@ class Doorkeeper:
             if key in self._allowed:
                 return [version, request_id, b"200", b"OK", key, b""]
             self._let_in.discard(key)
-            self._log.refused("unknown_key", key=key.decode("ascii"))
+            self._refuse("unknown_key", key=key.decode("ascii"))
         except ValueError as error:
-            self._log.refused(str(error))
+            self._refuse(str(error))
         return [version, request_id, b"400", b"refused", b"", b""]
 
     def _key_of(self, request: list[bytes]) -> bytes:
@@ -148,37 +141,16 @@ class Doorkeeper:
         found = parse_monitor_message(event)
         if found["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             wrong = found["value"] == _WRONG_MECHANISM
-            self._log.refused("no_key" if wrong else "handshake_not_of_this_service")
+            self._refuse("no_key" if wrong else "handshake_not_of_this_service")
         elif found["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._log.refused("handshake_not_finished")
+            self._refuse("handshake_not_finished")
+
+    def _refuse(self, reason: str, **more: str) -> None:
+        """Count a connection that is refused, and log why."""
+        self.refused += 1
+        log.warning("connection_refused", extra={"fields": {"reason": reason, **more}})
 
 
 def _names(keys: frozenset[bytes]) -> frozenset[str]:
     """Return keys as ZeroMQ notes them with messages."""
     return frozenset(key.decode("ascii") for key in keys)
-
-
-class _RefusalLog:
-    """A line for each refused connection, but few where there are many: others could fill disks."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._since = -_LOG_INTERVAL_S
-        self._lines = 0
-        self._left_out = 0
-
-    def refused(self, reason: str, **more: str) -> None:
-        """Log a reason, or count it."""
-        self.count += 1
-        now = time.monotonic()
-        if now - self._since >= _LOG_INTERVAL_S:
-            self._since, self._lines = now, 0
-        if self._lines >= _LOGGED_AT_ONCE:
-            self._left_out += 1
-            return
-        self._lines += 1
-        fields: dict[str, object] = {"reason": reason, **more}
-        if self._left_out:
-            fields["refused_since_last_line"] = self._left_out
-            self._left_out = 0
-        log.warning("connection_refused", extra={"fields": fields})

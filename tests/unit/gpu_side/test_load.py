@@ -8,8 +8,8 @@ import time
 import msgpack
 import pytest
 
-from gpu_side import request_loop
 from gpu_side.answers import Answer
+from gpu_side.log_limit import LIMITS, limited
 from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE
 from gpu_side.state import ServiceState
@@ -74,8 +74,7 @@ def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
         for n in (4, 5)
     ] + [{"status": "error", "error": "QUEUE_FULL"}]
     assert len(listener.sent) == 8
-    # One line, however many were refused in that second.
-    (record,) = caplog.records
+    record, *_ = caplog.records
     assert record.getMessage() == "queue_full"
     assert record.__dict__["fields"] == {
         "peer": b"a".hex(),
@@ -85,7 +84,6 @@ def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
         "allowed": 2,
         "requested": 1,
         "available": 0,
-        "refused": 1,
     }
     assert state.counters.of("Matmul").outcomes["QUEUE_FULL"] == 2
     assert state.counters.of("Init").outcomes["QUEUE_FULL"] == 1
@@ -95,46 +93,24 @@ def _failing(request: Request) -> Answer:
     raise RuntimeError("canary")
 
 
-@pytest.mark.parametrize("event", ["refused", "client_gone", "failed"])
-def test_a_flood_does_not_fill_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, event: str
+@pytest.mark.parametrize("event", ["refused", "client_gone", "failed", "queue_full"])
+def test_what_others_can_have_logged_is_logged_by_a_name_that_is_limited(
+    caplog: pytest.LogCaptureFixture, event: str
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(request_loop.time, "monotonic", lambda: now)
-    flood = (
-        [_inline("Canary") for _ in range(65)] if event == "refused" else _from("a", *range(1, 66))
-    )
+    flood = [_inline("Canary")] * 70 if event == "refused" else _from("a", *range(1, 71))
     listener = Listener(flood, gone=event == "client_gone")
-    loop = make_loop(_failing if event == "failed" else lambda request: RESULT)
-    with caplog.at_level(logging.WARNING):
-        for incoming in flood:
-            loop._answer(listener, incoming)
-        assert [record.getMessage() for record in caplog.records] == [event] * 50
-        assert not any("left_out" in record.__dict__["fields"] for record in caplog.records)
-        now = 160.0
-        for incoming in flood[:2]:
-            loop._answer(listener, incoming)
-    assert [record.__dict__["fields"].get("left_out") for record in caplog.records[50:]] == [
-        15,
-        None,
-    ]
-    assert len(listener.sent) == 67
-
-
-def test_a_line_a_second_says_how_many_were_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(request_loop.time, "monotonic", lambda: now)
-    listener = Listener([])
-    loop = make_loop(lambda request: RESULT, ServiceState(QueueLimits(requests=1)))
-    with caplog.at_level(logging.WARNING):
-        for now in (100.0, 100.5, 100.9, 101.1, 101.2, 103.0):  # noqa: B007 - the clock reads it
-            listener.incoming.extend(_from("a", 1, 2))
-            loop._pick_up(listener, listener.receive())
-            list(loop._queue.drain())
-    counts = [record.__dict__["fields"]["refused"] for record in caplog.records]
-    assert counts == [1, 3, 2]
+    state = ServiceState(QueueLimits(requests=1) if event == "queue_full" else QueueLimits())
+    loop = make_loop(_failing if event == "failed" else lambda request: RESULT, state)
+    with caplog.at_level(logging.WARNING), limited(logging.getLogger("gpu_service")):
+        if event == "queue_full":
+            while listener.incoming:
+                loop._pick_up(listener, listener.receive())
+        else:
+            for incoming in flood:
+                loop._answer(listener, incoming)
+    lines, _ = LIMITS[event]
+    assert [record.getMessage() for record in caplog.records] == [event] * lines
+    assert len(listener.sent) == (69 if event == "queue_full" else 70)
 
 
 def test_a_large_message_that_does_not_fit_is_not_decoded_to_be_refused() -> None:
