@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from protocol.channel import Traffic
 from protocol.connect import open_connection
-from protocol.curve import ClientKeys, one_for_each
+from protocol.curve import ClientKeys, one_for_each, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import PromptError
 from protocol.link import Link
@@ -283,6 +283,9 @@ class Runner:
         endpoints = [spec.endpoint for spec in specs]
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
         self._keys = dict(zip(endpoints, keys, strict=True))
+        for endpoint, own in self._keys.items():
+            if own is not None:
+                require_zmq_keys(endpoint)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         config = read_config(settings.model, settings.manifest)

@@ -474,6 +474,8 @@ def test_a_runner_does_not_start_with_wrong_keys(
     result = CliRunner().invoke(tee_runner, command + more)
     assert isinstance(result.exception, TsqpError)
     assert message in str(result.exception)
+    # Nobody was dialled, who would have been blamed for it.
+    assert " warning " not in result.output
 
 
 def test_refusals_do_not_keep_a_service_from_its_work(model: Path, files: Files) -> None:
