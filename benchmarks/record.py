@@ -155,6 +155,7 @@ RECORDINGS: tuple[Recording, ...] = (
     _script("growth"),
     _script("plan", may_miss=True),
     _script("memory"),
+    _script("verify_cost", may_miss=True),
 )
 
 

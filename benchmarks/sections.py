@@ -311,6 +311,23 @@ def _growth(documents: Documents) -> tuple[list[Check], list[str]]:
     return checks, [markdown((*columns, "at most linear"), rows, texts=4)]
 
 
+def _verify(documents: Documents) -> tuple[list[Check], list[str]]:
+    found = documents["verify_cost"]
+    target = found["most_share"]
+    checks, rows = [], []
+    for one in found["results"]:
+        batch, share = one["batch"], one["share"]
+        what = "1 sequence" if batch == 1 else f"{batch} sequences"
+        check = Check(what, f"<= {percent(target)}", f"{share:.2%}", share <= target)
+        checks.append(check)
+        times = [figures(one[name]) for name in ("check_ms", "tee_ms")]
+        whole = [figures(one[name]) for name in ("verified_ms", "believed_ms")]
+        kept = size(one["secrets_bytes"])
+        rows.append((what, *times, check.reached, *whole, kept, verdict(check)))
+    columns = ("decoding", "checks, ms", "TEE, ms", "share", "a step, ms", "without checks, ms")
+    return checks, [markdown((*columns, "secrets", f"<= {percent(target)}"), rows)]
+
+
 def _time(documents: Documents) -> tuple[list[Check], list[str]]:
     report = _report(documents, "bench_null_tcp")
     parts = ["Policies side by side:", grid_markdown(_without_spread(steps_grid(report)))]
@@ -403,6 +420,14 @@ SECTIONS: tuple[Section, ...] = (
         "cost = factor x size^exponent, fitted over logarithms; overhead, a service that answers at"
         " once. Up to 1.05 counts as linear. Only attention of a prompt may exceed it.",
         _growth,
+    ),
+    Section(
+        "verify",
+        "Verified results",
+        ("verify_cost",),
+        "What checks take of the TEE side's time for a decoded token under `shielded`, pads made"
+        " ahead, beside the same policy without checks, a step each in turns.",
+        _verify,
     ),
     Section(
         "time",
