@@ -48,7 +48,7 @@ docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from w
 	$(BIN)/python -m tsqp.catalogue docs/masks.md
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
-bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (35 minutes); ONLY=NAME: one of it
+bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); ONLY=NAME: one of it
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md; exit $$status

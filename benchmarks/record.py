@@ -156,6 +156,7 @@ RECORDINGS: tuple[Recording, ...] = (
     _script("plan", may_miss=True),
     _script("memory"),
     _script("verify_cost", may_miss=True),
+    _script("failover_cost", may_miss=True),
 )
 
 

@@ -328,6 +328,36 @@ def _verify(documents: Documents) -> tuple[list[Check], list[str]]:
     return checks, [markdown((*columns, "secrets", f"<= {percent(target)}"), rows)]
 
 
+def _failover(documents: Documents) -> tuple[list[Check], list[str]]:
+    found = documents["failover_cost"]
+    checks, rows = [], []
+    for one in found["results"]:
+        what = f"{one['work']}, {one['transport']}"
+        check = Check(
+            what,
+            f"<= {hundredths(1 + one['noise'], math.floor)}",
+            hundredths(one["two_to_again"], math.ceil),
+            one["ok"],
+        )
+        checks.append(check)
+        ways = [f"{one['ratios'][way]:.3f}" for way in ("plain again", "one", "two")]
+        rows.append(
+            (
+                *(one["work"], one["transport"], figures(one["us"]["plain"])),
+                *(*ways, check.reached, check.wanted, verdict(check)),
+            )
+        )
+    columns = (
+        *("work", "transport", "plain, us", "plain again", "one service", "two"),
+        *("two to plain again", "noise", "reached"),
+    )
+    said = (
+        "Bookkeeping for an RPC that could be asked again:"
+        f" {figures(found['bookkeeping_us'])} us, around a channel that answers at once."
+    )
+    return checks, [markdown(columns, rows, texts=2), said]
+
+
 def _time(documents: Documents) -> tuple[list[Check], list[str]]:
     report = _report(documents, "bench_null_tcp")
     parts = ["Policies side by side:", grid_markdown(_without_spread(steps_grid(report)))]
@@ -428,6 +458,15 @@ SECTIONS: tuple[Section, ...] = (
         "What checks take of the TEE side's time for a decoded token under `shielded`, pads made"
         " ahead, beside the same policy without checks, a step each in turns.",
         _verify,
+    ),
+    Section(
+        "failover",
+        "A second service that stands in, while all is well",
+        ("failover_cost",),
+        "A plain channel, one that nobody stands in for, and two services that stand in for each"
+        " other, in turns, as times of the plain channel in the same round. What another plain"
+        " channel to the same service differs by, in all but two of ten blocks, is noise.",
+        _failover,
     ),
     Section(
         "time",

@@ -21,7 +21,7 @@ from protocol.errors import SettingsError
 _HEAD = """\
 # Benchmarks
 
-`make docs` writes this page from benchmarks/results; `make bench` measures it all again (about 35
+`make docs` writes this page from benchmarks/results; `make bench` measures it all again (about 40
 minutes on two cores; nothing else should run). `make bench ONLY=NAME` repeats one recording. For a
 machine and a policy of your own: `tsqp bench`, which also writes a page with plots.
 """

@@ -59,7 +59,7 @@ class Counters:
         self.methods = {name: MethodCounters() for name in (*REQUEST_TYPES, UNKNOWN_METHOD)}
         self.received_bytes = 0
         self.sent_bytes = 0
-        # Replies that nobody took: their client has gone, or does not read.
+        # Replies that nobody got: their client has gone, does not read, or may not any more.
         self.dropped_replies = 0
 
     def of(self, method: str) -> MethodCounters:

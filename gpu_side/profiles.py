@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.errors import SettingsError, describe, expectation
+from protocol.errors import SettingsError
+from protocol.validation import validate_file
 
 # An int8 product over ring elements, as `protocol.integer` does it on CUDA: four digits, so four
 # times the arithmetic and four int32 products to add up.
@@ -176,12 +177,4 @@ def _read_profile(path: Path) -> DeviceProfile:
         raise SettingsError(
             str(path), got=f"invalid TOML ({error})"[:160], expected="TOML"
         ) from None
-    try:
-        return DeviceProfile.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = f"{path}: {'.'.join(str(part) for part in first['loc'])}"
-        got = "nothing" if first["type"] == "missing" else describe(first["input"])
-        raise SettingsError(
-            where, got=got, expected=expectation(first["type"], first["msg"])
-        ) from None
+    return validate_file(DeviceProfile, content, str(path), SettingsError)

@@ -5,7 +5,9 @@ the order in which they came; between clients, each has one turn and goes to the
 that a client with many requests delays another's by one of its own. What does not fit is handed
 back to be refused. Where all clients together fill the queue, it is the one with the most that
 loses its newest request: a newcomer is not shut out by those who flood. Nobody loses anything to
-one that does not fit even then.
+one that does not fit even then, and nobody its only request, but for one case: a client that has
+nothing waiting finds room for its fair share of the bytes, which is all of them divided by the
+clients that wait, itself among them. Where it must, those who have more give up even their last.
 """
 
 from __future__ import annotations
@@ -16,21 +18,19 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from protocol.channel import Incoming
+from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
+from gpu_side.transport.listener import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.pending import frame_bytes
-
-# How many times what one client may have waiting, all of them together may.
-ALL_CLIENTS = 4
+from protocol.tensors import frame_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
     """How much may wait: of one client, and (`total_`) of all together."""
 
-    requests: int = 64
+    requests: int = QUEUED_REQUESTS
     bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    total_requests: int = 1024
+    total_requests: int = QUEUED_TOTAL_REQUESTS
     total_bytes: int = ALL_CLIENTS * DEFAULT_MAX_MESSAGE_BYTES
 
 
@@ -116,7 +116,7 @@ class FairQueue:
         self._served = client.name
         return incoming
 
-    def pass_by(self, client: bytes) -> None:
+    def note_served(self, client: bytes) -> None:
         """Note that a client (`Incoming.client`) had its turn without waiting."""
         self._served = client
 
@@ -134,18 +134,22 @@ class FairQueue:
     def _choose_victims(self, count: int, held: int, size: int) -> list[tuple[_Client, str]] | None:
         """Say who must give up its newest message, and for which limit, to let one more wait.
 
-        Those with more than who comes would have (`count`, `held`), the one with most first; a
-        client's only message stays: it would never be served otherwise. `size`: bytes that must
-        fit. None where they do not even then: nobody need give up anything.
+        Those with more than who comes would have (`count`, `held`), the one with most first. A
+        client's only message stays, as it might never be served otherwise, unless who comes has
+        nothing waiting and needs no more than a fair share of the bytes: as the richest give first,
+        it fits before anybody within such a share must give. `size`: bytes that must fit. None
+        where they do not even then: nobody need give up anything.
         """
         limits = self.limits
         victims: list[tuple[_Client, str]] = []
         to_free = self.bytes + size - limits.total_bytes
+        is_modest = count == 1 and size <= limits.total_bytes // (len(self._turns) + 1)
+        keeps = 0 if is_modest else 1
         # Most bytes first, then in the order of turns: what each has left, and what it gave up.
         richest = [
             (-client.bytes, turn, 0, client)
             for turn, client in enumerate(self._turns)
-            if client.bytes > held and len(client.messages) > 1
+            if client.bytes > held and len(client.messages) > keeps
         ]
         heapify(richest)
         while to_free > 0:
@@ -156,7 +160,7 @@ class FairQueue:
             victims.append((client, "total_bytes"))
             to_free -= freed
             left, given = -negative - freed, given + 1
-            if left > held and len(client.messages) - given > 1:
+            if left > held and len(client.messages) - given > keeps:
                 heappush(richest, (-left, turn, given, client))
         # Whoever gave up bytes made room in number, too.
         if not victims and self.requests >= limits.total_requests:
@@ -171,4 +175,7 @@ class FairQueue:
         client.bytes -= freed
         self.requests -= 1
         self.bytes -= freed
+        if not client.messages:
+            self._turns.remove(client)
+            del self._clients[client.name]
         return Refused(incoming, limit, freed if limit == "total_bytes" else 1, 0)

@@ -13,17 +13,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from gpu_side.answers import Answer, Working
 from gpu_side.counters import SUCCESS
+from gpu_side.defaults import DRAIN_S
 from gpu_side.operators import Operators
 from gpu_side.queues import Refused
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
-from protocol.channel import Incoming, Listener
+from gpu_side.transport.listener import Incoming, Listener
 from protocol.clock import wait_until
 from protocol.codec import MAX_HEADER_BYTES
 from protocol.encoding import (
@@ -37,13 +39,17 @@ from protocol.encoding import (
 )
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import HealthRequest, Response, Timing
-from protocol.pending import frame_bytes
+from protocol.tensors import frame_bytes
 
 log = logging.getLogger("gpu_service")
 
-DEFAULT_DRAIN_S = 30.0
-# Between two requests, answers to what does not wait: refusals, and how we are.
+# Between two requests, answers to what does not wait (refusals, and how we are): so many, and more
+# for so long, or for this part of the time that the last request took. A flood takes little of the
+# others' time then, and they wait little for what came before their own in the transport, which has
+# turns by connection and not by key.
 MAX_REFUSED_AT_ONCE = 4
+REFUSING_NS = 1_000_000
+REFUSING_PART = 4
 # Given to an accelerator: one that it works on, and the next, so that it need not wait for us. The
 # others stay in the queue, where their deadlines are checked, and take no memory for an output.
 MAX_UNDERWAY = 2
@@ -77,7 +83,8 @@ class RequestLoop:
     """Takes messages from a listener and gives it the replies.
 
     `state`: its queue, and what it counts. `drain_timeout_s`: how long it goes on, once told to
-    stop, with what it has taken.
+    stop, with what it has taken. `is_allowed`: whether a client (`Incoming.key`) is still served;
+    what was taken from one that is not any more gets no reply.
     """
 
     def __init__(
@@ -85,7 +92,8 @@ class RequestLoop:
         operators: Operators,
         max_message_bytes: int,
         state: ServiceState | None = None,
-        drain_timeout_s: float = DEFAULT_DRAIN_S,
+        drain_timeout_s: float = DRAIN_S,
+        is_allowed: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         self._operators = operators
         self._max_message_bytes = max_message_bytes
@@ -93,6 +101,9 @@ class RequestLoop:
         self._queue = self._state.queue
         self._counters = self._state.counters
         self._drain_ns = int(drain_timeout_s * 1e9)
+        self._is_allowed = is_allowed
+        # When the last request was begun (perf_counter_ns).
+        self._began_ns = 0
         # What an accelerator works on, in the order in which it will be done.
         self._underway: deque[_Underway] = deque()
         # When it was done with the last one (perf_counter_ns).
@@ -118,7 +129,7 @@ class RequestLoop:
                 break
             elif (incoming := listener.receive()) is not None:
                 # Nothing waits: it need not either.
-                queue.pass_by(incoming.client)
+                queue.note_served(incoming.client)
                 self._answer(listener, incoming)
             if underway:
                 self._send_what_ended(listener)
@@ -149,9 +160,11 @@ class RequestLoop:
     def _pick_up(self, listener: Listener, incoming: Incoming | None) -> None:
         """Let everything wait that has arrived; answer at once what asks how we are.
 
-        Until some had to be refused: who sends too much must not keep us from the others' work.
+        Until enough had to be refused: who sends too much must not keep us from the others' work.
         """
         refused, draining = 0, self._state.status == "draining"
+        now = time.perf_counter_ns()
+        until = now + max(REFUSING_NS, (now - self._began_ns) // REFUSING_PART)
         while incoming is not None:
             if self._asks_for_health(incoming):
                 self._answer(listener, incoming)
@@ -163,7 +176,9 @@ class RequestLoop:
                 for full in self._queue.put(incoming):
                     self._refuse_full(listener, full)
                     refused += 1
-            incoming = listener.receive() if refused < MAX_REFUSED_AT_ONCE else None
+            if refused >= MAX_REFUSED_AT_ONCE and time.perf_counter_ns() >= until:
+                break
+            incoming = listener.receive()
 
     def _asks_for_health(self, incoming: Incoming) -> bool:
         frames = incoming.frames
@@ -202,10 +217,13 @@ class RequestLoop:
         self._state.underway = len(underway)
 
     def _answer(self, listener: Listener, incoming: Incoming) -> None:
-        started_ns = time.perf_counter_ns()
+        self._began_ns = started_ns = time.perf_counter_ns()
         frames = incoming.frames
         self._counters.received_bytes += frame_bytes(frames)
         origin = _Origin(incoming, likely_form(frames), 0, "")
+        if not self._is_allowed(incoming.key):
+            self._drop(origin)
+            return
         try:
             opened = open_request(frames, self._max_message_bytes)
             origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
@@ -271,6 +289,9 @@ class RequestLoop:
         timing: Timing | None = None,
     ) -> None:
         incoming, form, request_id, method = origin
+        if not self._is_allowed(incoming.key):
+            self._drop(origin)
+            return
         try:
             frames = encode_reply(form, request_id, method, result, timing)
         except Exception:
@@ -287,6 +308,11 @@ class RequestLoop:
             log.warning("client_gone", extra=_fields(origin))
 
     # ------------------------------------------------------------------------------- refusals
+
+    def _drop(self, origin: _Origin) -> None:
+        """Take note of a request that gets no reply: its client's key has been revoked."""
+        self._counters.dropped_replies += 1
+        log.warning("dropped", extra=_fields(origin, detail="the key has been revoked"))
 
     def _send_refusal(self, listener: Listener, origin: _Origin, error: ProtocolError) -> None:
         if isinstance(error, EnvelopeError):
@@ -337,6 +363,8 @@ class RequestLoop:
             self._send(listener, origin, ErrorCode.SHUTTING_DOWN)
         for incoming in self._queue.drain():
             self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
+        # Not a part of the time since the last request, which may be hours.
+        self._began_ns = time.perf_counter_ns()
         until = time.monotonic() + _STOPPING_S
         while listener.wait(timeout_ms=max(0, int((until - time.monotonic()) * 1000))):
             self._pick_up(listener, listener.receive())

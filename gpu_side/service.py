@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,21 @@ from typing import Literal
 
 import torch
 
+from gpu_side.allow_list_reload import rereads_list
+from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
-from gpu_side.hangup import rereads_list
 from gpu_side.holdings import BOTH, Holdings, read_holdings
 from gpu_side.kernels import NullWeights
 from gpu_side.log_limit import limited
 from gpu_side.operators import Operators
-from gpu_side.queues import ALL_CLIENTS, QueueLimits
-from gpu_side.request_loop import DEFAULT_DRAIN_S, RequestLoop
+from gpu_side.queues import QueueLimits
+from gpu_side.request_loop import RequestLoop
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
-from gpu_side.weights import ServiceWeights, check_integers, load_weights
-from protocol.connect import open_listener
+from gpu_side.transport.bind import open_listener
+from gpu_side.transport.listener import Listener
+from gpu_side.transport.zmq_listener import ZmqListener
+from gpu_side.weights import check_integers, load_weights
 from protocol.curve import ServiceKeys, require_keys_beyond_loopback, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import KernelError, SettingsError
@@ -62,11 +66,11 @@ class ServiceSettings:
     spin_us: float = 0.0
     layers: tuple[int, int] | None = None
     metrics: str | None = None
-    max_queued_requests: int = 64
+    max_queued_requests: int = QUEUED_REQUESTS
     max_queued_bytes: int | None = None
-    max_queued_total_requests: int = 1024
+    max_queued_total_requests: int = QUEUED_TOTAL_REQUESTS
     max_queued_total_bytes: int | None = None
-    drain_timeout_s: float = DEFAULT_DRAIN_S
+    drain_timeout_s: float = DRAIN_S
     identity: Path | None = None
     allow: Path | None = None
     allow_anyone: bool = False
@@ -118,12 +122,12 @@ class ServiceSettings:
 def serve(settings: ServiceSettings) -> None:
     """Run the service until SIGTERM or SIGINT.
 
-    Raises SettingsError, EndpointError, ModelError or KernelError while starting; afterwards
-    EndpointError alone, where a list with a revoked key was read and the address cannot be bound
-    again.
+    Raises SettingsError, KeyFileError, EndpointError, ModelError or KernelError while starting;
+    afterwards EndpointError alone, where a key was revoked and the address cannot be bound again.
     """
     started = time.monotonic()
     require_little_endian()
+    _allow_many_descriptors()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = parse_device(settings.device)
@@ -137,11 +141,8 @@ def serve(settings: ServiceSettings) -> None:
             keys=keys,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
-        # Not every transport counts whom it turns away.
         state = ServiceState(
-            limits,
-            device=str(device),
-            clients_refused=lambda: getattr(listener, "clients_refused", 0),
+            limits, device=str(device), clients_refused=lambda: listener.clients_refused
         )
         beside = ExitStack()
         try:
@@ -149,8 +150,8 @@ def serve(settings: ServiceSettings) -> None:
             beside.enter_context(rereads_list(listener, settings.allow))
             log.info("bound", extra={"fields": {"endpoint": listener.endpoint, **_lets_in(keys)}})
             _serve_metrics(settings, state, beside)
-            loop = _load(settings, device, state, stop)
-            if loop is not None:
+            operators = _load(settings, device, state, stop)
+            if operators is not None:
                 log.info(
                     "ready",
                     extra={
@@ -160,11 +161,29 @@ def serve(settings: ServiceSettings) -> None:
                         }
                     },
                 )
+                loop = RequestLoop(
+                    operators,
+                    settings.max_message_bytes,
+                    state,
+                    settings.drain_timeout_s,
+                    _is_allowed(listener),
+                )
                 loop.run(listener, stop)
         finally:
             listener.close()
             beside.close()
     log.info("stopped", extra={"fields": {"endpoint": settings.bind}})
+
+
+def _allow_many_descriptors() -> None:
+    """Raise our limit of open files as far as we may: each connection is one, a stranger's too."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _is_allowed(listener: Listener) -> Callable[[bytes], bool]:
+    """Return what says whether a client that was let in (`Incoming.key`) still is."""
+    return listener.is_allowed if isinstance(listener, ZmqListener) else lambda _: True
 
 
 def _lets_in(keys: ServiceKeys | None) -> dict[str, object]:
@@ -211,7 +230,7 @@ class _StoppedWhileLoadingError(Exception):
 
 def _load(
     settings: ServiceSettings, device: Device, state: ServiceState, stop: StopSignal
-) -> RequestLoop | None:
+) -> Operators | None:
     """Read the weights; None if a stop signal came meanwhile."""
     began = time.monotonic()
     config = read_config(settings.model)
@@ -233,10 +252,6 @@ def _load(
     limit = settings.max_message_bytes
     arithmetic = _arithmetic(settings, config, device)
 
-    def loop_of(weights: ServiceWeights | NullWeights) -> RequestLoop:
-        operators = Operators(weights, limit, state.queue.limits)
-        return RequestLoop(operators, limit, state, settings.drain_timeout_s)
-
     if isinstance(device, NullDevice):
         held, _ = read_holdings(settings.model, arithmetic, weights=False, layers=layers)
         log.warning(
@@ -244,7 +259,7 @@ def _load(
             extra={"fields": {"device": str(device), "computes": "nothing", "replies": "zeros"}},
         )
         _log_loaded(held, 0, time.monotonic() - began)
-        return loop_of(NullWeights(held, device, torch_dtype(dtype)))
+        return Operators(NullWeights(held, device, torch_dtype(dtype)), limit, state.queue.limits)
     logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -267,7 +282,7 @@ def _load(
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    return loop_of(weights)
+    return Operators(weights, limit, state.queue.limits)
 
 
 def _log_loaded(held: Holdings, weight_bytes: int, load_s: float) -> None:

@@ -8,7 +8,11 @@ from types import FrameType
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into a readable socket, so that a blocked poll wakes at once."""
+    """Turns SIGTERM and SIGINT into a readable socket, so that a blocked poll wakes at once.
+
+    As `writer` it may be given to `signal.set_wakeup_fd` besides: a signal that comes just before a
+    poll blocks then ends it, whose handler would have to wait for the poll's end.
+    """
 
     def __init__(self) -> None:
         self.reader, self.writer = socket.socketpair()
@@ -19,6 +23,9 @@ class StopSignal:
     def request(self, _number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         self.requested = True
+        # Where it is full, whoever reads has been woken.
+        with suppress(BlockingIOError):
+            self.writer.send(b"\0")
 
     def rearm(self) -> None:
         """Wait for another one."""

@@ -1,8 +1,8 @@
 """How a request reaches the service and its reply comes back, whatever carries the bytes.
 
-`Channel` is the client's end and `Listener` the service's; `protocol.connect` makes both, by the
-scheme of the endpoint. Several requests may be in flight: `submit` returns at once, `wait` returns
-the reply to one of them. A channel belongs to one thread, and so does a listener.
+`Channel` is the client's end; `protocol.connect` makes one, by the scheme of the endpoint. The
+service's end is the GPU side's own business. Several requests may be in flight: `submit` returns at
+once, `wait` returns the reply to one of them. A channel belongs to one thread.
 
 What is made anew in every round trip is a named tuple here: a frozen dataclass of as many fields
 takes a microsecond and a half longer to make.
@@ -10,14 +10,11 @@ takes a microsecond and a half longer to make.
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from protocol.errors import TsqpError
 from protocol.messages import Request, Response, Timing
-from protocol.tensors import Buffer
 
 
 class Exchange(NamedTuple):
@@ -90,52 +87,4 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Disconnect; pending requests are dropped."""
-        ...
-
-
-class Incoming(NamedTuple):
-    """One received message: where the reply must go, and the frames of the message itself.
-
-    `received_ns` is on the clock of `time.perf_counter_ns`. The frames' memory is this message's
-    own and writable. `key`: the client's public key (Z85), empty without keys.
-    """
-
-    route: tuple[bytes, ...]
-    frames: list[memoryview]
-    received_ns: int
-    key: bytes = b""
-
-    @property
-    def client(self) -> bytes:
-        """Who sent it: with keys all connections of one key are one client, else each is one."""
-        return self.key or self.route[0]
-
-    @property
-    def peer(self) -> str:
-        """A short name of the client for logs."""
-        return self.route[0].hex()
-
-
-class Listener(Protocol):
-    """The service's end: hands out the messages of any number of clients, and takes replies."""
-
-    endpoint: str
-
-    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """Block until a message can be received; False on time-out or if `wakeup` is readable."""
-        ...
-
-    def receive(self) -> Incoming | None:
-        """Return the next message, or None when there is none. Never blocks."""
-        ...
-
-    def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
-        """Send a reply without waiting for its client; False if that has gone or does not read.
-
-        The frames' memory must not be written to as long as the listener refers to it.
-        """
-        ...
-
-    def close(self) -> None:
-        """Stop listening; replies on their way get half a second."""
         ...

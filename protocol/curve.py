@@ -76,11 +76,8 @@ class ServiceKeys:
 
     @classmethod
     def read(cls, identity: Path, allow: Path) -> ServiceKeys:
-        """Read both files. Raises KeyFileError, also for a list of nobody."""
-        allowed = read_allow_list(allow)
-        if not allowed:
-            raise KeyFileError(str(allow), got="no key", expected="a client's public key a line")
-        return cls(read_secret_key(identity), allowed)
+        """Read both files. Raises KeyFileError."""
+        return cls(read_secret_key(identity), read_allow_list(allow))
 
 
 def require_curve() -> None:
@@ -112,7 +109,8 @@ def new_key_pair(name: Path) -> tuple[Path, Path, str]:
 def read_secret_key(path: Path) -> bytes:
     """Read a secret key file. Raises KeyFileError.
 
-    Refused: what group or others may use at all, and a public key in its place.
+    Refused: what group or others may use at all, what belongs to another user (but root), and a
+    public key in its place.
     """
     return _read_key(path, secret=True)
 
@@ -120,7 +118,7 @@ def read_secret_key(path: Path) -> bytes:
 def read_public_key(path: Path) -> bytes:
     """Read a public key file. Raises KeyFileError.
 
-    Refused: what group or others may write, and a secret key in its place.
+    Refused: what anybody may write but us and root, and a secret key in its place.
     """
     return _read_key(path, secret=False)
 
@@ -134,13 +132,14 @@ def public_key_of(path: Path) -> bytes:
 
 
 def read_allow_list(path: Path) -> frozenset[bytes]:
-    """Read an allow-list, which may hold nobody. Raises KeyFileError that names the line.
+    """Read an allow-list. Raises KeyFileError that names the line.
 
-    Refused: what group or others may write; a line that is no key; a secret key file in it.
+    Refused: what anybody may write but us and root; a line that is no key; a secret key file in it;
+    a list of nobody, which is a slip and no wish: a service for nobody can be stopped.
     """
     allowed = set()
-    text, mode = _read(path, _MAX_LIST_BYTES)
-    _require_owner_writes(path, mode)
+    text, status = _read(path, _MAX_LIST_BYTES)
+    _require_only_we_write(path, status)
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{path}: line {number}"
         if line.strip() == SECRET_HEADER:
@@ -151,6 +150,8 @@ def read_allow_list(path: Path) -> frozenset[bytes]:
         if len(words) > 1 and not words[1].startswith("#"):
             raise KeyFileError(where, got="more after the key", expected="nothing, or # a comment")
         allowed.add(_checked_key(words[0], where))
+    if not allowed:
+        raise KeyFileError(str(path), got="no key", expected="a client's public key a line")
     return frozenset(allowed)
 
 
@@ -166,7 +167,10 @@ def require_zmq_keys(endpoint: str) -> None:
 
 
 def require_keys_beyond_loopback(endpoint: str) -> None:
-    """Raise SettingsError if binding `endpoint` without keys lets other machines in."""
+    """Raise SettingsError if binding `endpoint` without keys lets in whoever is on the network.
+
+    vsock:// passes: it has no keys, and whoever it reaches runs on this machine.
+    """
     scheme, _, rest = endpoint.partition("://")
     host = rest.rpartition(":")[0]
     loopback = host in ("localhost", "lo", "[::1]") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host)
@@ -197,7 +201,8 @@ def one_for_each(
 
 
 def _read_key(path: Path, *, secret: bool) -> bytes:
-    text, mode = _read(path, _MAX_KEY_FILE_BYTES)
+    text, status = _read(path, _MAX_KEY_FILE_BYTES)
+    mode = stat.S_IMODE(status.st_mode)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
     lines = text.split("\n")
@@ -211,7 +216,7 @@ def _read_key(path: Path, *, secret: bool) -> bytes:
             got=f"mode {mode:04o}",
             expected=f"{SECRET_MODE:04o}: for its owner alone (chmod 600)",
         )
-    _require_owner_writes(path, mode)
+    _require_only_we_write(path, status)
     if lines[0] != wanted:
         got = "another first line" if text else "an empty file"
         raise KeyFileError(str(path), got=got, expected=f"{wants}, {wanted!r} in its first line")
@@ -221,13 +226,21 @@ def _read_key(path: Path, *, secret: bool) -> bytes:
     return _checked_key(lines[1], f"{path}: line 2")
 
 
-def _require_owner_writes(path: Path, mode: int) -> None:
+def _require_only_we_write(path: Path, status: os.stat_result) -> None:
     """Refuse what others could have changed: whoever writes a list lets himself in."""
+    mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeyFileError(
             str(path),
             got=f"mode {mode:04o}",
             expected="a file that only its owner can change (chmod go-w)",
+        )
+    # Root can change it whoever owns it.
+    if status.st_uid not in (0, os.geteuid()):
+        raise KeyFileError(
+            str(path),
+            got=f"a file of user {status.st_uid}",
+            expected=f"one of root or of user {os.geteuid()}, who reads it",
         )
 
 
@@ -250,15 +263,15 @@ def _value(group: bytes) -> int:
     return value
 
 
-def _read(path: Path, limit: int) -> tuple[str, int]:
-    """Read a small text file, and its mode. Raises KeyFileError."""
+def _read(path: Path, limit: int) -> tuple[str, os.stat_result]:
+    """Read a small text file, and whose it is. Raises KeyFileError."""
     where = str(path)
     try:
         # Not to wait for whoever writes to a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise KeyFileError(where, got="no regular file", expected="a file of keys")
             content = file.read(limit + 1)
     except OSError as error:
@@ -267,7 +280,7 @@ def _read(path: Path, limit: int) -> tuple[str, int]:
     if len(content) > limit:
         raise KeyFileError(where, got="a larger file", expected=f"at most {limit} bytes of keys")
     try:
-        return content.decode("utf-8").replace("\r\n", "\n"), stat.S_IMODE(mode)
+        return content.decode("utf-8").replace("\r\n", "\n"), status
     except UnicodeDecodeError:
         raise KeyFileError(where, got="bytes that are no text", expected="keys as text") from None
 

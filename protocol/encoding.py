@@ -57,6 +57,9 @@ from protocol.validation import validate
 
 DEFAULT_MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 MAX_REQUEST_FRAMES = 4
+# Of a request, received at all: more than it may have, so that a slightly wrong one gets its error
+# reply.
+MAX_FRAMES = 64
 MAX_REPLY_HEADER_BYTES = 2 * 1024 * 1024
 MAX_REPLY_FRAMES = 2 * 4096 + 4
 

@@ -42,7 +42,7 @@ class ErrorCode(StrEnum):
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     SHUTTING_DOWN = "SHUTTING_DOWN"
-    # More of this client's requests wait than the service keeps for one.
+    # More waits than the service keeps, of this client or of all together.
     QUEUE_FULL = "QUEUE_FULL"
     # The service does not hold what this needs.
     UNAVAILABLE = "UNAVAILABLE"

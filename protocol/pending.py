@@ -24,7 +24,7 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.messages import MAX_TIMEOUT_MS, REQUEST_TYPES, Request
-from protocol.tensors import Buffer
+from protocol.tensors import Buffer, frame_bytes
 
 # How long a request may wait for a lost connection to come back before it is sent.
 RECONNECT_S = 2.0
@@ -37,14 +37,6 @@ _ID_BITS = 62
 
 # The frames of one message, and when the last of them had come.
 Received: TypeAlias = tuple[Sequence[memoryview], int]
-
-
-def frame_bytes(frames: Sequence[Buffer]) -> int:
-    """Return the size of all frames together."""
-    total = 0
-    for frame in frames:
-        total += frame.nbytes if isinstance(frame, memoryview) else len(frame)
-    return total
 
 
 class OversizedRequestError(ProtocolError):

@@ -14,16 +14,13 @@ from math import ceil
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
 from protocol.errors import DeadlineExceededError, EndpointError
-from protocol.liveness import ASK_AFTER_S, Pulse
+from protocol.liveness import PROBE_AFTER_S, LivenessProbe
 from protocol.memory_pool import MemoryPool
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.spin import AdaptiveSpin
-from protocol.stream_wire import MessageReader, MessageWriter, patience_s
+from protocol.stream_wire import MessageReader, MessageWriter, patience_s, prepare
 from protocol.tensors import Buffer
 
-# Asked of the kernel, which gives what net.core.wmem_max allows: what fits is on its way at once,
-# also while the service computes and does not read.
-SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 # Requests of which some bytes still wait here because the service does not read.
 QUEUED_REQUESTS = 64
 _CONNECT_INTERVAL_S = 0.01
@@ -40,12 +37,6 @@ _ABSENT = frozenset(
         errno.ENODEV,
     }
 )
-
-
-def prepare(connection: socket.socket) -> None:
-    """Set a connected socket up as both ends want it."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
 
 
 class StreamChannel(PendingChannel):
@@ -71,7 +62,7 @@ class StreamChannel(PendingChannel):
         self._spin = AdaptiveSpin(spin_us)
         self._pool = MemoryPool()
         self._socket: socket.socket | None = None
-        self._pulse: Pulse
+        self._probe: LivenessProbe
         self._was_connected = False
         self._poll = select.poll()
         self._read_timeout_s = 0.0
@@ -87,7 +78,7 @@ class StreamChannel(PendingChannel):
     def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
         while True:
             try:
-                connection, self._pulse = _connected_twice(self._address, give_up)
+                connection, self._probe = _connected_twice(self._address, give_up)
                 break
             except OSError as error:
                 if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
@@ -126,7 +117,7 @@ class StreamChannel(PendingChannel):
     def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
-            self._pulse.close()
+            self._probe.close()
             self._socket = None
             self._connection += 1
 
@@ -218,7 +209,7 @@ class StreamChannel(PendingChannel):
         if left_s <= 0:
             self._read_now()
         elif self._reader.in_large_message:
-            interval_s = min(left_s, ASK_AFTER_S)
+            interval_s = min(left_s, PROBE_AFTER_S)
             give_up = min(deadline, time.monotonic() + interval_s)
             self._read(lambda: self._reader.read_rest(give_up))
             if self._reader.in_large_message:
@@ -226,14 +217,14 @@ class StreamChannel(PendingChannel):
         else:
             # It returns with the first byte that comes, so a peer that sends one now and then
             # cannot prolong the time-out.
-            if self._read_timeout_s != (timeout_s := min(left_s, ASK_AFTER_S)):
+            if self._read_timeout_s != (timeout_s := min(left_s, PROBE_AFTER_S)):
                 self._set_read_timeout(timeout_s)
             if not self._read(self._reader.read):
                 self._waited(timeout_s)
 
     def _waited(self, waited_s: float) -> None:
         """Take note that so much time has brought no reply, and go on only if the service lives."""
-        if self._socket is not None and not self._pulse.beats(waited_s):
+        if self._socket is not None and not self._probe.is_alive(waited_s):
             self._disconnect()
 
     def _read_now(self) -> bool:
@@ -268,7 +259,7 @@ class StreamChannel(PendingChannel):
         if self._socket is None:
             return
         self._poll.register(self._socket, select.POLLOUT | (select.POLLIN if reading else 0))
-        timeout_s = min(max(0.0, timeout_s), ASK_AFTER_S)
+        timeout_s = min(max(0.0, timeout_s), PROBE_AFTER_S)
         ready = self._poll.poll(timeout_s * 1000)
         if timeout_s and not ready:
             self._waited(timeout_s)
@@ -286,14 +277,14 @@ class StreamChannel(PendingChannel):
             raise
 
 
-def _connected_twice(address: StreamAddress, give_up: float) -> tuple[socket.socket, Pulse]:
+def _connected_twice(address: StreamAddress, give_up: float) -> tuple[socket.socket, LivenessProbe]:
     """Connect for messages and for signs of life; who is let in for the former has the latter."""
-    asking = _connected(address, give_up - time.monotonic())
+    probing = _connected(address, give_up - time.monotonic())
     try:
-        pulse = Pulse(asking)
-        return _connected(address, give_up - time.monotonic()), pulse
+        probe = LivenessProbe(probing)
+        return _connected(address, give_up - time.monotonic()), probe
     except BaseException:
-        asking.close()
+        probing.close()
         raise
 
 

@@ -29,6 +29,9 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
 from protocol.tensors import Buffer
 
+# Asked of the kernel, which gives what net.core.wmem_max allows: what fits is on its way at once,
+# also while the service computes and does not read.
+SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 ALIGNMENT = 64
 # Up to this size a message is sent as one piece: that takes less time than a list of pieces.
 JOIN_BYTES = 16 * 1024
@@ -53,6 +56,12 @@ _READING_BYTES_PER_S = 0.5e9
 _COUNT = struct.Struct("<I")
 _PREFIXES = tuple(struct.Struct(f"<I{n}Q") for n in range(9))
 _ZEROS = bytes(ALIGNMENT)
+
+
+def prepare(connection: socket.socket) -> None:
+    """Set a connected socket up as both ends want it."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
 
 
 class Layout(NamedTuple):
@@ -213,6 +222,9 @@ class MessageReader:
 
     `messages` holds those that are complete, each with the time of its last byte (perf_counter_ns).
     Their memory is writable, belongs to them alone, and lives as long as somebody views it.
+
+    `asks_first`: take no memory for a message too large for the receive buffer. `wants_room` says
+    how many bytes its frames have, and nothing may be read until `begin_large`.
     """
 
     def __init__(
@@ -223,6 +235,7 @@ class MessageReader:
         where: str,
         max_frames: int,
         max_message_bytes: int,
+        asks_first: bool = False,
     ) -> None:
         self.messages: deque[tuple[list[memoryview], int]] = deque()
         self._recv_into = connection.recv_into
@@ -232,6 +245,8 @@ class MessageReader:
         self._where = where
         self._max_frames = max_frames
         self._max_message_bytes = max_message_bytes
+        self._asks_first = asks_first
+        self.wants_room = 0
         self._buffer = self._pool.take(BUFFER_BYTES)
         self._start = self._end = 0
         self._expected = 0
@@ -245,6 +260,11 @@ class MessageReader:
         """Whether the rest of a message larger than the receive buffer is still to come."""
         return self._large is not None
 
+    @property
+    def unfinished_bytes(self) -> int:
+        """How much has come of a message that is not complete, in bytes; 0 between messages."""
+        return self._end if self._large is None else self._filled
+
     def read(self, flags: int = 0) -> bool:
         """Receive once; False where the peer has closed the connection.
 
@@ -256,9 +276,14 @@ class MessageReader:
         try:
             return self._read(flags)
         except MemoryError:
-            raise self._refused(
-                f"{self._expected} bytes", "what fits into memory", ErrorCode.LIMIT_EXCEEDED
-            ) from None
+            raise self._too_large_for_memory() from None
+
+    def begin_large(self) -> None:
+        """Take memory for the large message whose head has come. Raises ProtocolError as `read`."""
+        try:
+            self._begin_large()
+        except MemoryError:
+            raise self._too_large_for_memory() from None
 
     def read_rest(self, give_up: float) -> bool:
         """Receive the rest of a large message, until `give_up` (time.monotonic).
@@ -335,7 +360,9 @@ class MessageReader:
             self._expected = total
             if available < total:
                 if total > BUFFER_BYTES:
-                    self._begin_large(available, total)
+                    self.wants_room = sum(sizes)
+                    if not self._asks_first:
+                        self._begin_large()
                 break
             self._take_message(total)
         if self._start:
@@ -364,11 +391,17 @@ class MessageReader:
         frames = [memory[begin:end] for begin, end in self._places]
         self.messages.append((frames, time.perf_counter_ns()))
 
-    def _begin_large(self, available: int, total: int) -> None:
-        self._large = self._pool.take(total)
-        self._large[:available] = self._buffer[self._start : self._end]
-        self._filled = available
+    def _begin_large(self) -> None:
+        self.wants_room = 0
+        self._large = self._pool.take(self._expected)
+        self._filled = self._end - self._start
+        self._large[: self._filled] = self._buffer[self._start : self._end]
         self._start = self._end = 0
+
+    def _too_large_for_memory(self) -> ProtocolError:
+        return self._refused(
+            f"{self._expected} bytes", "what fits into memory", ErrorCode.LIMIT_EXCEEDED
+        )
 
     def _refused(
         self, got: str, expected: str, code: ErrorCode = ErrorCode.MALFORMED_MESSAGE

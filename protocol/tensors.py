@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +26,14 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 MAX_DIMENSIONS = 4
 MAX_DIMENSION = 2**31 - 1
 MAX_TENSOR_BYTES = 2**31
+
+
+def frame_bytes(frames: Sequence[Buffer]) -> int:
+    """Return the size of all frames together."""
+    total = 0
+    for frame in frames:
+        total += frame.nbytes if isinstance(frame, memoryview) else len(frame)
+    return total
 
 
 def dtype_name(name: object, where: str) -> str:

@@ -1,13 +1,26 @@
-"""Checks fields from the wire against a message model, and says what is wrong without quoting."""
+"""Checks fields against a model, and says what is wrong with the first one that is.
+
+`validate` is for fields from the wire, of which nothing is quoted; `validate_file` for those of a
+person's own file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from protocol.errors import ErrorCode, ProtocolError, describe_untrusted, expectation
+from protocol.errors import (
+    ErrorCode,
+    InputError,
+    ModelError,
+    ProtocolError,
+    describe,
+    describe_untrusted,
+    expectation,
+)
+from protocol.model.files import shown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -31,4 +44,54 @@ def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
         path = ".".join(["", *(str(part) for part in location)])
         raise ProtocolError(
             f"{where}{path}", got=got, expected=expected, code=ErrorCode.INVALID_FIELD
+        ) from None
+
+
+class Fault(NamedTuple):
+    """What is wrong with one field. `kind` and `context`: pydantic's type of error, and details."""
+
+    path: tuple[str | int, ...]
+    kind: str
+    got: str
+    expected: str
+    context: Mapping[str, Any]
+
+    @property
+    def field(self) -> str:
+        """Keys and indices that lead to the field, with dots in between."""
+        return ".".join(shown(str(part)) for part in self.path if part != "[key]")
+
+
+def first_fault(error: ValidationError) -> Fault:
+    """Return the first of several faults, which may be quoted: not for what came from the wire."""
+    faults = error.errors(include_url=False)
+    # A misspelt key is a missing one, too; it says more by its own name.
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    kind = first["type"]
+    got = "nothing" if kind == "missing" else describe(first["input"])
+    expected = expectation(kind, first["msg"])
+    return Fault(first["loc"], kind, got, expected, first.get("ctx", {}))
+
+
+def validate_file(
+    cls: type[M], value: object, where: str, error: type[InputError] = ModelError
+) -> M:
+    """Build a model from the content of a file. Raises `error`, naming `where` and the first fault.
+
+    Of unknown keys only the first is looked at: pydantic would take some kilobytes for each.
+    """
+    if isinstance(value, dict):
+        for key in value:
+            if key not in cls.model_fields:
+                raise error(
+                    f"{where}: {shown(str(key))}", got=describe(value[key]), expected="no such key"
+                )
+    try:
+        return cls.model_validate(value)
+    except ValidationError as refused:
+        fault = first_fault(refused)
+        raise error(
+            f"{where}: {fault.field}" if fault.field else where,
+            got=fault.got,
+            expected=fault.expected,
         ) from None

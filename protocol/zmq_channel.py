@@ -28,6 +28,7 @@ from protocol.tensors import Buffer
 from protocol.zmq_sockets import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     DONTWAIT,
+    QUEUED_MESSAGES,
     bytes_received,
     is_readable,
     receive_frames,
@@ -202,34 +203,43 @@ class ZmqChannel(PendingChannel):
 
         A request sent into the void would be known to be lost only at its deadline.
         """
+        until = time.monotonic() + patience_s
         self._note_events()
         self._refuse_second_connection(method)
         if self._ended and self._lost:
-            self._replace_socket()
+            self._replace_socket(keep_until=until)
         if not self._connected:
             self._connect()
-        until = time.monotonic() + patience_s
         while self._lost:
             left_ms = max(0, ceil((until - time.monotonic()) * 1000))
             if self._ended or not self._events.poll(left_ms):
                 raise self._connection_lost(f"before {method} could be sent")
             self._note_events()
 
-    def _replace_socket(self, *, keep: bool = True) -> None:
-        """Go on with a new socket; with `keep`, what has come over the old one is not lost."""
+    def _replace_socket(self, *, keep_until: float = 0.0) -> None:
+        """Go on with a new socket, but take with us what has come over the old one.
+
+        As many messages as it may hold itself, and until then (time.monotonic) at most: its other
+        end may be there again, and go on sending.
+        """
         # What follows a message with too many frames is lost with it.
         with suppress(ProtocolError):
-            while keep and self._pending and (frames := self._next_message(0)) is not None:
+            while (
+                self._pending
+                and len(self._kept) < QUEUED_MESSAGES
+                and time.monotonic() < keep_until
+                and (frames := self._next_message(0)) is not None
+            ):
                 self._kept.append((frames, time.perf_counter_ns()))
         self._close_socket()
         self._refusal = None
         self._open()
 
-    def _end_connection(self, *, keep: bool) -> None:
+    def _end_connection(self, *, keep_until: float = 0.0) -> None:
         """Have done with a peer that breaks the rules; the next request makes a new connection."""
         self._lost = True
         self._connection += 1
-        self._replace_socket(keep=keep)
+        self._replace_socket(keep_until=keep_until)
 
     def _receive(self, deadline: float) -> Received | None:
         if self._kept:
@@ -243,17 +253,17 @@ class ZmqChannel(PendingChannel):
                 frames = self._next_message(patience_ms)
         except ProtocolError:
             # To read the rest of the message may take longer than anybody has.
-            self._end_connection(keep=False)
+            self._end_connection()
             raise
         if frames is None:
             self._note_events()
             if deadline:
-                self._check_unfinished()
+                self._check_unfinished(deadline)
             return None
         self._bytes_before = None
         return frames, time.perf_counter_ns()
 
-    def _check_unfinished(self) -> None:
+    def _check_unfinished(self, deadline: float) -> None:
         """End the connection if a message grows beyond what a reply may be. Raises ProtocolError.
 
         Only over TCP, and only while somebody waits: looked at whenever nothing is complete.
@@ -265,7 +275,7 @@ class ZmqChannel(PendingChannel):
         # Bytes of ZeroMQ's own, and what was on the way when we looked first.
         limit = 2 * self._socket_bytes + _BYTES_OF_ITS_OWN
         if (unfinished := received - self._bytes_before) > limit:
-            self._end_connection(keep=True)
+            self._end_connection(keep_until=deadline)
             raise ProtocolError(
                 f"reply from {self.endpoint}",
                 got=f"{unfinished} bytes of a message without its end",

@@ -62,6 +62,7 @@ def set_options(
     """Set what holds for both ends. `heartbeat_timeout_s`: 0 is without heartbeats."""
     zmq_socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     zmq_socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+    zmq_socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
     zmq_socket.setsockopt(zmq.IPV6, "[" in endpoint)
     zmq_socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     zmq_socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)

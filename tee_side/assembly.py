@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,9 +38,9 @@ from tee_side.pads.source import PadLane, Pads, WhenOut
 from tee_side.pads.store import MemoryStore, PadStore
 from tee_side.policy import Policy
 from tee_side.randomness import Randomness
-from tee_side.remote_operators import ChannelsAt, RemoteOperators
+from tee_side.remote_operators import ChannelsAt, RemoteOperators, RemoteSettings
 from tee_side.sites import FloatSites, IntegerSites, Sites, load_biases, tensors_of
-from tee_side.verifier import BELIEVED, Secrets, Weights, check_verifiable
+from tee_side.verifier import UNVERIFIED, Secrets, Weights, check_verifiable
 from tee_side.vocabulary import PHASES, Operator, Site
 
 # A linear operator that leaves so is computed where it goes with its bias and all.
@@ -131,7 +130,7 @@ class Assembly:
         loads the weights that stay, and draws what results are verified with.
         """
         randomness = randomness or Randomness()
-        local, cloaks = self._local_operators, self._cloaks
+        (local, _), cloaks = self._stays, self._cloaks
         eps = self._config.rms_norm_eps
         lanes = []
         for index in range(micro_batches):
@@ -167,20 +166,20 @@ class Assembly:
         if sites is None and cover != _ALL_THERE:
             sites = self._floats
         drawn = pads.get(mask) if mask is not None else None
-        settings: dict[str, Any] = {
+        settings: RemoteSettings = {
             "mask": mask,
             "hide": linear_masking(mask, randomness, pads=drawn, cloaks=cloaks),
-            "verifier": BELIEVED if verify == "none" else self._secrets.under(mask),
+            "verifier": UNVERIFIED if verify == "none" else self._secrets.under(mask),
             "sites": sites,
             "randomness": randomness,
             "without_factors": local,
             "one_rpc_per_module": self.policy.one_rpc_per_module,
             "timeout_s": timeout_s,
         }
-        given = (channels_at, self._config, self._model.dtype)
+        config, dtype = self._config, self._model.dtype
         if observer is None:
-            return RemoteOperators(*given, **settings)
-        return ObservedRemoteOperators(*given, **settings, observer=observer)
+            return RemoteOperators(channels_at, config, dtype, **settings)
+        return ObservedRemoteOperators(channels_at, config, dtype, observer=observer, **settings)
 
     def close(self) -> None:
         """Let go of the pad bank."""
@@ -266,8 +265,9 @@ class Assembly:
         return key
 
     @cached_property
-    def _local_operators(self) -> LocalOperators:
-        return load_local_operators(
+    def _stays(self) -> tuple[LocalOperators, Mapping[Site, QuantizedLinear]]:
+        """Load what stays; returns its integers beside what computes with them."""
+        local = load_local_operators(
             self._config,
             self._checkpoint,
             self.policy,
@@ -276,12 +276,13 @@ class Assembly:
             integers=self._integers,
             held=self._held,
         )
+        return local, self._held
 
     @cached_property
     def _secrets(self) -> Secrets:
-        # After the weights that stay have been loaded: those are not read again. From a generator
-        # of their own, which no caller chooses.
-        held = self._held if self._local_operators else {}
+        # What stays is loaded before, and not read again. From a generator of their own, which no
+        # caller chooses.
+        _, held = self._stays
         weights = Weights(self._config, self._checkpoint, self._model.dtype, held)
         return Secrets.draw(self.policy, weights, self._integers, Randomness())
 

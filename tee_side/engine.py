@@ -17,7 +17,7 @@ import torch
 
 from protocol.errors import LimitError, PromptError
 from tee_side.batch import Batch
-from tee_side.kv_cache import KVCache, available_kv_bytes, kv_bytes
+from tee_side.kv_cache import KVCache, available_kv_bytes, kv_bytes, mib
 from tee_side.light import LightOperators
 from tee_side.model import TeeModel
 from tee_side.operators import PlacedOperators
@@ -126,11 +126,12 @@ class Engine:
         sampling: SamplingSettings | None = None,
         eos_token_ids: frozenset[int] | None = None,
     ) -> Sequence:
-        """Admit a prompt and reserve its KV cache, before any work is done for it.
+        """Admit a prompt and count its whole KV cache as taken, before any work is done for it.
 
         Generation ends at the model's context length even if `max_new_tokens` would allow more.
         Raises PromptError: empty, too long for the context, or ids outside the vocabulary; and
-        LimitError where its KV cache does not fit beside those of the running sequences.
+        LimitError where its KV cache does not fit beside those of the running sequences, or the
+        machine refuses to give as much.
         """
         config = self._model.config
         check_prompt(prompt_ids, config.vocab_size, config.context_length)
@@ -159,25 +160,31 @@ class Engine:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences that are not finished; what the others held is given back."""
+        """Sequences that are not finished."""
+        return tuple(s for s in self._running if s.finish_reason is None)
+
+    def _drop_finished(self) -> None:
+        """Give back what finished sequences held."""
         for sequence in self._running:
             if sequence.finish_reason is not None:
                 sequence.cache.release()
         self._running = [s for s in self._running if s.finish_reason is None]
-        return tuple(self._running)
 
     def _require_kv(self, capacity: int) -> None:
-        """Refuse a sequence whose KV cache does not fit: its pages are taken only as it grows.
+        """Refuse a sequence whose KV cache does not fit beside those that are running.
 
-        Raises LimitError; retrying helps if other sequences are what is in the way.
+        This counts; it does not take: the kernel gives pages as a cache grows, and one that was
+        admitted finds them unless something else has taken the memory meanwhile. Raises LimitError;
+        retrying helps if other sequences are what is in the way.
         """
+        self._drop_finished()
         needed = kv_bytes(self._model.config, capacity, self._model.dtype)
-        left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self.running)
+        left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self._running)
         if needed > left:
             error = LimitError(
-                f"KV memory, of which {_mib(self.max_kv_bytes)} may be used (--max-kv-mib)",
-                got=f"a request that needs {_mib(needed)} for {capacity} tokens",
-                expected=f"at most {_mib(left)}, which is what is left",
+                f"KV memory, of which {mib(self.max_kv_bytes)} may be used (--max-kv-mib)",
+                got=f"a request that needs {mib(needed)} for {capacity} tokens",
+                expected=f"at most {mib(left)}, which is what is left",
             )
             error.retryable = needed <= self.max_kv_bytes
             raise error
@@ -213,6 +220,7 @@ class Engine:
         self._last_phase = phase
         for one in sampled:
             one.sequence.append(one.token_id)
+        self._drop_finished()
         return sampled
 
     def _next(self) -> tuple[Phase, tuple[Sequence, ...]]:
@@ -224,10 +232,6 @@ class Engine:
         found = {phase: tuple(s for s in running if s.phase == phase) for phase in PHASES}
         phase = turn if found[turn] else self._last_phase
         return phase, found[phase]
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
 
 
 def check_prompt(prompt_ids: Ids[int], vocab_size: int, context: int) -> None:

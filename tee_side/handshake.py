@@ -49,7 +49,8 @@ class ServiceCheck:
         self._sizes = _published_sizes(config)
         self._rotary = _own_rotary(config)
         self._norms = _own_norms(config, model)
-        # Digests read the whole directory: not once more for each connection.
+        # Digests read some rows of every tensor, with a manifest the whole blocks that they lie in:
+        # not once more for each connection.
         self._digests: dict[str, object] = {}
         if key is None:
             self._digests["model_digest"] = model_digest(config, checkpoint)

@@ -1,4 +1,7 @@
-"""Keys and values of one sequence, preallocated for as long as the sequence may become.
+"""Keys and values of one sequence, in one piece of memory as long as the sequence may become.
+
+The kernel gives that memory page by page as it is written (where it overcommits, as Linux does
+unless told otherwise): what a cache may have is counted beforehand, by `tee_side.engine`.
 
 Shape suffixes as in `tee_side.forward`: K key/value heads, S context length, C head dim. A layer's
 keys are [K, S, C], so that the part in use is a view that a batched product reads in place.
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.errors import PromptError
+from protocol.errors import LimitError
 from protocol.model.config import ModelConfig
 
 # What is left of the memory at start for everything but KV caches.
@@ -32,14 +35,27 @@ def kv_bytes(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
 
 def available_kv_bytes() -> int:
     """Return 80 % of the memory that is available now; of all of it where nobody says that."""
+    return int(_available_bytes() * _SHARE_OF_MEMORY)
+
+
+def _available_bytes() -> int:
     try:
         for line in _MEMORY.read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(":")
             if name == "MemAvailable":
-                return int(int(value.split()[0]) * 1024 * _SHARE_OF_MEMORY)
+                return int(value.split()[0]) * 1024
     except OSError:
         pass  # no Linux, or no /proc
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_MEMORY)
+    return _machine_bytes()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def mib(size: int) -> str:
+    """Say a number of bytes."""
+    return f"{size / 2**20:.1f} MiB"
 
 
 class KVCache:
@@ -47,7 +63,8 @@ class KVCache:
 
     `length` tokens are valid in every layer. A step writes behind them, layer by layer, and only
     `commit` makes them count: a step that fails half-way leaves nothing to undo, and can be run
-    again. Raises PromptError if the machine has not the memory.
+    again. Raises LimitError if the machine does not give as much memory; retrying helps where it
+    has as much at all.
     """
 
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
@@ -60,11 +77,13 @@ class KVCache:
         try:
             keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
         except RuntimeError:  # torch has no more specific error for exhausted CPU memory
-            raise PromptError(
-                "KV cache",
-                got=f"no memory for {capacity} tokens",
-                expected="fewer tokens (lower --max-new-tokens)",
-            ) from None
+            error = LimitError(
+                f"KV memory, which the machine refuses, of {mib(_machine_bytes())} that it has",
+                got=f"a request that needs {mib(self.nbytes)} for {capacity} tokens",
+                expected=f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)",
+            )
+            error.retryable = self.nbytes <= _machine_bytes()
+            raise error from None
         self._layers = list(zip(keys, values, strict=True))
 
     def release(self) -> None:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 
 from protocol.channel import Channel, Exchange
-from protocol.messages import LinearOperator, Request
+from protocol.errors import ReplyError
+from protocol.messages import LinearOperator
+from protocol.model.config import ModelConfig
+from tee_side.answers import Asked
 from tee_side.light import LightOperators
 from tee_side.masks.mask import Masked
 from tee_side.observer import AnyOperator, Observer
-from tee_side.remote_operators import RemoteOperators
+from tee_side.remote_operators import ChannelsAt, RemoteOperators, RemoteSettings
 from tee_side.vocabulary import LAYERLESS, LIGHT_OPERATORS, Operator, TeeStage
 
 T = TypeVar("T")
@@ -63,8 +66,16 @@ def observed_local(
 class ObservedRemoteOperators(RemoteOperators):
     """`RemoteOperators` with each of their stages timed."""
 
-    def __init__(self, *arguments: Any, observer: Observer, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
+    def __init__(
+        self,
+        channels_at: ChannelsAt,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        observer: Observer,
+        **settings: Unpack[RemoteSettings],
+    ) -> None:
+        super().__init__(channels_at, config, dtype, **settings)
         self._observer = observer
 
     def _encode(self, layer: int, operator: LinearOperator, x_TI: torch.Tensor) -> torch.Tensor:
@@ -88,19 +99,17 @@ class ObservedRemoteOperators(RemoteOperators):
         return result
 
     async def _ask(
-        self,
-        operator: Operator,
-        layer: int | None,
-        channels: Sequence[Channel],
-        requests: Sequence[Request],
-        left_s: float | None,
+        self, asked: Asked, channels: Sequence[Channel], left_s: float | None
     ) -> list[Exchange]:
-        exchanges = await super()._ask(operator, layer, channels, requests, left_s)
-        self._observer.exchanged(operator, layer, exchanges)
+        exchanges = await super()._ask(asked, channels, left_s)
+        self._observer.exchanged(asked.operator, asked.layer, exchanges)
         return exchanges
 
-    def _open(self, operator: Operator, layer: int | None, *arguments: Any) -> Any:
-        return self._time(operator, layer, "verify", super()._open, operator, layer, *arguments)
+    def _open(
+        self, asked: Asked, channels: Sequence[Channel], exchanges: Sequence[Exchange]
+    ) -> list[torch.Tensor] | ReplyError:
+        operator, layer = asked.operator, asked.layer
+        return self._time(operator, layer, "verify", super()._open, asked, channels, exchanges)
 
     def _verify(self, operator: Operator, layer: int | None, *arguments: Any) -> Any:
         return self._time(operator, layer, "verify", super()._verify, operator, layer, *arguments)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
@@ -47,6 +46,7 @@ from pydantic import (
 from protocol.errors import MaskError, PolicyError, describe
 from protocol.messages import Arithmetic
 from tee_side.disclosure import disclosure
+from tee_side.layer_range import LayerRange as LayerRange  # noqa: PLC0414 - policies import it
 from tee_side.masks.mask import FeatureMask, Mask
 from tee_side.masks.registry import find_mask
 from tee_side.plugins import PluginError, load_entry_point, load_object
@@ -69,35 +69,13 @@ _FOLDER = "folder"
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRange:
-    """Layers `first` to `last`, both included; to the end of the model if `last` is None."""
-
-    first: int
-    last: int | None
-
-    def __contains__(self, layer: int) -> bool:
-        return self.first <= layer and (self.last is None or layer <= self.last)
-
-    def __str__(self) -> str:
-        if self.last == self.first:
-            return str(self.first)
-        return f"{self.first}-{'' if self.last is None else self.last}"
-
-
-def _layer_range(value: object) -> object:
-    """Read `3`, "3", "0-3" or "4-"."""
+def _layer_range(value: object) -> LayerRange:
+    """Read `3`, "3", "0-3" or "4-". Raises ValueError, which pydantic catches."""
     if isinstance(value, LayerRange):
         return value
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    match = re.fullmatch(r"(\d{1,4})(-(\d{0,4}))?", text) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError('layers such as "3", "0-3" or "4-"')
-    first = int(match[1])
-    last = first if match[2] is None else int(match[3]) if match[3] else None
-    if last is not None and last < first:
-        raise ValueError("a range that does not run backwards")
-    return LayerRange(first, last)
+    # What is no text is refused as such a text would be.
+    return LayerRange.parse(text if isinstance(text, str) else "")
 
 
 def _scope(layers: LayerRange | None, phase: Phase | None) -> str:
@@ -468,9 +446,7 @@ def _raw_scope(placements: object, index: int, fields: list[str | int]) -> str:
             found = _layer_range(layers) if layers is not None and "layers" not in fields else None
         except ValueError:
             found = None  # a problem of its own, which comes after the first
-        scope = _scope(
-            found if isinstance(found, LayerRange) else None, phase if phase in PHASES else None
-        )
+        scope = _scope(found, phase if phase in PHASES else None)
         if scope:
             return scope
     return f"placement {index + 1}" if len(several) > 1 else ""

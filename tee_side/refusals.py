@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from protocol.errors import describe, expectation
+from protocol.validation import first_fault
 
 _OURS = "refusal"
 
@@ -32,18 +32,15 @@ def refusal(got: str, expected: str, where: str = "") -> PydanticCustomError:
 
 def first_problem(error: ValidationError) -> Problem:
     """Return the first problem of several."""
-    faults = error.errors(include_url=False)
-    # A misspelt key is a missing one, too; it says more by its own name.
-    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    kind, path, context = first["type"], first["loc"], first.get("ctx", {})
-    if kind == _OURS:
-        return Problem(path, context["where"], context["got"], context["expected"])
+    fault = first_fault(error)
+    context = fault.context
+    if fault.kind == _OURS:
+        return Problem(fault.path, context["where"], context["got"], context["expected"])
     expected = {
         "dict_type": "a table",
         "int_parsing": "an integer",
         "float_parsing": "a number",
         "string_too_long": f"at most {context.get('max_length')} characters",
         "string_pattern_mismatch": f"text that matches {context.get('pattern')}",
-    }.get(kind) or expectation(kind, first["msg"])
-    got = "nothing" if kind == "missing" else describe(first["input"])
-    return Problem(path, "", got, expected)
+    }.get(fault.kind, fault.expected)
+    return Problem(fault.path, "", fault.got, expected)

@@ -2,21 +2,18 @@
 
 Every reply's dtype and shape must be what the TEE's own configuration implies. Where the policy
 says so, the numbers are checked, too: of the plain input against the plain result, whatever the
-mask is. A result that fails is used for nothing. Whoever computed it is asked no more, and the same
-masked tensors go to somebody else, so that a failure shows nothing new to anyone.
+mask is. `tee_side.answers` says what follows where either is wrong.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from typing import NamedTuple, NotRequired, Required, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
 
 from protocol.channel import Channel, Exchange
-from protocol.errors import MaskError, ReplyError, TsqpError, VerificationError
+from protocol.errors import ReplyError, VerificationError
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
@@ -28,21 +25,20 @@ from protocol.messages import (
     ModuleName,
     Request,
     RingLinearRequest,
-    TensorReply,
 )
 from protocol.model.config import ModelConfig
-from protocol.tensors import from_torch, short_name, to_torch
+from protocol.tensors import from_torch, short_name
+from tee_side.answers import Answer, Asked, Deadline, distrust_liars, open_replies
 from tee_side.fused import FusedOperators
+from tee_side.mask_rules import MaskRules
 from tee_side.masking import HideLinear
 from tee_side.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.overlap import replies
 from tee_side.randomness import Randomness
 from tee_side.sites import Sites
 from tee_side.threads import large_tensor
-from tee_side.verifier import Believed, Verifier
+from tee_side.verifier import Unverified, Verifier
 from tee_side.vocabulary import Operator
-
-log = logging.getLogger("tee_side")
 
 M = TypeVar("M", Masked, MaskedProduct)
 
@@ -62,42 +58,17 @@ class Plain(NamedTuple):
     dtype: torch.dtype
 
 
-class Answer(NamedTuple):
-    """What one service was asked, and what it said."""
+class RemoteSettings(TypedDict):
+    """What `RemoteOperators` take by name."""
 
-    channel: Channel
-    request: Request
-    exchange: Exchange
-    output: torch.Tensor
-
-
-class _Patience:
-    """How long an operator may take, whoever is asked for it, and how often.
-
-    Counts from when it was made. The first request has the channel's own deadline, which is as far
-    away; those that follow a refused result have what is left.
-    """
-
-    __slots__ = ("_refused", "_started", "_timeout_s")
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
-        self._started = time.monotonic()
-        self._refused = False
-
-    @property
-    def left_s(self) -> float | None:
-        """What a request may take; None for the channel's own deadline."""
-        if self._timeout_s is None or not self._refused:
-            return None
-        return self._started + self._timeout_s - time.monotonic()
-
-    def ask_again(self, error: TsqpError) -> None:
-        """Note that a result was refused with this. Raises it if there is no time for another."""
-        self._refused = True
-        left_s = self.left_s
-        if left_s is not None and left_s <= 0:
-            raise error
+    mask: Required[Mask | None]
+    hide: Required[HideLinear]
+    verifier: Required[Verifier | Unverified]
+    sites: NotRequired[Sites | None]
+    randomness: NotRequired[Randomness | None]
+    without_factors: NotRequired[FusedOperators | None]
+    one_rpc_per_module: NotRequired[bool]
+    timeout_s: NotRequired[float | None]
 
 
 class RemoteOperators(FusedOperators):
@@ -105,7 +76,7 @@ class RemoteOperators(FusedOperators):
 
     `mask`: what `hide` hides the inputs of linear operators under, None for nothing; a row mask
     also hides token ids, attention and the LM head. `verifier`: what results are checked with, or
-    `BELIEVED`. `sites`: None where the service shall do all of it, bias included, in the clear
+    `UNVERIFIED`. `sites`: None where the service shall do all of it, bias included, in the clear
     and unchecked. `without_factors`: computes a linear operator in the TEE when there is nothing to
     mask it with. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published
     schema, instead of together with what shares their input. `timeout_s`: after which nobody else
@@ -124,7 +95,7 @@ class RemoteOperators(FusedOperators):
         *,
         mask: Mask | None,
         hide: HideLinear,
-        verifier: Verifier | Believed,
+        verifier: Verifier | Unverified,
         sites: Sites | None = None,
         randomness: Randomness | None = None,
         without_factors: FusedOperators | None = None,
@@ -133,13 +104,11 @@ class RemoteOperators(FusedOperators):
     ) -> None:
         super().__init__(config)
         self._channels_at = channels_at
-        self._services = 1 if mask is None else mask.services
+        self._rules = MaskRules(mask)
         self._config = config
         self._dtype = dtype
         self._hide = hide
         self._verifier = verifier
-        # For errors. What crosses in the clear is checked as what a mask made.
-        self._mask_name = f"mask {mask.name}" if mask is not None else "no mask"
         self._sites = sites
         self._rows = mask if isinstance(mask, RowMask) else None
         self._randomness = randomness or Randomness()
@@ -167,13 +136,15 @@ class RemoteOperators(FusedOperators):
                 else rows.mask_ids(token_ids_T, config.vocab_size, self._randomness)
             ),
         )
+        self._rules.check_sent("embedding", token_ids_T, masked)
         (ids,) = masked.sent
         request = EmbeddingRequest(
             input_ids=from_torch(ids), dtype=cast(FloatDtype, short_name(self._dtype))
         )
         shape = (*ids.shape, config.hidden_size)
         return await self._result(
-            *("embedding", None, request, masked, shape, self._dtype),
+            Asked("embedding", None, (request,), shape, self._dtype),
+            masked,
             Plain((*token_ids_T.shape, config.hidden_size), self._dtype),
             lambda verifier, y_TD: verifier.embedding(token_ids_T, y_TD),
         )
@@ -193,16 +164,16 @@ class RemoteOperators(FusedOperators):
         def check(verifier: Verifier, y_TO: torch.Tensor) -> bool:
             return verifier.linear(layer, operator, encoded_TI, y_TO, sent)
 
-        patience = _Patience(self._timeout_s)
+        deadline = Deadline(self._timeout_s)
         while True:
-            answers, outputs = await self._products(layer, operator, sent, patience)
+            answers, outputs = await self._products(layer, operator, sent, deadline)
             y_TO = self._unmask(operator, layer, masked, outputs)
             shape = (encoded_TI.shape[0], self._widths[operator])
-            self._check_unmasked(operator, y_TO, shape, encoded_TI.dtype)
-            refused = self._refused(operator, layer, y_TO, check, answers)
+            self._rules.check_unmasked(operator, y_TO, shape, encoded_TI.dtype)
+            refused = self._refused(operator, layer, y_TO, check, answers, deadline)
             if refused is None:
                 return self._decode(layer, operator, y_TO)
-            patience.ask_again(refused)
+            deadline.ask_again(refused)
 
     async def attn_scores(
         self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor
@@ -227,11 +198,13 @@ class RemoteOperators(FusedOperators):
                 Masked((h_ND,), as_it_is) if rows is None else rows.mask(h_ND, self._randomness)
             ),
         )
+        self._rules.check_sent("lm_head", h_ND, masked)
         (sent_ND,) = masked.sent
         request = LMHeadRequest(hidden_states=from_torch(sent_ND))
         shape = (*sent_ND.shape[:-1], self._config.vocab_size)
         return await self._result(
-            *("lm_head", None, request, masked, shape, sent_ND.dtype),
+            Asked("lm_head", None, (request,), shape, sent_ND.dtype),
+            masked,
             Plain((*h_ND.shape[:-1], self._config.vocab_size), h_ND.dtype),
             lambda verifier, y_NV: verifier.lm_head(h_ND, y_NV, sent_ND),
         )
@@ -250,7 +223,7 @@ class RemoteOperators(FusedOperators):
         with large_tensor(x_TI, self._threads, self._heavy_mask):
             masked = self._hide(layer, operator, x_TI)
         if masked is not None:
-            self._check_sent(operator, x_TI, masked)
+            self._rules.check_sent(operator, x_TI, masked)
         return masked
 
     def _mask_rows(
@@ -268,17 +241,12 @@ class RemoteOperators(FusedOperators):
         return await self._without_factors.linear(layer, operator, x_TI)
 
     async def _ask(
-        self,
-        operator: Operator,
-        layer: int | None,
-        channels: Sequence[Channel],
-        requests: Sequence[Request],
-        left_s: float | None,
+        self, asked: Asked, channels: Sequence[Channel], left_s: float | None
     ) -> list[Exchange]:
         """Send one request a service, all before waiting for any. `left_s`: as `submit` has it."""
         waiting: list[tuple[Channel, int]] = []
         try:
-            for channel, request in zip(channels, requests, strict=True):
+            for channel, request in zip(channels, asked.requests, strict=True):
                 waiting.append((channel, channel.submit(request, left_s)))
         except BaseException:
             for channel, request_id in waiting:
@@ -287,28 +255,10 @@ class RemoteOperators(FusedOperators):
         return await replies(waiting)
 
     def _open(
-        self,
-        operator: Operator,
-        layer: int | None,
-        channels: Sequence[Channel],
-        exchanges: Sequence[Exchange],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
+        self, asked: Asked, channels: Sequence[Channel], exchanges: Sequence[Exchange]
     ) -> list[torch.Tensor] | ReplyError:
-        """Check the form of every reply, and return their tensors.
-
-        Returns the error where one was refused and somebody else can be asked, raises it where
-        nobody can.
-        """
-        outputs = []
-        refused: ReplyError | None = None
-        for channel, exchange in zip(channels, exchanges, strict=True):
-            try:
-                outputs.append(_opened(operator, exchange, shape, dtype))
-            except ReplyError as error:
-                channel.distrust(exchange, error)
-                refused = error
-        return outputs if refused is None else refused
+        """Check the form of every reply, as `open_replies` does."""
+        return open_replies(asked, channels, exchanges)
 
     def _verify(
         self,
@@ -343,50 +293,32 @@ class RemoteOperators(FusedOperators):
         """Return whom to ask: one service a share."""
         if layer is None:
             layer = 0 if operator == "embedding" else self._config.num_hidden_layers - 1
-        return self._channels_at(layer)[: self._services]
+        return self._channels_at(layer)[: self._rules.services]
 
-    async def _answers(
-        self,
-        operator: Operator,
-        layer: int | None,
-        requests: Sequence[Request],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        patience: _Patience,
-    ) -> list[Answer]:
-        """Ask every service for one tensor of a shape and dtype, until that is what they send."""
-        channels = self._channels(operator, layer)
+    async def _answers(self, asked: Asked, deadline: Deadline) -> list[Answer]:
+        """Ask every service for one tensor, until what they send is of the right form."""
+        channels = self._channels(asked.operator, asked.layer)
         while True:
-            exchanges = await self._ask(operator, layer, channels, requests, patience.left_s)
-            outputs = self._open(operator, layer, channels, exchanges, shape, dtype)
+            exchanges = await self._ask(asked, channels, deadline.left_s)
+            outputs = self._open(asked, channels, exchanges)
             if not isinstance(outputs, ReplyError):
-                return list(map(Answer, channels, requests, exchanges, outputs))
-            patience.ask_again(outputs)
+                return list(map(Answer, channels, asked.requests, exchanges, outputs))
+            deadline.ask_again(outputs)
 
     async def _result(
-        self,
-        operator: Operator,
-        layer: int | None,
-        request: Request,
-        masked: Masked | MaskedProduct,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        plain: Plain,
-        check: Check,
+        self, asked: Asked, masked: Masked | MaskedProduct, plain: Plain, check: Check
     ) -> torch.Tensor:
-        """Ask one service until its result is right, and return that.
-
-        `shape`, `dtype`: of the reply.
-        """
-        patience = _Patience(self._timeout_s)
+        """Ask one service until its result is right, and return that."""
+        operator, layer = asked.operator, asked.layer
+        deadline = Deadline(self._timeout_s)
         while True:
-            answers = await self._answers(operator, layer, [request], shape, dtype, patience)
+            answers = await self._answers(asked, deadline)
             y = self._unmask(operator, layer, masked, _outputs(answers))
-            self._check_unmasked(operator, y, plain.shape, plain.dtype)
-            refused = self._refused(operator, layer, y, check, answers)
+            self._rules.check_unmasked(operator, y, plain.shape, plain.dtype)
+            refused = self._refused(operator, layer, y, check, answers, deadline)
             if refused is None:
                 return y
-            patience.ask_again(refused)
+            deadline.ask_again(refused)
 
     def _refused(
         self,
@@ -395,106 +327,32 @@ class RemoteOperators(FusedOperators):
         y: torch.Tensor,
         check: Check,
         answers: Sequence[Answer],
+        deadline: Deadline,
     ) -> VerificationError | None:
         """Return what a result was refused with; None where it may be used.
 
-        That is where it was verified, or the policy believes it. Raises as `_distrust` does.
+        That is where it was verified, or the policy believes it. Raises as `distrust_liars` does.
         """
         verifier = self._verifier
-        if isinstance(verifier, Believed) or self._verify(operator, layer, y, check, verifier):
+        if isinstance(verifier, Unverified) or self._verify(operator, layer, y, check, verifier):
             return None
-        return self._distrust(operator, layer, answers, verifier)
-
-    def _distrust(
-        self,
-        operator: Operator,
-        layer: int | None,
-        answers: Sequence[Answer],
-        verifier: Verifier,
-    ) -> VerificationError:
-        """Let those who computed wrongly be asked no more, and return what is said of the last.
-
-        Raises that where nobody else is left, MaskError where all answers are right.
-        """
-        where = operator if layer is None else f"{operator} in layer {layer}"
-        try:
-            liars = verifier.liars([(answer.request, answer.output) for answer in answers])
-        except TsqpError as unreadable:
-            # The weights on disk, read once more for this, are not there or are others by now. Who
-            # it was cannot be said then, and a liar must not be spared for it.
-            fields = {"operator": operator, "layer": layer, "detail": str(unreadable)}
-            log.warning("liar_unknown", extra={"fields": fields})
-            liars = list(range(len(answers)))
-        if not liars:
-            raise MaskError(
-                f"{self._mask_name}: {where}",
-                got="a wrong result, unmasked from right answers",
-                expected="factors that were made from these weights",
-            )
-        nobody_left: VerificationError | None = None
-        for channel, _, exchange, _ in (answers[index] for index in liars):
-            error = VerificationError(
-                f"{where} at {exchange.endpoint}",
-                got="a wrong result",
-                expected="what the weights of the TEE's own model give",
-            )
-            try:
-                channel.distrust(exchange, error)
-            except VerificationError as last:
-                nobody_left = last
-        if nobody_left is not None:
-            raise nobody_left
-        return error
-
-    def _check_sent(self, operator: LinearOperator, x_TI: torch.Tensor, masked: object) -> None:
-        """Refuse what a mask must not send, before it is sent. Raises MaskError."""
-        if not isinstance(masked, Masked) or not isinstance(masked.sent, tuple):
-            got, expected = type(masked).__name__, "Masked((tensor,), unmask)"
-        elif len(masked.sent) != self._services:
-            got, expected = f"{len(masked.sent)} tensors to send", f"{self._services} tensors"
-        else:
-            width = x_TI.shape[1]
-            for sent in masked.sent:
-                if sent.dtype != x_TI.dtype or sent.dim() != 2 or sent.shape[1] != width:
-                    got = f"{short_name(sent.dtype)} {list(sent.shape)} to send"
-                    expected = f"{short_name(x_TI.dtype)} [rows, {width}]"
-                    break
-            else:
-                return
-        raise MaskError(f"{self._mask_name}: {operator}", got=got, expected=expected)
-
-    def _check_unmasked(
-        self,
-        operator: Operator,
-        y: torch.Tensor | None,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> None:
-        """Refuse a result that is not one. Raises MaskError."""
-        if y is None or y.shape != shape or y.dtype != dtype:
-            raise MaskError(
-                f"{self._mask_name}: {operator}",
-                got="nothing from unmask"
-                if y is None
-                else f"{short_name(y.dtype)} {list(y.shape)} from unmask",
-                expected=f"{short_name(dtype)} {list(shape)}",
-            )
+        return distrust_liars(operator, layer, answers, verifier, deadline, self._rules)
 
     async def _products(
         self,
         layer: int,
         operator: LinearOperator,
         sent: Sequence[torch.Tensor],
-        patience: _Patience,
+        deadline: Deadline,
     ) -> tuple[list[Answer], list[torch.Tensor]]:
         """Return all answers, and each service's product with the fused weight."""
         modules = FUSED_MODULES[operator]
         if not self._one_rpc_per_module or len(modules) == 1:
             width = self._widths[operator]
-            answers = await self._product(layer, operator, modules, width, sent, patience)
+            answers = await self._product(layer, operator, modules, width, sent, deadline)
             return answers, _outputs(answers)
         parts = [
-            await self._product(layer, operator, (module,), size, sent, patience)
+            await self._product(layer, operator, (module,), size, sent, deadline)
             for module, size in zip(modules, self._sizes[operator], strict=True)
         ]
         outputs = [
@@ -509,11 +367,11 @@ class RemoteOperators(FusedOperators):
         modules: tuple[ModuleName, ...],
         width: int,
         sent: Sequence[torch.Tensor],
-        patience: _Patience,
+        deadline: Deadline,
     ) -> list[Answer]:
         """Return each service's product with some modules, `width` outputs together."""
         (rows, _), dtype = sent[0].shape, sent[0].dtype
-        requests: list[Request] = [
+        requests: tuple[Request, ...] = tuple(
             RingLinearRequest(layer_idx=layer, module_names=modules, elements=from_torch(x_TI))
             if dtype is torch.int32
             else LinearRequest(
@@ -523,14 +381,14 @@ class RemoteOperators(FusedOperators):
                 bias=self._sites is None,
             )
             for x_TI in sent
-        ]
-        return await self._answers(operator, layer, requests, (rows, width), dtype, patience)
+        )
+        asked = Asked(operator, layer, requests, (rows, width), dtype)
+        return await self._answers(asked, deadline)
 
     async def _matmul(
         self, operator: Operator, layer: int, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
         rows = self._rows
-
         masked = self._mask_rows(
             operator,
             layer,
@@ -541,10 +399,12 @@ class RemoteOperators(FusedOperators):
                 else rows.mask_product(a, b, self._randomness)
             ),
         )
+        self._rules.check_product(operator, a, b, masked)
         request = MatmulRequest(a=from_torch(masked.a), b=from_torch(masked.b))
         shape = (*masked.a.shape[:-1], masked.b.shape[-1])
         return await self._result(
-            *(operator, layer, request, masked, shape, masked.a.dtype),
+            Asked(operator, layer, (request,), shape, masked.a.dtype),
+            masked,
             Plain((*a.shape[:-1], b.shape[-1]), a.dtype),
             lambda verifier, y: verifier.product(a, b, y),
         )
@@ -552,18 +412,3 @@ class RemoteOperators(FusedOperators):
 
 def _outputs(answers: Sequence[Answer]) -> list[torch.Tensor]:
     return [answer.output for answer in answers]
-
-
-def _opened(
-    operator: Operator, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    reply = exchange.response
-    name = short_name(dtype)
-    if isinstance(reply, TensorReply):
-        output = reply.output
-        if output.dtype == name and output.shape == shape:
-            return to_torch(output)
-        got, expected = f"{output.dtype} {list(output.shape)}", f"{name} {list(shape)}"
-    else:
-        got, expected = type(reply).__name__, "a tensor"
-    raise ReplyError(f"{operator} reply from {exchange.endpoint}", got=got, expected=expected)

@@ -10,7 +10,7 @@ import torch
 
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
-from tee_side.masks.mask import RowMask
+from tee_side.mask_rules import most_rows
 from tee_side.policy import Policy
 from tee_side.vocabulary import PRODUCTS, Operator
 
@@ -19,8 +19,6 @@ _HEADER_BYTES = 16 * 1024
 # What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
 _NORM_BYTES = 512
 _RING_ITEMSIZE = 4
-# A row mask may send more rows than there are tokens: as many again, and these.
-_MASK_ROWS = 4096
 
 
 def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: torch.dtype) -> int:
@@ -31,9 +29,7 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
     """
     sizes = [init_reply_bytes(config)]
     for operator, placement in policy.leaving():
-        masked = isinstance(placement.mask, RowMask)
-        rows = 2 * step_tokens + _MASK_ROWS if masked else step_tokens
-        elements = rows * _row_elements(operator, config)
+        elements = most_rows(placement.mask, step_tokens) * _row_elements(operator, config)
         integers = policy.arithmetic == "int8" and operator in FUSED_MODULES
         sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
     return max(sizes) + _HEADER_BYTES

@@ -13,10 +13,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from protocol.channel import Traffic
-from protocol.connect import open_connection
+from protocol.connect import open_channel
 from protocol.curve import ClientKeys, one_for_each, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import PromptError
+from protocol.errors import PromptError, SettingsError
 from protocol.link import Link
 from protocol.messages import InitReply, Response
 from protocol.model.checkpoint import Checkpoint, light_tensors
@@ -35,7 +35,7 @@ from tee_side.policy import Policy
 from tee_side.reply_size import largest_reply
 from tee_side.sampling import SamplingSettings
 from tee_side.services.connected import Services
-from tee_side.services.member import Connection, Dialling
+from tee_side.services.member import Connection, ConnectOptions
 from tee_side.services.plan import ServiceSpec, assign_shares, plan_services
 from tee_side.text_stream import StopStrings
 from tee_side.tokenizer import Tokenizer
@@ -279,9 +279,10 @@ class Runner:
         self._micro_batches = settings.micro_batches
         self._timeout_s = settings.request_timeout_s
         specs = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
-        assign_shares(specs, policy)
+        specs = list(assign_shares(specs, policy))
         endpoints = [spec.endpoint for spec in specs]
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
+        _check_shares_apart(specs, keys)
         self._keys = dict(zip(endpoints, keys, strict=True))
         for endpoint, own in self._keys.items():
             if own is not None:
@@ -307,7 +308,7 @@ class Runner:
             self._closing.callback(assembly.close)
             groups = plan_services(specs, policy, config.num_hidden_layers)
             self._services = services = Services(
-                groups, config.num_hidden_layers, self._dialling(settings, model, checkpoint)
+                groups, config.num_hidden_layers, self._connect_options(settings, model, checkpoint)
             )
             self._closing.callback(services.close)
             services.connect(settings.connect_timeout_s)
@@ -319,10 +320,13 @@ class Runner:
             model, lanes, step_tokens=settings.step_tokens, max_kv_bytes=settings.max_kv_bytes
         )
 
-    def _dialling(
+    def _connect_options(
         self, settings: RunnerSettings, model: TeeModel, checkpoint: Checkpoint
-    ) -> Dialling:
-        """Say how services are reached, and what each must hold. Reads the whole directory once."""
+    ) -> ConnectOptions:
+        """Say how services are reached, and what each must hold.
+
+        For the first reply some rows of every tensor are read, which the digests cover.
+        """
         policy, assembly = self.policy, self._assembly
         reply_bytes = largest_reply(policy, self.config, settings.step_tokens, self.dtype)
         check: ServiceCheck | None = None
@@ -341,7 +345,7 @@ class Runner:
             return check.verify(endpoint, reply, layers)
 
         def connect(endpoint: str) -> Connection:
-            channel = open_connection(
+            channel = open_channel(
                 endpoint,
                 timeout_s=settings.request_timeout_s,
                 max_message_bytes=settings.max_message_bytes,
@@ -352,7 +356,7 @@ class Runner:
             channel.limit_replies(reply_bytes)
             return channel
 
-        return Dialling(connect, verify, settings.link, settings.request_timeout_s)
+        return ConnectOptions(connect, verify, settings.link, settings.request_timeout_s)
 
     def __enter__(self) -> Runner:
         return self
@@ -430,7 +434,8 @@ class Runner:
     ) -> Generation:
         """Start generating; nothing runs before the result is iterated over.
 
-        `with_text` False needs no tokenizer, and allows no stop strings. Raises PromptError.
+        `with_text` False needs no tokenizer, and allows no stop strings. Raises PromptError, and
+        LimitError where the memory for keys and values does not suffice.
         """
         if stop and not with_text:
             raise PromptError("stop strings", got="no tokenizer", expected="one to compare text")
@@ -443,3 +448,22 @@ class Runner:
     def close(self) -> None:
         """Disconnect from the services, and let go of the pad bank."""
         self._closing.close()
+
+
+def _check_shares_apart(specs: Sequence[ServiceSpec], keys: Sequence[ClientKeys | None]) -> None:
+    """Refuse one key for services with different shares: who holds it can be both of them.
+
+    `specs`: with their shares. Raises SettingsError.
+    """
+    holders: dict[bytes, ServiceSpec] = {}
+    for spec, own in zip(specs, keys, strict=True):
+        if own is None:
+            continue
+        other = holders.setdefault(own.service, spec)
+        if (other.share or 1) != (spec.share or 1):
+            raise SettingsError(
+                "--service-key",
+                got=f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
+                expected="one --service-key for each --gpu, and different keys for different"
+                " shares: services that do not collude share no key",
+            )

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from protocol.errors import ModelError, PromptError
 from protocol.model.config import MAX_JSON_BYTES, read_json
+from protocol.model.files import limit_structure
 from protocol.model.manifest import Manifest, find_file, read_file
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -56,13 +57,7 @@ class Tokenizer:
                 expected="one (or a prompt given as token ids)",
             )
         content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
-        lists, items = content.count(b"[") + content.count(b"{"), content.count(b",")
-        if lists > _MAX_LISTS or items > _MAX_ITEMS:
-            raise ModelError(
-                str(path),
-                got=f"{lists} lists of {items} items",
-                expected=f"at most {_MAX_LISTS} and {_MAX_ITEMS}",
-            )
+        limit_structure(content, str(path), max_lists=_MAX_LISTS, max_items=_MAX_ITEMS)
         self._path = path
         with _library_errors(path):
             self._raw = RawTokenizer.from_buffer(content)
@@ -101,13 +96,13 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's next turn.
 
-        Raises ModelError if the model has no chat template or one that does not end in time,
-        PromptError if it refuses the messages.
+        Raises ModelError if the model has no chat template, a damaged one, or one that does not end
+        in time, PromptError if it refuses the messages.
         """
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        template, special = self._chat_template()
+        path, template, special = self._chat_template()
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -120,6 +115,10 @@ class Tokenizer:
         where = f"{self._directory}: chat template"
         try:
             text = _render(environment, template, values)
+        except _DamagedTemplateError as error:
+            raise ModelError(
+                str(path), got=str(error)[:160], expected="a chat template without mistakes"
+            ) from None
         except _EndlessTemplate as error:
             raise ModelError(
                 where, got=str(error), expected="a template that ends, with a prompt"
@@ -132,7 +131,8 @@ class Tokenizer:
             ) from None
         return self.encode(text, add_special_tokens=False)
 
-    def _chat_template(self) -> tuple[str, dict[str, Any]]:
+    def _chat_template(self) -> tuple[Path, str, dict[str, Any]]:
+        """Return the file with the template, the template, and the special tokens for it."""
         config_path = find_file(self._directory, CONFIG_FILE, self._manifest)
         config = {} if config_path is None else read_json(config_path, self._manifest)
         template_path = find_file(self._directory, TEMPLATE_FILE, self._manifest)
@@ -158,7 +158,9 @@ class Tokenizer:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             value = config.get(name)
             special[name] = value.get("content") if isinstance(value, dict) else value
-        return template, {name: value for name, value in special.items() if value is not None}
+        path = template_path or config_path or self._directory
+        given = {name: value for name, value in special.items() if value is not None}
+        return path, template, given
 
 
 class Detokenizer:
@@ -226,8 +228,14 @@ class _EndlessTemplate(BaseException):
     """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
 
 
+class _DamagedTemplateError(Exception):
+    """A template that is none, whatever the messages are."""
+
+
 def _render(environment: Any, template: str, values: dict[str, Any]) -> str:
     """Render a template; raise _EndlessTemplate when it goes on for too long.
+
+    Raises _DamagedTemplateError where it cannot be compiled, and whatever running it raises.
 
     Whatever loops, calls itself or emits nothing executes lines of Python, and each of them looks
     at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
@@ -246,7 +254,11 @@ def _render(environment: Any, template: str, values: dict[str, Any]) -> str:
     before = sys.gettrace()
     sys.settrace(watch)
     try:
-        for piece in environment.from_string(template).generate(values):
+        try:
+            compiled = environment.from_string(template)
+        except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
+            raise _DamagedTemplateError(f"{type(error).__name__}: {error}") from None
+        for piece in compiled.generate(values):
             pieces.append(piece)
             size += len(piece)
             if size > _MAX_TEXT:

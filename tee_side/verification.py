@@ -17,7 +17,7 @@ heads, and M, J, N for the product [B, M, J] x [B, J, N].
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -122,6 +122,14 @@ class Tolerance:
         together = mask is not None and mask.kind == "row"
         return Tolerance(relative, declared, reply.smallest_normal * reply.eps, together)
 
+    def of_answers(self) -> Tolerance:
+        """Return the tolerance for a service's own answers, before they are unmasked.
+
+        Rounding is all that they may be off by, and by half the room of what is refused: a liar at
+        the edge of that is not to pass as right here, and leave the blame with the mask.
+        """
+        return replace(self, relative=self.relative / 2, declared=0.0, together=False)
+
     def limit(self, size_BT: torch.Tensor, out_features: int) -> torch.Tensor:
         """Return the length that the error of each row [..., T] may have, from the rows' sizes.
 
@@ -222,19 +230,30 @@ def product_holds(
     return bool((error_BM <= limit_BM).all())
 
 
-def is_near(
-    x_UI: torch.Tensor, weight_OI: torch.Tensor, y_UO: torch.Tensor, tolerance: Tolerance
+def within_tolerance(
+    x_UI: torch.Tensor,
+    blocks: Iterable[tuple[slice, torch.Tensor]],
+    y_UO: torch.Tensor,
+    tolerance: Tolerance,
 ) -> bool:
-    """Say the same by multiplying, without secrets: for results that failed together.
+    """Say whether y is x W by multiplying, without secrets: for answers to a refused result.
 
-    These are a service's own, before they are unmasked: rounding is all that they may be off by.
+    `blocks`: columns of y, and the rows of the weight [n, I] behind them, until all were there.
+    False for NaN and infinity in y. `tolerance`: see `Tolerance.of_answers`. Raises
+    ActivationRangeError where x is not finite.
     """
-    expected_UO = x_UI.double() @ weight_OI.double().t()
-    gain = float(weight_OI.double().norm()) / math.sqrt(weight_OI.shape[1])
-    size_U = expected_UO.norm(dim=-1) + gain * _lengths(x_UI)
-    served = replace(tolerance, declared=0.0, together=False)
-    limit_U = served.limit(size_U, len(weight_OI))
-    return bool(((y_UO.double() - expected_UO).norm(dim=-1) <= limit_U).all())
+    squares_U, errors_U = torch.zeros(2, len(x_UI), dtype=torch.float64)
+    weight_squares, x64_UI = 0.0, x_UI.double()
+    for columns, weight_nI in blocks:
+        weight64_nI = weight_nI.double()
+        expected_Un = x64_UI @ weight64_nI.t()
+        squares_U += expected_Un.square().sum(-1)
+        errors_U += (y_UO[:, columns].double() - expected_Un).square().sum(-1)
+        weight_squares += float(weight64_nI.square().sum())
+    gain = math.sqrt(weight_squares / x_UI.shape[1])
+    limit_U = tolerance.limit(squares_U.sqrt() + gain * _lengths(x_UI), y_UO.shape[1])
+    _check_finite(limit_U)
+    return bool((errors_U.sqrt() <= limit_U).all())
 
 
 def _in_blocks(x_TI: torch.Tensor, secret_kI: torch.Tensor) -> torch.Tensor:

@@ -6,31 +6,56 @@ under one mask check their results with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import embedding
 
-from protocol.errors import PolicyError
+from protocol.errors import DeadlineExceededError, PolicyError
+from protocol.integer import exact_product
 from protocol.messages import (
     FUSED_MODULES,
+    EmbeddingRequest,
     LinearOperator,
     LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    ModuleName,
     Request,
     RingLinearRequest,
 )
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, light_tensors, lm_head_name
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    Checkpoint,
+    light_tensors,
+    lm_head_name,
+    module_name,
+)
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear, load_quantized
+from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from protocol.tensors import to_torch
 from tee_side.masks.mask import FeatureMask, Mask
 from tee_side.policy import Policy
 from tee_side.randomness import Randomness
 from tee_side.sites import IntegerSites, tensors_of
-from tee_side.verification import ExactCheck, FloatCheck, Tolerance, is_near, product_holds
+from tee_side.verification import (
+    ExactCheck,
+    FloatCheck,
+    Tolerance,
+    product_holds,
+    within_tolerance,
+)
 from tee_side.vocabulary import PHASES, Operator, Site
+
+# Layer and modules of a product.
+_Product: TypeAlias = tuple[int, tuple[ModuleName, ...]]
+
+# Of a part of a product that is computed once more, after which the clock is looked at: some 0.1 s
+# on one core.
+_MULTIPLICATIONS = 2**31
 
 
 def verified_sites(policy: Policy, layers: int) -> list[Site]:
@@ -60,6 +85,12 @@ def check_verifiable(policy: Policy, config: ModelConfig, checkpoint: Checkpoint
     checkpoint.require(tensors)
 
 
+def operator_of(modules: Sequence[ModuleName]) -> LinearOperator:
+    """Return the linear operator that modules are a part of."""
+    (found,) = (operator for operator, names in FUSED_MODULES.items() if modules[0] in names)
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
     """Where weights are read from: kept in memory (`held`, int8), or the model directory."""
@@ -73,6 +104,49 @@ class Weights:
         """Return a site's integers. Raises ModelError."""
         found = self.held.get((layer, operator))
         return found or load_quantized(self.checkpoint, self.config, layer, operator)
+
+    def integer_blocks(
+        self, layer: int, modules: Sequence[ModuleName]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the integers of some modules side by side, int8 [n, I], and their columns.
+
+        Never all of them at once, where they are not held. Raises ModelError, ManifestError.
+        """
+        held = self.held.get((layer, operator_of(modules)))
+        start = 0
+        for module in modules:
+            name = f"{module_name(layer, module)}.weight"
+            size = self.config.module_shape(module)[0]
+            if held is not None:
+                yield slice(start, start + size), held.weight[held.rows[module]]
+            else:
+                for columns, block in self._blocks(name, self.config.module_shape(module), start):
+                    yield columns, quantize_rows(block, name)[0]
+            start += size
+
+    def float_blocks(
+        self, layer: int, modules: Sequence[ModuleName]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the weights of some modules side by side [n, I], as `integer_blocks` does."""
+        start = 0
+        for module in modules:
+            shape = self.config.module_shape(module)
+            name = f"{module_name(layer, module)}.weight"
+            for columns, block in self._blocks(name, shape, start):
+                yield columns, block.to(self.dtype)
+            start += shape[0]
+
+    def lm_head_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the LM head [n, D], as `integer_blocks` does."""
+        name = lm_head_name(self.config)
+        for columns, block in self._blocks(name, light_tensors(self.config)[name], 0):
+            yield columns, block.to(self.dtype)
+
+    def _blocks(
+        self, name: str, shape: tuple[int, ...], start: int
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        for rows, block in self.checkpoint.blocks(name, shape):
+            yield slice(start + rows.start, start + rows.stop), block
 
     def floats(self, layer: int, operator: LinearOperator) -> FusedLinear:
         """Return a site's weight as a service holds it. Raises ModelError."""
@@ -136,14 +210,14 @@ def _verified(policy: Policy, operator: Operator) -> bool:
     return any(placement.verify != "none" for placement in policy.operators[operator])
 
 
-class Believed:
+class Unverified:
     """Stands where a `Verifier` would, for what a policy sends with verify = "none"."""
 
     __slots__ = ()
 
 
 # Said by name: nothing that is missing by mistake looks like it.
-BELIEVED = Believed()
+UNVERIFIED = Unverified()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,40 +263,112 @@ class Verifier:
         """Say whether y is a @ b."""
         return product_holds(a, b, y, self._tolerance, self._secrets.randomness)
 
-    def liars(self, answers: Sequence[tuple[Request, torch.Tensor]]) -> list[int]:
+    def liars(
+        self, answers: Sequence[tuple[Request, torch.Tensor]], is_over: Callable[[], bool]
+    ) -> list[int]:
         """Return which of the answers to one operator are wrong, after all of it was refused.
 
-        Integers are multiplied here once more: the weights are read for it, which takes about as
-        long as loading a layer. None of them is wrong where the result was unmasked wrongly. Of
-        floats a single answer is to blame; of several those that are off by themselves, or all.
+        Each is compared with what was asked, by multiplying once more: the weights are read for it,
+        a block of rows after the other. None of them is wrong where the result was unmasked
+        wrongly. Of services with other weights than the TEE has, all count as wrong.
+
+        `is_over`: asked before every block. Raises DeadlineExceededError once it says so,
+        ModelError and ManifestError for weights that cannot be read again, and ActivationRangeError
+        where what was sent is not finite.
         """
-        if all(isinstance(request, RingLinearRequest) for request, _ in answers):
-            return [
-                index
-                for index, (request, output) in enumerate(answers)
-                if isinstance(request, RingLinearRequest) and not self._is_product(request, output)
-            ]
-        wrong = []
-        if len(answers) > 1 and not self._cloaked:
-            wrong = [
-                index
-                for index, (request, output) in enumerate(answers)
-                if isinstance(request, LinearRequest) and not self._is_close(request, output)
-            ]
-        return wrong or list(range(len(answers)))
+        if self._cloaked:
+            return list(range(len(answers)))
+        right: dict[int, bool] = {}
+        # Shares of one product meet each block together: it is read once for all of them.
+        rings: dict[_Product, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        for index, (request, output) in enumerate(answers):
+            if isinstance(request, RingLinearRequest):
+                site = request.layer_idx, request.module_names
+                rings.setdefault(site, {})[index] = to_torch(request.elements), output
+            else:
+                right[index] = self._is_right(request, output, is_over)
+        for (layer, modules), pairs in rings.items():
+            blocks = self._secrets.weights.integer_blocks(layer, modules)
+            rows = max(len(elements) for elements, _ in pairs.values())
+            wrong = _wrong_products(pairs, _in_time(blocks, rows, is_over))
+            right |= {index: index not in wrong for index in pairs}
+        return [index for index in range(len(answers)) if not right[index]]
 
-    def _is_product(self, request: RingLinearRequest, output: torch.Tensor) -> bool:
-        operator = _operator_of(request)
-        weights = self._secrets.weights.integers(request.layer_idx, operator)
-        expected = weights.product(to_torch(request.elements), request.module_names)
-        return torch.equal(expected, output)
+    def _is_right(
+        self, request: Request, output: torch.Tensor, is_over: Callable[[], bool]
+    ) -> bool:
+        """Compare an answer in floats with what was asked, and hidden or not, crossed."""
+        weights, tolerance = self._secrets.weights, self._tolerance.of_answers()
+        match request:
+            case LinearRequest():
+                x = to_torch(request.hidden_states)
+                blocks = weights.float_blocks(request.layer_idx, request.module_names)
+            case LMHeadRequest():
+                x = to_torch(request.hidden_states)
+                blocks = weights.lm_head_blocks()
+            case MatmulRequest():
+                a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
+                return all(
+                    within_tolerance(a, _in_time(_whole(b.t()), len(a), is_over), y, tolerance)
+                    for a, b, y in zip(a_BMJ, b_BJN, output, strict=True)
+                )
+            case EmbeddingRequest():
+                return self.embedding(to_torch(request.input_ids), output)
+            case _:
+                raise LookupError(f"an answer to {request.method} that was verified")
+        return within_tolerance(x, _in_time(blocks, len(x), is_over), output, tolerance)
 
-    def _is_close(self, request: LinearRequest, output: torch.Tensor) -> bool:
-        fused = self._secrets.weights.floats(request.layer_idx, _operator_of(request))
-        weight_OI = torch.cat([fused.weight[fused.rows[name]] for name in request.module_names])
-        return is_near(to_torch(request.hidden_states), weight_OI, output, self._tolerance)
+
+def _wrong_products(
+    pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    blocks: Iterable[tuple[slice, torch.Tensor]],
+) -> set[int]:
+    """Return whose elements, int32 [T, I], times the weight are not its output, int32 [T, O].
+
+    Stops where all of them are wrong.
+    """
+    wrong: set[int] = set()
+    for columns, weight_nI in blocks:
+        for index in pairs.keys() - wrong:
+            elements_TI, output_TO = pairs[index]
+            if not torch.equal(exact_product(elements_TI, weight_nI), output_TO[:, columns]):
+                wrong.add(index)
+        if len(wrong) == len(pairs):
+            break
+    return wrong
 
 
-def _operator_of(request: LinearRequest | RingLinearRequest) -> LinearOperator:
-    (found,) = (op for op, names in FUSED_MODULES.items() if request.module_names[0] in names)
-    return found
+def _in_time(
+    blocks: Iterator[tuple[slice, torch.Tensor]], rows: int, is_over: Callable[[], bool]
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Hand blocks of a weight on while there is time, none larger than some 0.1 s of work.
+
+    `rows`: of what each is multiplied by. Raises DeadlineExceededError.
+    """
+    blocks = iter(blocks)
+    while True:
+        _require_time(is_over)
+        found = next(blocks, None)
+        if found is None:
+            return
+        columns, weight_nI = found
+        step = max(1, _MULTIPLICATIONS // max(1, rows * weight_nI.shape[1]))
+        for start in range(0, len(weight_nI), step):
+            if start:
+                _require_time(is_over)
+            part = weight_nI[start : start + step]
+            begin = columns.start + start
+            yield slice(begin, begin + len(part)), part
+
+
+def _require_time(is_over: Callable[[], bool]) -> None:
+    if is_over():
+        raise DeadlineExceededError(
+            "finding out who computed wrongly",
+            got="the end of the request's time",
+            expected="time to compute the product once more",
+        )
+
+
+def _whole(weight_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    yield slice(0, len(weight_OI)), weight_OI

@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.errors import ModelError, describe, expectation
+from protocol.errors import ModelError, describe
 from protocol.messages import FloatDtype, ModuleName
-from protocol.model.files import RepeatedKeyError, parse_json, shown
+from protocol.model.files import parse_json
 from protocol.model.manifest import Manifest, find_file, read_file
+from protocol.validation import validate_file
 
 # An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
 MAX_JSON_BYTES = 2 * 1024 * 1024
@@ -54,8 +55,9 @@ class RopeParameters(BaseModel):
     truncate: bool = True
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
-    short_factor: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
-    long_factor: Annotated[tuple[Positive, ...], Field(strict=False)] | None = None
+    # The first fault ends the reading: pydantic would take some kilobytes for each.
+    short_factor: Annotated[tuple[Positive, ...], Field(strict=False, fail_fast=True)] | None = None
+    long_factor: Annotated[tuple[Positive, ...], Field(strict=False, fail_fast=True)] | None = None
     # Rotating only a part of each head is not implemented.
     partial_rotary_factor: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
 
@@ -154,11 +156,7 @@ def read_json(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError that names the file, ManifestError if it differs."""
     content = read_file(path, MAX_JSON_BYTES, manifest)
     try:
-        value = parse_json(content)
-    except RepeatedKeyError as error:
-        raise ModelError(
-            f"{path}: {shown(error.key)}", got="this key twice", expected="it once"
-        ) from None
+        value = parse_json(content, str(path))
     except ValueError as error:
         raise ModelError(
             str(path), got=f"{type(error).__name__}: {error}"[:120], expected="a JSON object"
@@ -208,24 +206,13 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
         "sliding_windows": _sliding_windows(raw, architecture, path),
         "eos_token_ids": _eos_token_ids(raw, directory, path, manifest),
     }
-    try:
-        return ModelConfig.model_validate(fields)
-    except ValidationError as error:
-        raise _as_model_error(error, path) from None
+    return validate_file(ModelConfig, fields, str(path))
 
 
 def _given(raw: dict[str, Any], field: str, default: object) -> object:
     """Return a value, or the default where there is none: 0 and false are values."""
     value = raw.get(field)
     return default if value is None else value
-
-
-def _as_model_error(error: ValidationError, path: Path) -> ModelError:
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
-    where = f"{path}: {field}" if field else str(path)
-    got = "nothing" if first["type"] == "missing" else describe(first["input"])
-    return ModelError(where, got=got, expected=expectation(first["type"], first["msg"]))
 
 
 def _architecture(raw: dict[str, Any], path: Path) -> Architecture:
@@ -278,10 +265,7 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeParameters:
         if (outer := raw.get("original_max_position_embeddings")) is not None:
             fields["original_max_position_embeddings"] = outer
         fields.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
-    try:
-        return RopeParameters.model_validate(fields)
-    except ValidationError as error:
-        raise _as_model_error(error, Path(f"{path}: {key}")) from None
+    return validate_file(RopeParameters, fields, f"{path}: {key}")
 
 
 def _flag(raw: dict[str, Any], name: str, path: Path) -> bool:

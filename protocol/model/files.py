@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from protocol.errors import ModelError
+from protocol.errors import InputError, ModelError
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -26,11 +26,11 @@ _KINDS = {
 _SHOWN = 120
 
 
-class RepeatedKeyError(ValueError):
+class _RepeatedKeyError(Exception):
     """A JSON object with one key twice: two readers may take different ones."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"{shown(key)} twice")
+        super().__init__(key)
         self.key = key
 
 
@@ -117,10 +117,39 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def parse_json(content: bytes) -> object:
-    """Parse UTF-8 JSON. Raises ValueError; RepeatedKeyError for a key twice in one object."""
+def limit_structure(
+    content: bytes,
+    where: str,
+    *,
+    max_lists: int,
+    max_items: int,
+    max_keys: int | None = None,
+    error: type[InputError] = ModelError,
+) -> None:
+    """Refuse JSON with too many lists and objects, items of them, or keys, before it is parsed.
+
+    A parser takes a hundred times the bytes of each. What stands within texts counts too. Raises
+    `error` that names `where`.
+    """
+    lists, items = content.count(b"[") + content.count(b"{"), content.count(b",")
+    if lists > max_lists or items > max_items:
+        raise error(
+            where,
+            got=f"{lists} lists of {items} items",
+            expected=f"at most {max_lists} and {max_items}",
+        )
+    if max_keys is not None and (keys := content.count(b":")) > max_keys:
+        raise error(where, got=f"{keys} keys", expected=f"at most {max_keys}")
+
+
+def parse_json(content: bytes, where: str, error: type[InputError] = ModelError) -> object:
+    """Parse UTF-8 JSON. Raises ValueError, and `error` that names a key twice in one object."""
     try:
         value: object = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats)
+    except _RepeatedKeyError as repeated:
+        raise error(
+            f"{where}: {shown(repeated.key)}", got="this key twice", expected="it once"
+        ) from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
@@ -132,6 +161,6 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise RepeatedKeyError(key)
+                raise _RepeatedKeyError(key)
             seen.add(key)
     return found

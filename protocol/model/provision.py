@@ -12,11 +12,12 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.errors import ModelError, describe, expectation
+from protocol.errors import ModelError
 from protocol.messages import Digest
 from protocol.model.config import read_json
+from protocol.validation import validate_file
 
 PROVISION_FILE = "provision.json"
 
@@ -42,15 +43,7 @@ def read_provision(directory: Path) -> Provision | None:
     raw = read_json(path)
     if "version" not in raw:  # a default is for writers, not for readers
         raise ModelError(f"{path}: version", got="nothing", expected="1")
-    try:
-        return Provision.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = f"{path}: {'.'.join(str(part) for part in first['loc'])}"
-        got = "nothing" if first["type"] == "missing" else describe(first["input"])
-        raise ModelError(
-            where, got=got, expected=expectation(first["type"], first["msg"])
-        ) from None
+    return validate_file(Provision, raw, str(path))
 
 
 def write_provision(directory: Path, provision: Provision) -> None:

@@ -16,10 +16,10 @@ import torch
 
 from protocol.errors import ModelError
 from protocol.integer import empty_weight, exact_product
-from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
+from protocol.messages import LinearOperator, ModuleName
 from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
 from protocol.model.config import ModelConfig
-from protocol.model.weights import CPU
+from protocol.model.weights import CPU, row_layout
 
 INT8_MAX = 127
 
@@ -107,16 +107,12 @@ def load_quantized(
 
     Raises ModelError that names the tensor.
     """
-    modules = FUSED_MODULES[operator]
-    shapes = [config.module_shape(module) for module in modules]
-    linear = _empty(sum(shape[0] for shape in shapes), shapes[0][1], device)
-    start = 0
-    for module, (out_features, _) in zip(modules, shapes, strict=True):
-        rows = slice(start, start + out_features)
-        linear.rows[module] = rows
+    rows, (out_features, in_features) = row_layout(config, operator)
+    scale = torch.empty(out_features, dtype=torch.float32, device=device)
+    linear = QuantizedLinear(empty_weight(out_features, in_features, device), scale, rows)
+    for module, its_rows in rows.items():
         name = f"{module_name(layer, module)}.weight"
-        _fill(checkpoint, name, linear.weight[rows], linear.scale[rows])
-        start += out_features
+        _fill(checkpoint, name, linear.weight[its_rows], linear.scale[its_rows])
     return linear
 
 
@@ -133,11 +129,6 @@ def load_quantized_lm_head(
     head = QuantizedLinear(weight, scale, {})
     _fill(checkpoint, lm_head_name(config), head.weight, head.scale)
     return head
-
-
-def _empty(out_features: int, in_features: int, device: torch.device) -> QuantizedLinear:
-    scale = torch.empty(out_features, dtype=torch.float32, device=device)
-    return QuantizedLinear(empty_weight(out_features, in_features, device), scale, {})
 
 
 def _fill(checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:

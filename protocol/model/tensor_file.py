@@ -19,7 +19,6 @@ import torch
 
 from protocol.errors import ModelError, describe
 from protocol.model.files import (
-    RepeatedKeyError,
     opened,
     parse_json,
     read_into,
@@ -175,11 +174,7 @@ def _raw_header(start: bytes, size: int, where: str) -> dict[str, object]:
             f"{where}: header length", got=str(end - 8), expected=f"at most {MAX_HEADER_BYTES}"
         )
     try:
-        raw = parse_json(start[8:end])
-    except RepeatedKeyError as error:
-        raise ModelError(
-            f"{where}: header: {shown(error.key)}", got="this key twice", expected="it once"
-        ) from None
+        raw = parse_json(start[8:end], f"{where}: header")
     except ValueError as error:
         raise _unparsable(where, start, size, f"header: {error}"[:100]) from None
     if not isinstance(raw, dict):

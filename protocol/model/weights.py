@@ -50,6 +50,22 @@ class FusedLinear:
         return linear(hidden, self.weight[rows], None if self.bias is None else self.bias[rows])
 
 
+def row_layout(
+    config: ModelConfig, operator: LinearOperator
+) -> tuple[dict[ModuleName, slice], tuple[int, int]]:
+    """Say which rows of a fused operator's matrix belong to which module, and the matrix's shape.
+
+    The shape is (sum of out_features, in_features).
+    """
+    rows: dict[ModuleName, slice] = {}
+    start = in_features = 0
+    for module in FUSED_MODULES[operator]:
+        out_features, in_features = config.module_shape(module)
+        rows[module] = slice(start, start + out_features)
+        start += out_features
+    return rows, (start, in_features)
+
+
 def load_linear(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -60,21 +76,15 @@ def load_linear(
     device: torch.device,
 ) -> FusedLinear:
     """Read a fused operator's modules straight into their rows of one matrix."""
-    modules = FUSED_MODULES[operator]
-    shapes = [config.module_shape(module) for module in modules]
-    out_features, in_features = sum(shape[0] for shape in shapes), shapes[0][1]
-    weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-    biased = any(module in config.biased_modules for module in modules)
-    bias = torch.zeros(out_features, dtype=dtype, device=device) if biased else None
-    rows: dict[ModuleName, slice] = {}
-    start = 0
-    for module, shape in zip(modules, shapes, strict=True):
-        rows[module] = slice(start, start + shape[0])
+    rows, shape = row_layout(config, operator)
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    biased = any(module in config.biased_modules for module in rows)
+    bias = torch.zeros(shape[0], dtype=dtype, device=device) if biased else None
+    for module, its_rows in rows.items():
         name = module_name(layer, module)
-        checkpoint.copy_into(f"{name}.weight", weight[rows[module]])
+        checkpoint.copy_into(f"{name}.weight", weight[its_rows])
         if bias is not None and module in config.biased_modules:
-            checkpoint.copy_into(f"{name}.bias", bias[rows[module]])
-        start += shape[0]
+            checkpoint.copy_into(f"{name}.bias", bias[its_rows])
     return FusedLinear(weight, bias, rows)
 
 

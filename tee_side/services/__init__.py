@@ -2,5 +2,5 @@
 
 `plan` reads `--gpu` and says who has which share of which layers; `member` is one service, with its
 connection and handshake; `replicas` is the channel over those that stand in for each other;
-`connected` holds all of them.
+`aggregate` makes one error of what several said; `connected` holds all of them.
 """

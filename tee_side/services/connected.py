@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from protocol.channel import Channel, Traffic
 from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
-from tee_side.services.member import Dialling, Member, Roster
+from tee_side.services.member import ConnectOptions, Instances, Member
 from tee_side.services.plan import ReplicaGroup
 from tee_side.services.replicas import TURN_S, Replicas
 
@@ -26,11 +25,13 @@ class Services:
     group that was planned for it and to nobody else, whatever fails. `traffic`: of all of them.
     """
 
-    def __init__(self, groups: Sequence[ReplicaGroup], num_layers: int, dialling: Dialling) -> None:
+    def __init__(
+        self, groups: Sequence[ReplicaGroup], num_layers: int, options: ConnectOptions
+    ) -> None:
         self.traffic = Traffic()
-        self._dialling = dialling
-        roster = Roster()
-        self._groups = tuple(self._replicas(group, roster) for group in groups)
+        self._options = options
+        instances = Instances()
+        self._groups = tuple(self._replicas(group, instances) for group in groups)
         shares = range(1, 1 + max((group.share for group in groups), default=0))
         self._at: tuple[tuple[Channel, ...], ...] = tuple(
             tuple(
@@ -42,17 +43,12 @@ class Services:
             for layer in range(num_layers)
         )
 
-    def _replicas(self, group: ReplicaGroup, roster: Roster) -> Replicas:
+    def _replicas(self, group: ReplicaGroup, instances: Instances) -> Replicas:
         members = [
-            Member(endpoint, group, self._dialling, roster, self.traffic)
+            Member(endpoint, group, self._options, instances, self.traffic)
             for endpoint in group.endpoints
         ]
-        return Replicas(
-            members,
-            timeout_s=self._dialling.timeout_s,
-            traffic=self.traffic,
-            on_quarantined=self._quarantine_everywhere,
-        )
+        return Replicas(members, timeout_s=self._options.timeout_s, traffic=self.traffic)
 
     def at(self, layer: int) -> tuple[Channel, ...]:
         """Return the channels of a layer, one for each share."""
@@ -62,8 +58,8 @@ class Services:
         """Connect to all, and check what they hold before anything secret is sent.
 
         A service that is not there is left out, with a warning, where another stands in for it.
-        Raises ModelMismatchError, ReplyError, ProtocolError, SettingsError (one process with two
-        shares) whoever stands in, and where nobody does DeadlineExceededError or EndpointError.
+        Raises ModelMismatchError, ReplyError, ProtocolError, SettingsError (one process at two
+        endpoints) whoever stands in, and where nobody does DeadlineExceededError or EndpointError.
         """
         deadline = time.monotonic() + timeout_s
         grace = deadline
@@ -71,7 +67,7 @@ class Services:
             (group, member)
             for group in self._groups
             for member in group.members
-            if member.line is None
+            if member.session is None
         ]:
             enough = all(group.is_ready for group in self._groups)
             if enough:
@@ -81,14 +77,14 @@ class Services:
                 break
             for group, member in missing:
                 turn = time.monotonic() + TURN_S
-                group.knock(member, until if len(missing) == 1 else min(until, turn))
+                group.try_connect(member, until if len(missing) == 1 else min(until, turn))
                 if member.quarantined is not None:
                     raise member.quarantined
                 if isinstance(member.error, EndpointError) and len(group.members) == 1:
                     raise member.error
         for group in self._groups:
             if not group.is_ready:
-                raise _nobody(group, timeout_s)
+                raise _no_reply(group, timeout_s)
         for _, member in missing:
             fields = {"endpoint": member.endpoint, "detail": _brief(member.error)}
             log.warning("service_missing", extra={"fields": fields})
@@ -98,22 +94,12 @@ class Services:
         for group in self._groups:
             group.close()
 
-    def _quarantine_everywhere(self, endpoint: str, error: TsqpError) -> None:
-        """Ask nobody at an endpoint any more, in any layer.
-
-        By the endpoint, which is ours to say, and not by the name that whoever is there has given
-        itself: it might have given another's.
-        """
-        for group in self._groups:
-            with suppress(TsqpError):  # that nobody is left there is found out when it is asked
-                group.quarantine_endpoint(endpoint, error)
-
 
 def _brief(error: TsqpError | None) -> str:
     return "no answer yet" if error is None else str(error)
 
 
-def _nobody(group: Replicas, timeout_s: float) -> TsqpError:
+def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
     errors = [(member.endpoint, member.error) for member in group.members]
     for _, error in errors:
         if error is not None and len(errors) == 1 and not isinstance(error, DeadlineExceededError):

@@ -8,19 +8,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protocol.channel import Channel, Traffic
-from protocol.errors import (
-    DeadlineExceededError,
-    EndpointError,
-    KeyFileError,
-    ServiceError,
-    TsqpError,
-)
+from protocol.errors import DeadlineExceededError, EndpointError, ServiceError, TsqpError
 from protocol.link import Link, ModelledLink
 from protocol.messages import InitReply, InitRequest, Request, Response
 from tee_side.services.plan import ReplicaGroup, one_service
 
 # A handshake that is not answered by then is begun again, over a new connection.
-_KNOCK_S = 5.0
+_HANDSHAKE_S = 5.0
 # From one failed attempt to the next.
 _PAUSE_S = 0.05
 # How long one attempt to connect a stream may take.
@@ -50,7 +44,7 @@ class Connection(Channel, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Dialling:
+class ConnectOptions:
     """How every service is reached and checked.
 
     `open` returns a fresh channel; `verify` compares an Init reply from an endpoint with what is
@@ -65,138 +59,141 @@ class Dialling:
 
 
 @dataclass(slots=True)
-class Roster:
-    """What is known of service processes, by the name that each gives itself.
+class Instances:
+    """The service processes of a run, by the instance id that each gives itself.
 
-    A name that had a share once keeps it for the whole run, gone or not: whoever is behind it may
-    remember what it saw.
+    An id belongs to the endpoint that it was first seen at, for the whole run, gone or not: whoever
+    is behind it may remember what it saw, and one that lied must not be asked under another name.
+    Against mistakes only. An id is what a process claims, so it never counts against the endpoint
+    that had it first, which may be no more than the one that was named.
     """
 
-    _shares: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _first: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def admit(self, instance: str, share: int, endpoint: str) -> None:
-        """Take a process in. Raises SettingsError where it has another share."""
-        known, where = self._shares.setdefault(instance, (share, endpoint))
-        if known != share:
-            raise one_service(where, endpoint)
+    def register(self, instance: str, share: int, endpoint: str) -> None:
+        """Take a process in. Raises SettingsError where it was seen at another endpoint."""
+        its_share, where = self._first.setdefault(instance, (share, endpoint))
+        if where != endpoint:
+            raise one_service(where, endpoint, 1 if its_share == share else 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
+class Session:
     """A connection to a service that has passed the handshake.
 
-    `raw`: the transport's own; `channel`: what requests go through, with the modelled link.
+    `connection`: the transport's own; `channel`: what requests go through, with the modelled link.
     """
 
-    raw: Connection
+    member: Member
+    connection: Connection
     channel: Channel
 
 
 class Member:
     """A service of a group, and the state of our relations with it.
 
-    It is ready (`line`), lost (`error` says why: `knock` may bring it back), or quarantined for the
-    rest of the run (`quarantined` says why).
+    It is ready (`session`), lost (`error` says why; `try_connect` may bring it back), or
+    quarantined for the rest of the run (`quarantined` says why).
     """
 
     def __init__(
-        self, endpoint: str, group: ReplicaGroup, dialling: Dialling, roster: Roster, total: Traffic
+        self,
+        endpoint: str,
+        group: ReplicaGroup,
+        options: ConnectOptions,
+        instances: Instances,
+        total: Traffic,
     ) -> None:
         self.endpoint = endpoint
-        self.line: Line | None = None
+        self.session: Session | None = None
         self.error: TsqpError | None = None
         self.quarantined: TsqpError | None = None
         self.max_message_bytes: int | None = None
         # What it says that it lets one client have waiting, for people.
-        self.room = ""
+        self.queue_limits = ""
         self._group = group
-        self._dialling = dialling
-        self._roster = roster
+        self._options = options
+        self._instances = instances
         self._total = total
         # A connection on which Init was asked, and until when its answer is waited for.
-        self._knocking: tuple[Connection, int, float] | None = None
+        self._handshake: tuple[Connection, int, float] | None = None
         self._next_attempt = 0.0
 
-    def knock(self, until: float) -> bool:
+    def try_connect(self, until: float) -> bool:
         """Try to connect and to pass the handshake, until then; True once that is done.
 
-        Goes on where the last call ended. Keeps what went wrong: raises KeyFileError alone, which
-        is about a file of our own.
+        Goes on where the last call ended. Raises nothing of a service's: keeps what went wrong.
         """
-        if self.line is not None or self.quarantined is not None:
-            return self.line is not None
+        if self.session is not None or self.quarantined is not None:
+            return self.session is not None
         try:
-            self._knock(until)
+            self._try_connect(until)
         except (EndpointError, DeadlineExceededError, ServiceError) as error:
             self.lose(error)
-        except KeyFileError:
-            self._stop_knocking()
-            raise
         except TsqpError as error:
             self.quarantine(error)
         except BaseException:
-            self._stop_knocking()
+            self._abort_handshake()
             raise
-        return self.line is not None
+        return self.session is not None
 
-    def _knock(self, until: float) -> None:
-        if self._knocking is None:
+    def _try_connect(self, until: float) -> None:
+        if self._handshake is None:
             now = time.monotonic()
             if now < self._next_attempt:
                 time.sleep(max(0.0, min(until, self._next_attempt) - now))
                 if until < self._next_attempt:
                     return
-            self._knocking = self._begin()
-        raw, request_id, give_up = self._knocking
-        if not raw.arrived(request_id, until) and time.monotonic() < give_up:
+            self._handshake = self._begin()
+        connection, request_id, give_up = self._handshake
+        if not connection.arrived(request_id, until) and time.monotonic() < give_up:
             return
-        reply = self._dialling.verify(
-            self.endpoint, raw.wait(request_id).response, (self._group.first, self._group.last)
-        )
-        self._roster.admit(reply.instance_id, self._group.share, self.endpoint)
+        options, group = self._options, self._group
+        response = connection.wait(request_id).response
+        reply = options.verify(self.endpoint, response, (group.first, group.last))
+        self._instances.register(reply.instance_id, group.share, self.endpoint)
         self.max_message_bytes = reply.max_message_bytes
-        self.room = (
+        self.queue_limits = (
             f"it queues {reply.max_queued_requests} requests and {reply.max_queued_bytes} bytes"
             " of one client"
         )
-        dialling = self._dialling
-        link = dialling.link
-        timeout_s = dialling.timeout_s
-        channel = raw if link is None else ModelledLink(raw, link, timeout_s=timeout_s)
-        self._knocking, self.error = None, None
-        self.line = Line(raw, channel)
+        channel: Channel = connection
+        if options.link is not None:
+            channel = ModelledLink(connection, options.link, timeout_s=options.timeout_s)
+        self._handshake, self.error = None, None
+        self.session = Session(self, connection, channel)
 
     def _begin(self) -> tuple[Connection, int, float]:
-        raw = self._dialling.open(self.endpoint)
+        connection = self._options.open(self.endpoint)
         try:
-            raw.use_one_connection()
-            raw.traffic = self._total
-            give_up = time.monotonic() + _KNOCK_S
-            request_id = raw.submit(InitRequest(), _KNOCK_S, send_within_s=_CONNECT_S)
+            connection.use_one_connection()
+            connection.traffic = self._total
+            give_up = time.monotonic() + _HANDSHAKE_S
+            request_id = connection.submit(InitRequest(), _HANDSHAKE_S, send_within_s=_CONNECT_S)
         except BaseException:
-            raw.close()
+            connection.close()
             raise
-        return raw, request_id, give_up
+        return connection, request_id, give_up
 
     def lose(self, error: TsqpError) -> None:
-        """Note that it cannot be asked now. Its line, if any, is for whoever calls to close."""
-        self.line, self.error = None, error
+        """Note that it cannot be asked now. Its session, if any, is for whoever calls to close."""
+        self.session, self.error = None, error
         self._next_attempt = time.monotonic() + _PAUSE_S
-        self._stop_knocking()
+        self._abort_handshake()
 
     def quarantine(self, error: TsqpError) -> None:
-        """Never ask it again. The line: as in `lose`."""
+        """Never ask it again. The session: as in `lose`."""
         self.lose(error)
         self.quarantined = error
 
     def close(self) -> None:
         """Disconnect."""
-        self._stop_knocking()
-        if self.line is not None:
-            self.line.raw.close()
-            self.line = None
+        self._abort_handshake()
+        if self.session is not None:
+            self.session.connection.close()
+            self.session = None
 
-    def _stop_knocking(self) -> None:
-        if self._knocking is not None:
-            raw, self._knocking = self._knocking[0], None
-            raw.close()
+    def _abort_handshake(self) -> None:
+        if self._handshake is not None:
+            connection, self._handshake = self._handshake[0], None
+            connection.close()

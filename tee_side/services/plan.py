@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from protocol.endpoint import parse_endpoint
 from protocol.errors import SettingsError
-from tee_side.policy import LayerRange, Policy
+from tee_side.layer_range import LAYER_RANGE, LayerRange
+from tee_side.policy import Policy
 
 GRAMMAR = "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3"
-_SUFFIXES = re.compile(r"(?P<rest>.+?)(=(?P<layers>\d{1,4}(-\d{0,4})?))?(,share=(?P<share>[12]))?")
+_SUFFIXES = re.compile(rf"(?P<rest>.+?)(=(?P<layers>{LAYER_RANGE}))?(,share=(?P<share>[12]))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,12 @@ class ServiceSpec:
         parse_endpoint(endpoint)
         layers = None
         if match is not None and match["layers"] is not None:
-            first, dash, last = match["layers"].partition("-")
-            layers = LayerRange(int(first), int(last) if last else None if dash else int(first))
-            if layers.last is not None and layers.last < layers.first:
-                raise SettingsError("--gpu", got=repr(text), expected="a range that runs forwards")
+            try:
+                layers = LayerRange.parse(match["layers"])
+            except ValueError:
+                raise SettingsError(
+                    "--gpu", got=repr(text), expected="a range that runs forwards"
+                ) from None
         share = int(match["share"]) if match is not None and match["share"] else None
         return ServiceSpec(endpoint, layers, share)
 
@@ -181,7 +184,10 @@ def _too_few(got: str, policy: Policy) -> SettingsError:
 
 
 def one_service(first: object, second: object, shares: int = 2) -> SettingsError:
-    """Refuse what would give one service both shares; against a mistake, not against a lie."""
+    """Refuse two names of one service: it would get both shares, or be asked again once it lied.
+
+    Against a mistake, not against a lie.
+    """
     same = str(first) == str(second)
     twice = f"{first} twice" if same else f"{first} and {second}, one and the same"
     expected = "each service once" if shares == 1 else "two that do not collude"

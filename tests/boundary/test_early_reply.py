@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import pytest
 
-from protocol import stream
+from protocol import stream_wire
 from protocol.encoding import Form, encode_reply
 from protocol.errors import ErrorCode, ServiceError
 from protocol.messages import InitRequest, Request, Response
@@ -148,7 +148,7 @@ def test_what_is_read_after_the_reply_is_the_request(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "SOCKET_BUFFER_BYTES", KERNEL_BYTES)
+    monkeypatch.setattr(stream_wire, "SOCKET_BUFFER_BYTES", KERNEL_BYTES)
     model, policy = saved_model("llama", num_hidden_layers=2), load_policy(name)
     with ExitStack() as stack:
         serving = [

@@ -15,8 +15,10 @@ import msgpack
 import pytest
 import torch
 
-from protocol.channel import Channel, Incoming, Listener
-from protocol.connect import open_channel, open_listener
+from gpu_side.transport.bind import open_listener
+from gpu_side.transport.listener import Incoming, Listener
+from protocol.channel import Channel
+from protocol.connect import open_channel
 from protocol.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
 from protocol.errors import (
     DeadlineExceededError,

@@ -20,6 +20,7 @@ from protocol.errors import EndpointError, TsqpError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
 from tests import support
+from tests.fault.test_service_limits import slow_device, submit_until_some_wait
 from tests.fault.wire import header, inline
 from tests.support import Service, make_model, run, running_service
 from tsqp.cli.gpu_service import command as gpu_service
@@ -135,28 +136,28 @@ def _strangers(files: Files) -> dict[str, Callable[[zmq.Socket[bytes]], None]]:
     }
 
 
-# What stands in for the doorkeeper's answers, in the service's own process.
+# What stands in for the ZAP handler's answers, in the service's own process.
 ABSENT = """
-import protocol.zap
+import gpu_side.transport.zap
 def absent(self):
     self._requests.close()
     while True:
         self._failures.recv_multipart()
-protocol.zap.Doorkeeper._answer_all = absent
+gpu_side.transport.zap.ZapHandler._answer_all = absent
 """
 DIES = """
-import protocol.zap
+import gpu_side.transport.zap
 def dies(self, request):
     raise KeyError("a mistake")
-protocol.zap.Doorkeeper._answer = dies
+gpu_side.transport.zap.ZapHandler._answer = dies
 """
 SILENT = """
-import protocol.zap, threading
-protocol.zap.Doorkeeper._answer = lambda self, request: threading.Event().wait()
+import gpu_side.transport.zap, threading
+gpu_side.transport.zap.ZapHandler._answer = lambda self, request: threading.Event().wait()
 """
 TALKS_NONSENSE = """
-import protocol.zap
-protocol.zap.Doorkeeper._answer = lambda self, request: [b"200", b"OK"]
+import gpu_side.transport.zap
+gpu_side.transport.zap.ZapHandler._answer = lambda self, request: [b"200", b"OK"]
 """
 
 
@@ -164,7 +165,7 @@ protocol.zap.Doorkeeper._answer = lambda self, request: [b"200", b"OK"]
 def _service(
     model: Path, endpoint: str, files: Files, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Service]:
-    """Start a real gpu-service, with a fault of its doorkeeper."""
+    """Start a real gpu-service, with a fault of its ZAP handler."""
     site = files.directory / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(fault)
@@ -180,7 +181,7 @@ def _service(
                 yield service
             finally:
                 if fault:
-                    # With a doorkeeper that does not come back from its work it cannot end.
+                    # With a handler that does not come back from its work it cannot end.
                     service.stop(signal.SIGKILL)
 
 
@@ -314,6 +315,26 @@ def test_a_key_that_is_taken_off_the_list_is_cut_off(model: Path, files: Files) 
     assert "Traceback" not in log
 
 
+def test_what_was_taken_from_a_revoked_key_is_not_answered(
+    model: Path, files: Files, tmp_path: Path
+) -> None:
+    options = (*files.options("friend", "other"), "--device", slow_device(tmp_path, 1.0))
+    with (
+        running_service(model, "tcp://127.0.0.1:*", *options) as service,
+        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
+        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("other")) as other,
+    ):
+        submit_until_some_wait(other)
+        files.allow("friend")
+        service.process.send_signal(signal.SIGHUP)
+        # One that an accelerator works on, and one that waits.
+        for _ in range(3):
+            assert 'detail="the key has been revoked"' in _log_until(service, " dropped ")
+        friend.call(InitRequest())
+        assert service.stop() == 0
+    assert " client_gone " not in "\n".join(service.log)
+
+
 def test_a_damaged_list_changes_nothing_and_is_told(model: Path, files: Files) -> None:
     with (
         running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service,
@@ -324,6 +345,8 @@ def test_a_damaged_list_changes_nothing_and_is_told(model: Path, files: Files) -
         for damage, told in (
             (lambda: path.write_text("nonsense\n"), "line 1: got 8 characters"),
             (lambda: path.chmod(0o622), "got mode 0622"),
+            # An editor that saves nothing, or a disk without room: a slip, not a wish.
+            (files.allow, "got no key, expected a client's public key a line"),
             (path.unlink, "got No such file or directory"),
         ):
             damage()

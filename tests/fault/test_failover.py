@@ -71,7 +71,7 @@ class Record:
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     """Record what runners hand to the transports, over the real ones."""
     kept = Record()
-    connect = runner_module.open_connection
+    connect = runner_module.open_channel
 
     def recording(endpoint: str, **settings: Any) -> PendingChannel:
         channel = connect(endpoint, **settings)
@@ -90,7 +90,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
         channel.submit = recorded  # type: ignore[method-assign]
         return channel
 
-    monkeypatch.setattr(runner_module, "open_connection", recording)
+    monkeypatch.setattr(runner_module, "open_channel", recording)
     return kept
 
 
@@ -333,7 +333,7 @@ def test_a_restart_does_not_give_a_process_another_share(
     """Two names of one service, one of which leads elsewhere when the run starts."""
     model = saved_model("llama")
     first, second = (start(model.directory) for _ in range(2))
-    connect = runner_module.open_connection
+    connect = runner_module.open_channel
     moved = threading.Event()
 
     def moving(endpoint: str, **settings: Any) -> PendingChannel:
@@ -346,7 +346,7 @@ def test_a_restart_does_not_give_a_process_another_share(
             moved.set()
             second.kill()
 
-    monkeypatch.setattr(runner_module, "open_connection", moving)
+    monkeypatch.setattr(runner_module, "open_channel", moving)
     record.at = kill
     settings = _settings(model, CALM, first.endpoint, second.endpoint)
     with pytest.raises(Exception, match="one and the same, expected two that do not collude"):

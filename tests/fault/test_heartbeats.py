@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 
+from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import ClientKeys, ServiceKeys, new_key_pair
 from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import EndpointError, ErrorCode, ServiceError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
-from protocol.zmq_listener import ZmqListener
 from tests.support import ENVIRONMENT, Service, make_model, run, running_service
 
 # Nothing here takes as long: what is noticed in time was noticed by heartbeats.

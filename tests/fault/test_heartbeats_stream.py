@@ -29,7 +29,7 @@ BUSY_S = 2
 # Its only other thread is the one that it answers with: this one sleeps over each request.
 BUSY_SERVICE = f"""
 import sys, time
-from protocol.connect import open_listener
+from gpu_side.transport.bind import open_listener
 from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import ErrorCode
 

@@ -174,15 +174,17 @@ def test_oversized_message_ends_its_connection_only(model: Path) -> None:
 
 def test_a_client_that_does_not_read_loses_replies_and_others_go_on(model: Path) -> None:
     request = inline("Embedding", embedding_body([7] * 4000))
+    # None is refused, whose reply would be small.
+    arguments = ("--threads", "1", "--max-queued-requests", "200")
     with (
-        running_service(model, "tcp://127.0.0.1:*", "--threads", "1") as service,
+        running_service(model, "tcp://127.0.0.1:*", *arguments) as service,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as deaf,
     ):
         deaf.setsockopt(zmq.LINGER, 0)
         deaf.setsockopt(zmq.RCVHWM, 1)
         deaf.connect(service.endpoint)
-        for _ in range(200):  # 150 MB of replies, of which the service keeps 16
+        for _ in range(200):  # 150 MB of replies, of which the service keeps 128
             deaf.send(request)
         assert service.process.stderr is not None
         assert any(" client_gone " in line for line in service.process.stderr)

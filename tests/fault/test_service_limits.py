@@ -50,7 +50,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "tcp://127.0.0.1:*" if request.param == "tcp" else f"unix://{tmp_path}/s"
 
 
-def _slow_device(folder: Path, seconds: float) -> str:
+def slow_device(folder: Path, seconds: float) -> str:
     """Describe an accelerator that takes so long for each product: two copies and a kernel."""
     path = folder / "slow.toml"
     path.write_text(
@@ -93,7 +93,7 @@ def _fields(service: Service, event: str) -> list[dict[str, str]]:
     return [dict(field.split("=", 1) for field in line.split()[3:]) for line in lines]
 
 
-def _submit_until_some_wait(client: Channel) -> list[int]:
+def submit_until_some_wait(client: Channel) -> list[int]:
     """Submit four requests, and more until two of them wait at once, however slow we are.
 
     All have been picked up then: they came on the connection on which the service was asked.
@@ -117,7 +117,7 @@ def _wait_until_it_drains(other: Channel) -> HealthReply:
 def test_a_client_with_too_many_requests_is_told_so_and_others_are_served(
     model: Path, tmp_path: Path, endpoint: str
 ) -> None:
-    arguments = ("--device", _slow_device(tmp_path, 0.3), "--max-queued-requests", "2")
+    arguments = ("--device", slow_device(tmp_path, 0.3), "--max-queued-requests", "2")
     with (
         running_service(model, endpoint, *arguments) as service,
         _connected(service) as greedy,
@@ -151,7 +151,7 @@ def test_a_client_with_too_many_requests_is_told_so_and_others_are_served(
 def test_a_client_with_too_many_bytes_is_told_so(
     model: Path, tmp_path: Path, endpoint: str
 ) -> None:
-    arguments = ["--device", _slow_device(tmp_path, 0.3), "--max-message-mib", "1"]
+    arguments = ["--device", slow_device(tmp_path, 0.3), "--max-message-mib", "1"]
     half_mib = _linear(rows=2**19 // HIDDEN_BYTES)
     with (
         running_service(model, endpoint, *arguments) as service,
@@ -172,11 +172,11 @@ def test_what_was_taken_is_finished_after_sigterm(
     model: Path, tmp_path: Path, endpoint: str
 ) -> None:
     with (
-        running_service(model, endpoint, "--device", _slow_device(tmp_path, 1.0)) as service,
+        running_service(model, endpoint, "--device", slow_device(tmp_path, 1.0)) as service,
         _connected(service) as client,
         _connected(service) as other,
     ):
-        ids = _submit_until_some_wait(client)
+        ids = submit_until_some_wait(client)
         service.process.send_signal(signal.SIGTERM)
         assert _wait_until_it_drains(other).status == "draining"
         late = other.submit(_linear())
@@ -197,13 +197,13 @@ def test_a_drain_does_not_take_for_ever(
     model: Path, tmp_path: Path, endpoint: str, how: str
 ) -> None:
     patience = "0.2" if how == "timeout" else "3600"
-    arguments = ("--device", _slow_device(tmp_path, 600), "--drain-timeout-s", patience)
+    arguments = ("--device", slow_device(tmp_path, 600), "--drain-timeout-s", patience)
     with (
         running_service(model, endpoint, *arguments) as service,
         _connected(service) as client,
         _connected(service) as other,
     ):
-        ids = _submit_until_some_wait(client)
+        ids = submit_until_some_wait(client)
         service.process.send_signal(signal.SIGTERM)
         if how != "timeout":
             _wait_until_it_drains(other)

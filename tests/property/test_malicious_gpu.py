@@ -284,7 +284,7 @@ class Patching:
         for module in (pending, member, replicas, connected):
             patch.setattr(module, "time", world.clock)
         patch.setattr(
-            runner_module, "open_connection", lambda endpoint, **_: FakeChannel(world, endpoint)
+            runner_module, "open_channel", lambda endpoint, **_: FakeChannel(world, endpoint)
         )
         factors, encode, wait = PadStore.factors, RemoteOperators._encode, replicas.Replicas.wait
 

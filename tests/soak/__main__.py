@@ -4,7 +4,8 @@
 
 Each row is a process of its own. Rows that measure time run alone; of the others, `--jobs` at once.
 The full form is recorded in tests/soak/results.json, where a row that is not run keeps its last
-result; short forms are only shown. The exit status is 1 if a row fails.
+result; short forms are only shown. The exit status is 1 if a row fails. However this ends, the
+processes of its rows do too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import (
@@ -51,8 +54,56 @@ _END_WITH_PARENT = Path(end_with_parent.__file__)
 _PATIENCE = 3.0
 
 
-def run_row(row: Row, count: int, progress: Progress, task: TaskID) -> RowResult:
-    """Run a row in a process of its own; one that fails to end well, or in time, has failed."""
+class Groups:
+    """The process groups of the rows that run: whatever a row has started ends with it.
+
+    Ctrl-C in a terminal does not reach them. From any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Their leaders, which nobody has waited for: no other process can have their numbers.
+        self._leaders: set[int] = set()
+        self._ended = False
+
+    def add(self, leader: int) -> None:
+        """Take a group in; if all have been ended, it ends too."""
+        with self._lock:
+            self._leaders.add(leader)
+            if self._ended:
+                os.killpg(leader, signal.SIGKILL)
+
+    def end(self, leader: int) -> None:
+        """End a group whose leader, dead or alive, nobody has waited for."""
+        with self._lock:
+            if leader in self._leaders:
+                os.killpg(leader, signal.SIGKILL)
+
+    def forget(self, leader: int) -> None:
+        """Leave a group out from now on."""
+        with self._lock:
+            self._leaders.discard(leader)
+
+    def end_all(self) -> None:
+        """End all there are, and all to come."""
+        with self._lock:
+            self._ended = True
+            for leader in self._leaders:
+                os.killpg(leader, signal.SIGKILL)
+
+
+def run_row(
+    row: Row,
+    count: int,
+    progress: Progress,
+    task: TaskID,
+    groups: Groups,
+    limit_s: float | None = None,
+) -> RowResult:
+    """Run a row in a process of its own; one that fails to end well, or in time, has failed.
+
+    `limit_s`: None for some times as long as the row says.
+    """
     began = time.monotonic()
     progress.start_task(task)
     # It ends when this thread does, which waits for it: however this process ends.
@@ -61,27 +112,38 @@ def run_row(row: Row, count: int, progress: Progress, task: TaskID) -> RowResult
         *(sys.executable, "-m", "tests.soak.child", module_of(row), str(count)),
     ]
     last = ""
-    limit_s = 60 * _PATIENCE * minutes(row)
+    limit_s = 60 * _PATIENCE * minutes(row) if limit_s is None else limit_s
     hung = threading.Event()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=_ENVIRONMENT, cwd=ROOT
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_ENVIRONMENT,
+        cwd=ROOT,
+        start_new_session=True,
     ) as process:
+        groups.add(process.pid)
 
         def end() -> None:
             hung.set()
-            process.kill()
+            groups.end(process.pid)
 
         timer = threading.Timer(limit_s, end)
         timer.daemon = True
         timer.start()
-        for line in process.stdout or ():
-            word, _, number = line.partition(" ")
-            if word == "progress":
-                progress.update(task, completed=int(number))
-            else:
-                last = line
-        process.wait()
-        timer.cancel()
+        try:
+            for line in process.stdout or ():
+                word, _, number = line.partition(" ")
+                if word == "progress":
+                    progress.update(task, completed=int(number))
+                else:
+                    last = line
+            # It stays a zombie, so that the group keeps its number.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        finally:
+            timer.cancel()
+            groups.end(process.pid)
+            groups.forget(process.pid)
     seconds = time.monotonic() - began
     if process.returncode == 0 and last:
         progress.update(task, completed=count)
@@ -95,6 +157,7 @@ def run_rows(rows: Sequence[Row], *, short: bool, jobs: int, console: Console) -
     """Run rows, and return their results in the same order; full forms are recorded."""
     results: dict[str, RowResult] = {}
     lock = threading.Lock()
+    groups = Groups()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -110,7 +173,7 @@ def run_rows(rows: Sequence[Row], *, short: bool, jobs: int, console: Console) -
 
         def one(row: Row) -> None:
             name = module_of(row)
-            result = run_row(row, counts[name], progress, tasks[name])
+            result = run_row(row, counts[name], progress, tasks[name], groups)
             with lock:
                 results[name] = result
                 if not short:
@@ -121,7 +184,12 @@ def run_rows(rows: Sequence[Row], *, short: bool, jobs: int, console: Console) -
             if alone(row):
                 one(row)
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, [row for row in rows if not alone(row)]))
+            try:
+                list(pool.map(one, [row for row in rows if not alone(row)]))
+            except BaseException:
+                # Or the threads, which are waited for, would wait for their rows.
+                groups.end_all()
+                raise
     return [results[module_of(row)] for row in rows]
 
 
@@ -139,8 +207,16 @@ def show(results: Sequence[RowResult], console: Console) -> None:
     console.print(table)
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """End as after Ctrl-C: what runs is cleaned up."""
+    raise SystemExit(128 + number)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _end)
     rows = {module_of(row): row for row in find_rows()}
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

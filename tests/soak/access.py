@@ -1,6 +1,6 @@
 """Row: who is served by a service with keys.
 
-Clients with every kind of key, all at once, at a service whose doorkeeper is there, has died, or
+Clients with every kind of key, all at once, at a service whose ZAP handler is there, has died, or
 does not answer. Raw sockets, so that nothing of our own client refuses before the service does.
 """
 
@@ -105,12 +105,12 @@ def _operators() -> Operators:
 
 @contextmanager
 def service_in(state: Doorkeeping, keys: ServiceKeys) -> Iterator[MaliciousService]:
-    """Run an honest service whose doorkeeper is in some state."""
+    """Run an honest service whose ZAP handler is in some state."""
     with ExitStack() as stack:
         service = stack.enter_context(MaliciousService(_operators(), keys=keys))
-        doorkeeper = service.listener._doorkeeper
-        if doorkeeper is None:
-            raise RuntimeError("a service with keys: got no doorkeeper, expected one")
+        handler = service.listener._zap_handler
+        if handler is None:
+            raise RuntimeError("a service with keys: got no ZAP handler, expected one")
         closing = threading.Event()
         stack.callback(closing.set)
 
@@ -123,7 +123,7 @@ def service_in(state: Doorkeeping, keys: ServiceKeys) -> Iterator[MaliciousServi
 
         answers = {"dead": die, "silent": say_nothing}
         if state in answers:
-            stack.enter_context(patch.object(doorkeeper, "_answer", answers[state]))
+            stack.enter_context(patch.object(handler, "_answer", answers[state]))
         yield service
 
 
@@ -167,7 +167,7 @@ def run(count: int) -> RowResult:
     """Go through the matrix as often as makes so many cells."""
     began = time.monotonic()
     cells = wrongly = rightly = before = rounds = 0
-    # A doorkeeper that dies says so with a traceback.
+    # A ZAP handler that dies says so with a traceback.
     logging.getLogger("gpu_service").setLevel(logging.CRITICAL)
     try:
         while cells < count:

@@ -5,8 +5,8 @@
     python -m tests.soak.canaries FOLDER COUNT SEED BLOCK ENDPOINT,ENDPOINT URL,URL
 
 It generates from random prompts, with a fault of the transport, of a service or of a result at one
-request of each, every request in turn; logs and reports errors as the programs do; and looks for
-what nobody else may have:
+request of each: in turn every fault at every request. It logs and reports errors as the programs
+do, and looks for what nobody else may have:
 
     prompts      their words, their token ids (as int64 and as text), and what was generated
     activations  what the model's layers read, as floats, as integers, as text
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import socket
@@ -36,8 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 
+from protocol.encoding import decode_reply
 from protocol.errors import TsqpError
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.stream import StreamChannel
@@ -68,9 +71,11 @@ FAULTS = (
     "no reply",
 )
 _WINDOW = 6
-_PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
-_LOGS = _PLACES[:2]
-_SHARED = Path("/dev/shm")
+PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
+SHARED = Path("/dev/shm")
+_LOGS = PLACES[:2]
+_HEAD_BYTES = 4
+_BITS = 20
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _SPACES = b" \n\t\r"
 log = logging.getLogger("tee_side")
@@ -116,8 +121,34 @@ class Canaries:
 
     def found_in(self, content: bytes) -> list[str]:
         """Return the kinds of everything that stands there."""
-        text = content.translate(None, _SPACES)
-        return [kind for kind, pattern in self.patterns if pattern in content or pattern in text]
+        found = self._places_in(content) | self._places_in(content.translate(None, _SPACES))
+        return [self.patterns[place][0] for place in sorted(found)]
+
+    def _places_in(self, content: bytes) -> set[int]:
+        """Return which patterns stand there: one pass over it for all that begin with a head."""
+        heads: dict[bytes, list[int]] = {}
+        for place, (_, pattern) in enumerate(self.patterns):
+            heads.setdefault(pattern[:_HEAD_BYTES], []).append(place)
+        short = [head for head in heads if len(head) < _HEAD_BYTES]
+        found = {place for head in short if head in content for place in heads.pop(head)}
+        if not heads:
+            return found
+        may_begin = np.zeros(1 << _BITS, dtype=np.bool_)
+        may_begin[_hashed(b"".join(heads))] = True
+        for offset in range(min(_HEAD_BYTES, len(content))):
+            for at in np.flatnonzero(may_begin[_hashed(content, offset)]).tolist():
+                start = offset + at * _HEAD_BYTES
+                for place in heads.get(content[start : start + _HEAD_BYTES], ()):
+                    if content.startswith(self.patterns[place][1], start):
+                        found.add(place)
+        return found
+
+
+def _hashed(content: bytes, offset: int = 0) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Return `_BITS` bits for every four bytes from there on."""
+    whole = (len(content) - offset) // _HEAD_BYTES
+    heads = np.frombuffer(content, np.uint32, whole, offset)
+    return (heads * np.uint32(2654435761)) >> np.uint32(32 - _BITS)
 
 
 class Places:
@@ -130,7 +161,7 @@ class Places:
         self._metrics = metrics
         self._read: dict[Path, int] = {}
         self._seen: dict[Path, tuple[int, int, int]] = {}
-        self._shared = set(_SHARED.iterdir()) if _SHARED.is_dir() else set()
+        self._shared = set(SHARED.iterdir()) if SHARED.is_dir() else set()
         # Keys are in their own files, rightly; nothing else is.
         self.exempt: tuple[Path, ...] = (folder / "bank" / "bank.key",)
 
@@ -153,8 +184,8 @@ class Places:
             for path in sorted((self._folder / name).rglob("*")):
                 if path.is_file() and path not in self.exempt and self._is_new(path):
                     yield "disk", str(path.relative_to(self._folder)), path.read_bytes()
-        if _SHARED.is_dir():
-            for path in set(_SHARED.iterdir()) - self._shared:
+        if SHARED.is_dir():
+            for path in set(SHARED.iterdir()) - self._shared:
                 with suppress(OSError):
                     if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
                         yield "shared memory", path.name, path.read_bytes()
@@ -177,22 +208,27 @@ def _fetch(url: str) -> bytes:
 
 
 class Faults:
-    """Makes one request of a generation go wrong."""
+    """Makes one request of a generation go wrong.
+
+    `made`: how often, by policy, fault and which request of its generation, from 1.
+    """
 
     def __init__(self, choose: random.Random) -> None:
         self._choose = choose
         self._left = -1
-        self._fault = ""
-        self._on_reply = False
+        self._fault = self._policy = ""
+        self._at = 0
+        self._on_reply: tuple[Any, int] | None = None
         self.secret = ""
         self.count = 0
-        self.made: Counter[str] = Counter()
+        self.made: Counter[tuple[str, str, int]] = Counter()
 
-    def arm(self, fault: str, at: int, secret: str) -> None:
-        """Let the request with this number, counted from now on, go wrong."""
-        self._fault, self._left, self.secret = fault, at, secret
+    def arm(self, policy: str, fault: str, at: int, secret: str) -> None:
+        """Let the request with this number, counted from now on, go wrong; "" for none."""
+        self._policy, self._fault, self.secret = policy, fault, secret
+        self._left = self._at = at
         self.count = 0
-        self._on_reply = False
+        self._on_reply = None
 
     def install(self) -> None:
         """Stand between the runner and its transport."""
@@ -209,23 +245,26 @@ class Faults:
 
         def _receive(channel: Any, deadline: float) -> Any:
             received = receive(channel, deadline)
-            if received is None or not faults._on_reply:
+            if received is None or faults._on_reply is None:
                 return received
             frames, when = received
+            # Of several that are on their way, the one to the request that was counted.
+            if faults._on_reply != (channel, decode_reply(frames).request_id):
+                return received
             return faults._received(frames, when)
 
         StreamChannel._send = _send  # type: ignore[method-assign]
         StreamChannel._receive = _receive  # type: ignore[method-assign]
 
     def _done(self) -> None:
-        self.made[self._fault] += 1
-        self._fault, self._left, self._on_reply = "", -1, False
+        self.made[self._policy, self._fault, self._at] += 1
+        self._fault, self._left, self._on_reply = "", -1, None
 
     def _sending(self, channel: Any, frames: list[Any]) -> list[Any]:
         self.count += 1
         if self._left > 0:
             self._left -= 1
-        if self._left != 0 or not self._fault or self._on_reply:
+        if self._left != 0 or not self._fault or self._on_reply is not None:
             return frames
         header, *rest = [bytes(frame) for frame in frames]
         fault = self._fault
@@ -239,7 +278,7 @@ class Faults:
             fields["request"][self.secret[:40]] = self.secret[:100]
             header = msgpack.packb(fields)
         elif fault != "lost connection":
-            self._on_reply = True
+            self._on_reply = channel, channel._last_id
             return frames
         else:
             return frames
@@ -285,8 +324,9 @@ class Session:
         self.previous = Canaries()
         self.hits: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
-        # How many a generation takes, by policy.
+        # How many a generation takes, by policy; and how many were to get a fault.
         self.requests: Counter[str] = Counter()
+        self.armed: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
         self.patterns = 0
         self.run: Runner | None = None
@@ -297,8 +337,8 @@ class Session:
         for first in range(0, self.count, self.block):
             self.policy = POLICIES[first // self.block % len(POLICIES)]
             self._close()
-            for number in range(first, min(first + self.block, self.count)):
-                self._generate(number)
+            for _ in range(first, min(first + self.block, self.count)):
+                self._generate()
             self._close()
             self.hits += self.search()
             report(min(first + self.block, self.count))
@@ -352,23 +392,20 @@ class Session:
             self.run.close()
         self.run = None
 
-    def _generate(self, number: int) -> None:
+    def _generate(self) -> None:
         words = ["".join(self.choose.choices(string.ascii_lowercase, k=10)) for _ in range(3)]
         text = " ".join(words)
         ids = self.tokenizer.encode(text)
         self.canaries.add_prompt(words, ids)
-        fault = FAULTS[number % len(FAULTS)]
-        if fault == "no reply" and number // len(FAULTS) % 8 > 1:
-            fault = "wrong number"  # each takes its whole deadline
         try:
             run = self._open()
-            requests = max(1, self.requests[self.policy])
-            self.faults.arm(fault, 1 + number % requests, text)
+            self.faults.arm(self.policy, *self._next_fault(), text)
             generation = run.generate(ids, max_new_tokens=NEW_TOKENS)
             said = "".join(generation)
             self.canaries.add_ids([*ids[-_WINDOW:], *generation.result().token_ids])
             if len(said) >= 8:
                 self.canaries._add_bytes("answer", said.encode())
+            # Whoever asks again after a fault asks more.
             known = self.requests[self.policy]
             self.requests[self.policy] = min(known or self.faults.count, self.faults.count)
             self.ended["right"] += 1
@@ -376,6 +413,20 @@ class Session:
             self.ended[type(error).__name__] += 1
             self._report(error)
             self._close()
+
+    def _next_fault(self) -> tuple[str, int]:
+        """Return what is to go wrong at which request: in time every fault at every one."""
+        requests = self.requests[self.policy]
+        if not requests:
+            return "", 0  # The first shows how many there are.
+        number = self.armed[self.policy]
+        self.armed[self.policy] += 1
+        # Both go on by one, and the request by one more when they would begin again together.
+        fault = FAULTS[number % len(FAULTS)]
+        again = number // math.lcm(len(FAULTS), requests)
+        if fault == "no reply" and number // len(FAULTS) % 8 > 0:
+            fault = "wrong number"  # each takes its whole deadline
+        return fault, 1 + (number + again) % requests
 
     def _report(self, error: BaseException) -> None:
         """Say it in all ways in which the programs do, and in some more."""
@@ -427,7 +478,7 @@ def plant(session: Session, folder: Path) -> dict[str, bool]:
     session.canaries.add_secret(b"\x01\x9f\x33" * 10)
     row = torch.arange(1.5, 9.5)
     session.canaries.add_activation(row)
-    shared = _SHARED / f"tsqp-canary-{os.getpid()}"
+    shared = SHARED / f"tsqp-canary-{os.getpid()}"
     places = session.places
     planted: dict[str, Callable[[], object]] = {
         "runner log": lambda: log.warning("x", extra={"fields": {"y": "qvxz kjw phm"}}),
@@ -439,7 +490,7 @@ def plant(session: Session, folder: Path) -> dict[str, bool]:
     }
     if not places._metrics:
         del planted["metrics"]
-    if not _SHARED.is_dir():
+    if not SHARED.is_dir():
         del planted["shared memory"]
     session.search()
     found: dict[str, bool] = {}
@@ -481,8 +532,8 @@ def main() -> None:
     answer = {
         "hits": dict(session.hits),
         "ended": dict(session.ended),
-        "faults": dict(session.faults.made),
-        "requests": max(session.requests.values()),
+        "faults": [[*which, times] for which, times in session.faults.made.items()],
+        "requests": dict(session.requests),
         "patterns": session.patterns,
         "kinds": dict(session.kinds),
         "planted": plant(session, Path(folder)),

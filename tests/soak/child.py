@@ -1,6 +1,7 @@
 """Runs one row in this process: `python -m tests.soak.child MODULE COUNT`.
 
-Prints a line `progress N` for each repetition that is done, and last a line of JSON.
+Prints a line `progress N` for each repetition that is done, and last a line of JSON. Whatever else
+this process or one that it starts prints goes to stderr: when it has ended, stdout has too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
 from importlib import import_module
 
@@ -23,8 +25,9 @@ def main(module: str, count: int) -> None:
     # Warnings of lost services are what these rows are about.
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Whatever a row prints goes to stderr: stdout is ours.
-    out, sys.stdout = sys.stdout, sys.stderr
+    # A copy that no child inherits.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     report_progress_to(lambda done: print(f"progress {done}", file=out, flush=True))
     result = row.run(count)
     print(json.dumps(dataclasses.asdict(result)), file=out, flush=True)

@@ -3,7 +3,7 @@
 Reads a Job as a line of JSON from stdin, prints a line `ready` when all sessions are connected and
 another line of JSON, a Crowd, when the time is up or stdin is closed. Each session is a runner with
 a thread of its own; what it generates it compares with what the model says, and with what the model
-says to the others.
+says to the others, of other processes too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
+from protocol.pending import PendingChannel
 from tee_side.runner import Runner
-from tests.soak.sessions import expected, generate, prompts, settings
+from tests.soak.demo import DEMO
+from tests.soak.sessions import POLICY, expected, generate, prompts, settings
+from tests.support import assemble
 
+Tokens: TypeAlias = tuple[int, ...]
+
+# The first token comes of the prompt, which the runner reads by itself.
+FROM_SERVICE = 1
+# So many prompts for each that is wanted: many answers have a token in common.
+_CANDIDATES = 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SAMPLE_S = 1.0
 
@@ -32,7 +42,8 @@ _SAMPLE_S = 1.0
 class Job:
     """`seconds`: how long, from when all are connected. `seed`: another one, other prompts.
 
-    `timed`: whether to note each token's time, which takes memory.
+    `timed`: whether to note each token's time, which takes memory. `texts`: the prompt of each
+    session, if it is to be none of the seed. `others`: what the model says to sessions elsewhere.
     """
 
     gpu: tuple[str, ...]
@@ -42,16 +53,20 @@ class Job:
     seed: int = 1
     prompt_tokens: int = 6
     timed: bool = False
+    texts: tuple[Tokens, ...] = ()
+    others: tuple[Tokens, ...] = ()
 
 
 @dataclass
 class Crowd:
     """What came of it.
 
-    `requests`: generations that ended, `errors` those by an error. `crossed`: whose tokens are
-    those of another session's prompt; `duplicated`: tokens too many; `lost`: too few; `wrong`:
-    other tokens. `round_trips`: of all sessions, Init not among them. `steps`: when each token came
-    (time.monotonic, one clock for the machine), and how long it took. `rss`: when, and bytes.
+    `requests`: generations that ended, `errors` those by an error. `crossed`: in which a token is
+    what another session's prompt has there; `lost`: with too few tokens; `wrong`: with other ones
+    than the model's, crossed and lost among them. `duplicated`: replies that nobody waited for, to
+    requests that were answered before. `round_trips`: of all sessions, Init not among them.
+    `steps`: when each token came (time.monotonic, one clock for the machine), and how long it took.
+    `rss`: when, and bytes.
     """
 
     requests: int = 0
@@ -63,6 +78,18 @@ class Crowd:
     round_trips: int = 0
     steps: list[tuple[float, float]] = field(default_factory=list)
     rss: list[tuple[float, int]] = field(default_factory=list)
+
+    def judge(self, tokens: Tokens, right: Tokens, answers: Collection[Tokens]) -> None:
+        """Count a generation that ended well. `answers`: what the model says to all sessions."""
+        if tokens == right:
+            return
+        self.wrong += 1
+        self.lost += len(tokens) < len(right)
+        places = list(zip(tokens, right, strict=False))[FROM_SERVICE:]
+        self.crossed += any(
+            token != own and any(answer[at : at + 1] == (token,) for answer in answers)
+            for at, (token, own) in enumerate(places, FROM_SERVICE)
+        )
 
 
 def resident_bytes(pid: int | str = "self") -> int:
@@ -83,12 +110,61 @@ def relative_slope(samples: list[tuple[float, int]], warm_up: float = 0.2) -> fl
     return slope * (kept[-1][0] - kept[0][0]) / mean
 
 
+def unlike_prompts(count: int, length: int, new_tokens: int) -> dict[Tokens, Tokens]:
+    """Return prompts, with what the model says to them: no two of them alike in a token of it.
+
+    Of what comes from a service, that is. Raises RuntimeError if there are not so many.
+    """
+    tee = assemble(DEMO, POLICY)
+    engine = tee.engine(step_tokens=64)
+    found: dict[Tokens, Tokens] = {}
+    taken: set[tuple[int, int]] = set()
+    for ids in prompts(_CANDIDATES * count, length):
+        sequence = engine.add(ids, max_new_tokens=new_tokens)
+        while engine.running:
+            engine.step()
+        places = set(list(enumerate(sequence.token_ids))[FROM_SERVICE:])
+        if len(sequence.token_ids) == new_tokens and not places & taken:
+            taken |= places
+            found[ids] = tuple(sequence.token_ids)
+        if len(found) == count:
+            break
+    tee.assembly.close()
+    if len(found) < count:
+        raise RuntimeError(f"prompts with unlike answers: got {len(found)}, expected {count}")
+    return found
+
+
+@contextmanager
+def counted_replies(found: Crowd) -> Iterator[None]:
+    """Count replies for which nobody waits, or nobody any more: all but the first to a request."""
+    accept, lock = PendingChannel._accept, threading.Lock()
+
+    def _accept(channel: PendingChannel, frames: Sequence[memoryview], received_ns: int) -> None:
+        arrived = len(channel._arrived)
+        accept(channel, frames, received_ns)
+        with lock:
+            found.duplicated += len(channel._arrived) == arrived
+
+    PendingChannel._accept = _accept  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        PendingChannel._accept = accept  # type: ignore[method-assign]
+
+
 def run(job: Job) -> Crowd:
     """Connect all sessions, say ready, and generate until the time is up."""
     found = Crowd()
+    with counted_replies(found):
+        _run(job, found)
+    return found
+
+
+def _run(job: Job, found: Crowd) -> None:
     lock = threading.Lock()
-    texts = prompts(job.sessions, job.prompt_tokens, job.seed)
-    answers = {expected(ids, job.new_tokens) for ids in texts}
+    texts = job.texts or prompts(job.sessions, job.prompt_tokens, job.seed)
+    answers = {*(expected(ids, job.new_tokens) for ids in texts), *job.others}
     runners = [Runner(settings(job.gpu)) for _ in texts]
     began = time.monotonic()
     until = began + job.seconds
@@ -108,11 +184,8 @@ def run(job: Job) -> Crowd:
                     found.steps.append((at, gap_s))
                 if said.error is not None:
                     found.errors += 1
-                elif said.tokens != right:
-                    found.crossed += said.tokens in answers
-                    found.duplicated += len(said.tokens) > len(right)
-                    found.lost += len(said.tokens) < len(right)
-                    found.wrong += 1
+                else:
+                    found.judge(said.tokens, right, answers)
         with lock:
             found.round_trips += runner.traffic.round_trips - before
 
@@ -129,7 +202,6 @@ def run(job: Job) -> Crowd:
         thread.join()
     for runner in runners:
         runner.close()
-    return found
 
 
 class CrowdProcess:
@@ -196,7 +268,8 @@ def crowd(job: Job) -> Iterator[CrowdProcess]:
 def main() -> None:
     """Read a job, do it, print what came of it."""
     fields = json.loads(sys.stdin.readline())
-    job = Job(**{**fields, "gpu": tuple(fields["gpu"])})
+    lists = {name: tuple(map(tuple, fields[name])) for name in ("texts", "others")}
+    job = Job(**{**fields, **lists, "gpu": tuple(fields["gpu"])})
     sys.stdout.write(json.dumps(dataclasses.asdict(run(job))) + "\n")
     sys.stdout.flush()
 

@@ -1,7 +1,9 @@
 """Row: many sessions at once, for as long as it takes to see what grows.
 
-64 sessions in four processes, each with a prompt of its own, over one service. The service counts
-what it answered, and the sessions what they were answered: nothing may be lost or done twice.
+64 sessions in four processes over one service, each with a prompt of its own, to which the model
+says other tokens than to any other. The service counts what it answered, and the sessions what they
+were answered: nothing may be lost or done twice. A reply that comes when nobody waits for it counts
+as done twice, too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.soak.crowd import Crowd, Job, crowd, relative_slope, resident_bytes
+from tests.soak.crowd import (
+    Crowd,
+    Job,
+    crowd,
+    relative_slope,
+    resident_bytes,
+    unlike_prompts,
+)
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.soak.sessions import start
 from tests.tools.workers import Worker, Workers
@@ -28,7 +37,7 @@ ALONE = True
 _SECONDS, _SECONDS_SHORT = 600.0, 3.0
 _PROCESSES, _SESSIONS_EACH = 4, 16
 _SESSIONS_SHORT = 2
-_NEW_TOKENS = 3
+_PROMPT_TOKENS, _NEW_TOKENS = 6, 3
 _MAX_SLOPE = 0.01
 _REQUESTS = re.compile(r'^tsqp_requests_total\{code="(\w+)",method="(\w+)"\} (\S+)$', re.MULTILINE)
 
@@ -49,6 +58,23 @@ def start_counting(workers: Workers, log: Path) -> tuple[Worker, str]:
     return worker, found[1]
 
 
+def _jobs(endpoint: str, processes: int, sessions: int, seconds: float) -> list[Job]:
+    """Return what each process does; what one session is told is unlike what any other is."""
+    answers = unlike_prompts(processes * sessions, _PROMPT_TOKENS, _NEW_TOKENS)
+    texts, others = tuple(answers), tuple(answers.values())
+    return [
+        Job(
+            (endpoint,),
+            sessions,
+            seconds,
+            _NEW_TOKENS,
+            texts=texts[first : first + sessions],
+            others=others,
+        )
+        for first in range(0, len(texts), sessions)
+    ]
+
+
 def run(count: int) -> RowResult:
     """Generate for ten minutes, and judge whether that were enough and right."""
     began = time.monotonic()
@@ -61,10 +87,8 @@ def run(count: int) -> RowResult:
         workers = stack.enter_context(Workers())
         worker, url = start_counting(workers, folder / "log")
         crowds = [
-            stack.enter_context(
-                crowd(Job((worker.endpoint,), sessions, seconds, _NEW_TOKENS, seed=seed))
-            )
-            for seed in range(processes)
+            stack.enter_context(crowd(job))
+            for job in _jobs(worker.endpoint, processes, sessions, seconds)
         ]
         for one in crowds:
             one.wait_until_ready()
@@ -89,11 +113,11 @@ def _judged(
     requests = sum(one.requests for one in found)
     errors = sum(one.errors for one in found)
     lost = sum(one.lost for one in found) + errors
-    duplicated = sum(one.duplicated for one in found)
     crossed = sum(one.crossed for one in found)
     wrong = sum(one.wrong for one in found)
     asked = sum(one.round_trips for one in found)
     done = sum(n for (code, method), n in counted.items() if method not in ("Init", "Health"))
+    duplicated = sum(one.duplicated for one in found) + max(0, done - asked)
     slopes = [relative_slope(one.rss) for one in found]
     service_slope = relative_slope(rss)
     if asked != done:

@@ -9,6 +9,7 @@ reply to the request, so that only its deadline ends it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -39,7 +40,12 @@ _TIMING = Timing(queue_us=1, compute_us=2)
 
 @dataclass
 class Memory:
-    """What the service kept: earlier replies, newest last, and those that it still owes."""
+    """What the service kept: earlier replies, newest last, and those that it still owes.
+
+    `bystander`: the client of a session that is there at the same time; None: any other client of
+    before is one. `had`: how often a lie had what it tells of, by the lie's name; without, it makes
+    something up, or waits for it.
+    """
 
     earlier: list[tuple[bytes, Frames]] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
@@ -47,6 +53,8 @@ class Memory:
     owed: list[Frames] = field(default_factory=list)
     # A request whose reply waits, to be swapped with that of the next one.
     held: Occasion | None = None
+    bystander: bytes | None = None
+    had: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -140,22 +148,32 @@ def _flipped_tensor(occasion: Occasion) -> list[Frames]:
 
 def _replayed(occasion: Occasion) -> list[Frames]:
     own = [frames for client, frames in occasion.memory.earlier if client == occasion.client]
+    occasion.memory.had["replayed"] += bool(own)
     return own[-1:]
 
 
-def _of_others(occasion: Occasion) -> list[Frames]:
-    return [frames for client, frames in occasion.memory.earlier if client != occasion.client]
+def _of_others(occasion: Occasion, name: str) -> list[Frames]:
+    """Return another session's replies; those that fit best come last."""
+    memory = occasion.memory
+    others = [
+        frames
+        for client, frames in memory.earlier
+        if client != occasion.client and memory.bystander in (None, client)
+    ]
+    memory.had[name] += bool(others)
+    size = len(occasion.encoded()[-1])
+    return sorted(others, key=lambda frames: len(frames[-1]) == size)
 
 
 def _cross_session(occasion: Occasion) -> list[Frames]:
     made_up = occasion.encoded(request_id=occasion.chance.randrange(1, 2**62))
-    return (_of_others(occasion) or [made_up])[-1:]
+    return (_of_others(occasion, "cross-session") or [made_up])[-1:]
 
 
 def _adopted(occasion: Occasion) -> list[Frames]:
     """Another session's reply under this request's id."""
     made_up = occasion.with_output(-occasion.output)
-    header, *rest = (_of_others(occasion) or made_up)[-1]
+    header, *rest = (_of_others(occasion, "cross-session, this id") or made_up)[-1]
     fields = msgpack.unpackb(header)
     fields["request_id"] = occasion.request_id
     return [[msgpack.packb(fields), *rest]]
@@ -167,6 +185,7 @@ def _swapped(occasion: Occasion) -> list[Frames]:
     if held is None:
         return []
     occasion.memory.held = None
+    occasion.memory.had["reordered"] += 1
     return [
         occasion.encoded(result=held.response),
         held.encoded(result=occasion.response),
@@ -466,6 +485,7 @@ def _other_layer(occasion: Occasion) -> list[Frames]:
         reply = occasion.compute(request.model_copy(update={"layer_idx": layer}))
         assert isinstance(reply, TensorReply)
         wrong = to_torch(reply.output)
+        occasion.memory.had["swapped layer"] += 1
     return occasion.with_output(surely_wrong(wrong, right, occasion.chance))
 
 
@@ -473,6 +493,7 @@ def _stale(occasion: Occasion) -> list[Frames]:
     """Answer with an earlier result of the same shape."""
     right = occasion.output
     same = [r for r in occasion.memory.results if (r.shape, r.dtype) == (right.shape, right.dtype)]
+    occasion.memory.had["stale reply"] += bool(same)
     wrong = same[-1] if same else torch.zeros_like(right)
     return occasion.with_output(surely_wrong(wrong, right, occasion.chance))
 
@@ -481,6 +502,16 @@ RESULT_LIES = (
     *(Lie(name, _lie_of(wrong)) for name, wrong in WRONG.items()),
     Lie("swapped layer", _other_layer),
     Lie("stale reply", _stale),
+)
+
+
+# Lies that tell of something that has to be there: `Memory.had` says how often it was.
+CROSS_SESSION = tuple(lie for lie in WIRE_LIES if lie.name.startswith("cross-session"))
+NEEDY = (
+    *(lie for lie in WIRE_LIES if lie.name == "replayed"),
+    *CROSS_SESSION,
+    REORDERED,
+    *(lie for lie in RESULT_LIES if lie.name in ("swapped layer", "stale reply")),
 )
 
 

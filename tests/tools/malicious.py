@@ -10,14 +10,13 @@ import random
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from gpu_side.operators import Operators
+from gpu_side.transport.listener import Incoming
+from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import load_weights
-from protocol.channel import Incoming
 from protocol.curve import ServiceKeys
 from protocol.encoding import (
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -37,7 +36,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import to_torch, torch_dtype
-from protocol.zmq_listener import ZmqListener
+from tests.tools.closing import Closing
 from tests.tools.lies import REORDERED, Frames, Lie, Memory, Occasion
 
 _WAIT_MS = 50
@@ -51,7 +50,7 @@ def operators_of(directory: Path, dtype: str = "float32") -> Operators:
     return Operators(weights, DEFAULT_MAX_MESSAGE_BYTES)
 
 
-class MaliciousService:
+class MaliciousService(Closing):
     """A service in a thread of its own; use as a context manager.
 
     `told`: lies that were told so far. `requests`: how many came, Init and Health not among them.
@@ -79,21 +78,14 @@ class MaliciousService:
         self._thread = threading.Thread(target=self._run, name="malicious", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Stop."""
         self._stop.set()
         self._thread.join(10)
+
+    def overhear(self) -> None:
+        """Take the session that was answered last for the other one of lies that tell of one."""
+        self.memory.bystander = self.memory.earlier[-1][0]
 
     def tell(self, lie: Lie, after: int = 0) -> None:
         """Lie once, when so many further requests have been answered rightly."""

@@ -25,8 +25,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import Literal, TypeAlias
+
+from tests.tools.closing import Closing
 
 Way: TypeAlias = Literal["to_service", "to_client"]
 WAYS: tuple[Way, Way] = ("to_service", "to_client")
@@ -228,7 +229,7 @@ class _Connection:
 _Ends: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Proxy:
+class Proxy(Closing):
     """A TCP proxy in front of a service; use as a context manager.
 
     `endpoint`: where clients connect to. `connections`, `bytes`, `messages`: what has passed so
@@ -253,17 +254,6 @@ class Proxy:
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._thread.start()
         self.endpoint = f"tcp://127.0.0.1:{self._ready.result(10)}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close every connection and stop."""

@@ -25,6 +25,7 @@ from protocol.messages import (
 from protocol.tensors import from_torch, to_torch
 from tests.support import make_model
 from tests.tools.lies import (
+    CROSS_SESSION,
     INIT_LIES,
     REORDERED,
     RESULT_LIES,
@@ -174,3 +175,47 @@ def test_reordered_replies_are_swapped(service: MaliciousService, channel: Chann
     found = [result(channel.wait(request_id).response) for request_id in ids]
     for got, expected in zip(found, (second, first, third), strict=True):
         assert torch.equal(got, expected)
+    assert service.memory.had[REORDERED.name] == 1
+
+
+def test_one_reply_is_not_swapped(service: MaliciousService, channel: Channel) -> None:
+    had = service.memory.had[REORDERED.name]
+    service.tell(REORDERED)
+    with pytest.raises(DeadlineExceededError):
+        channel.call(linear(), 0.1)
+    assert service.memory.had[REORDERED.name] == had
+
+
+@pytest.mark.parametrize("lie", CROSS_SESSION, ids=str)
+def test_reply_of_another_session_is_one_of_the_bystander(
+    lie: Lie, service: MaliciousService
+) -> None:
+    channels = [open_channel(service.endpoint, timeout_s=10) for _ in range(3)]
+    victim, other, bystander = channels
+    request, theirs = linear(), linear()
+    right = result(bystander.call(theirs).response).clone()
+    service.overhear()
+    result(other.call(linear()).response)
+    had = service.memory.had[lie.name]
+    service.tell(lie)
+    if lie.name == "cross-session":
+        with pytest.raises(TsqpError):
+            victim.call(request)
+    else:
+        assert torch.equal(result(victim.call(request).response), right)
+    assert service.memory.had[lie.name] == had + 1
+    for channel in channels:
+        channel.close()
+
+
+@pytest.mark.parametrize("lie", CROSS_SESSION, ids=str)
+def test_what_is_made_up_is_no_reply_of_another_session(lie: Lie) -> None:
+    told = occasion(torch.float32)
+    told.memory.earlier.append((told.client, told.encoded()))
+    told.memory.earlier.append((b"other", told.encoded(request_id=3)))
+    told.memory.bystander = b"bystander"
+    lie.tell(told)
+    assert told.memory.had[lie.name] == 0
+    told.memory.bystander = None
+    lie.tell(told)
+    assert told.memory.had[lie.name] == 1

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
 import zmq
 
 from tests.fault.wire import exchange, inline
+from tests.tools import workers as workers_module
 from tests.tools.workers import Workers
 
 _ARGUMENTS = ("demo", "--bind", "tcp://127.0.0.1:*", "--threads", "1")
@@ -46,3 +51,31 @@ def test_killed_one_comes_back_at_its_endpoint() -> None:
 def test_one_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     with Workers() as workers, pytest.raises(RuntimeError, match="expected it ready"):
         workers.start("no-such-model", "--bind", "tcp://127.0.0.1:*")
+
+
+def test_threads_that_start_at_once_have_one_forker(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    together = threading.Barrier(2)
+
+    class Forker:
+        def __init__(self) -> None:
+            made.append(self)
+            # Until another is made too, which never is.
+            with suppress(threading.BrokenBarrierError):
+                together.wait(0.2)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(workers_module, "_Forker", Forker)
+    fresh = cache(workers_module._only_forker.__wrapped__)
+    monkeypatch.setattr(workers_module, "_only_forker", fresh)
+    start = threading.Barrier(8)
+
+    def found(_: int) -> object:
+        start.wait()
+        return workers_module._forker()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(found, range(8))) == set(made)
+    assert len(made) == 1

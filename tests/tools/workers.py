@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from protocol.integer import check_kernels
 from protocol.model.weights import CPU
+from tests.tools.closing import Closing
 from tsqp.end_with_parent import end_with
 
 START_S = 30.0
@@ -116,14 +116,22 @@ class _Forker:
 
 
 @cache
-def _forker() -> _Forker:
-    """Return the one of this process, which ends with it."""
+def _only_forker() -> _Forker:
     forker = _Forker()
     atexit.register(forker.close)
     return forker
 
 
-class Workers:
+_forker_lock = threading.Lock()
+
+
+def _forker() -> _Forker:
+    """Return the one of this process, which ends with it. From any thread."""
+    with _forker_lock:  # a cache alone lets several threads in at once
+        return _only_forker()
+
+
+class Workers(Closing):
     """Starts gpu-services; use as a context manager, which ends them all.
 
     From any thread. All of a process are forks of one that is started once.
@@ -131,17 +139,6 @@ class Workers:
 
     def __init__(self) -> None:
         self._started: list[int] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def start(self, *arguments: str, log: Path | None = None) -> Worker:
         """Start `gpu-service ARGUMENTS` and wait until it is ready.

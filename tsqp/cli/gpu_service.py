@@ -8,6 +8,7 @@ from typing import Literal, NoReturn
 
 import click
 
+from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from protocol.errors import SettingsError
 from tsqp.cli.program import DEFAULT_ENDPOINT, model_directory, run, setup_logging
 from tsqp.cli.settings import (
@@ -89,7 +90,7 @@ def _layers(
 @click.option(
     "--max-queued-requests",
     type=click.IntRange(1, 65536),
-    default=64,
+    default=QUEUED_REQUESTS,
     help="How many requests of one client may wait; others are refused.",
 )
 @click.option(
@@ -100,7 +101,7 @@ def _layers(
 @click.option(
     "--max-queued-total-requests",
     type=click.IntRange(1, 2**20),
-    default=1024,
+    default=QUEUED_TOTAL_REQUESTS,
     help="How many requests of all clients may wait.",
 )
 @click.option(
@@ -111,7 +112,7 @@ def _layers(
 @click.option(
     "--drain-timeout-s",
     type=FiniteFloatRange(0, 86_400),
-    default=30.0,
+    default=DRAIN_S,
     help="How long to go on, once told to stop, with requests that were taken before. A second"
     " signal ends it at once.",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from protocol.errors import SettingsError, describe, expectation
+from protocol.errors import SettingsError, describe
 from tsqp.cli.program import model_directory
 from tsqp.cli.settings import config_option
 from tsqp.cli.status import bytes_for_people
@@ -93,6 +93,8 @@ def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
     """Make a mask from `key=value` texts. Raises SettingsError."""
     from pydantic import ValidationError
 
+    from protocol.validation import first_fault
+
     values: dict[str, str] = {}
     for option in options:
         name, equals, value = option.partition("=")
@@ -104,15 +106,15 @@ def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
     try:
         return mask(**values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "--option"
-        if first["type"] == "extra_forbidden":
+        fault = first_fault(error)
+        field = fault.field or "--option"
+        if fault.kind == "extra_forbidden":
             known = ", ".join(mask.model_fields) or "none: the mask has no options"
             raise SettingsError(
                 f"--option {field}", got=f"no option of mask {mask.name}", expected=known
             ) from None
         raise SettingsError(
             f"--option {field} of mask {mask.name}",
-            got=describe(first["input"]),
-            expected=expectation(first["type"], first["msg"]),
+            got=fault.got,
+            expected=fault.expected,
         ) from None

@@ -38,7 +38,7 @@ from tee_side.policy import Policy
 from tee_side.randomness import KEY_BYTES, Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sites import FloatSites, Sites
-from tee_side.verifier import BELIEVED
+from tee_side.verifier import UNVERIFIED
 from tee_side.vocabulary import OPERATORS, Operator, Phase, Site, Verify, is_linear
 from tsqp.explain.model import Cost, Message, PhaseCost
 
@@ -256,7 +256,7 @@ class StepTraffic:
             mask=mask,
             hide=self._hide(mask, randomness),
             # Results are zeros, and what they are checked with sends nothing.
-            verifier=BELIEVED,
+            verifier=UNVERIFIED,
             sites=sites,
             randomness=randomness,
             one_rpc_per_module=self._policy.one_rpc_per_module,

@@ -156,8 +156,29 @@ def _documents() -> dict[str, dict[str, Any]]:
             "most_share": 0.15,
             "results": [
                 {
-                    **{"batch": 1, "share": 0.107, "check_ms": 2.5, "tee_ms": 23.4},
-                    **{"verified_ms": 31.0, "believed_ms": 28.0, "secrets_bytes": 29_000_000},
+                    "batch": 1,
+                    "share": 0.107,
+                    "check_ms": 2.5,
+                    "tee_ms": 23.4,
+                    "verified_ms": 31.0,
+                    "believed_ms": 28.0,
+                    "secrets_bytes": 29_000_000,
+                }
+            ],
+        },
+        "failover_cost": {
+            **_about(),
+            "machine": MACHINE,
+            "bookkeeping_us": 0.48,
+            "results": [
+                {
+                    "work": "token",
+                    "transport": "tcp",
+                    "us": {"plain": 1234.0},
+                    "ratios": {"plain again": 1.01, "one": 1.02, "two": 1.03},
+                    "noise": 0.035,
+                    "two_to_again": 1.021,
+                    "ok": True,
                 }
             ],
         },
@@ -216,6 +237,7 @@ def test_reached_targets() -> None:
     # 809 MB less 525 MB, less 72 tokens of KV cache at 32 KiB.
     assert "| `tee-runner`, 72 tokens | <= 300 MB | 282 MB | yes |" in summary
     assert "| 1 sequence | <= 15% | 10.70% | yes |" in summary
+    assert "| token, tcp | <= 1.03 | 1.03 | yes |" in summary
     # 512 is a prompt and 63 more: the published client's is its mean of 64.
     assert "| 64 tokens after 512 | state it |" in summary
 
@@ -257,6 +279,11 @@ def test_64_tokens_after_512() -> None:
             "verify",
             lambda d: d["verify_cost"]["results"][0].update(share=0.1504),
             "1 sequence: 15.04%",
+        ),
+        (
+            "failover",
+            lambda d: d["failover_cost"]["results"][0].update(two_to_again=1.041, ok=False),
+            "token, tcp: 1.05, wanted <= 1.03",
         ),
         ("overhead", lambda d: d.update(bench_null_unix=_bench(6.9)), "1 token, unix: 6."),
         (

@@ -17,7 +17,7 @@ from gpu_side.answers import Answer
 from gpu_side.request_loop import RequestLoop
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import MatmulRequest, Request, TensorReply
 from protocol.tensors import Buffer, from_torch
@@ -33,6 +33,7 @@ class Listener:
     def __init__(self, incoming: list[Incoming], *, gone: bool = False) -> None:
         self.incoming, self.gone = deque(incoming), gone
         self.sent: list[dict[str, Any]] = []
+        self.clients_refused = 0
 
     def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
         return bool(self.incoming)

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from gpu_side.queues import FairQueue, QueueLimits
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
+from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import ServiceKeys
-from protocol.zmq_listener import ZmqListener
 
 SERVICE, SERVICE_SECRET = zmq.curve_keypair()
 ONE = zmq.curve_keypair()

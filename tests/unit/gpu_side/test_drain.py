@@ -13,7 +13,7 @@ from gpu_side.answers import Answer
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
 from protocol.messages import HealthRequest, Request
 from tests.unit.gpu_side.loop import (
     MS,
@@ -24,6 +24,7 @@ from tests.unit.gpu_side.loop import (
     Timed,
     errors_of,
     incoming_request,
+    make_loop,
     run_loop,
     stop_signal,
 )
@@ -156,18 +157,30 @@ def test_an_idle_loop_says_nothing_of_draining(caplog: pytest.LogCaptureFixture)
     assert caplog.records == []
 
 
+class Flood(Listener):
+    """Somebody who goes on sending."""
+
+    def receive(self) -> Incoming | None:
+        return incoming_request(1)
+
+    def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
+        return True
+
+
 def test_a_client_that_goes_on_sending_cannot_keep_the_service_from_stopping(
     stop: StopSignal,
 ) -> None:
-    class Flood(Listener):
-        def receive(self) -> Incoming | None:
-            return incoming_request(1)
-
-        def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
-            return True
-
     listener, state = Flood([]), ServiceState()
     run_loop(listener, _stopping(stop, 20, lambda request: RESULT), state, stop)
     # What waited was finished in spite of it.
     good = [reply for reply in listener.sent if reply["status"] == "success"]
     assert len(good) == 19 + state.queue.limits.requests
+
+
+def test_nor_can_one_that_begins_when_a_service_stops_that_was_long_idle(stop: StopSignal) -> None:
+    loop = make_loop(lambda request: RESULT)
+    loop._began_ns = time.perf_counter_ns() - 10**15
+    stop.request(signal.SIGTERM, None)
+    listener = Flood([])
+    loop.run(listener, stop)
+    assert {reply["error"] for reply in listener.sent} == {"SHUTTING_DOWN"}

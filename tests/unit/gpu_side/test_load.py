@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import msgpack
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from gpu_side.answers import Answer
 from gpu_side.log_limit import LIMITS, limited
 from gpu_side.queues import QueueLimits
-from gpu_side.request_loop import MAX_REFUSED_AT_ONCE
+from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, REFUSING_NS, REFUSING_PART
 from gpu_side.state import ServiceState
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
 from protocol.messages import HealthRequest, InitRequest, Request
+from protocol.tensors import Buffer
 from tests.unit.gpu_side.loop import (
     MS,
     RESULT,
@@ -127,24 +129,92 @@ def test_nonsense_that_does_not_fit_is_called_nonsense() -> None:
     assert listener.sent[1] == {"status": "error", "error": "MALFORMED_MESSAGE"}
 
 
-def test_few_are_refused_between_two_requests() -> None:
-    """Whoever floods us takes little of the time of those who wait."""
-    listener = Listener([*_from("flood", *range(100)[1:]), *_from("modest", 1001)])
-    events: list[str] = []
+@pytest.mark.parametrize("product_ns", [MS // 10, 20 * MS])
+def test_who_refuses_a_flood_goes_on_with_the_work_and_gets_through_the_flood(
+    monkeypatch: pytest.MonkeyPatch, product_ns: int
+) -> None:
+    """A key with a thousand connections has as many turns in the transport, before another's."""
+    clock, refusal_ns = Clock(monkeypatch), 20_000
+    flood = [one._replace(key=b"flood") for n in range(1, 1001) for one in _from(f"c{n}", n)]
+    modest = [one._replace(key=b"modest") for one in _from("m", 1001)]
+    listener = Listener([*flood, *modest])
+    events: list[tuple[int, str]] = []
     send = listener.send
 
-    def noting(route: object, frames: object) -> bool:
-        sent: bool = send(route, frames)  # type: ignore[arg-type]
-        events.append(listener.sent[-1].get("error", "OK"))
+    def noting(route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+        sent = send(route, frames)
+        reply = listener.sent[-1]
+        clock.now += refusal_ns if "error" in reply else 0
+        events.append((reply["request_id"], reply.get("error", "OK")))
         return sent
 
-    listener.send = noting  # type: ignore[method-assign, assignment]
+    def answer(request: Request) -> Answer:
+        clock.now += product_ns
+        return RESULT
+
+    listener.send = noting  # type: ignore[method-assign]
+    run_loop(listener, answer, ServiceState(QueueLimits(requests=3)))
+    assert len(events) == 1001
+    runs = "".join("." if code == "OK" else "x" for _, code in events).split(".")
+    refusing_ns = max(REFUSING_NS, product_ns // REFUSING_PART)
+    assert max(map(len, runs)) == refusing_ns // refusal_ns
+    # All that are ahead of it are refused first, but not four at a time.
+    products = [n for n, code in events if code == "OK"]
+    assert products.index(1001) <= 1000 * refusal_ns // refusing_ns + 2
+
+
+def test_a_few_are_refused_between_two_requests_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    listener = Listener(_from("flood", *range(1, 101)))
+    send = listener.send
+    codes = ""
+
+    def slowly(route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+        nonlocal codes
+        sent = send(route, frames)
+        clock.now += 10 * MS
+        codes += "x" if "error" in listener.sent[-1] else "."
+        return sent
+
+    listener.send = slowly  # type: ignore[method-assign]
     run_loop(listener, lambda request: RESULT, ServiceState(QueueLimits(requests=3)))
-    runs = "".join("." if event == "OK" else "x" for event in events).split(".")
-    assert max(map(len, runs)) == MAX_REFUSED_AT_ONCE
-    assert len(events) == 100
-    # It was behind all of the flood in the transport, and waited for what could be refused of it.
-    assert (1001, None) in errors_of(listener)
+    assert max(map(len, codes.split("."))) == MAX_REFUSED_AT_ONCE
+
+
+def test_what_was_taken_from_a_key_that_is_revoked_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it waits, or an accelerator works on it; and it is not computed in vain."""
+    clock = Clock(monkeypatch)
+    listener = Timed(clock, *[0] * 7)
+    keys = iter([b"revoked", b"other"] * 4)
+    received = listener.receive
+
+    def receive() -> Incoming | None:
+        incoming = received()
+        return incoming and incoming._replace(key=next(keys))
+
+    listener.receive = receive  # type: ignore[method-assign]
+    revoked: set[bytes] = set()
+    accelerator, computed = Accelerator(clock, 10 * MS), []
+
+    def answer(request: Request) -> Answer:
+        computed.append(request)
+        if len(computed) == 2:
+            revoked.add(b"revoked")
+        return accelerator(request)
+
+    state = ServiceState()
+    with caplog.at_level(logging.WARNING):
+        run_loop(listener, answer, state, is_allowed=lambda key: key not in revoked)
+    assert errors_of(listener) == [(2, None), (4, None), (6, None)]
+    assert len(computed) == 4
+    assert state.counters.dropped_replies == 4
+    assert caplog.messages == ["dropped"] * 4
+    details = {record.__dict__["fields"]["detail"] for record in caplog.records}
+    assert details == {"the key has been revoked"}
 
 
 @pytest.mark.parametrize("inline", [False, True])

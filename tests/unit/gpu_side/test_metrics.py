@@ -14,7 +14,7 @@ from gpu_side.counters import BOUNDS_NS
 from gpu_side.metrics import MetricsServer, parse_address
 from gpu_side.queues import QueueLimits
 from gpu_side.state import ServiceState
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError, SettingsError
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_side.queues import FairQueue, QueueLimits
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
+from protocol.tensors import frame_bytes
 
 MANY = QueueLimits(requests=1000, bytes=10**9, total_requests=10**6, total_bytes=10**12)
 
@@ -62,11 +63,11 @@ def test_one_that_comes_again_and_again_waits_for_one_of_another_with_many() -> 
 
 def test_who_had_its_turn_without_waiting_goes_to_the_end() -> None:
     queue = _filled(MANY, _message("a", 1), _message("a", 2), _message("b"))
-    queue.pass_by(b"a")
+    queue.note_served(b"a")
     assert _names(queue) == [("b", 0), ("a", 1), ("a", 2)]
     # But alone it need not wait for anybody.
     queue.put(_message("b"))
-    queue.pass_by(b"b")
+    queue.note_served(b"b")
     assert queue.take().route[0] == b"b"
 
 
@@ -172,6 +173,34 @@ def test_nobody_gives_up_anything_for_one_that_does_not_fit_then() -> None:
     assert _names(queue) == [("a", 0), ("b", 0), ("c", 0), ("d", 9)]
 
 
+def test_who_has_nothing_waiting_finds_room_for_a_fair_share_of_the_bytes() -> None:
+    """Four clients with one message each may fill all of it, by the default limits."""
+    limits = QueueLimits(bytes=100, total_bytes=400)
+    queue = _filled(limits, *(_message(name, n, size=100) for n, name in enumerate("abcd")))
+    (refused,) = queue.put(_message("e", 9, size=80))
+    assert (refused.incoming.route[0], *refused[1:]) == (b"a", "total_bytes", 100, 0)
+    assert (queue.requests, queue.bytes) == (4, 380)
+    assert _names(queue) == [("b", 1), ("c", 2), ("d", 3), ("e", 9)]
+    # Who gave up its last is forgotten, and may come again.
+    assert queue.put(_message("a", size=100)) == ()
+    assert _names(queue) == [("a", 0)]
+
+
+def test_a_message_beyond_a_fair_share_costs_nobody_its_last() -> None:
+    limits = QueueLimits(bytes=100, total_bytes=400)
+    queue = _filled(limits, *(_message(name, size=100) for name in "abcd"))
+    (refused,) = queue.put(_message("e", 9, size=81))
+    assert (refused.incoming.route[0], *refused[1:]) == (b"e", "total_bytes", 81, 0)
+
+
+def test_who_has_something_waiting_costs_nobody_its_last() -> None:
+    limits = QueueLimits(bytes=100, total_bytes=400)
+    full = [_message("a", size=96), *(_message(name, size=100) for name in "bcd")]
+    queue = _filled(limits, *full, _message("e"))
+    (refused,) = queue.put(_message("e", 9))
+    assert (refused.incoming.route[0], *refused[1:]) == (b"e", "total_bytes", 4, 0)
+
+
 def test_who_gives_up_bytes_makes_room_in_number_too() -> None:
     limits = QueueLimits(total_requests=5, total_bytes=100)
     many = [_message("a", n, size=5) for n in range(3)]
@@ -204,9 +233,17 @@ def test_whatever_comes_limits_hold_and_nothing_is_lost(
             continue
         name, size = step
         waiting[number] = _message(name, number, size)
+        before = {one.route[0] for n, one in waiting.items() if n != number}
+        share = limits.total_bytes // (len(before) + 1)
         lost = [refused.incoming.received_ns for refused in queue.put(waiting[number])]
         # One that is refused costs nobody else anything.
         assert number not in lost or lost == [number]
+        if name.encode() not in before and size <= share:
+            assert lost != [number]
+        # Their last only who have more than a fair share.
+        for one in lost:
+            own = [n for n, other in waiting.items() if other.route == waiting[one].route]
+            assert min(own) < one or one == number or frame_bytes(waiting[one].frames) > share
         for one in lost:
             del waiting[one]
         assert queue.requests == len(waiting) <= limits.total_requests

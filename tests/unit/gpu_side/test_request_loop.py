@@ -14,7 +14,7 @@ from gpu_side.answers import Answer
 from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import MAX_UNDERWAY
 from gpu_side.state import ServiceState
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
 from protocol.messages import Request, TensorReply
 from protocol.tensors import Buffer, WireTensor
 from tests.unit.gpu_side.loop import (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 from unittest.mock import MagicMock
@@ -17,11 +19,26 @@ from gpu_side.service import ServiceSettings, _arithmetic, serve
 from protocol.errors import KernelError, SettingsError
 from protocol.model.config import read_config
 from tests.support import SavedModel
-from tsqp.cli.gpu_service import _layers
+from tsqp.cli.gpu_service import _layers, command
 
 
 def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
     return (rows.float() @ weight.float()).clamp(-30000, 30000).to(torch.int32)
+
+
+def test_the_command_line_has_the_defaults_of_the_settings() -> None:
+    """Some are written twice, as what says them takes long to import."""
+    shown = {parameter.name: parameter.default for parameter in command.params}
+    settings = {
+        field.name: field.default
+        for field in fields(ServiceSettings)
+        if field.name in shown
+        and isinstance(field.default, str | float | int)
+        and field.default is not False  # which a flag does not say
+    }
+    assert "heartbeat_timeout_s" in settings
+    assert {name: shown[name] for name in settings} == settings
+    assert shown["max_message_mib"] * MIB == ServiceSettings.max_message_bytes
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -66,6 +83,21 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
     # The address is free again.
     with pytest.raises(KernelError):
         serve(ServiceSettings(saved_model().directory, endpoint, arithmetic="int8"))
+
+
+def test_a_service_may_have_as_many_connections_as_the_system_lets_it(
+    saved_model: Callable[..., SavedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(torch, "_int_mm", _inexact)
+    settings = ServiceSettings(saved_model().directory, f"ipc://{tmp_path}/s", arithmetic="int8")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], before[1] - 1), before[1]))
+        with pytest.raises(KernelError):
+            serve(settings)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 MIB = 2**20

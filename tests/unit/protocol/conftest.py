@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpu_side.transport.stream_listener import StreamListener
 from protocol import memory_pool
 from protocol.stream import StreamChannel
-from protocol.stream_listener import StreamListener
 
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
     return f"unix://{tmp_path}/s"
+
+
+@pytest.fixture
+def listening(endpoint: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(endpoint.removeprefix("unix://"))
+        made.listen(100)
+        made.setblocking(False)
+        yield made
 
 
 @pytest.fixture

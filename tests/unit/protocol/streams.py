@@ -11,7 +11,7 @@ import torch
 
 from protocol.encoding import Form, encode_reply, encode_request
 from protocol.errors import ErrorCode
-from protocol.liveness import QUESTION
+from protocol.liveness import PROBE
 from protocol.messages import InitRequest, TensorReply
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch
@@ -31,9 +31,9 @@ def raw_socket(endpoint: str) -> socket.socket:
 @contextmanager
 def accepted(listening: socket.socket) -> Iterator[socket.socket]:
     """Let a `StreamChannel` in: its connection for signs of life, which stays silent, and ours."""
-    asking, _ = listening.accept()
-    with asking:
-        assert asking.recv(10) == QUESTION
+    probing, _ = listening.accept()
+    with probing:
+        assert probing.recv(10) == PROBE
         served, _ = listening.accept()
         with served:
             yield served

@@ -109,6 +109,31 @@ def test_a_public_key_that_others_may_change_is_refused(
         read_allow_list(pair[1])
 
 
+def test_a_file_of_another_user_is_refused(
+    pair: tuple[Path, Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mode says that only its owner can change it: that must not be somebody else."""
+    us, other = 1000, 1001
+    owner = {"user": us}
+    fstat = os.fstat
+
+    def owned(descriptor: int) -> os.stat_result:
+        fields = list(fstat(descriptor))
+        fields[stat.ST_UID] = owner["user"]
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "geteuid", lambda: us)
+    monkeypatch.setattr(os, "fstat", owned)
+    readers = ((read_secret_key, pair[0]), (read_public_key, pair[1]), (read_allow_list, pair[1]))
+    for read, path in readers:
+        for user in (us, 0):
+            owner["user"] = user
+            assert read(path)
+        owner["user"] = other
+        with pytest.raises(KeyFileError, match="got a file of user 1001, expected one of root or"):
+            read(path)
+
+
 def test_swapped_keys_are_named(pair: tuple[Path, Path, str]) -> None:
     secret_path, public_path, _ = pair
     with pytest.raises(KeyFileError, match=r"mine.pub: got a public key, expected a secret key"):
@@ -222,13 +247,10 @@ def test_a_malformed_allow_list_is_refused_as_a_whole(
     assert message in str(info.value)
 
 
-def test_a_list_of_nobody_lets_in_nobody_but_starts_no_service(
-    pair: tuple[Path, Path, str], tmp_path: Path
-) -> None:
-    path = _file(tmp_path / "allow", "# nobody\n")
-    assert read_allow_list(path) == frozenset()
-    with pytest.raises(KeyFileError, match=r"allow: got no key, expected a client's public key"):
-        ServiceKeys.read(pair[0], path)
+def test_a_list_of_nobody_is_refused(tmp_path: Path) -> None:
+    for text in ("", "# nobody\n", f"\n#{_public()}\n"):
+        with pytest.raises(KeyFileError, match=r"allow: got no key, expected a client's public"):
+            read_allow_list(_file(tmp_path / "allow", text))
 
 
 # --------------------------------------------------------------------------------- both sides

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ManifestError, ModelError
@@ -423,11 +424,24 @@ def test_a_malformed_manifest_is_refused_by_file_and_field(
         (b"", "got Expecting value"),
         (b"[]", "got [], expected"),
         (b"\xff", "codec can't decode"),
-        (b"[" * 100_000, "got nested too deeply, expected JSON"),
+        (b"[" * 20_000, "got nested too deeply, expected JSON"),
+        (b"[{" * 10_001, "got 20002 lists of 0 items, expected at most 20000 and 300000"),
+        (b"," * 300_001, "got 0 lists of 300001 items, expected at most 20000 and 300000"),
+        (b":" * 20_001, "got 20001 keys, expected at most 20000"),
         (b'{"version": 1, "version": 1}', "version: got this key twice"),
         (b" " * (MAX_MANIFEST_BYTES + 1), f"{MAX_MANIFEST_BYTES + 1} bytes, expected at most"),
     ],
-    ids=["empty", "a list", "not UTF-8", "nested", "a key twice", "too large"],
+    ids=[
+        "empty",
+        "a list",
+        "not UTF-8",
+        "nested",
+        "lists",
+        "items",
+        "keys",
+        "a key twice",
+        "too large",
+    ],
 )
 def test_what_is_no_manifest_is_refused_by_file(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "manifest"
@@ -436,6 +450,15 @@ def test_what_is_no_manifest_is_refused_by_file(tmp_path: Path, content: bytes, 
         Manifest.load(path)
     assert str(path) in caught.value.where
     assert said in str(caught.value)
+
+
+def test_of_many_faults_in_a_list_one_is_gathered() -> None:
+    """Pydantic takes kilobytes for each, and a manifest may have 300,000 items."""
+    for field in ("shape", "blocks"):
+        fields: dict[str, Any] = {"dtype": "F32", "shape": (1,), "blocks": (SHA,)}
+        with pytest.raises(ValidationError) as caught:
+            TensorPin(**fields | {field: ["x"] * 1000})
+        assert caught.value.error_count() <= 2  # the length of a shape is one of its own
 
 
 def test_a_manifest_that_is_missing_or_no_file_is_refused(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol import stream
+from gpu_side.transport.stream_listener import StreamListener
+from protocol import stream_wire
 from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.stream import StreamChannel
-from protocol.stream_listener import StreamListener
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch, to_torch
 from tests.unit.protocol.streams import (
@@ -46,7 +46,7 @@ def test_an_address_that_can_never_answer_is_told_at_once(tmp_path: Path) -> Non
 
 @pytest.fixture
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SOCKET_BUFFER_BYTES", 4096)
+    monkeypatch.setattr(stream_wire, "SOCKET_BUFFER_BYTES", 4096)
 
 
 @pytest.mark.usefixtures("_small_buffers")

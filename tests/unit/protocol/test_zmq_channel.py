@@ -16,7 +16,9 @@ import pytest
 import torch
 import zmq
 
+from gpu_side.transport.zmq_listener import Unread, ZmqListener
 from protocol.encoding import (
+    MAX_FRAMES,
     MAX_REPLY_FRAMES,
     Form,
     OpenedRequest,
@@ -27,11 +29,9 @@ from protocol.encoding import (
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
-from protocol.stream_listener import MAX_FRAMES
 from protocol.tensors import Buffer, from_torch, to_torch
 from protocol.zmq_channel import ZmqChannel
-from protocol.zmq_listener import Unread, ZmqListener
-from protocol.zmq_sockets import receive_frames
+from protocol.zmq_sockets import QUEUED_MESSAGES, receive_frames
 
 
 class Peer:
@@ -238,10 +238,47 @@ def test_too_many_frames_where_a_socket_is_replaced_are_dropped_with_it(
     while not channel._lost:
         _wait_for_an_event(channel)
         channel._note_events()
-    channel._replace_socket()
+    channel._replace_socket(keep_until=time.monotonic() + 60)
     channel.wait(first)
     with pytest.raises(EndpointError, match="a lost connection while LMHead was waiting"):
         channel.wait(second)
+
+
+def _channel_with_a_flood(channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a request wait, and a service send without an end; the list counts what was taken."""
+    channel.submit(_request())
+    taken: list[int] = []
+
+    def next_message(_: int) -> list[memoryview]:
+        taken.append(len(taken))
+        assert len(taken) < 10_000, "it goes on for ever"
+        return [memoryview(b"small")]
+
+    monkeypatch.setattr(channel, "_next_message", next_message)
+    return taken
+
+
+def test_where_a_socket_is_replaced_no_more_is_taken_than_it_may_hold(
+    channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = _channel_with_a_flood(channel, monkeypatch)
+    for _ in range(3):  # nor by doing so again and again
+        channel._replace_socket(keep_until=time.monotonic() + 3600)
+        assert len(taken) == len(channel._kept) == QUEUED_MESSAGES
+
+
+def test_where_a_socket_is_replaced_the_deadline_holds(
+    channel: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = _channel_with_a_flood(channel, monkeypatch)
+    monkeypatch.setattr("protocol.zmq_channel.time.monotonic", lambda: 1000.0 + len(taken))
+    channel._replace_socket(keep_until=1005.0)
+    assert len(taken) == len(channel._kept) == 5
+
+
+def test_a_queue_holds_as_many_messages_in_both_directions(peer: Peer, channel: ZmqChannel) -> None:
+    options = (zmq.SNDHWM, zmq.RCVHWM)
+    assert [channel._socket.getsockopt(option) for option in options] == [QUEUED_MESSAGES] * 2
 
 
 def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
@@ -293,7 +330,7 @@ def _wait_for_an_event(channel: ZmqChannel) -> None:
 
 def test_full_send_queue_is_an_endpoint_error(tmp_path: Path) -> None:
     def fill(channel: ZmqChannel) -> None:
-        for _ in range(5000):
+        for _ in range(QUEUED_MESSAGES + 1):
             channel.submit(InitRequest())
 
     with ZmqChannel(f"ipc://{tmp_path}/nobody") as channel:

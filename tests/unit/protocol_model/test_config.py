@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from protocol.errors import ModelError
-from protocol.model.config import ARCHITECTURES, MAX_JSON_BYTES, ModelConfig, read_config
+from protocol.model.config import (
+    ARCHITECTURES,
+    MAX_JSON_BYTES,
+    ModelConfig,
+    RopeParameters,
+    read_config,
+)
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -223,6 +230,14 @@ def test_rope_that_would_divide_by_zero_or_overflow_is_refused(
     tmp_path: Path, rope: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     _refusal(tmp_path, rope_scaling=rope, **changes)
+
+
+def test_of_many_faults_in_a_list_one_is_gathered() -> None:
+    """Pydantic takes kilobytes for each, and a configuration may have a million items."""
+    for field in ("short_factor", "long_factor"):
+        with pytest.raises(ValidationError) as caught:
+            RopeParameters.model_validate({field: ["x"] * 1000})
+        assert caught.value.error_count() == 1
 
 
 def test_a_key_twice_is_refused_by_file_and_key(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import ModelError
+from protocol.errors import ManifestError, ModelError
 from protocol.model.files import (
-    RepeatedKeyError,
     is_there,
+    limit_structure,
     opened,
     parse_json,
     read_bytes,
@@ -127,16 +127,39 @@ def test_a_buffer_is_filled_as_far_as_the_file_goes(directory: Path) -> None:
 
 
 def test_a_key_twice_is_refused_at_any_depth() -> None:
-    assert parse_json(b'{"a": {"b": 1}, "b": [{"a": 2}]}') == {"a": {"b": 1}, "b": [{"a": 2}]}
-    with pytest.raises(RepeatedKeyError) as caught:
-        parse_json(b'{"x": [{"a": 1, "b": 2, "b": 2}]}')
-    assert caught.value.key == "b"
+    content = b'{"a": {"b": 1}, "b": [{"a": 2}]}'
+    assert parse_json(content, "f") == {"a": {"b": 1}, "b": [{"a": 2}]}
+    twice = b'{"x": [{"a": 1, "b": 2, "b": 2}]}'
+    with pytest.raises(ModelError, match="f: b: got this key twice, expected it once"):
+        parse_json(twice, "f")
+    with pytest.raises(ManifestError):
+        parse_json(twice, "f", ManifestError)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[{}]" * 2 + b"{" + b"," * 3 + b":" * 2, ""),
+        (b"[{}]" * 2 + b"{{", "got 6 lists of 0 items, expected at most 5 and 3"),
+        (b"," * 4, "got 0 lists of 4 items"),
+        (b":" * 3, "got 3 keys, expected at most 2"),
+    ],
+)
+def test_structure_is_counted_before_it_is_parsed(content: bytes, said: str) -> None:
+    limits = {"max_lists": 5, "max_items": 3}
+    if not said:
+        limit_structure(content, "f", **limits, max_keys=2)
+        return
+    with pytest.raises(ManifestError, match=f"^f: {said}"):
+        limit_structure(content, "f", **limits, max_keys=2, error=ManifestError)
+    if "keys" in said:
+        limit_structure(content, "f", **limits)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 10_000, b'{"a":' * 10_000])
 def test_what_is_no_json_is_a_value_error(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        parse_json(content)
+        parse_json(content, "f")
 
 
 def test_names_from_files_are_shown_in_one_short_line() -> None:

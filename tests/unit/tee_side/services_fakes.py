@@ -23,7 +23,7 @@ from protocol.messages import InitRequest, LMHeadRequest, Request, Response, Ten
 from protocol.pending import OversizedRequestError
 from protocol.tensors import from_torch
 from tee_side.services.connected import Services
-from tee_side.services.member import Dialling
+from tee_side.services.member import ConnectOptions
 from tee_side.services.plan import ReplicaGroup
 
 
@@ -154,6 +154,8 @@ class World:
 
     services: dict[str, FakeService] = field(default_factory=dict)
     opened: list[FakeConnection] = field(default_factory=list)
+    # Connections to one service that were open at the same time.
+    most_open: int = 0
     made: list[Services] = field(default_factory=list)
     link: Link | None = None
 
@@ -167,6 +169,8 @@ class World:
         """Connect."""
         connection = FakeConnection(self.services[endpoint])
         self.opened.append(connection)
+        is_open = [one for one in self.opened if one.endpoint == endpoint and not one.closed]
+        self.most_open = max(self.most_open, len(is_open))
         return connection
 
     def verify(self, endpoint: str, reply: Response, layers: tuple[int, int]) -> Any:
@@ -179,7 +183,9 @@ class World:
 
     def connect(self, *groups: ReplicaGroup, layers: int = 1, timeout_s: float = 5.0) -> Services:
         """Return connected services."""
-        made = Services(groups, layers, Dialling(self.open, self.verify, self.link, timeout_s))
+        made = Services(
+            groups, layers, ConnectOptions(self.open, self.verify, self.link, timeout_s)
+        )
         self.made.append(made)
         made.connect(1.0)
         return made

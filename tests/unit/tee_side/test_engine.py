@@ -233,6 +233,20 @@ def test_memory_comes_back_when_a_sequence_ends(tee: Tee, model: SavedModel, how
     assert first.cache.nbytes == 0
 
 
+def test_looking_at_what_runs_gives_nothing_back(tee: Tee) -> None:
+    """The next step does, and the one that a sequence ends with."""
+    engine = tee.engine()
+    stopped, other = (engine.add(PROMPT, max_new_tokens=2) for _ in range(2))
+    stopped.stop()
+    assert engine.running == (other,)
+    assert stopped.cache.nbytes == other.cache.nbytes > 0
+    engine.step()
+    assert stopped.cache.nbytes == 0
+    engine.step()
+    assert other.finish_reason == "length"
+    assert other.cache.nbytes == 0
+
+
 def test_without_a_limit_it_is_what_the_machine_has(
     tee: Tee, monkeypatch: pytest.MonkeyPatch
 ) -> None:

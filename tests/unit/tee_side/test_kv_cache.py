@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from protocol.errors import PromptError
+from protocol.errors import LimitError
 from protocol.model.config import ModelConfig, read_config
 from tee_side import kv_cache
 from tee_side.kv_cache import KVCache, available_kv_bytes, kv_bytes
@@ -73,8 +74,25 @@ def test_a_full_cache_refuses_more_rows(config: ModelConfig, rows: int) -> None:
 
 
 def test_more_than_the_machine_has_is_refused(config: ModelConfig) -> None:
-    with pytest.raises(PromptError, match="no memory for 1000000000000 tokens"):
+    with pytest.raises(LimitError) as caught:
         KVCache(config, 10**12, torch.float32)
+    size = kv_bytes(config, 10**12, torch.float32) / 2**20
+    assert caught.value.got == f"a request that needs {size:.1f} MiB for 1000000000000 tokens"
+    assert re.search(r"of \d+\.\d MiB that it has", caught.value.where)
+    assert re.search(r"less: \d+\.\d MiB are available", caught.value.expected)
+    assert not caught.value.retryable
+
+
+def test_what_the_machine_could_have_is_worth_retrying(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("tee_side.kv_cache.torch.empty", refuse)
+    with pytest.raises(LimitError) as caught:
+        KVCache(config, 10, torch.float32)
+    assert caught.value.retryable
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])

@@ -36,7 +36,7 @@ from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch, to_torch
 from tee_side.masking import linear_masking
-from tee_side.masks.mask import Mask, Masked
+from tee_side.masks.mask import Mask, Masked, MaskedProduct
 from tee_side.masks.pad import Pad
 from tee_side.masks.row_mix import RowMix
 from tee_side.masks.row_permutation import RowPermutation
@@ -46,8 +46,8 @@ from tee_side.randomness import Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sampling import SamplingSettings
 from tee_side.sites import FloatSites, load_biases
-from tee_side.verifier import BELIEVED
-from tee_side.vocabulary import OPERATORS, Operator
+from tee_side.verifier import UNVERIFIED
+from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator
 from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -100,7 +100,7 @@ def _clear(model: SavedModel, channel: LoopbackChannel, **settings: Any) -> Remo
         torch.float32,
         mask=None,
         hide=linear_masking(None, Randomness()),
-        verifier=BELIEVED,
+        verifier=UNVERIFIED,
         **settings,
     )
 
@@ -234,7 +234,7 @@ def _remote(
         mask=mask,
         hide=linear_masking(mask, randomness),
         randomness=randomness,
-        **{"verifier": BELIEVED, **settings},
+        **{"verifier": UNVERIFIED, **settings},
     )
 
 
@@ -342,7 +342,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         torch.float32,
         mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
-        verifier=BELIEVED,
+        verifier=UNVERIFIED,
         without_factors=Here(),  # type: ignore[arg-type]
         **settings,
     )
@@ -354,7 +354,7 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
         torch.float32,
         mask=Pad(),
         hide=lambda layer, operator, x_TI: None,
-        verifier=BELIEVED,
+        verifier=UNVERIFIED,
         **settings,
     )
     with pytest.raises(LookupError, match="no unmasking factors"):
@@ -420,6 +420,10 @@ def test_a_reply_with_the_plain_number_of_rows_is_refused_under_dummy_rows(
             "got float64 .3, 96. to send",
         ),
         (lambda x: Masked((x[:, :5],), lambda y: y), "got float32 .3, 5. to send, expected floa"),
+        (
+            lambda x: Masked((x[0],), lambda y: y),
+            "got float32 .96. to send, expected float32 .rows",
+        ),
         (lambda x: Masked((x,), lambda y: None), "got nothing from unmask, expected float32"),
         (lambda x: Masked((x,), lambda y: y.double()), "got float64 .3, 48. from unmask"),
         (lambda x: Masked((x,), lambda y: y[:2]), "got float32 .2, 48. from unmask, expected floa"),
@@ -439,7 +443,7 @@ def test_a_mask_that_is_wrong_is_named_with_its_operator(
         torch.float32,
         mask=mask,
         hide=lambda _layer, _operator, x_TI: masked(x_TI),
-        verifier=BELIEVED,
+        verifier=UNVERIFIED,
     )
     # No mask has to be said; and it is not a reason to look away.
     with pytest.raises(MaskError, match=f"{named}: o_proj: {said}"):
@@ -496,7 +500,7 @@ def test_no_mask_has_to_be_said(saved_model: Models) -> None:
             read_config(model.directory),
             torch.float32,
             hide=linear_masking(RowPermutation(), Randomness()),
-            verifier=BELIEVED,
+            verifier=UNVERIFIED,
         )
 
 
@@ -515,9 +519,11 @@ class Refuses:
     def lm_head(self, *_: Any) -> bool:
         return False
 
-    def liars(self, answers: Sequence[Any]) -> list[int]:
+    def liars(self, answers: Sequence[Any], is_over: Callable[[], bool]) -> list[int]:
         if self._disk is not None:
             raise self._disk
+        if is_over():
+            raise DeadlineExceededError("finding out", got="the end", expected="time")
         return [0]
 
 
@@ -550,7 +556,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The only clock that a deadline is counted by."""
     found = SimpleNamespace(now=1000.0)
     found.monotonic = lambda: found.now
-    monkeypatch.setattr("tee_side.remote_operators.time", found)
+    monkeypatch.setattr("tee_side.answers.time", found)
     return found
 
 
@@ -639,3 +645,115 @@ def test_where_weights_cannot_be_read_again_everybody_is_barred(
         "layer": 1,
         "detail": str(disk),
     }
+
+
+def test_in_the_clear_the_only_answer_is_the_lie_and_nothing_is_read_for_it(
+    saved_model: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was unmasked that could be wrong."""
+    model = saved_model("llama")
+    unread = ModelError("model.safetensors", got="a read", expected="none")
+    remote = _remote(
+        model, [LoopbackChannel(model.directory)], None, verifier=Refuses(unread), timeout_s=60.0
+    )
+    with pytest.raises(VerificationError, match="o_proj in layer 1 at loopback"):
+        run(remote.linear(1, "o_proj", torch.ones(1, 96)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mask", [Shares(), RowMix()], ids=["two shares", "one answer"])
+def test_where_no_time_is_left_everybody_who_answered_is_named_and_barred(
+    saved_model: Models, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture, mask: Mask
+) -> None:
+    """To find out who lied takes reading a weight: that is not begun after the deadline."""
+    model = saved_model("llama")
+    channels = [Slow(model.directory, lambda y: y, clock) for _ in range(mask.services)]
+    names = ["tcp://a:1", "tcp://b:1"][: mask.services]
+    for channel, name in zip(channels, names, strict=True):
+        channel.endpoint = name
+    dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
+    remote = _remote(
+        model,
+        list(channels),
+        mask,
+        sites=OneSite(dtype),
+        verifier=Refuses(),
+        timeout_s=10.0 * mask.services,
+    )
+    with pytest.raises(VerificationError) as caught:
+        run(remote.linear(1, "o_proj", torch.ones(1, 96)))
+    assert caught.value.where == f"o_proj in layer 1 at {' or '.join(names)}"
+    assert [len(channel.distrusted) for channel in channels] == [1] * mask.services
+    assert [one.getMessage() for one in caplog.records] == ["liar_unknown"]
+
+
+@pytest.mark.parametrize("mask", [RowPermutation(dummy_rows=3), RowMix(), None])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_more_rows_than_a_reply_may_have_are_refused_before_they_are_sent(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch, operator: Operator, mask: Mask | None
+) -> None:
+    """The service would answer honestly, and be barred for a reply that is too large."""
+    model, most = saved_model("llama"), 4096
+    plain = ARGUMENTS[operator][0][-2 if operator in PRODUCTS else -1]
+    assert isinstance(plain, torch.Tensor)
+    rows = plain.shape[0] if operator not in PRODUCTS else plain.shape[1]
+    allowed = rows if mask is None else 2 * rows + most
+    for extra, refused in ((0, False), (1, True)):
+        channel = LoopbackChannel(model.directory)
+        remote = _remote(model, [channel], mask, sites=FloatSites({}))
+
+        def padded(x: torch.Tensor, axis: int, size: int = allowed + extra) -> torch.Tensor:
+            shape = list(x.shape)
+            shape[axis] = size - shape[axis]
+            return torch.cat([x, torch.zeros(shape, dtype=x.dtype)], axis)
+
+        def many(x_TI: torch.Tensor) -> Masked:
+            return Masked((padded(x_TI, 0),), lambda y: y[: len(x_TI)])
+
+        def product(a: torch.Tensor, b: torch.Tensor) -> MaskedProduct:
+            return MaskedProduct(padded(a, 1), b, lambda y: y[:, : a.shape[1]])
+
+        monkeypatch.setattr(remote, "_hide", lambda _layer, _operator, x_TI: many(x_TI))
+        rows_mask = SimpleNamespace(
+            mask=lambda x, _: many(x),
+            mask_ids=lambda ids, _size, _: many(ids),
+            mask_product=lambda a, b, _: product(a, b),
+        )
+        monkeypatch.setattr(remote, "_rows", rows_mask)
+        if refused:
+            with pytest.raises(MaskError, match=f": {operator}: got .* at most {allowed} rows"):
+                run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+        else:
+            run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+        assert len(channel.requests) == (0 if refused else 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda masked: (masked.a, masked.b),
+        lambda masked: dataclasses.replace(masked, a=masked.a.double()),
+        lambda masked: dataclasses.replace(masked, a=masked.a[:1]),
+        lambda masked: dataclasses.replace(masked, b=masked.b[:, :-1]),
+        lambda masked: dataclasses.replace(masked, b=torch.cat([masked.b] * 2, 2)),
+        lambda masked: dataclasses.replace(masked, a=masked.a[0]),
+    ],
+    ids=["no product", "dtype", "batch", "inner size", "columns", "dimensions"],
+)
+@pytest.mark.parametrize("operator", PRODUCTS)
+def test_operands_that_do_not_fit_are_the_masks_fault(
+    saved_model: Models, operator: Operator, change: Callable[[Any], Any]
+) -> None:
+    model = saved_model("llama")
+    channel = LoopbackChannel(model.directory)
+
+    class Spoiled(RowPermutation):
+        name = "spoiled"
+
+        def mask_product(self, *arguments: Any) -> Any:
+            return change(super().mask_product(*arguments))
+
+    remote = _remote(model, [channel], Spoiled(), sites=FloatSites({}))
+    with pytest.raises(MaskError, match=f"mask spoiled: {operator}: got .*, expected .*"):
+        run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+    assert not channel.requests

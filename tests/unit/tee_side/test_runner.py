@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.channel import Exchange
+from protocol.curve import ClientKeys
 from protocol.errors import (
     CalibrationError,
     DeadlineExceededError,
@@ -134,7 +135,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
             super().__init__(held[endpoint])
             self.endpoint = endpoint
 
-    monkeypatch.setattr("tee_side.runner.open_connection", Connected)
+    monkeypatch.setattr("tee_side.runner.open_channel", Connected)
     return held
 
 
@@ -385,6 +386,42 @@ def test_one_service_under_two_names_is_refused(
     with pytest.raises(SettingsError) as caught:
         Runner(_offloading(saved_model("llama"), "two-server", loopback))
     assert caught.value.got == "tcp://service-0:1 and tcp://service-1:1, one and the same"
+
+
+ONE, TWO, THREE = (ClientKeys(b"secret", public) for public in (b"one", b"two", b"three"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "keys"),
+    [
+        (("tcp://a:1", "tcp://b:1"), (ONE,)),
+        (("tcp://a:1", "tcp://b:1"), (ONE, ONE)),
+        (("tcp://a:1,share=1", "tcp://c:1,share=1", "tcp://b:1,share=2"), (ONE, TWO, ONE)),
+    ],
+)
+def test_one_key_for_both_shares_is_refused_before_the_model_is_read(
+    tmp_path: Path, gpu: tuple[str, ...], keys: tuple[ClientKeys, ...]
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Runner(RunnerSettings(tmp_path / "no-model", load_policy("two-server"), gpu, keys=keys))
+    assert caught.value.where == "--service-key"
+    assert caught.value.got == "one key for tcp://a:1 and tcp://b:1, which get a share each"
+
+
+@pytest.mark.parametrize(
+    ("policy", "gpu", "keys"),
+    [
+        ("two-server", ("tcp://a:1", "tcp://b:1"), (ONE, TWO)),
+        ("two-server", tuple(f"tcp://{name}:1" for name in "abcd"), (ONE, TWO, ONE, TWO)),
+        ("shielded", ("tcp://a:1", "tcp://b:1"), (ONE,)),
+        ("shielded", ("tcp://a:1,share=1", "tcp://b:1"), (ONE,)),
+    ],
+)
+def test_keys_may_be_shared_by_services_with_the_same_share(
+    tmp_path: Path, policy: str, gpu: tuple[str, ...], keys: tuple[ClientKeys, ...]
+) -> None:
+    with pytest.raises(ModelError):  # the next thing that is looked at
+        Runner(RunnerSettings(tmp_path / "no-model", load_policy(policy), gpu, keys=keys))
 
 
 @pytest.mark.parametrize(

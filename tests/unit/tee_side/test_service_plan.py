@@ -12,9 +12,11 @@ from gpu_side.operators import Operators
 from gpu_side.weights import load_weights
 from protocol.encoding import Form, encode_reply
 from protocol.errors import EndpointError, SettingsError
-from protocol.messages import InitReply, InitRequest, Timing
+from protocol.messages import FUSED_MODULES, InitReply, InitRequest, Timing
 from protocol.model.config import read_config
-from tee_side.policy import LayerRange, load_policy
+from tee_side.layer_range import LayerRange
+from tee_side.mask_rules import most_rows
+from tee_side.policy import load_policy
 from tee_side.reply_size import init_reply_bytes, largest_reply
 from tee_side.services.plan import ReplicaGroup, ServiceSpec, assign_shares, plan_services
 from tests.support import SavedModel
@@ -199,6 +201,20 @@ def test_the_largest_reply_follows_from_policy_and_model(
     config = read_config(model_directory)
     size = largest_reply(load_policy(policy), config, 100, torch.bfloat16)
     assert size == max(100 * elements * itemsize, init_reply_bytes(config)) + 16 * 1024
+
+
+@pytest.mark.parametrize("policy", ["tsqp", "tsqp-permuted", "row-mix", "quantized-clear"])
+def test_a_reply_has_room_for_all_rows_that_a_mask_may_send(
+    model_directory: Path, policy: str
+) -> None:
+    """One rule for both: no service is blamed for a reply that our own mask asked for."""
+    chosen, config = load_policy(policy), read_config(model_directory)
+    size = largest_reply(chosen, config, 100, torch.float32)
+    for operator, placement in chosen.leaving():
+        if operator in FUSED_MODULES:
+            modules = FUSED_MODULES[operator]
+            outputs = sum(config.module_shape(module)[0] for module in modules)
+            assert size >= most_rows(placement.mask, 100) * outputs * 4
 
 
 def test_an_init_reply_of_many_layers_fits(model_directory: Path) -> None:

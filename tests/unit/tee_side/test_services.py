@@ -12,7 +12,6 @@ from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
     ErrorCode,
-    KeyFileError,
     ModelMismatchError,
     ProtocolError,
     ReplyError,
@@ -219,16 +218,85 @@ def test_whoever_refuses_is_not_asked_first_any_more(world: World, code: ErrorCo
     assert len(b.got) == 5
 
 
-def test_a_request_that_ends_every_connection_is_given_up(world: World) -> None:
+@pytest.mark.parametrize("fault", ["lost", "lost at submit"])
+def test_a_request_that_ends_every_connection_is_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     (a,) = world.add("a")
     replicas = world.replicas("a")
-    a.answers = deque(["lost"] * 1000)
+    a.answers = deque([fault] * 1000)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(EndpointError, match="lost"):
         replicas.call(ask(), 60.0)
-    assert len(a.got) == 5
+    assert len(a.answers) == 1000 - 5
+    # Between attempts, and not for what cannot come.
+    assert max(slept) < 1.0
     # It is about that request alone.
     a.answers.clear()
     assert replicas.call(ask()).endpoint == "a"
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_services_that_always_say_that_they_are_about_to_end(
+    world: World, names: tuple[str, ...]
+) -> None:
+    """Each passes Init and wants to be left: no connection for every time that they say it."""
+    services = world.add(*names)
+    replicas = world.replicas(*names)
+    for service in services:
+        service.answers = deque([service_error(ErrorCode.SHUTTING_DOWN)] * 1000)
+    for _ in range(2):
+        with pytest.raises(ServiceError) as caught:
+            replicas.call(ask(), 60.0)
+        assert caught.value.code is ErrorCode.SHUTTING_DOWN
+    assert [len(service.got) for service in services] == [10] * len(names)
+    assert world.most_open == 1
+
+
+def test_one_connection_at_most_is_left_to_a_service_that_ends_and_does_not(world: World) -> None:
+    """With several in flight: of each connection one is told to go, the others are not answered."""
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque([service_error(ErrorCode.SHUTTING_DOWN)] * 1000)
+    ids = [replicas.submit(ask(value)) for value in range(8)]
+    for request_id in ids:
+        with pytest.raises(ServiceError):
+            replicas.wait(request_id)
+    assert world.most_open == 2
+    assert a.connections <= 1 + 5 * len(ids)
+
+
+def test_a_drained_connection_is_closed_with_the_last_that_is_abandoned(world: World) -> None:
+    a, _ = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([service_error(ErrorCode.SHUTTING_DOWN)])
+    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
+    replicas.wait(first)
+    assert not world.opened[0].closed
+    replicas.abandon(second)
+    assert world.opened[0].closed
+
+
+@pytest.mark.parametrize("code", [ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_EXCEEDED])
+def test_what_never_passes_is_an_error_at_the_deadline(world: World, code: ErrorCode) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers = deque([service_error(code)] * 10_000)
+    with pytest.raises(DeadlineExceededError, match=code.value):
+        replicas.call(ask(), 0.2)
+    assert a.connections == world.most_open == 1
+
+
+def test_whose_time_is_up_does_not_send_others_first(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    first, second = replicas.submit(ask(1), 0.0), replicas.submit(ask(2))
+    a.answers = deque(["lost"])
+    with pytest.raises(DeadlineExceededError):
+        replicas.wait(first)
+    assert not b.got
+    assert replicas.wait(second).endpoint == "b"
 
 
 def test_a_full_queue_names_its_limits(world: World) -> None:
@@ -315,13 +383,6 @@ def test_a_modelled_link_lies_over_each_of_them(world: World) -> None:
     assert replicas.traffic.round_trips == 3 + 2
 
 
-def test_a_key_file_of_our_own_is_no_fault_of_a_service(world: World) -> None:
-    (a,) = world.add("a")
-    a.held = KeyFileError("a.key", got="mode 0644", expected="0600")
-    with pytest.raises(KeyFileError):
-        world.replicas("a")
-
-
 # --------------------------------------------------------------------------------- quarantine
 
 
@@ -392,35 +453,53 @@ def test_a_service_that_comes_back_with_another_model_is_refused(world: World) -
         replicas.call(ask())
 
 
-def test_nobody_at_the_endpoint_of_a_liar_is_asked_again_in_any_layer(world: World) -> None:
-    world.add("a", "b", "c")
-    services = world.connect(
-        ReplicaGroup(1, 0, 0, ("a", "b")), ReplicaGroup(1, 1, 1, ("a", "c")), layers=2
-    )
-    first, second = services.at(0)[0], services.at(1)[0]
-    waiting = second.submit(ask())
-    first.distrust(first.call(ask()), wrong())
-    assert second.wait(waiting).endpoint == "c"
-    assert second.call(ask()).endpoint == "c"
-
-
-def test_a_liar_that_goes_by_anothers_name_takes_nobody_down_with_it(world: World) -> None:
-    world.add("a", "b", instance="one")
+def test_a_liar_is_not_believed_over_an_earlier_connection_either(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two requests in flight one is caught over a new connection, the other waits on the old."""
+    monkeypatch.setattr("tee_side.services.connected._GRACE_S", 0.0)
+    a, b = world.add("a", "b")
+    b.up = False
     replicas = world.replicas("a", "b")
-    replicas.distrust(replicas.call(ask()), wrong())
-    assert replicas.call(ask()).endpoint == "b"
+    a.answers = deque([service_error(ErrorCode.SHUTTING_DOWN)])
+    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
+    exchange = replicas.wait(first)
+    draining, new = (one for one in world.opened if one.endpoint == "a")
+    assert exchange.endpoint == "a"
+    assert not draining.closed
+    b.up = True
+    replicas.distrust(exchange, wrong())
+    assert draining.closed
+    assert new.closed
+    assert replicas.wait(second).endpoint == "b"
 
 
-def test_the_last_endpoint_of_some_layers_may_be_that_of_a_liar_in_others(world: World) -> None:
-    world.add("a", "b")
-    services = world.connect(
-        ReplicaGroup(1, 0, 0, ("a", "b")), ReplicaGroup(1, 1, 1, ("a",)), layers=2
-    )
-    first, second = services.at(0)[0], services.at(1)[0]
-    first.distrust(first.call(ask()), wrong())
-    assert first.call(ask()).endpoint == "b"
-    with pytest.raises(VerificationError):
-        second.call(ask())
+def test_what_a_liar_said_before_its_connection_was_lost_is_not_used(world: World) -> None:
+    a, _ = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    exchange = replicas.wait(ids[0])
+    # The others' replies have come when the connection is lost.
+    connection = world.opened[0]
+    connection.arrived = lambda _id, _until=0.0: True  # type: ignore[method-assign]
+    a.answers = deque(["lost"])
+    assert replicas.wait(ids[1]).endpoint == "b"
+    replicas.distrust(exchange, wrong())
+    connection.wait = lambda _id: exchange  # type: ignore[method-assign]
+    assert replicas.wait(ids[2]).endpoint == "b"
+
+
+def test_a_service_with_another_model_is_not_believed_over_an_earlier_connection(
+    world: World,
+) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers, a.held = deque([service_error(ErrorCode.SHUTTING_DOWN)]), mismatch()
+    ids = [replicas.submit(ask(value)) for value in range(2)]
+    for request_id in ids:
+        with pytest.raises(ModelMismatchError):
+            replicas.wait(request_id)
+    assert len(a.got) == 2
 
 
 # --------------------------------------------------------------------------------------- roles
@@ -464,11 +543,55 @@ def test_a_process_that_had_one_share_never_gets_the_other(world: World) -> None
     assert len(b.got) == 1
 
 
-def test_two_paths_to_one_process_may_stand_in_for_each_other(world: World) -> None:
-    a, _ = world.add("a", "b", instance="one")
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (ReplicaGroup(1, 0, 0, ("a", "b")),),
+        (ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(1, 1, 1, ("b",))),
+    ],
+    ids=["stand-ins", "layers"],
+)
+def test_one_process_at_two_endpoints_is_refused_at_start(
+    world: World, groups: tuple[ReplicaGroup, ...]
+) -> None:
+    """Else one that lied would be asked again under its other name."""
+    world.add("a", "b", instance="one")
+    with pytest.raises(SettingsError) as caught:
+        world.connect(*groups, layers=len(groups))
+    assert str(caught.value) == "--gpu: got a and b, one and the same, expected each service once"
+
+
+def test_a_caught_liar_is_not_asked_under_another_name(world: World) -> None:
+    _, b, c = world.add("a", "b", "c")
+    replicas = world.replicas("a", "b", "c")
+    replicas.distrust(replicas.call(ask()), wrong())
+    # Where b was, whoever was caught at a answers now.
+    b.answers, b.instance = deque(["lost"]), "a"
+    assert replicas.call(ask()).endpoint == "c"
+    c.answers, c.up, c.comes_back = deque(["lost"]), False, time.monotonic() + 0.2
+    assert replicas.call(ask()).endpoint == "c"
+    assert len(b.got) == 1
+    assert b.events[-1] == "Init"
+
+
+def test_a_claimed_name_is_held_against_the_newcomer_alone(world: World) -> None:
+    a, b = world.add("a", "b")
     replicas = world.replicas("a", "b")
-    a.answers = deque(["lost"])
+    a.answers, a.instance = deque(["lost", "lost"]), "b"
     assert replicas.call(ask()).endpoint == "b"
+    # b is lost once: a is tried, claims to be b, and is left out; b comes back under its own name.
+    b.answers, b.up, b.comes_back = deque(["lost"]), False, time.monotonic() + 0.2
+    assert replicas.call(ask()).endpoint == "b"
+    assert replicas.call(ask()).endpoint == "b"
+    assert a.events == ["Init", "request", "Init"]
+
+
+def test_a_process_may_come_back_where_it_was(world: World) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    for instance in ("a", "another", "a"):
+        a.answers, a.instance = deque(["lost"]), instance
+        assert replicas.call(ask()).endpoint == "a"
 
 
 # -------------------------------------------------------------------------------------- layers

@@ -225,7 +225,7 @@ def test_a_template_cannot_leave_its_sandbox(
 
 @pytest.mark.parametrize(
     "template",
-    ["{% if %}", "{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}"],
+    ["{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}"],
 )
 def test_a_template_that_fails_is_a_prompt_error_that_names_the_directory(
     directory: Path, tmp_path: Path, template: str
@@ -235,6 +235,24 @@ def test_a_template_that_fails_is_a_prompt_error_that_names_the_directory(
     (copy / "chat_template.jinja").write_text(template)
     with pytest.raises(PromptError, match=str(copy)):
         Tokenizer(copy).apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ messages | no_such_filter }}", "{{ 'x", "{% for m in messages %}"]
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_damaged_template_is_a_model_error_that_names_its_file(
+    directory: Path, tmp_path: Path, template: str, file: str
+) -> None:
+    """No other conversation would help."""
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    content = json.dumps({"chat_template": template}) if file.endswith("json") else template
+    (copy / file).write_text(content)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(copy).apply_chat_template(MESSAGES)
+    assert caught.value.where == str(copy / file)
+    assert caught.value.got.startswith("Template")
 
 
 def test_a_model_without_a_chat_template_says_so(directory: Path, tmp_path: Path) -> None:

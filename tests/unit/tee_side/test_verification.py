@@ -21,9 +21,9 @@ from tee_side.verification import (
     FloatCheck,
     Tolerance,
     bits_of,
-    is_near,
     product_holds,
     vectors_for,
+    within_tolerance,
 )
 
 # What a sum of integers must stay below, as `tee_side.calibration` checks before it sends.
@@ -550,6 +550,32 @@ def test_vectors_of_activations_are_fresh_in_every_call() -> None:
 def test_who_is_to_blame_is_found_by_multiplying(dtype: torch.dtype) -> None:
     weight, x = _floats((96, 160), dtype, 1, 160**-0.5), _floats((2, 160), dtype, 2)
     y, tolerance = torch.nn.functional.linear(x, weight), Tolerance.of(dtype, None)
-    assert is_near(x, weight, y, tolerance)
+    # In two blocks, as they are read from disk.
+    blocks = [(slice(start, start + 50), weight[start : start + 50]) for start in (0, 50)]
+    assert within_tolerance(x, blocks, y, tolerance.of_answers())
     for lie, wrong in FLOAT_LIES.items():
-        assert not is_near(x, weight, wrong(y), tolerance), lie
+        assert not within_tolerance(x, blocks, wrong(y), tolerance.of_answers()), lie
+
+
+def test_who_is_right_has_half_the_room_of_what_is_refused() -> None:
+    """A liar at the edge of the tolerance is not acquitted, which would blame the mask."""
+    weight, x = _floats((96, 160), torch.float32, 1, 160**-0.5), _floats((1, 160), torch.float32, 2)
+    y = x.double() @ weight.double().t()
+    tolerance = Tolerance.of(torch.float32, RowMix())
+    size = float(y.norm() + weight.double().norm() / 160**0.5 * x.double().norm())
+    unit = torch.zeros_like(y)
+    unit[0, 3] = tolerance.relative * size
+    blocks = [(slice(0, 96), weight)]
+    for share, right in ((0.45, True), (0.55, False), (0.95, False)):
+        assert within_tolerance(x, blocks, y + share * unit, tolerance.of_answers()) == right
+
+
+def test_answers_to_what_is_not_finite_are_nobodys_lie() -> None:
+    x, weight = torch.full((1, 4), math.inf), torch.ones(3, 4)
+    with pytest.raises(ActivationRangeError):
+        within_tolerance(
+            x,
+            [(slice(0, 3), weight)],
+            torch.zeros(1, 3),
+            Tolerance.of(torch.float32, None).of_answers(),
+        )

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from protocol.channel import Exchange
 from protocol.errors import (
     CalibrationError,
+    DeadlineExceededError,
     MaskError,
     ModelError,
     PolicyError,
@@ -36,6 +37,7 @@ from protocol.messages import (
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
+from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch, to_torch
 from tee_side.calibration import Calibration
 from tee_side.observer import OperatorTable
@@ -45,8 +47,8 @@ from tee_side.randomness import Randomness
 from tee_side.remote_operators import RemoteOperators
 from tee_side.sites import IntegerSites
 from tee_side.verifier import (
-    Believed,
     Secrets,
+    Unverified,
     Verifier,
     Weights,
     check_verifiable,
@@ -460,6 +462,120 @@ def test_factors_that_do_not_fit_are_nobodys_lie(saved_model: Models) -> None:
     assert not channel.distrusted
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_wrong_unmask_is_nobodys_lie_at_any_operator(
+    saved_model: Models, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of floats, too, the one answer is compared before the service is blamed for it."""
+    model = saved_model("llama")
+    channel = Lying(model.directory, lambda y: y)
+    unmask = RemoteOperators._unmask
+
+    def wrong(self: RemoteOperators, at: Operator, *arguments: Any) -> torch.Tensor:
+        y = unmask(self, at, *arguments)
+        return 2 * y if at == operator else y
+
+    monkeypatch.setattr(RemoteOperators, "_unmask", wrong)
+    tee = model.tee(everything_verified("tsqp-permuted"), channels=[channel])
+    with pytest.raises(MaskError) as caught:
+        _generate(tee)
+    layered = operator in LINEAR or operator in PRODUCTS
+    where = f"{operator} in layer 0" if layered else operator
+    assert caught.value.where == f"mask row-permutation: {where}"
+    assert caught.value.got == "a wrong result, unmasked from right answers"
+    assert not channel.distrusted
+
+
+def test_a_service_with_other_weights_than_the_tees_is_to_blame_unseen(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers cannot be compared: what it multiplies by is not here."""
+    model, policy = saved_model("llama"), everything_verified("cloak")
+    assert policy.feature_mask is not None
+    channel = Lying(model.provisioned(policy.feature_mask)[0], lambda y: y)
+    unmask = RemoteOperators._unmask
+    tee, read = model.tee(policy, channels=[channel]), []
+    monkeypatch.setattr(RemoteOperators, "_unmask", lambda *given: 2 * unmask(*given))
+    monkeypatch.setattr(Checkpoint, "blocks", lambda *given: read.append(given) or iter(()))
+    with pytest.raises(VerificationError, match="qkv_proj in layer 0 at loopback"):
+        _generate(tee)
+    assert not read
+
+
+def _verifier(model: SavedModel, held: bool) -> Verifier:
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    kept = {(1, "gate_up_proj"): load_quantized(checkpoint, config, 1, "gate_up_proj")}
+    weights = Weights(config, checkpoint, torch.float32, kept if held else {})  # type: ignore[arg-type]
+    return Secrets(weights, Randomness(), {}, {}, None, None).under(None)
+
+
+def _ring_answer(
+    model: SavedModel, module_names: tuple[Any, ...], seed: int
+) -> tuple[Request, torch.Tensor]:
+    """Return a request for layer 1, and the right answer."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
+    request = RingLinearRequest(layer_idx=1, module_names=module_names, elements=from_torch(x))
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
+    return request, weight.product(x, module_names)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("multiplications", [1, 5 * 48 * 7, 2**31])
+def test_every_element_counts_however_the_weight_is_cut(
+    saved_model: Models, held: bool, multiplications: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model("llama")
+    monkeypatch.setattr("tee_side.verifier._MULTIPLICATIONS", multiplications)
+    verifier = _verifier(model, held)
+    modules = (("gate_proj", "up_proj"), ("gate_proj", "up_proj"), ("up_proj",))
+    answers = [_ring_answer(model, names, seed) for seed, names in enumerate(modules)]
+    assert verifier.liars(answers, lambda: False) == []
+    for liar, (_, output) in enumerate(answers):
+        for column in (0, 6, 7, 95, 96, 97, 191):
+            if column < output.shape[1]:
+                output[4, column] += 1
+                assert verifier.liars(answers, lambda: False) == [liar]
+                output[4, column] -= 1
+
+
+@pytest.mark.parametrize("kind", ["integers", "floats", "lm_head", "product"])
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_finding_out_ends_at_the_next_block_once_the_time_is_up(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch, kind: str, looks: int
+) -> None:
+    """No weight is read after that, and none is multiplied: large ones take seconds."""
+    model = saved_model("llama")
+    monkeypatch.setattr("tee_side.verifier._MULTIPLICATIONS", 1)
+    read: list[Any] = []
+    x, verifier = torch.ones(1, 48), _verifier(model, held=False)
+    answers: dict[str, tuple[Request, torch.Tensor]] = {
+        "integers": _ring_answer(model, ("gate_proj", "up_proj"), 1),
+        "floats": (
+            LinearRequest(layer_idx=0, module_names=("q_proj",), hidden_states=from_torch(x)),
+            torch.ones(1, 96),
+        ),
+        "lm_head": (LMHeadRequest(hidden_states=from_torch(x)), torch.ones(1, 320)),
+        "product": (
+            MatmulRequest(a=from_torch(x[None]), b=from_torch(torch.ones(1, 48, 9))),
+            torch.full((1, 1, 9), 48.0),
+        ),
+    }
+    blocks = Checkpoint.blocks
+
+    def noted(self: Checkpoint, *arguments: Any) -> Any:
+        read.append(arguments)
+        return blocks(self, *arguments)
+
+    monkeypatch.setattr(Checkpoint, "blocks", noted)
+    said = iter([False] * looks)
+    with pytest.raises(DeadlineExceededError, match="finding out who computed wrongly"):
+        verifier.liars([answers[kind]], lambda: next(said, True))
+    assert next(said, None) is None
+    assert len(read) == (looks > 0 and kind != "product")
+
+
 def test_a_repeated_exchange_is_reported_and_the_check_is_timed(saved_model: Models) -> None:
     model, table = saved_model("llama"), OperatorTable()
     channel = Lying(model.directory, _one_more, others=True)
@@ -502,7 +618,7 @@ def test_results_are_believed_only_where_the_policy_says_so(
     saved_model("llama").tee(policy)
     assert given
     for one in given:
-        assert isinstance(one, Verifier if verified else Believed)
+        assert isinstance(one, Verifier if verified else Unverified)
 
 
 # ------------------------------------------------------------------------------------- secrets

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.channel import Listener
-from protocol.connect import open_listener
+from gpu_side.transport.bind import open_listener
+from gpu_side.transport.listener import Listener
 from protocol.curve import ServiceKeys, new_key_pair
 from protocol.encoding import encode_reply, open_request
 from protocol.errors import EndpointError, ErrorCode, SettingsError

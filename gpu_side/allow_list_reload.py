@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from protocol.channel import Listener
+from gpu_side.transport.listener import Listener
+from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import read_allow_list
 from protocol.errors import KeyFileError
-from protocol.zmq_listener import ZmqListener
 
 log = logging.getLogger("gpu_service")
+
+# How long the end waits for a list that is just being read, perhaps over a network that hangs.
+_ENDING_S = 1.0
 
 
 @contextmanager
 def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
     """Give the listener the allow-list at `path` anew whenever SIGHUP comes; None: there is none.
 
-    To be entered where all other signals write to a socket already (`signal.set_wakeup_fd`), from
-    the main thread: they still do. A list that cannot be read changes nothing, and the log says so.
+    To be entered from the main thread. While the block runs, signals are written to a socket of
+    this module's (`signal.set_wakeup_fd`), and handlers of others must do without: a ZmqListener,
+    which alone has a list, looks up a few times a second. A list that cannot be read, or has nobody
+    on it, changes nothing, and the log says so.
     """
     if path is None or not isinstance(listener, ZmqListener):
         yield
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    previous_fd = signal.set_wakeup_fd(writer.fileno())
+    # Full is the socket only where the thread has enough to read.
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     previous = signal.signal(signal.SIGHUP, _ignore)
     # On a thread, because whoever answers requests must not be woken by it, and because a signal
     # finds that one in the middle of anything.
     thread = threading.Thread(
-        target=_read_signals, args=(reader, previous_fd, listener, path), name="hangup", daemon=True
+        target=_read_signals, args=(reader, listener, path), name="allow-list", daemon=True
     )
     thread.start()
     try:
@@ -46,22 +51,18 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
         signal.set_wakeup_fd(previous_fd)
         signal.signal(signal.SIGHUP, previous)
         writer.close()
-        thread.join()
-        reader.close()
+        thread.join(_ENDING_S)
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the number of the signal has been written to the socket by now."""
 
 
-def _read_signals(reader: socket.socket, others: int, listener: ZmqListener, path: Path) -> None:
-    while numbers := reader.recv(64):
-        if rest := bytes(number for number in numbers if number != signal.SIGHUP):
-            # Where the socket is full its reader has been woken, and has enough to read.
-            with suppress(BlockingIOError):
-                os.write(others, rest)
-        if len(rest) < len(numbers):
-            _reread(listener, path)
+def _read_signals(reader: socket.socket, listener: ZmqListener, path: Path) -> None:
+    with reader:
+        while numbers := reader.recv(64):
+            if signal.SIGHUP in numbers:
+                _reread(listener, path)
 
 
 def _reread(listener: ZmqListener, path: Path) -> None:
@@ -69,6 +70,10 @@ def _reread(listener: ZmqListener, path: Path) -> None:
         allowed = read_allow_list(path)
     except KeyFileError as error:
         log.error("allow_list_unchanged", extra={"fields": {"detail": str(error)}})
+        return
+    except Exception:
+        # Exhausted memory, or a mistake of ours: the next SIGHUP finds this thread as it was.
+        log.exception("allow_list_unchanged", extra={"fields": {"detail": "a failure of ours"}})
         return
     listener.allow(allowed)
     log.info("allow_list", extra={"fields": {"keys": len(allowed)}})

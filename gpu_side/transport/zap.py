@@ -30,7 +30,7 @@ FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_D
 _WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
-class Doorkeeper:
+class ZapHandler:
     """Lets in the clients whose public keys are `allowed`, and logs whom it does not.
 
     Ready when made, before the service's socket is bound. Its thread ends with the context, which
@@ -44,17 +44,16 @@ class Doorkeeper:
         allowed: frozenset[bytes],
     ) -> None:
         self._allowed = allowed
-        self._names = _names(allowed)
-        # Keys that were let in. Noted before the list is looked at: whoever replaces the list finds
-        # here every key that was let in by the one before.
-        self._let_in: set[bytes] = set()
+        # Keys of those who were let in. Noted before the list is looked at: whoever replaces the
+        # list finds here everybody that the one before let in.
+        self._authenticated: set[bytes] = set()
         # How many connections were turned away.
         self.refused = 0
         self._requests = context.socket(zmq.REP)
         self._failures = watch(context, service, FAILURES)
         self._requests.setsockopt(zmq.LINGER, 0)
         self._requests.bind(_ADDRESS)
-        self._thread = threading.Thread(target=self._serve, name="doorkeeper", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="zap", daemon=True)
         self._thread.start()
 
     def replace_list(self, allowed: frozenset[bytes]) -> bool:
@@ -62,21 +61,15 @@ class Doorkeeper:
 
         For any thread.
         """
-        self._allowed, self._names = allowed, _names(allowed)
+        self._allowed = allowed
         # A copy, made in one step that no other thread can come between.
-        revoked = set(self._let_in) - allowed
-        self._let_in -= revoked
+        revoked = set(self._authenticated) - allowed
+        self._authenticated -= revoked
         return bool(revoked)
 
-    def lets_in(self, frame: zmq.Frame) -> bool:
-        """Say whether the sender of a message is on the list as it stands (about a microsecond).
-
-        ZeroMQ notes with each message by which key its connection was let in.
-        """
-        try:
-            return frame.get("User-Id") in self._names
-        except zmq.ZMQError:
-            return False
+    def is_allowed(self, key: bytes) -> bool:
+        """Say whether a client (`sender_of`) is on the list as it stands. For any thread."""
+        return key in self._allowed
 
     def join(self) -> None:
         """Wait until the thread has ended, as it does when the context is terminated."""
@@ -106,7 +99,7 @@ class Doorkeeper:
             raise
         except Exception:
             # Those who are in stay; the service has to be started again to let in anybody else.
-            log.exception("doorkeeper_failed", extra={"fields": {"lets_in": "nobody"}})
+            log.exception("zap_handler_failed", extra={"fields": {"lets_in": "nobody"}})
             self._requests.close()
         # ZeroMQ's own thread would wait for somebody to read them.
         while True:
@@ -117,10 +110,10 @@ class Doorkeeper:
         version, request_id = (*request, b"", b"")[:2]
         try:
             key = self._key_of(request)
-            self._let_in.add(key)
+            self._authenticated.add(key)
             if key in self._allowed:
                 return [version, request_id, b"200", b"OK", key, b""]
-            self._let_in.discard(key)
+            self._authenticated.discard(key)
             self._refuse("unknown_key", key=key.decode("ascii"))
         except ValueError as error:
             self._refuse(str(error))
@@ -151,6 +144,12 @@ class Doorkeeper:
         log.warning("connection_refused", extra={"fields": {"reason": reason, **more}})
 
 
-def _names(keys: frozenset[bytes]) -> frozenset[str]:
-    """Return keys as ZeroMQ notes them with messages."""
-    return frozenset(key.decode("ascii") for key in keys)
+def sender_of(frame: zmq.Frame) -> bytes:
+    """Return by which key (Z85) the sender of a message was let in; empty where by none.
+
+    ZeroMQ itself notes it with each message, so that no client can say that it is another.
+    """
+    try:
+        return str(frame.get("User-Id")).encode("ascii")
+    except zmq.ZMQError:
+        return b""

@@ -3,8 +3,8 @@
 A REQ socket's empty delimiter frame is kept with the peer's identity, and put back in front of the
 reply. Of two clients that call themselves by the same routing id the first is served, and the
 other gets nothing; our own let the ROUTER draw one. With keys (`protocol.curve`) a connection is
-let in by the doorkeeper (`protocol.zap`), and each message is taken only from a client that is on
-the list as it stands then.
+let in by the ZAP handler (`gpu_side.transport.zap`), and each message is taken only from a client
+that is on the list as it stands then.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from math import ceil
 
 import zmq
 
-from protocol.channel import Incoming
+from gpu_side.transport.listener import Incoming
+from gpu_side.transport.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, ZapHandler, sender_of
 from protocol.curve import ServiceKeys, require_zmq_keys
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_FRAMES
 from protocol.endpoint import parse_endpoint, refuse_live_socket
 from protocol.errors import EndpointError, SettingsError
 from protocol.spin import AdaptiveSpin
-from protocol.stream_listener import MAX_FRAMES
 from protocol.tensors import Buffer
-from protocol.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, Doorkeeper
 from protocol.zmq_sockets import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     DONTWAIT,
-    QUEUED_MESSAGES,
     Tracker,
     is_readable,
     receive_frames,
@@ -45,7 +43,7 @@ log = logging.getLogger("gpu_service")
 
 # How often a service that waits for messages looks whether it is to stop.
 WAKEUP_INTERVAL_MS = 100
-# ZeroMQ's own thread closes a socket that is unbound, in its time.
+# ZeroMQ's own thread closes a socket that is unbound, in its time, and so its descriptors.
 _REBIND_S = 5.0
 # Clients with large replies, before somebody looks which of them have none any more.
 _LOOK_AT_CLIENTS = 64
@@ -116,7 +114,7 @@ class ZmqListener:
         # A message that `wait` has received and nobody has taken yet.
         self._waiting: Incoming | None = None
         self._patience_ms = -1
-        self._doorkeeper: Doorkeeper | None = None
+        self._zap_handler: ZapHandler | None = None
         self._max_message_bytes = max_message_bytes
         self._unread = Unread()
         # Set by `allow`, on any thread; `_take` then cuts all connections.
@@ -151,15 +149,13 @@ class ZmqListener:
         )
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A client that sends and does not read must not make us hold its replies without end.
-        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         if keys is None:
             return
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         try:
-            # Without it whoever comes while no doorkeeper is there is let in.
+            # Without it whoever comes while no handler is there is let in.
             self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
         except zmq.ZMQError:
             raise SettingsError(
@@ -168,7 +164,7 @@ class ZmqListener:
                 expected="one that has it (4.3 or later): without it strangers may get in",
             ) from None
         # Before the socket is bound: whoever comes finds it.
-        self._doorkeeper = Doorkeeper(self._context, self._socket, keys.allowed)
+        self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed)
 
     def allow(self, allowed: frozenset[bytes]) -> None:
         """Let in these clients, by their public keys (Z85), and no others from now on.
@@ -178,15 +174,19 @@ class ZmqListener:
         the listener is used, and those that are allowed come back by themselves. Raises
         RuntimeError for a listener without keys.
         """
-        if self._doorkeeper is None:
+        if self._zap_handler is None:
             raise RuntimeError("a list of clients for a listener without keys")
-        if self._doorkeeper.replace_list(allowed):
+        if self._zap_handler.replace_list(allowed):
             self._to_cut = True
+
+    def is_allowed(self, key: bytes) -> bool:
+        """Say whether a client (`Incoming.key`) is still let in; without keys everybody is."""
+        return self._zap_handler is None or self._zap_handler.is_allowed(key)
 
     @property
     def clients_refused(self) -> int:
-        """How many connections were turned away so far; without keys none is."""
-        return 0 if self._doorkeeper is None else self._doorkeeper.refused
+        """See `Listener.clients_refused`; without keys none is."""
+        return 0 if self._zap_handler is None else self._zap_handler.refused
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
@@ -238,13 +238,14 @@ class ZmqListener:
         if last.more:
             # What is left is refused for its number of frames, in a reply, as any other would be.
             self._discard_rest()
-        if self._doorkeeper is not None and not self._doorkeeper.lets_in(last):
-            return False
+        key = b""
+        if self._zap_handler is not None:
+            key = sender_of(last)
+            if not self._zap_handler.is_allowed(key):
+                return False
         has_delimiter = len(parts) > 1 and parts[1].nbytes == 0
         split = 2 if has_delimiter else 1
         route = tuple([bytes(part) for part in parts[:split]])
-        # Set by ZeroMQ itself, from the handshake: no client can say that it is another.
-        key = b"" if self._doorkeeper is None else str(last.get("User-Id")).encode("ascii")
         self._waiting = Incoming(route, parts[split:], received_ns, key)
         return True
 
@@ -267,7 +268,9 @@ class ZmqListener:
             try:
                 self._socket.bind(self.endpoint)
             except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or time.monotonic() > until:
+                # In use until the old one is closed; and others' connections may have the
+                # descriptors meanwhile, or what else passes.
+                if time.monotonic() > until:
                     raise EndpointError(
                         self.endpoint,
                         got=os.strerror(error.errno or 0),
@@ -308,5 +311,5 @@ class ZmqListener:
         """Stop listening; replies on their way get half a second."""
         self._socket.close()
         self._context.term()
-        if self._doorkeeper is not None:
-            self._doorkeeper.join()
+        if self._zap_handler is not None:
+            self._zap_handler.join()

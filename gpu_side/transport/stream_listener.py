@@ -1,8 +1,10 @@
 """The service's end of a stream transport: any number of clients, one thread, nothing that blocks.
 
 What a client does not read waits in a queue of its own, and what it sends too slowly in a buffer of
-its own; the others are served meanwhile, and in turn. A client that sends what is no message is
-dropped.
+its own; the others are served meanwhile, and in turn. For large messages that have not been handed
+out there is one limit for all clients: beyond it they stay in the kernel, where their senders wait.
+A client that sends what is no message is dropped, and so is one that keeps others out by a message
+that it does not go on with.
 """
 
 from __future__ import annotations
@@ -18,29 +20,41 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 
-from protocol.channel import Incoming
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from gpu_side.transport.acceptor import Acceptor
+from gpu_side.transport.listener import Incoming
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_FRAMES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint, refuse_live_socket
-from protocol.errors import EndpointError, ProtocolError
-from protocol.liveness import Door
+from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
-from protocol.pending import frame_bytes
 from protocol.spin import AdaptiveSpin
-from protocol.stream import prepare
-from protocol.stream_wire import MessageReader, MessageWriter, patience_s
-from protocol.tensors import Buffer
+from protocol.stream_wire import (
+    BUFFER_BYTES,
+    MessageReader,
+    MessageWriter,
+    patience_s,
+    prepare,
+)
+from protocol.tensors import Buffer, frame_bytes
 
 log = logging.getLogger("gpu_service")
 
 MAX_CLIENTS = 256
 # Replies of which some bytes still wait here because their client does not read.
 QUEUED_REPLIES = 16
-# More than a request may have, so that a slightly wrong one gets its error reply.
-MAX_FRAMES = 64
 # A client with so many requests, or so many bytes in them, that nobody has taken yet is not read
 # from. Beside them at most one more is being received.
 QUEUED_REQUESTS = 64
 QUEUED_BYTES = 16 * 1024 * 1024
+# So many times the largest message all clients together may have being received, or waiting to be
+# handed out, of messages too large for a receive buffer.
+RECEIVED_MESSAGES = 2
+# So much of it each client may always have, so that who fills the limit delays large requests only.
+ALWAYS_BYTES = 1024 * 1024
+# Where others are kept out, who has sent less than so much more of its message for so long makes
+# room; and how often to look for one.
+STALLED_S = 2.0
+STALLED_BYTES = 64 * 1024
+_LOOK_FOR_STALLED_S = 0.5
 # Messages that are handed out before somebody looks whether others have sent something too.
 _LOOK_AFTER = 16
 # How long all clients together may keep us waiting in vain, in a row and as a share of all time.
@@ -88,8 +102,15 @@ class _Client:
             where=f"client {name.hex()}",
             max_frames=MAX_FRAMES,
             max_message_bytes=max_message_bytes,
+            asks_first=True,
         )
         self.writer = MessageWriter(connection)
+        # Of large messages that are being received, or have not been handed out.
+        self.large_bytes = 0
+        # Since when the message that is not complete has hardly grown (time.monotonic; 0: there is
+        # none), and how much of it had come by then.
+        self.stalled_since = 0.0
+        self._stalled_at = 0
         self.watched = select.EPOLLIN
         # Whether it stands among those whose turn comes, because it has messages.
         self.has_turn = False
@@ -98,6 +119,8 @@ class _Client:
     def may_send_more(self) -> bool:
         """Whether to read from it, with what nobody has taken yet."""
         messages = self.reader.messages
+        if self.reader.wants_room:
+            return False
         if not messages:
             return True
         if len(messages) >= QUEUED_REQUESTS:
@@ -106,14 +129,31 @@ class _Client:
 
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""
+        reader = self.reader
+        had = len(reader.messages)
         try:
-            alive = self.reader.read(socket.MSG_DONTWAIT)
-            if self.reader.in_large_message and alive:
-                # Only its head was read, and the rest is probably there.
-                alive = self.reader.read(socket.MSG_DONTWAIT)
+            alive = reader.read(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
+        if not (come := reader.unfinished_bytes):
+            self.stalled_since = 0.0
+        elif (
+            not self.stalled_since
+            or len(reader.messages) > had
+            or come >= self._stalled_at + STALLED_BYTES
+        ):
+            self.note_start()
         return alive
+
+    def note_start(self) -> None:
+        """Let the time begin in which the message that is not complete has to grow."""
+        self.stalled_since, self._stalled_at = time.monotonic(), self.reader.unfinished_bytes
+
+    def has_stalled(self, now: float) -> bool:
+        """Say whether it goes on with no message (now: time.monotonic), while we would read it."""
+        if not self.stalled_since or now - self.stalled_since < STALLED_S:
+            return False
+        return not self.reader.messages and not self.reader.wants_room
 
 
 class StreamListener:
@@ -146,12 +186,17 @@ class StreamListener:
         self._looked = False
         self._handed_out = 0
         self._patience = _Patience()
+        # Bytes of large messages that were not handed out, and who waits to send one, the first one
+        # first; when to look who keeps others out (time.monotonic).
+        self._large_bytes = 0
+        self._wanting_room: dict[bytes, _Client] = {}
+        self._look_for_stalled_at = 0.0
         self._wakeup: socket.socket | None = None
         self._file: tuple[str, int, int] | None = None
         self._socket, self.endpoint = self._bind(parse_endpoint(endpoint, for_bind=True))
         self._epoll = select.epoll()
-        self._door = Door(self._socket, max_clients=MAX_CLIENTS)
-        self._epoll.register(self._door.bell, select.EPOLLIN)
+        self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
+        self._epoll.register(self._acceptor.ready_fd, select.EPOLLIN)
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """See `Listener.wait`."""
@@ -197,7 +242,7 @@ class StreamListener:
 
     def close(self) -> None:
         """See `Listener.close`."""
-        self._door.stop()
+        self._acceptor.stop()
         self._socket.close()
         self._remove_file()
         self._watch_wakeup(None)
@@ -215,7 +260,7 @@ class StreamListener:
         for client in list(self._clients.values()):
             self._drop(client)
         # Last: who still reads its replies must not take us for dead.
-        self._door.close()
+        self._acceptor.close()
         self._epoll.close()
 
     def _finish(self, client: _Client) -> None:
@@ -259,6 +304,8 @@ class StreamListener:
         else:
             client.has_turn = False
         self._handed_out += 1
+        if client.large_bytes:
+            self._count_large(client, -frame_bytes(frames))
         return Incoming((client.name,), frames, received_ns)
 
     def _wait(self, timeout_ms: int | None, started_ns: int = 0) -> bool:
@@ -335,15 +382,23 @@ class StreamListener:
         self._looked = True
         self._handed_out = 0
         stopping = False
+        if self._wanting_room:
+            self._give_room()
+        kept_out = bool(self._wanting_room) or not self._acceptor.is_accepting
+        if kept_out and (timeout_s is None or timeout_s > _LOOK_FOR_STALLED_S):
+            timeout_s = _LOOK_FOR_STALLED_S
         for file, events in self._epoll.poll(timeout_s):
             client = self._by_file.get(file)
             if client is not None:
                 self._serve(client, events)
             elif self._wakeup is not None and file == self._wakeup.fileno():
                 stopping = True
-            elif file == self._door.bell:
-                for connection in self._door.arrivals():
+            elif file == self._acceptor.ready_fd:
+                for connection in self._acceptor.arrivals():
                     self._let_in(connection)
+        # After those that have sent something by now were read.
+        if kept_out and time.monotonic() >= self._look_for_stalled_at:
+            self._drop_stalled()
         return stopping
 
     def _serve(self, client: _Client, events: int) -> None:
@@ -351,18 +406,80 @@ class StreamListener:
             if events & select.EPOLLOUT:
                 client.writer.flush()
                 self._watch(client)
-            if events & ~select.EPOLLOUT and client.may_send_more and not client.read():
+            if events & ~select.EPOLLOUT and not self._read(client, events):
                 self._drop(client)
         except OSError:
             self._drop(client)
         except ProtocolError as error:
-            fields = {"peer": client.name.hex(), "code": error.code.value, "detail": str(error)}
-            log.warning("dropped", extra={"fields": fields})
-            self.clients_refused += 1
-            self._drop(client)
+            self._refuse(client, str(error), error.code)
         if client.reader.messages and not client.has_turn:
             client.has_turn = True
             self._turns.append(client)
+
+    def _read(self, client: _Client, events: int) -> bool:
+        """Receive what there is; False when the client has gone."""
+        reader = client.reader
+        if not client.may_send_more:
+            # Its going would be reported again and again as long as it is not read from.
+            return not (reader.wants_room and events & (select.EPOLLHUP | select.EPOLLERR))
+        alive = client.read()
+        if alive and reader.wants_room:
+            self._wanting_room[client.name] = client
+            self._give_room()
+            if client.name in self._clients:
+                self._watch(client)
+        if alive and reader.in_large_message:
+            # Perhaps only its head was read, and the rest is probably there.
+            alive = client.read()
+        return alive
+
+    def _refuse(self, client: _Client, detail: str, code: ErrorCode) -> None:
+        fields = {"peer": client.name.hex(), "code": code.value, "detail": detail}
+        log.warning("dropped", extra={"fields": fields})
+        self.clients_refused += 1
+        self._drop(client)
+
+    # --------------------------------------------------------------------------- room for all
+
+    def _count_large(self, client: _Client, size: int) -> None:
+        """Count the bytes of a message, or of one that is none of ours any more (less than 0)."""
+        if abs(size) > BUFFER_BYTES:
+            client.large_bytes += size
+            self._large_bytes += size
+
+    def _give_room(self) -> None:
+        """Let those who wait receive their large messages, in turn, as far as there is room."""
+        full = False
+        for client in list(self._wanting_room.values()):
+            size = client.reader.wants_room
+            if client.large_bytes + size > ALWAYS_BYTES:
+                # Nobody overtakes who came first and needs more.
+                limit = RECEIVED_MESSAGES * self._max_message_bytes
+                full = full or self._large_bytes + size > limit
+                if full:
+                    continue
+            del self._wanting_room[client.name]
+            self._count_large(client, size)
+            try:
+                client.reader.begin_large()
+            except ProtocolError as error:
+                self._refuse(client, str(error), error.code)
+                continue
+            client.note_start()
+            self._watch(client)
+
+    def _drop_stalled(self) -> None:
+        """Drop who sits on a message that hardly grows, the longest first, until there is room."""
+        now = time.monotonic()
+        self._look_for_stalled_at = now + _LOOK_FOR_STALLED_S
+        stalled = [client for client in self._clients.values() if client.has_stalled(now)]
+        for client in sorted(stalled, key=lambda client: client.stalled_since):
+            full = not self._acceptor.is_accepting
+            if full or (self._wanting_room and client.large_bytes):
+                come = client.reader.unfinished_bytes
+                detail = f"{come} bytes of a message and no more for {STALLED_S:g} s"
+                self._refuse(client, detail, ErrorCode.LIMIT_EXCEEDED)
+                self._give_room()
 
     def _let_in(self, connection: socket.socket) -> None:
         try:
@@ -373,16 +490,17 @@ class StreamListener:
         except (OSError, MemoryError):
             connection.close()
             self.clients_refused += 1
-            self._door.left()
-            self._door.rest()
+            self._acceptor.client_closed()
+            self._acceptor.pause_accepting()
             return
         self._clients[name] = self._by_file[connection.fileno()] = client
         # It has come to us because it has sent something.
         self._serve(client, select.EPOLLIN)
 
     def _watch(self, client: _Client) -> None:
+        reading = 0 if client.reader.wants_room else select.EPOLLIN
         unsent = client.writer.unsent_messages
-        self._watch_only(client, select.EPOLLIN | (select.EPOLLOUT if unsent else 0))
+        self._watch_only(client, reading | (select.EPOLLOUT if unsent else 0))
 
     def _watch_only(self, client: _Client, wanted: int) -> None:
         if wanted != client.watched:
@@ -392,10 +510,17 @@ class StreamListener:
     def _drop(self, client: _Client) -> None:
         if self._clients.pop(client.name, None) is None:
             return
+        self._wanting_room.pop(client.name, None)
+        # What it has sent is of no use to it any more.
+        if client.has_turn:
+            self._turns.remove(client)
+            client.has_turn = False
+        client.reader.messages.clear()
+        self._large_bytes -= client.large_bytes
         del self._by_file[client.socket.fileno()]
         # Closing takes it out of the epoll set too.
         client.socket.close()
-        self._door.left()
+        self._acceptor.client_closed()
 
     def _watch_wakeup(self, wakeup: socket.socket | None) -> None:
         if wakeup is self._wakeup:

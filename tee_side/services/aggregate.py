@@ -20,7 +20,9 @@ _ANYBODY = "one of them that answers"
 _GRAVEST = (VerificationError, ModelMismatchError, ReplyError)
 
 
-def together(method: str, said: Mapping[str, TsqpError], timeout_s: float | None) -> TsqpError:
+def aggregate_errors(
+    method: str, said: Mapping[str, TsqpError], timeout_s: float | None
+) -> TsqpError:
     """Return one error that says in one line what each of some services said, by endpoint.
 
     `timeout_s`: that was up, which makes it a DeadlineExceededError; None: nobody is left to ask,

@@ -1,4 +1,4 @@
-"""Tests of picking a transport."""
+"""Tests of picking a transport, at either end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from gpu_side.transport import bind
+from gpu_side.transport.bind import open_listener
+from gpu_side.transport.stream_listener import StreamListener
+from gpu_side.transport.zmq_listener import ZmqListener
 from protocol import connect
-from protocol.connect import open_channel, open_listener
+from protocol.connect import open_channel
 from protocol.curve import ClientKeys, ServiceKeys
 from protocol.errors import EndpointError, SettingsError
-from protocol.link import Link, ModelledLink
 from protocol.stream import StreamChannel
-from protocol.stream_listener import StreamListener
 from protocol.zmq_channel import ZmqChannel
-from protocol.zmq_listener import ZmqListener
 
 
 @pytest.mark.parametrize(
@@ -34,11 +35,6 @@ def test_the_scheme_picks_the_transport(
     assert type(listener) is listener_class
     assert type(channel) is channel_class
     channel.close()
-    modelled = open_channel(listener.endpoint, link=Link(gbps=1.0, rtt_us=5.0))
-    assert isinstance(modelled, ModelledLink)
-    assert modelled.link == Link(1.0, 5.0)
-    assert modelled.endpoint == listener.endpoint
-    modelled.close()
     listener.close()
 
 
@@ -47,8 +43,9 @@ def test_settings_reach_the_transport(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[dict[str, object]] = []
-    for name in ("ZmqChannel", "ZmqListener", "StreamChannel", "StreamListener"):
-        monkeypatch.setattr(connect, name, lambda endpoint, **settings: given.append(settings))
+    for module, end in ((connect, "Channel"), (bind, "Listener")):
+        for name in (f"Zmq{end}", f"Stream{end}"):
+            monkeypatch.setattr(module, name, lambda endpoint, **settings: given.append(settings))
     endpoint = f"{scheme}://{tmp_path}/s"
     common: dict[str, Any] = {"max_message_bytes": 8, "spin_us": 9.0}
     client: dict[str, Any] = {}

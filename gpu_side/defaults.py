@@ -1,0 +1,14 @@
+"""What `gpu-service` does where nobody says otherwise: its command line shows these.
+
+Apart, because what uses them takes a while to import.
+"""
+
+from __future__ import annotations
+
+# Requests that may wait: of one client, and of all together.
+QUEUED_REQUESTS = 64
+QUEUED_TOTAL_REQUESTS = 1024
+# How many times the bytes that one client may have waiting, all of them together may.
+ALL_CLIENTS = 4
+# Seconds to go on with what was taken, once told to stop.
+DRAIN_S = 30.0

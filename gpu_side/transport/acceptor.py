@@ -1,0 +1,254 @@
+"""Who is let in on a stream, and signs of life for who is: the service's thread beside its loop.
+
+Both on one thread that never computes: whoever comes while the other one does must be let in, and
+hear of life (`protocol.liveness`), too.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+from protocol.liveness import PROBE, PROBES_BYTES
+
+log = logging.getLogger("gpu_service")
+
+# Where nobody more is let in, who has said nothing for so long makes room.
+SILENT_S = 2.0
+# How long nobody is let in where there are too few file descriptors.
+_ACCEPT_AGAIN_S = 1.0
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
+
+
+class Acceptor:
+    """Lets clients in and answers probes, on a thread of its own, until `stop`.
+
+    A connection on which a message begins goes to `arrivals`; `ready_fd` is a file that is readable
+    while there are some. No more than `max_clients` are let in, until one of them has left
+    (`client_closed`): the others wait to be accepted, and who has not said anything for two seconds
+    is dropped then. Of connections for probes there are twice as many, and a new one takes the
+    place of the one that was idle longest. `listening` must not block, and stays the caller's.
+
+    Should the thread fail, it says so in the log and closes what it holds: clients are refused, and
+    those that are in find that there are no signs of life.
+    """
+
+    def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
+        self._listening = listening
+        self._file = listening.fileno()
+        self._max_clients = max_clients
+        # Those that have not said yet what they are, since when (time.monotonic), the first one
+        # first; and those that probe, the one that has not for longest first.
+        self._unclassified: dict[int, tuple[socket.socket, float]] = {}
+        self._probes: dict[int, socket.socket] = {}
+        self._arrived: deque[socket.socket] = deque()
+        # What both threads change: `client_closed` and `pause_accepting` belong to the other one.
+        self._lock = threading.Lock()
+        self._clients = 0
+        self._accepting = True
+        self._stopping = False
+        # When to try again to accept (time.monotonic), where that failed; 0: it did not.
+        self._accept_again = 0.0
+        self.ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._file, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="stream-acceptor", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether there is room for another client."""
+        return self._accepting
+
+    def arrivals(self) -> list[socket.socket]:
+        """Return the clients that have come since it was last asked; they are the caller's."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.ready_fd)
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def client_closed(self) -> None:
+        """Take note that a client has left."""
+        with self._lock:
+            self._clients -= 1
+            if not self._accepting:
+                self._accept_more(True)
+
+    def pause_accepting(self) -> None:
+        """Let nobody in for a while, or until another client leaves.
+
+        For want of memory or file descriptors; it may be somebody else who has them all.
+        """
+        with self._lock:
+            log.warning("no_more_clients", extra={"fields": {"clients": self._clients}})
+            self._accept_more(False)
+            self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
+        os.eventfd_write(self._wakeup, 1)
+
+    def stop(self) -> None:
+        """Let nobody in any more. What is open stays open, and is not answered."""
+        if self._stopping:
+            return
+        self._stopping = True
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+
+    def close(self) -> None:
+        """Close all connections but those that were handed out. After `stop`, and once only."""
+        if self._epoll.closed:
+            return
+        self._close_connections()
+        for connection in self._arrived:
+            connection.close()
+        self._epoll.close()
+        os.close(self.ready_fd)
+        os.close(self._wakeup)
+
+    def _close_connections(self) -> None:
+        unclassified = [connection for connection, _ in self._unclassified.values()]
+        for connection in (*unclassified, *self._probes.values()):
+            connection.close()
+
+    def _run(self) -> None:
+        try:
+            self._attend_all()
+        except Exception:
+            log.exception("acceptor_failed", extra={"fields": {"lets_in": "nobody"}})
+            self._close_connections()
+            # Who connects from now on is refused, and does not wait to be accepted.
+            with suppress(OSError):
+                self._listening.shutdown(socket.SHUT_RDWR)
+
+    def _attend_all(self) -> None:
+        while not self._stopping:
+            for file, _ in self._epoll.poll(self._left_s()):
+                try:
+                    self._attend(file)
+                except MemoryError:
+                    self.pause_accepting()
+            # After those that have spoken by now were listened to.
+            self._make_room()
+
+    def _left_s(self) -> float | None:
+        """Return how long nobody is let in; None where that is not a matter of time."""
+        now = time.monotonic()
+        left_s = []
+        with self._lock:
+            if self._accept_again and self._accept_again <= now:
+                self._accept_more(self._clients < self._max_clients)
+            if self._accept_again:
+                left_s.append(self._accept_again - now)
+            accepting = self._accepting
+        if self._unclassified and not accepting:
+            _, since = next(iter(self._unclassified.values()))
+            left_s.append(max(0.0, since + SILENT_S - now))
+        return min(left_s, default=None)
+
+    def _make_room(self) -> None:
+        """Drop those that have been silent for too long, if that is what keeps others out."""
+        if self._accepting:
+            return
+        until = time.monotonic() - SILENT_S
+        silent = [file for file, (_, since) in self._unclassified.items() if since <= until]
+        if silent:
+            fields = {"clients": len(silent), "detail": f"silent for {SILENT_S:g} s"}
+            log.warning("dropped", extra={"fields": fields})
+        for file in silent:
+            connection, _ = self._unclassified.pop(file)
+            self.client_closed()
+            # Closing takes it out of the epoll set too.
+            connection.close()
+
+    def _accept_more(self, accepting: bool) -> None:
+        """Change what the thread waits for, whichever thread this is. With the lock."""
+        self._accept_again = 0.0
+        self._accepting = accepting
+        if not self._stopping:
+            self._epoll.modify(self._file, select.EPOLLIN if accepting else 0)
+
+    def _attend(self, file: int) -> None:
+        if file == self._file:
+            self._accept()
+        elif file == self._wakeup:
+            os.eventfd_read(self._wakeup)
+        elif file in self._probes:
+            self._answer(file)
+        elif file in self._unclassified:
+            self._classify(file)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError as error:
+            # A client that has gone again is nothing.
+            if error.errno in _EXHAUSTED:
+                self.pause_accepting()
+            return
+        with self._lock:
+            self._clients += 1
+            if self._clients >= self._max_clients:
+                self._accept_more(False)
+        try:
+            self._unclassified[connection.fileno()] = connection, time.monotonic()
+            self._epoll.register(connection, select.EPOLLIN)
+        except (OSError, MemoryError):
+            self._unclassified.pop(connection.fileno(), None)
+            connection.close()
+            self.client_closed()
+            self.pause_accepting()
+
+    def _classify(self, file: int) -> None:
+        """Find out what a connection is for, by its first byte."""
+        connection, _ = self._unclassified[file]
+        try:
+            first = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            first = b""
+        if first and first != PROBE:
+            self._epoll.unregister(file)
+            del self._unclassified[file]
+            if not self._accepting:
+                log.warning("no_more_clients", extra={"fields": {"clients": self._clients}})
+            self._arrived.append(connection)
+            os.eventfd_write(self.ready_fd, 1)
+            return
+        del self._unclassified[file]
+        self.client_closed()
+        if not first:
+            connection.close()
+            return
+        # Each client has one, and may be in the middle of coming back.
+        if len(self._probes) >= 2 * self._max_clients:
+            idle = next(iter(self._probes))
+            self._probes.pop(idle).close()
+            detail = f"signs of life: idle longest of {2 * self._max_clients}"
+            log.warning("dropped", extra={"fields": {"detail": detail}})
+        self._probes[file] = connection
+        self._answer(file)
+
+    def _answer(self, file: int) -> None:
+        """Send a probe back. Who probes again before that, or sends anything else, is dropped."""
+        connection = self._probes.pop(file)
+        probes = b""
+        try:
+            probes = connection.recv(PROBES_BYTES, socket.MSG_DONTWAIT)
+            if probes == PROBE and connection.send(probes, socket.MSG_DONTWAIT):
+                # Behind those that have not probed since.
+                self._probes[file] = connection
+                return
+        except OSError:
+            pass
+        if probes not in (b"", PROBE):
+            detail = f"signs of life: got {len(probes)} bytes, expected one zero at a time"
+            log.warning("dropped", extra={"fields": {"detail": detail}})
+        connection.close()

@@ -1,0 +1,65 @@
+"""The interface of a transport's service end; `gpu_side.transport.bind` makes one.
+
+A listener belongs to one thread, as a channel does (`protocol.channel`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from protocol.tensors import Buffer
+
+
+class Incoming(NamedTuple):
+    """One received message: where the reply must go, and the frames of the message itself.
+
+    `received_ns` is on the clock of `time.perf_counter_ns`. The frames' memory is this message's
+    own and writable. `key`: the client's public key (Z85), empty without keys.
+    """
+
+    route: tuple[bytes, ...]
+    frames: list[memoryview]
+    received_ns: int
+    key: bytes = b""
+
+    @property
+    def client(self) -> bytes:
+        """Who sent it: with keys all connections of one key are one client, else each is one."""
+        return self.key or self.route[0]
+
+    @property
+    def peer(self) -> str:
+        """A short name of the client for logs."""
+        return self.route[0].hex()
+
+
+class Listener(Protocol):
+    """The service's end: hands out the messages of any number of clients, and takes replies."""
+
+    endpoint: str
+
+    @property
+    def clients_refused(self) -> int:
+        """How many connections were turned away or cut off so far."""
+        ...
+
+    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
+        """Block until a message can be received; False on time-out or if `wakeup` is readable."""
+        ...
+
+    def receive(self) -> Incoming | None:
+        """Return the next message, or None when there is none. Never blocks."""
+        ...
+
+    def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+        """Send a reply without waiting for its client; False if that has gone or does not read.
+
+        The frames' memory must not be written to as long as the listener refers to it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop listening; replies on their way get half a second."""
+        ...
