@@ -28,7 +28,7 @@ demo: $(STAMP)  ## watch a model generate text across two processes, and check i
 	@$(BIN)/tsqp demo
 
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
 

@@ -72,7 +72,7 @@ class Sessions:
         usual = generate(runner, ids, NEW_TOKENS)
         if not usual.is_right(ids, NEW_TOKENS):
             raise RuntimeError(f"undisturbed: got {usual}, expected the tokens of the model")
-        line = _line(runner)
+        session = _session(runner)
         kill_after_s = chance.uniform(0, usual.total_s)
         back_after_s = chance.uniform(0, self._away_s)
         back: list[Worker] = []
@@ -86,7 +86,7 @@ class Sessions:
         timer.start()
         said = generate(runner, ids, NEW_TOKENS)
         # Nobody looks at a connection between two generations: a lost one was lost in this one.
-        hit = _line(runner) is not line
+        hit = _session(runner) is not session
         timer.join()
         after = generate(runner, ids, NEW_TOKENS)
         with self._lock:
@@ -114,10 +114,10 @@ class Sessions:
             note(f"after {said}: got {after}, expected the right tokens")
 
 
-def _line(runner: Runner) -> object:
+def _session(runner: Runner) -> object:
     """Return the connection to the only service, which is another once it was lost."""
     (member,) = runner._services.at(0)[0].members  # type: ignore[attr-defined]
-    return member.line
+    return member.session
 
 
 def run(count: int) -> RowResult:

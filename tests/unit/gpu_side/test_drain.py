@@ -71,7 +71,7 @@ def test_what_was_picked_up_is_finished_and_what_comes_later_is_refused(
         return RESULT
 
     state = ServiceState()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "gpu_service"):
         run_loop(listener, answer, state, stop)
     assert sorted(errors_of(listener)) == [
         *((n, None) for n in (1, 2, 3, 4)),
@@ -118,7 +118,7 @@ def test_one_that_takes_too_long_is_refused_when_the_time_is_over(
     clock = Clock(monkeypatch)
     listener = Timed(clock, 0, 0, 0, 0)
     answer = _stopping(stop, 2, Accelerator(clock, 10 * MS))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "gpu_service"):
         run_loop(listener, answer, None, stop, drain_timeout_s=0.015)
     assert errors_of(listener) == [(1, None), *((n, "SHUTTING_DOWN") for n in (2, 3, 4))]
     assert listener.sent_ns == [10 * MS, 15 * MS, 15 * MS, 15 * MS]
@@ -152,7 +152,7 @@ def test_a_signal_wakes_a_wait_for_messages_again() -> None:
 
 
 def test_an_idle_loop_says_nothing_of_draining(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "gpu_service"):
         run_loop(Listener(_requests(1)), lambda request: RESULT)
     assert caplog.records == []
 

@@ -361,7 +361,7 @@ def test_the_log_says_that_nothing_is_computed(
 ) -> None:
     stop = StopSignal()
     settings = ServiceSettings(light, "", dtype="bfloat16")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "gpu_service"):
         assert _load(settings, device, ServiceState(), stop) is not None
     stop.reader.close()
     stop.writer.close()
