@@ -22,7 +22,7 @@ NAME = "only worker killed, restarted within 5 s"
 TEST = "at random points of a generation, with deadlines longer and shorter than the outage"
 PASS = "every one hits; resumed, or a typed error within 1 s of the deadline"
 FULL, SHORT = 100, 3
-MINUTES = 4
+MINUTES = 3
 ALONE = True
 
 NEW_TOKENS = 24

@@ -27,7 +27,7 @@ NAME = "SIGSTOP, half-open connection, black hole of 1/5/30 s"
 TEST = "each as often, at random points of a generation, second worker present; holes heal"
 PASS = "every one hits; noticed <= 2 s; outputs identical"
 FULL, SHORT = 250, 3
-MINUTES = 10
+MINUTES = 11
 ALONE = True
 
 NEW_TOKENS = 24

@@ -32,7 +32,7 @@ TEST = "random canary prompts with a fault at every RPC"
 PASS = "0 hits in logs, metrics, errors, disk and shared memory"
 FULL = 10_000
 SHORT = 60
-MINUTES = 12
+MINUTES = 8
 
 # What has to be looked for.
 KINDS = {"prompt", "token ids", "activation", "key"}

@@ -44,7 +44,7 @@ PASS = (
     " fewer tokens per second, p95 of a token at most doubled, none of them wrong"
 )
 FULL, SHORT = 20, 4
-MINUTES = 7
+MINUTES = 6
 ALONE = True
 
 FAULTS = {"10 kB/s": Fault(bytes_per_s=10_000), "one-byte slices": Fault(slice_bytes=1)}

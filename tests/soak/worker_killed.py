@@ -15,7 +15,7 @@ NAME = "worker killed mid-decode (kill -9), second worker present"
 TEST = "at random points of a generation"
 PASS = "outputs identical to the undisturbed run; p95 recovery <= 2 s"
 FULL, SHORT = 200, 2
-MINUTES = 5
+MINUTES = 4
 ALONE = True
 
 NEW_TOKENS = 32
