@@ -47,8 +47,7 @@ REASONS: Mapping[str, str] = {
         " decode step that is half, and it does not overlap."
     ),
     "verify": (
-        "The checks themselves are less than the target. What else a step loses to them has not"
-        " been found out; the secrets that they read, 29 MB a token, push other data out of caches."
+        "Most of it is reading the secrets, 25 MB a token, and what they push out of caches."
     ),
     "memory": (
         "The benchmark's process also holds its own measurements, and buffers of 512-token steps."

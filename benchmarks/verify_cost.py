@@ -142,7 +142,7 @@ class Contender:
     def secrets_bytes(self) -> int:
         """Memory that the secrets take."""
         secrets = self._runner._assembly._secrets
-        return sum(check._secret.nbytes for check in secrets.exact.values())
+        return sum(check.nbytes for check in secrets.exact.values())
 
 
 def measure(model: Path, folder: Path, *, batch: int, steps: int, threads: int) -> Result:

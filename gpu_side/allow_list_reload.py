@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from gpu_side.access import read_allow_list
 from gpu_side.transport.listener import Listener
-from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.curve import read_allow_list
 from protocol.errors import KeyFileError
 
 log = logging.getLogger("gpu_service")
@@ -29,10 +28,11 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
     To be entered from the main thread. While the block runs, signals are written to a socket of
     this module's (`signal.set_wakeup_fd`), and handlers of others must do without: a ZmqListener,
     which alone has a list, looks up a few times a second. A list that cannot be read, or has nobody
-    on it, changes nothing, and the log says so.
+    on it, changes nothing, and the log says so. Without a list the signal is ignored.
     """
-    if path is None or not isinstance(listener, ZmqListener):
-        yield
+    if path is None:
+        with _ignores_the_signal():
+            yield
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -54,20 +54,33 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
         thread.join(_ENDING_S)
 
 
+@contextmanager
+def _ignores_the_signal() -> Iterator[None]:
+    """Go on whoever sends it: by default it ends the process, and what waits is lost."""
+    # Not by a handler of ours: its number would be written to the loop's socket, and end the loop.
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    log.info("sighup_ignored", extra={"fields": {"detail": "there is no list to read again"}})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the number of the signal has been written to the socket by now."""
 
 
-def _read_signals(reader: socket.socket, listener: ZmqListener, path: Path) -> None:
+def _read_signals(reader: socket.socket, listener: Listener, path: Path) -> None:
     with reader:
         while numbers := reader.recv(64):
             if signal.SIGHUP in numbers:
                 _reread(listener, path)
 
 
-def _reread(listener: ZmqListener, path: Path) -> None:
+def _reread(listener: Listener, path: Path) -> None:
     try:
         allowed = read_allow_list(path)
+        listener.allow(allowed)
     except KeyFileError as error:
         log.error("allow_list_unchanged", extra={"fields": {"detail": str(error)}})
         return
@@ -75,5 +88,4 @@ def _reread(listener: ZmqListener, path: Path) -> None:
         # Exhausted memory, or a mistake of ours: the next SIGHUP finds this thread as it was.
         log.exception("allow_list_unchanged", extra={"fields": {"detail": "a failure of ours"}})
         return
-    listener.allow(allowed)
     log.info("allow_list", extra={"fields": {"keys": len(allowed)}})

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -83,8 +82,8 @@ class RequestLoop:
     """Takes messages from a listener and gives it the replies.
 
     `state`: its queue, and what it counts. `drain_timeout_s`: how long it goes on, once told to
-    stop, with what it has taken. `is_allowed`: whether a client (`Incoming.key`) is still served;
-    what was taken from one that is not any more gets no reply.
+    stop, with what it has taken. What was taken from a client that is not let in any more
+    (`Listener.is_allowed`) gets no reply.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class RequestLoop:
         max_message_bytes: int,
         state: ServiceState | None = None,
         drain_timeout_s: float = DRAIN_S,
-        is_allowed: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         self._operators = operators
         self._max_message_bytes = max_message_bytes
@@ -101,7 +99,6 @@ class RequestLoop:
         self._queue = self._state.queue
         self._counters = self._state.counters
         self._drain_ns = int(drain_timeout_s * 1e9)
-        self._is_allowed = is_allowed
         # When the last request was begun (perf_counter_ns).
         self._began_ns = 0
         # What an accelerator works on, in the order in which it will be done.
@@ -110,11 +107,17 @@ class RequestLoop:
         self._free_ns = 0
 
     def run(self, listener: Listener, stop: StopSignal) -> None:
-        """Answer until told to stop, and then what was taken before."""
+        """Answer until told to stop, and then what was taken before.
+
+        Raises EndpointError where the listener does.
+        """
         self._state.status = "ready"
         with torch.inference_mode():
-            self._run(listener, stop)
-            self._state.status = "draining"
+            try:
+                self._run(listener, stop)
+            finally:
+                # Also where the listener has failed: nobody is to be sent to a service that ends.
+                self._state.status = "draining"
             self._drain(listener, stop)
         self._refuse_rest(listener)
 
@@ -221,7 +224,7 @@ class RequestLoop:
         frames = incoming.frames
         self._counters.received_bytes += frame_bytes(frames)
         origin = _Origin(incoming, likely_form(frames), 0, "")
-        if not self._is_allowed(incoming.key):
+        if not listener.is_allowed(incoming.key):
             self._drop(origin)
             return
         try:
@@ -289,7 +292,7 @@ class RequestLoop:
         timing: Timing | None = None,
     ) -> None:
         incoming, form, request_id, method = origin
-        if not self._is_allowed(incoming.key):
+        if not listener.is_allowed(incoming.key):
             self._drop(origin)
             return
         try:

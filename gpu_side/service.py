@@ -6,7 +6,7 @@ import logging
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from gpu_side.access import ServiceKeys
 from gpu_side.allow_list_reload import rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
@@ -26,10 +27,8 @@ from gpu_side.request_loop import RequestLoop
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.bind import open_listener
-from gpu_side.transport.listener import Listener
-from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import check_integers, load_weights
-from protocol.curve import ServiceKeys, require_keys_beyond_loopback, require_zmq_keys
+from protocol.curve import is_beyond_loopback, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import KernelError, SettingsError
 from protocol.messages import Arithmetic
@@ -82,8 +81,12 @@ class ServiceSettings:
         Raises KeyFileError, and SettingsError where that is not what was meant.
         """
         if self.identity is None and self.allow is None:
-            if not self.allow_anyone:
-                require_keys_beyond_loopback(self.bind)
+            if is_beyond_loopback(self.bind) and not self.allow_anyone:
+                raise SettingsError(
+                    f"--bind {self.bind}",
+                    got="an address that other machines reach, and nobody to keep out",
+                    expected="--identity and --allow (tsqp keys new makes keys), or --allow-anyone",
+                )
             return None
         if self.identity is None or self.allow is None or self.allow_anyone:
             given = {"--identity": self.identity, "--allow": self.allow}
@@ -102,19 +105,19 @@ class ServiceSettings:
         of_one = self.max_message_bytes if self.max_queued_bytes is None else self.max_queued_bytes
         of_all = self.max_queued_total_bytes
         of_all = ALL_CLIENTS * of_one if of_all is None else of_all
-        for name, value, least, why in (
-            ("bytes of one client", of_one, self.max_message_bytes, "the largest message"),
-            ("bytes", of_all, of_one, "what one client may have waiting"),
+        for option, value, least, why in (
+            ("--max-queued-mib", _mib(of_one), _mib(self.max_message_bytes), "--max-message-mib"),
+            ("--max-queued-total-mib", _mib(of_all), _mib(of_one), "--max-queued-mib"),
             (
-                "requests",
+                "--max-queued-total-requests",
                 self.max_queued_total_requests,
                 self.max_queued_requests,
-                "what one client may have waiting",
+                "--max-queued-requests",
             ),
         ):
             if value < least:
                 raise SettingsError(
-                    f"limit of queued {name}", got=str(value), expected=f"at least {least}, {why}"
+                    option, got=f"{value:.9g}", expected=f"at least {least:.9g}, which is {why}"
                 )
         return QueueLimits(self.max_queued_requests, of_one, self.max_queued_total_requests, of_all)
 
@@ -123,7 +126,8 @@ def serve(settings: ServiceSettings) -> None:
     """Run the service until SIGTERM or SIGINT.
 
     Raises SettingsError, KeyFileError, EndpointError, ModelError or KernelError while starting;
-    afterwards EndpointError alone, where a key was revoked and the address cannot be bound again.
+    afterwards EndpointError alone, where a key was revoked and the address cannot be bound again,
+    or what lets clients in has failed: better gone than there and of no use.
     """
     started = time.monotonic()
     require_little_endian()
@@ -166,7 +170,6 @@ def serve(settings: ServiceSettings) -> None:
                     settings.max_message_bytes,
                     state,
                     settings.drain_timeout_s,
-                    _is_allowed(listener),
                 )
                 loop.run(listener, stop)
         finally:
@@ -175,15 +178,15 @@ def serve(settings: ServiceSettings) -> None:
     log.info("stopped", extra={"fields": {"endpoint": settings.bind}})
 
 
+def _mib(size: int) -> float:
+    """Return bytes as the command line has them."""
+    return size / (1024 * 1024)
+
+
 def _allow_many_descriptors() -> None:
     """Raise our limit of open files as far as we may: each connection is one, a stranger's too."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _is_allowed(listener: Listener) -> Callable[[bytes], bool]:
-    """Return what says whether a client that was let in (`Incoming.key`) still is."""
-    return listener.is_allowed if isinstance(listener, ZmqListener) else lambda _: True
 
 
 def _lets_in(keys: ServiceKeys | None) -> dict[str, object]:
@@ -203,7 +206,7 @@ def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitSt
         raise SettingsError(
             "metrics",
             got="no prometheus_client",
-            expected="it installed: pip install tsqp[metrics]",
+            expected="it installed: pip install '.[metrics]'",
         ) from None
     server = stack.enter_context(MetricsServer(settings.metrics, state))
     log.info("metrics", extra={"fields": {"url": server.url}})

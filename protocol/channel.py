@@ -81,10 +81,6 @@ class Channel(Protocol):
         """
         ...
 
-    def limit_messages(self, max_message_bytes: int) -> None:
-        """Send no larger messages than this from now on; a higher limit than before is ignored."""
-        ...
-
     def close(self) -> None:
         """Disconnect; pending requests are dropped."""
         ...

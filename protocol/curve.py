@@ -37,7 +37,6 @@ SECRET_HEADER = "# tsqp secret key"  # noqa: S105 - the first line of a file, no
 PUBLIC_HEADER = "# tsqp public key"
 SECRET_MODE = 0o600
 _MAX_KEY_FILE_BYTES = 1024
-_MAX_LIST_BYTES = 2**20
 _KEY_TEXT = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _A_KEY = "a key of 40 Z85 characters"
 
@@ -60,24 +59,6 @@ class ClientKeys:
     def read(cls, identity: Path, service_key: Path) -> ClientKeys:
         """Read both files. Raises KeyFileError."""
         return cls(read_secret_key(identity), read_public_key(service_key))
-
-
-@dataclass(frozen=True)
-class ServiceKeys:
-    """A service's own secret key, and the public keys of the clients that it lets in (Z85)."""
-
-    secret: bytes = field(repr=False)
-    allowed: frozenset[bytes]
-
-    @property
-    def public(self) -> bytes:
-        """The service's own public key, which clients must know."""
-        return bytes(zmq.curve_public(self.secret))
-
-    @classmethod
-    def read(cls, identity: Path, allow: Path) -> ServiceKeys:
-        """Read both files. Raises KeyFileError."""
-        return cls(read_secret_key(identity), read_allow_list(allow))
 
 
 def require_curve() -> None:
@@ -125,34 +106,10 @@ def read_public_key(path: Path) -> bytes:
 
 def public_key_of(path: Path) -> bytes:
     """Return the public key of either kind of file. Raises KeyFileError."""
-    text, _ = _read(path, _MAX_KEY_FILE_BYTES)
+    text, _ = read_text(path, _MAX_KEY_FILE_BYTES)
     if text.startswith(SECRET_HEADER):
         return bytes(zmq.curve_public(read_secret_key(path)))
     return read_public_key(path)
-
-
-def read_allow_list(path: Path) -> frozenset[bytes]:
-    """Read an allow-list. Raises KeyFileError that names the line.
-
-    Refused: what anybody may write but us and root; a line that is no key; a secret key file in it;
-    a list of nobody, which is a slip and no wish: a service for nobody can be stopped.
-    """
-    allowed = set()
-    text, status = _read(path, _MAX_LIST_BYTES)
-    _require_only_we_write(path, status)
-    for number, line in enumerate(text.splitlines(), 1):
-        where = f"{path}: line {number}"
-        if line.strip() == SECRET_HEADER:
-            raise KeyFileError(where, got="a secret key", expected="public keys (NAME.pub)")
-        words = line.split(maxsplit=1)
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) > 1 and not words[1].startswith("#"):
-            raise KeyFileError(where, got="more after the key", expected="nothing, or # a comment")
-        allowed.add(_checked_key(words[0], where))
-    if not allowed:
-        raise KeyFileError(str(path), got="no key", expected="a client's public key a line")
-    return frozenset(allowed)
 
 
 def require_zmq_keys(endpoint: str) -> None:
@@ -166,20 +123,15 @@ def require_zmq_keys(endpoint: str) -> None:
     require_curve()
 
 
-def require_keys_beyond_loopback(endpoint: str) -> None:
-    """Raise SettingsError if binding `endpoint` without keys lets in whoever is on the network.
+def is_beyond_loopback(endpoint: str) -> bool:
+    """Say whether an endpoint is, or may be, on a network, where keys are all that keeps it.
 
-    vsock:// passes: it has no keys, and whoever it reaches runs on this machine.
+    Not vsock://: it has no keys, and whoever it reaches runs on this machine.
     """
     scheme, _, rest = endpoint.partition("://")
     host = rest.rpartition(":")[0]
     loopback = host in ("localhost", "lo", "[::1]") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host)
-    if scheme == "tcp" and not loopback:
-        raise SettingsError(
-            f"--bind {endpoint}",
-            got="an address that other machines reach, and nobody to keep out",
-            expected="--identity and --allow (tsqp keys new makes keys), or --allow-anyone",
-        )
+    return scheme == "tcp" and not loopback
 
 
 def one_for_each(
@@ -201,7 +153,7 @@ def one_for_each(
 
 
 def _read_key(path: Path, *, secret: bool) -> bytes:
-    text, status = _read(path, _MAX_KEY_FILE_BYTES)
+    text, status = read_text(path, _MAX_KEY_FILE_BYTES)
     mode = stat.S_IMODE(status.st_mode)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
@@ -216,18 +168,21 @@ def _read_key(path: Path, *, secret: bool) -> bytes:
             got=f"mode {mode:04o}",
             expected=f"{SECRET_MODE:04o}: for its owner alone (chmod 600)",
         )
-    _require_only_we_write(path, status)
+    require_only_we_write(path, status)
     if lines[0] != wanted:
         got = "another first line" if text else "an empty file"
         raise KeyFileError(str(path), got=got, expected=f"{wants}, {wanted!r} in its first line")
     if len(lines) < 2 or any(lines[2:]):
         got = f"{len(lines) - 1} lines after the first"
         raise KeyFileError(str(path), got=got, expected=f"one: {_A_KEY}")
-    return _checked_key(lines[1], f"{path}: line 2")
+    return checked_key(lines[1], f"{path}: line 2")
 
 
-def _require_only_we_write(path: Path, status: os.stat_result) -> None:
-    """Refuse what others could have changed: whoever writes a list lets himself in."""
+def require_only_we_write(path: Path, status: os.stat_result) -> None:
+    """Refuse what others could have changed: whoever writes a list lets himself in.
+
+    `status`: of the file as it was read. Raises KeyFileError.
+    """
     mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeyFileError(
@@ -244,8 +199,11 @@ def _require_only_we_write(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _checked_key(text: str, where: str) -> bytes:
-    """Return a key as Z85 bytes. What is wrong with it is not quoted: it may be a secret."""
+def checked_key(text: str, where: str) -> bytes:
+    """Return a key as Z85 bytes. What is wrong with it is not quoted: it may be a secret.
+
+    Raises KeyFileError, whose beginning is `where`.
+    """
     if not _KEY_TEXT.fullmatch(text):
         got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
         raise KeyFileError(where, got=got, expected=_A_KEY)
@@ -263,7 +221,7 @@ def _value(group: bytes) -> int:
     return value
 
 
-def _read(path: Path, limit: int) -> tuple[str, os.stat_result]:
+def read_text(path: Path, limit: int) -> tuple[str, os.stat_result]:
     """Read a small text file, and whose it is. Raises KeyFileError."""
     where = str(path)
     try:

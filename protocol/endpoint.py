@@ -9,10 +9,8 @@ vsock://CID:PORT    a stream between a virtual machine and its host; to bind, CI
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import socket
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -28,8 +26,6 @@ SPELLINGS = "tcp://HOST:PORT, ipc://PATH, unix://PATH or vsock://CID:PORT"
 # sockaddr_un has 108 bytes, one of which ends the path.
 UNIX_PATH_MAX_BYTES = 107
 VSOCK_ANY = 2**32 - 1
-# What connecting says where nobody listens, or there is no file at all.
-_NOBODY = frozenset({errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR})
 
 _TCP = re.compile(
     r"tcp://(?P<host>[A-Za-z0-9._-]+|\*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])"
@@ -77,30 +73,6 @@ def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
 def unix_address(path: str) -> str:
     """Turn a path, or @NAME, into what the socket module takes."""
     return "\0" + path[1:] if path.startswith("@") else path
-
-
-def refuse_live_socket(endpoint: Endpoint) -> None:
-    """Raise EndpointError where a live service owns the Unix socket, or may own it.
-
-    A file whose service is dead can be replaced; a live one's must not be taken over silently. What
-    cannot be connected to, because it is no stream or not ours, is not for that reason dead.
-    """
-    if endpoint.scheme not in ("ipc", "unix"):
-        return
-    address = unix_address(endpoint.text.partition("://")[2])
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # A live service whose backlog is full does not answer, and is no less alive.
-        probe.setblocking(False)
-        try:
-            probe.connect(address)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno in _NOBODY:
-                return
-            got = f"a socket there that may be in use ({os.strerror(error.errno or 0)})"
-            raise EndpointError(endpoint.text, got=got, expected="an address to bind") from None
-    raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
 
 
 def _is_tcp(endpoint: str, for_bind: bool) -> bool:

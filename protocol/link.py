@@ -131,10 +131,6 @@ class ModelledLink:
         """See `Channel.distrust`."""
         self._channel.distrust(exchange, error)
 
-    def limit_messages(self, max_message_bytes: int) -> None:
-        """See `Channel.limit_messages`."""
-        self._channel.limit_messages(max_message_bytes)
-
     def close(self) -> None:
         """See `Channel.close`."""
         self._channel.close()

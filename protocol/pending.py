@@ -97,8 +97,12 @@ class PendingChannel(ABC):
         Counts a lost connection in `_connection`. Raises ProtocolError for what is no message.
         """
 
-    def _note_events(self) -> None:  # noqa: B027 - a transport without events has none to note
-        """Count a loss that the transport itself has noticed, where it tells of one. No waiting."""
+    def _was_replaced(self, connection: int) -> bool:
+        """Say whether a reply that comes now may have come over a later connection than this.
+
+        Without waiting. For a transport that replaces a lost connection by itself; others never do.
+        """
+        return False
 
     @abstractmethod
     def close(self) -> None:
@@ -193,7 +197,7 @@ class PendingChannel(ABC):
         raise error
 
     def limit_messages(self, max_message_bytes: int) -> None:
-        """See `Channel.limit_messages`."""
+        """Send no larger messages than this from now on; a higher limit than before is ignored."""
         self._max_message_bytes = min(self._max_message_bytes, max_message_bytes)
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
@@ -227,8 +231,6 @@ class PendingChannel(ABC):
             if received is not None:
                 self._accept(*received)
                 if request_id in self._arrived:
-                    if received[1] - pending.sent_ns > _RECONNECT_NS:
-                        self._check_connection(request_id, pending)
                     return True
             elif lost:
                 raise self._connection_lost(f"while {pending.method} was waiting for its reply")
@@ -239,16 +241,14 @@ class PendingChannel(ABC):
                     raise self._connection_lost(f"while {pending.method} was waiting for its reply")
                 return False
 
-    def _check_connection(self, request_id: int, pending: Pending) -> None:
-        """Refuse a reply that may have come over another connection than the request went out on.
+    def _may_be_anothers(self, pending: Pending, received_ns: int) -> bool:
+        """Say whether a reply may have come over another connection than its request went out on.
 
         Whoever is at its other end was sent the request by ZeroMQ, and may hold another model.
         """
-        before = self._connection
-        self._note_events()
-        if self._one_connection and self._connection != before:
-            del self._arrived[request_id]
-            raise self._connection_lost(f"while {pending.method} was waiting for its reply")
+        if not self._one_connection or received_ns - pending.sent_ns <= _RECONNECT_NS:
+            return False
+        return self._was_replaced(pending.connection)
 
     def _refuse_second_connection(self, method: str) -> None:
         """Raise EndpointError if the only connection that may be used has been lost."""
@@ -263,7 +263,11 @@ class PendingChannel(ABC):
         )
 
     def _accept(self, frames: Sequence[memoryview], received_ns: int) -> None:
-        """Decode a reply and keep it for who waits for it, if anybody does."""
+        """Decode a reply and keep it for who waits for it, if anybody does.
+
+        Looked at here, and not where it is waited for: many may be in flight, and it is any of them
+        that a message answers.
+        """
         started_ns = time.perf_counter_ns()
         size = frame_bytes(frames)
         if size > self._max_reply_bytes:
@@ -275,9 +279,11 @@ class PendingChannel(ABC):
             )
         reply = decode_reply(frames)
         request_id = reply.request_id
-        if request_id in self._pending and request_id not in self._arrived:
+        pending = self._pending.get(request_id)
+        if pending is not None and request_id not in self._arrived:
             decode_ns = time.perf_counter_ns() - started_ns
-            self._arrived[request_id] = (reply, received_ns, decode_ns, size)
+            if not self._may_be_anothers(pending, received_ns):
+                self._arrived[request_id] = (reply, received_ns, decode_ns, size)
         elif not self._first_id < request_id <= self._last_id:
             raise ProtocolError(
                 f"reply from {self.endpoint}",

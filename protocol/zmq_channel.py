@@ -173,6 +173,10 @@ class ZmqChannel(PendingChannel):
                 self._ended |= event != _NO_DETAIL
                 self._refusal = self._reason(event, value)
 
+    def _was_replaced(self, connection: int) -> bool:
+        self._note_events()
+        return self._connection != connection
+
     def _reason(self, event: int, value: int) -> tuple[str, str]:
         """Say why a handshake failed: what we got, and what we expected."""
         keys = self._keys

@@ -46,7 +46,7 @@ from pydantic import (
 from protocol.errors import MaskError, PolicyError, describe
 from protocol.messages import Arithmetic
 from tee_side.disclosure import disclosure
-from tee_side.layer_range import LayerRange as LayerRange  # noqa: PLC0414 - policies import it
+from tee_side.layer_range import LayerRange
 from tee_side.masks.mask import FeatureMask, Mask
 from tee_side.masks.registry import find_mask
 from tee_side.plugins import PluginError, load_entry_point, load_object

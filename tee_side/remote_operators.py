@@ -2,12 +2,12 @@
 
 Every reply's dtype and shape must be what the TEE's own configuration implies. Where the policy
 says so, the numbers are checked, too: of the plain input against the plain result, whatever the
-mask is. `tee_side.answers` says what follows where either is wrong.
+mask is. `tee_side.answers` and `tee_side.liars` say what follows where either is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, NotRequired, Required, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
@@ -28,8 +28,9 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch, short_name
-from tee_side.answers import Answer, Asked, Deadline, distrust_liars, open_replies
+from tee_side.answers import Answer, Asked, Deadline, open_replies
 from tee_side.fused import FusedOperators
+from tee_side.liars import Refused, distrust_liars
 from tee_side.mask_rules import MaskRules
 from tee_side.masking import HideLinear
 from tee_side.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
@@ -46,6 +47,9 @@ M = TypeVar("M", Masked, MaskedProduct)
 # embedding goes where layer 0 is, the LM head where the last one is.
 ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
 
+
+# What services answered, and the tensors that a result is unmasked from: one a service.
+Answered: TypeAlias = tuple[list[Answer], list[torch.Tensor]]
 
 # Says whether a result is right.
 Check: TypeAlias = Callable[[Verifier, torch.Tensor], bool]
@@ -142,8 +146,11 @@ class RemoteOperators(FusedOperators):
             input_ids=from_torch(ids), dtype=cast(FloatDtype, short_name(self._dtype))
         )
         shape = (*ids.shape, config.hidden_size)
+        asked = Asked("embedding", None, (request,), shape, self._dtype)
         return await self._result(
-            Asked("embedding", None, (request,), shape, self._dtype),
+            "embedding",
+            None,
+            lambda deadline: self._answers(asked, deadline),
             masked,
             Plain((*token_ids_T.shape, config.hidden_size), self._dtype),
             lambda verifier, y_TD: verifier.embedding(token_ids_T, y_TD),
@@ -164,16 +171,15 @@ class RemoteOperators(FusedOperators):
         def check(verifier: Verifier, y_TO: torch.Tensor) -> bool:
             return verifier.linear(layer, operator, encoded_TI, y_TO, sent)
 
-        deadline = Deadline(self._timeout_s)
-        while True:
-            answers, outputs = await self._products(layer, operator, sent, deadline)
-            y_TO = self._unmask(operator, layer, masked, outputs)
-            shape = (encoded_TI.shape[0], self._widths[operator])
-            self._rules.check_unmasked(operator, y_TO, shape, encoded_TI.dtype)
-            refused = self._refused(operator, layer, y_TO, check, answers, deadline)
-            if refused is None:
-                return self._decode(layer, operator, y_TO)
-            deadline.ask_again(refused)
+        y_TO = await self._result(
+            operator,
+            layer,
+            lambda deadline: self._products(layer, operator, sent, deadline),
+            masked,
+            Plain((encoded_TI.shape[0], self._widths[operator]), encoded_TI.dtype),
+            check,
+        )
+        return self._decode(layer, operator, y_TO)
 
     async def attn_scores(
         self, layer: int, q_KRC: torch.Tensor, k_KSC: torch.Tensor
@@ -202,8 +208,11 @@ class RemoteOperators(FusedOperators):
         (sent_ND,) = masked.sent
         request = LMHeadRequest(hidden_states=from_torch(sent_ND))
         shape = (*sent_ND.shape[:-1], self._config.vocab_size)
+        asked = Asked("lm_head", None, (request,), shape, sent_ND.dtype)
         return await self._result(
-            Asked("lm_head", None, (request,), shape, sent_ND.dtype),
+            "lm_head",
+            None,
+            lambda deadline: self._answers(asked, deadline),
             masked,
             Plain((*h_ND.shape[:-1], self._config.vocab_size), h_ND.dtype),
             lambda verifier, y_NV: verifier.lm_head(h_ND, y_NV, sent_ND),
@@ -295,25 +304,31 @@ class RemoteOperators(FusedOperators):
             layer = 0 if operator == "embedding" else self._config.num_hidden_layers - 1
         return self._channels_at(layer)[: self._rules.services]
 
-    async def _answers(self, asked: Asked, deadline: Deadline) -> list[Answer]:
+    async def _answers(self, asked: Asked, deadline: Deadline) -> Answered:
         """Ask every service for one tensor, until what they send is of the right form."""
         channels = self._channels(asked.operator, asked.layer)
         while True:
-            exchanges = await self._ask(asked, channels, deadline.left_s)
+            exchanges = await self._ask(asked, channels, deadline.left_s(asked.operator))
+            deadline.begun = True
             outputs = self._open(asked, channels, exchanges)
             if not isinstance(outputs, ReplyError):
-                return list(map(Answer, channels, asked.requests, exchanges, outputs))
+                return list(map(Answer, channels, asked.requests, exchanges, outputs)), outputs
             deadline.ask_again(outputs)
 
     async def _result(
-        self, asked: Asked, masked: Masked | MaskedProduct, plain: Plain, check: Check
+        self,
+        operator: Operator,
+        layer: int | None,
+        ask: Callable[[Deadline], Awaitable[Answered]],
+        masked: Masked | MaskedProduct,
+        plain: Plain,
+        check: Check,
     ) -> torch.Tensor:
-        """Ask one service until its result is right, and return that."""
-        operator, layer = asked.operator, asked.layer
+        """Ask until the result is right, and return it unmasked. No other result is used."""
         deadline = Deadline(self._timeout_s)
         while True:
-            answers = await self._answers(asked, deadline)
-            y = self._unmask(operator, layer, masked, _outputs(answers))
+            answers, outputs = await ask(deadline)
+            y = self._unmask(operator, layer, masked, outputs)
             self._rules.check_unmasked(operator, y, plain.shape, plain.dtype)
             refused = self._refused(operator, layer, y, check, answers, deadline)
             if refused is None:
@@ -336,7 +351,7 @@ class RemoteOperators(FusedOperators):
         verifier = self._verifier
         if isinstance(verifier, Unverified) or self._verify(operator, layer, y, check, verifier):
             return None
-        return distrust_liars(operator, layer, answers, verifier, deadline, self._rules)
+        return distrust_liars(Refused(operator, layer, answers, verifier, deadline, self._rules))
 
     async def _products(
         self,
@@ -344,21 +359,21 @@ class RemoteOperators(FusedOperators):
         operator: LinearOperator,
         sent: Sequence[torch.Tensor],
         deadline: Deadline,
-    ) -> tuple[list[Answer], list[torch.Tensor]]:
+    ) -> Answered:
         """Return all answers, and each service's product with the fused weight."""
         modules = FUSED_MODULES[operator]
         if not self._one_rpc_per_module or len(modules) == 1:
             width = self._widths[operator]
-            answers = await self._product(layer, operator, modules, width, sent, deadline)
-            return answers, _outputs(answers)
+            return await self._product(layer, operator, modules, width, sent, deadline)
         parts = [
             await self._product(layer, operator, (module,), size, sent, deadline)
             for module, size in zip(modules, self._sizes[operator], strict=True)
         ]
-        outputs = [
-            torch.cat(_outputs(of_service), dim=-1) for of_service in zip(*parts, strict=True)
-        ]
-        return [answer for part in parts for answer in part], outputs
+        of_services = zip(*(outputs for _, outputs in parts), strict=True)
+        return (
+            [answer for answers, _ in parts for answer in answers],
+            [torch.cat(outputs, dim=-1) for outputs in of_services],
+        )
 
     async def _product(
         self,
@@ -368,7 +383,7 @@ class RemoteOperators(FusedOperators):
         width: int,
         sent: Sequence[torch.Tensor],
         deadline: Deadline,
-    ) -> list[Answer]:
+    ) -> Answered:
         """Return each service's product with some modules, `width` outputs together."""
         (rows, _), dtype = sent[0].shape, sent[0].dtype
         requests: tuple[Request, ...] = tuple(
@@ -402,13 +417,12 @@ class RemoteOperators(FusedOperators):
         self._rules.check_product(operator, a, b, masked)
         request = MatmulRequest(a=from_torch(masked.a), b=from_torch(masked.b))
         shape = (*masked.a.shape[:-1], masked.b.shape[-1])
+        asked = Asked(operator, layer, (request,), shape, masked.a.dtype)
         return await self._result(
-            Asked(operator, layer, (request,), shape, masked.a.dtype),
+            operator,
+            layer,
+            lambda deadline: self._answers(asked, deadline),
             masked,
             Plain((*a.shape[:-1], b.shape[-1]), a.dtype),
             lambda verifier, y: verifier.product(a, b, y),
         )
-
-
-def _outputs(answers: Sequence[Answer]) -> list[torch.Tensor]:
-    return [answer.output for answer in answers]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from protocol.channel import Traffic
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, one_for_each, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import PromptError
 from protocol.link import Link
 from protocol.messages import InitReply, Response
 from protocol.model.checkpoint import Checkpoint, light_tensors
@@ -25,8 +22,9 @@ from protocol.model.manifest import Manifest
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.engine import DEFAULT_STEP_TOKENS, Engine, FinishReason, Sampled
+from tee_side.engine import DEFAULT_STEP_TOKENS, Engine
 from tee_side.engine import Sequence as EngineSequence
+from tee_side.generation import Generation, PadTotals
 from tee_side.handshake import ServiceCheck
 from tee_side.model import TeeModel, load_tee_model
 from tee_side.observer import Observers
@@ -36,8 +34,12 @@ from tee_side.reply_size import largest_reply
 from tee_side.sampling import SamplingSettings
 from tee_side.services.connected import Services
 from tee_side.services.member import Connection, ConnectOptions
-from tee_side.services.plan import ServiceSpec, assign_shares, plan_services
-from tee_side.text_stream import StopStrings
+from tee_side.services.plan import (
+    ServiceSpec,
+    assign_shares,
+    check_shares_apart,
+    plan_services,
+)
 from tee_side.tokenizer import Tokenizer
 from tee_side.vocabulary import Operator
 
@@ -76,184 +78,6 @@ class RunnerSettings:
     max_kv_bytes: int | None = None
 
 
-class Usage(BaseModel):
-    """Token counts."""
-
-    model_config = ConfigDict(frozen=True)
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class GenerationTiming(BaseModel):
-    """`ttft_s`: time to first token. `tpot_s`: mean time per token after it; None with one."""
-
-    model_config = ConfigDict(frozen=True)
-    ttft_s: float
-    tpot_s: float | None
-    total_s: float
-
-
-class RpcTotals(BaseModel):
-    """Round trips of this generation, and bytes of all their frames."""
-
-    model_config = ConfigDict(frozen=True)
-    count: int
-    bytes_sent: int
-    bytes_received: int
-
-
-class PadTotals(BaseModel):
-    """How the pads stand: `available` is the number of tokens that they are ready for.
-
-    Steps that found too few `waited` until more were made, or were computed `in_tee`.
-    """
-
-    model_config = ConfigDict(frozen=True)
-    available: int
-    waited: int
-    in_tee: int
-
-
-class GenerationResult(BaseModel):
-    """What `tee-runner generate --json` prints. `text` is None without a tokenizer."""
-
-    model_config = ConfigDict(frozen=True)
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str | None
-    finish_reason: FinishReason
-    usage: Usage
-    timing: GenerationTiming
-    policy: str
-    rpc: RpcTotals
-    pads: PadTotals | None
-
-
-class Generation:
-    """A running generation: iterate over it for the text as it comes, then ask for `result`.
-
-    `steps` yields the sampled tokens with their logits instead, for callers that want more than
-    text. Either way it has to run to its end; `close` gives up.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        sequence: EngineSequence,
-        tokenizer: Tokenizer | None,
-        stop: Sequence[str],
-    ) -> None:
-        self._runner = runner
-        self._sequence = sequence
-        self._tokenizer = tokenizer
-        self._stop = StopStrings(stop)
-        self._shown: list[str] = []
-        self._arrived: deque[Sampled] = deque()
-        self._before = runner.traffic
-        self._pads_before = runner.pads
-        self._started = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._started
-
-    def __iter__(self) -> Iterator[str]:
-        for _, text in self.steps():
-            if text:
-                yield text
-
-    def steps(self) -> Iterator[tuple[Sampled, str]]:
-        """Yield every token as it is sampled, with the text that can be shown because of it."""
-        detokenizer = self._tokenizer.streamer() if self._tokenizer else None
-        try:
-            while not self._stop.found and (self._arrived or not self._sequence.finish_reason):
-                if not self._arrived:
-                    self._runner.step()
-                    continue
-                sampled = self._arrived.popleft()
-                new = detokenizer.feed(sampled.token_id) if detokenizer else ""
-                if detokenizer and self._sequence.finish_reason and not self._arrived:
-                    new += detokenizer.flush()
-                yield sampled, self._show(new)
-        finally:
-            self.close()
-
-    def take(self, sampled: Sampled) -> None:
-        """Queue a token; several generations of a runner may be iterated over in turns."""
-        self._arrived.append(sampled)
-
-    def _show(self, new: str) -> str:
-        """Note the time of a token, and return what can be shown of the text so far."""
-        self._last = time.perf_counter()
-        if self._first is None:
-            self._first = self._last
-        text = self._stop.feed(new)
-        if self._stop.found:
-            self._sequence.stop()
-        elif self._sequence.finish_reason is not None and not self._arrived:
-            text += self._stop.flush()
-        self._shown.append(text)
-        return text
-
-    @property
-    def arrived(self) -> bool:
-        """Whether tokens were sampled that nobody has taken yet."""
-        return bool(self._arrived)
-
-    @property
-    def token_count(self) -> int:
-        """Tokens generated so far."""
-        return len(self._sequence.token_ids) - len(self._arrived)
-
-    @property
-    def rpc(self) -> RpcTotals:
-        """Round trips so far."""
-        now = self._runner.traffic
-        return RpcTotals(
-            count=now.round_trips - self._before.round_trips,
-            bytes_sent=now.bytes_sent - self._before.bytes_sent,
-            bytes_received=now.bytes_received - self._before.bytes_received,
-        )
-
-    @property
-    def pads(self) -> PadTotals | None:
-        """How the pads stand, and how often they were out so far."""
-        now, before = self._runner.pads, self._pads_before
-        if now is None or before is None:
-            return None
-        return PadTotals(
-            available=now.available,
-            waited=now.waited - before.waited,
-            in_tee=now.in_tee - before.in_tee,
-        )
-
-    def close(self) -> None:
-        """Give the sequence's place back."""
-        self._runner.forget(self._sequence)
-
-    def result(self) -> GenerationResult:
-        """Return everything about the finished generation; RuntimeError if it has not ended."""
-        sequence = self._sequence
-        if sequence.finish_reason is None:
-            raise RuntimeError("the result of a generation that has not ended")
-        prompt, new = len(sequence.prompt_ids), self.token_count
-        first = self._last if self._first is None else self._first
-        return GenerationResult(
-            prompt_token_ids=list(sequence.prompt_ids),
-            token_ids=sequence.token_ids[:new],
-            text="".join(self._shown) if self._tokenizer else None,
-            finish_reason=sequence.finish_reason,
-            usage=Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new),
-            timing=GenerationTiming(
-                ttft_s=first - self._started,
-                tpot_s=(self._last - first) / (new - 1) if new > 1 else None,
-                total_s=self._last - self._started,
-            ),
-            policy=self._runner.policy.name,
-            rpc=self.rpc,
-            pads=self.pads,
-        )
-
-
 class Runner:
     """The trusted side, ready to generate. Use as a context manager.
 
@@ -282,7 +106,7 @@ class Runner:
         specs = list(assign_shares(specs, policy))
         endpoints = [spec.endpoint for spec in specs]
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
-        _check_shares_apart(specs, keys)
+        check_shares_apart(specs, keys)
         self._keys = dict(zip(endpoints, keys, strict=True))
         for endpoint, own in self._keys.items():
             if own is not None:
@@ -448,22 +272,3 @@ class Runner:
     def close(self) -> None:
         """Disconnect from the services, and let go of the pad bank."""
         self._closing.close()
-
-
-def _check_shares_apart(specs: Sequence[ServiceSpec], keys: Sequence[ClientKeys | None]) -> None:
-    """Refuse one key for services with different shares: who holds it can be both of them.
-
-    `specs`: with their shares. Raises SettingsError.
-    """
-    holders: dict[bytes, ServiceSpec] = {}
-    for spec, own in zip(specs, keys, strict=True):
-        if own is None:
-            continue
-        other = holders.setdefault(own.service, spec)
-        if (other.share or 1) != (spec.share or 1):
-            raise SettingsError(
-                "--service-key",
-                got=f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
-                expected="one --service-key for each --gpu, and different keys for different"
-                " shares: services that do not collude share no key",
-            )

@@ -59,7 +59,7 @@ class Tokenizer:
         content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
         limit_structure(content, str(path), max_lists=_MAX_LISTS, max_items=_MAX_ITEMS)
         self._path = path
-        with _library_errors(path):
+        with _library_errors(path, quoted=True):
             self._raw = RawTokenizer.from_buffer(content)
             # The file may ask for a prompt that is cut off, or filled up to any length. Neither
             # is for one prompt; the first is silent, and the second can end the process.
@@ -78,7 +78,7 @@ class Tokenizer:
             raise PromptError(
                 "prompt", got="bytes that are not UTF-8", expected="UTF-8 text"
             ) from None
-        with _library_errors(self._path):
+        with _library_errors(self._path, quoted=False):
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -123,10 +123,11 @@ class Tokenizer:
             raise ModelError(
                 where, got=str(error), expected="a template that ends, with a prompt"
             ) from None
-        except Exception as error:  # noqa: BLE001 - a template can raise anything
+        except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
             raise PromptError(
                 where,
-                got=f"{type(error).__name__}: {error}"[:120],
+                # Its message may hold the prompt.
+                got=f"{type(error).__name__} (a template's own words are not shown)",
                 expected="a conversation that the template accepts",
             ) from None
         return self.encode(text, add_special_tokens=False)
@@ -202,25 +203,30 @@ class Detokenizer:
 
 
 def _decode(raw: Any, path: Path, token_ids: Sequence[int]) -> str:
-    with _library_errors(path):
+    with _library_errors(path, quoted=False):
         text: str = raw.decode(list(token_ids), skip_special_tokens=True)
     return text
 
 
 @contextmanager
-def _library_errors(path: Path) -> Iterator[None]:
+def _library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
     """Turn what the library raises into a ModelError.
 
-    That is a plain Exception, or, for a panic of its Rust code, one that derives from
-    BaseException alone.
+    `quoted`: with its message, which may hold the text that it works on. What it raises is a plain
+    Exception, or, for a panic of its Rust code, one that derives from BaseException alone.
     """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
-    except BaseException as error:  # noqa: BLE001 - see above
+    except BaseException as error:  # noqa: BLE001 - see above; `from error` would quote it
+        name = type(error).__name__
+        if quoted:
+            raise ModelError(
+                str(path), got=f"{name}: {error}"[:160], expected="a tokenizer"
+            ) from None
         raise ModelError(
-            str(path), got=f"{type(error).__name__}: {error}"[:160], expected="a tokenizer"
+            str(path), got=f"{name} on use", expected="a tokenizer that takes any text"
         ) from None
 
 
@@ -256,8 +262,8 @@ def _render(environment: Any, template: str, values: dict[str, Any]) -> str:
     try:
         try:
             compiled = environment.from_string(template)
-        except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
-            raise _DamagedTemplateError(f"{type(error).__name__}: {error}") from None
+        except Exception as error:  # Python's own errors, too: it compiles to Python
+            raise _DamagedTemplateError(f"{type(error).__name__}: {error}") from error
         for piece in compiled.generate(values):
             pieces.append(piece)
             size += len(piece)

@@ -30,11 +30,11 @@ from tee_side.randomness import Randomness
 # A wrong product of integers passes a check with probability 2^-48 at most. What is promised is
 # 2^-40: 2^8 attempts at each of the products of a run are within it.
 SECURITY_BITS = 48
-_MOST_BITS = 8
 
-# With b = 22 - ceil(log2 O) bits an entry, y s and x (W s) stay within 2^52 each, in any order of
-# summation, and their difference within 2^53, below which float64 holds every integer.
-_BITS_TOGETHER = 22
+# With b = 23 - ceil(log2 O) bits an entry, y s and x (W s) stay within 2^53 each, in any order of
+# summation: float64 holds all such integers.
+_BITS_TOGETHER = 23
+_RING_BITS = 32
 
 FLOAT_VECTORS = 8
 # Of an honest result, in units of the limit's scale (`FloatCheck`): rounding of the reply to its
@@ -49,7 +49,7 @@ _BLOCK_ELEMENTS = 2**19
 
 def bits_of(out_features: int) -> int:
     """Return b, how many bits an entry of a secret vector has for so many outputs."""
-    return min(_MOST_BITS, _BITS_TOGETHER - math.ceil(math.log2(out_features)))
+    return _BITS_TOGETHER - math.ceil(math.log2(out_features))
 
 
 def vectors_for(out_features: int) -> int:
@@ -65,31 +65,32 @@ class ExactCheck:
     product that wrapped is refused like any other wrong one.
     """
 
-    in_features: int
-    out_features: int
-    # float64 [k, I + O]: -W^T s and s side by side, one vector a row. Not in a traceback or a log:
-    # whoever knows them can make products that pass.
-    _secret: torch.Tensor = field(repr=False)
+    # float64 [k, O] and [k, I]: s and W^T s, one vector a row. Not in a traceback or a log: whoever
+    # knows them can make products that pass.
+    _vectors: torch.Tensor = field(repr=False)
+    _products: torch.Tensor = field(repr=False)
 
     @staticmethod
     def draw(weight_OI: torch.Tensor, randomness: Randomness) -> ExactCheck:
-        """Draw vectors for a weight, int8 [O, I]. Raises KernelError for 2^17 outputs or more.
-
-        Of `randomness` one byte an entry is used.
-        """
-        O, I = weight_OI.shape  # noqa: E741 - as in the module's docstring
+        """Draw vectors for a weight, int8 [O, I]. Raises KernelError for 2^17 outputs or more."""
+        out_features = len(weight_OI)
         # An arithmetic shift leaves b uniform bits, signed.
-        s_kO = randomness.digits(vectors_for(O), O) >> (_MOST_BITS - bits_of(O))
-        product_kI = exact_product(s_kO.to(torch.int32), weight_OI.t())
-        secret = torch.cat((-product_kI.double(), s_kO.double()), dim=1)
-        return ExactCheck(I, O, secret)
+        shift = _RING_BITS - bits_of(out_features)
+        s_kO = randomness.ring(vectors_for(out_features), out_features) >> shift
+        product_kI = exact_product(s_kO, weight_OI.t())
+        return ExactCheck(s_kO.double(), product_kI.double())
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the vectors and their products take."""
+        return self._vectors.nbytes + self._products.nbytes
 
     def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> bool:
         """Say whether y = x W, both int32; False for a wrong y but for a chance of 2^-48."""
-        for rows in _blocks(len(x_TI), self.in_features + self.out_features):
-            both = torch.cat((x_TI[rows], y_TO[rows]), dim=1).double()
-            # `any` holds for whatever is not zero, NaN included.
-            if bool((both @ self._secret.t()).any()):
+        for rows in _blocks(len(x_TI), max(x_TI.shape[1], y_TO.shape[1])):
+            expected_kT = self._products @ x_TI[rows].double().t()
+            # False for NaN, too.
+            if not torch.equal(self._vectors @ y_TO[rows].double().t(), expected_kT):
                 return False
         return True
 
@@ -160,11 +161,10 @@ class FloatCheck:
     is fixed before the reply is read, so that no reply can widen its own limit.
     """
 
-    in_features: int
-    out_features: int
     gain: float
-    # float64 [k, I + O]: as in `ExactCheck`.
-    _secret: torch.Tensor = field(repr=False)
+    # As in `ExactCheck`.
+    _vectors: torch.Tensor = field(repr=False)
+    _products: torch.Tensor = field(repr=False)
 
     @staticmethod
     def draw(weight_OI: torch.Tensor, randomness: Randomness) -> FloatCheck:
@@ -178,7 +178,7 @@ class FloatCheck:
             product_Ik.addmm_(block.t(), s_Ok[rows])
             squares += float(block.square().sum())
         return FloatCheck(
-            I, O, math.sqrt(squares / I), torch.cat((-product_Ik.t(), s_Ok.t()), dim=1)
+            math.sqrt(squares / I), s_Ok.t().contiguous(), product_Ik.t().contiguous()
         )
 
     def holds(
@@ -196,12 +196,11 @@ class FloatCheck:
         lengths_U = torch.stack([_lengths(tensor) for tensor in sent]).amax(0)
         if tolerance.together:
             lengths_U = lengths_U.amax().expand(len(x_TI))
-        I = self.in_features  # noqa: E741
-        expected_Tk = _in_blocks(x_TI, self._secret[:, :I])
+        expected_Tk = _in_blocks(x_TI, self._products)
         size_T = _root_mean_square(expected_Tk) + self.gain * lengths_U
-        limit_T = tolerance.limit(size_T, self.out_features)
+        limit_T = tolerance.limit(size_T, self._vectors.shape[1])
         _check_finite(limit_T)
-        error_T = _root_mean_square(_in_blocks(y_TO, self._secret[:, I:]).add_(expected_Tk))
+        error_T = _root_mean_square(_in_blocks(y_TO, self._vectors).sub_(expected_Tk))
         # Whatever is not comparable is not below the limit.
         return bool((error_T <= limit_T).all())
 

@@ -1,4 +1,4 @@
-"""Prepares the checks that a policy asks for, and finds out who computed wrongly.
+"""Prepares the checks that a policy asks for, and makes them.
 
 `Secrets` are drawn once a run, for all that the policy verifies; a `Verifier` is what the operators
 under one mask check their results with.
@@ -6,26 +6,14 @@ under one mask check their results with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch.nn.functional import embedding
 
-from protocol.errors import DeadlineExceededError, PolicyError
-from protocol.integer import exact_product
-from protocol.messages import (
-    FUSED_MODULES,
-    EmbeddingRequest,
-    LinearOperator,
-    LinearRequest,
-    LMHeadRequest,
-    MatmulRequest,
-    ModuleName,
-    Request,
-    RingLinearRequest,
-)
+from protocol.errors import PolicyError
+from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
 from protocol.model.checkpoint import (
     EMBEDDING,
     Checkpoint,
@@ -36,26 +24,12 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
-from protocol.tensors import to_torch
 from tee_side.masks.mask import FeatureMask, Mask
 from tee_side.policy import Policy
 from tee_side.randomness import Randomness
 from tee_side.sites import IntegerSites, tensors_of
-from tee_side.verification import (
-    ExactCheck,
-    FloatCheck,
-    Tolerance,
-    product_holds,
-    within_tolerance,
-)
+from tee_side.verification import ExactCheck, FloatCheck, Tolerance, product_holds
 from tee_side.vocabulary import PHASES, Operator, Site
-
-# Layer and modules of a product.
-_Product: TypeAlias = tuple[int, tuple[ModuleName, ...]]
-
-# Of a part of a product that is computed once more, after which the clock is looked at: some 0.1 s
-# on one core.
-_MULTIPLICATIONS = 2**31
 
 
 def verified_sites(policy: Policy, layers: int) -> list[Site]:
@@ -224,13 +198,20 @@ UNVERIFIED = Unverified()
 class Verifier:
     """Checks results under one mask. `cloaked`: services hold other weights than the TEE does.
 
+    `tolerance`: of results that are floats; of a service's own answers it is `of_answers`.
+
     Raises ActivationRangeError for floats that are not finite, LookupError for what the policy
     does not verify.
     """
 
     _secrets: Secrets
-    _tolerance: Tolerance
-    _cloaked: bool
+    tolerance: Tolerance
+    cloaked: bool
+
+    @property
+    def weights(self) -> Weights:
+        """The TEE's own weights, for who computes a product once more."""
+        return self._secrets.weights
 
     def linear(
         self,
@@ -243,7 +224,7 @@ class Verifier:
         """Say whether y is x W, without a bias. `sent`: what crossed instead of x."""
         if x_TI.dtype is torch.int32:
             return self._secrets.exact[layer, operator].holds(x_TI, y_TO)
-        return self._secrets.floats[layer, operator].holds(x_TI, y_TO, sent, self._tolerance)
+        return self._secrets.floats[layer, operator].holds(x_TI, y_TO, sent, self.tolerance)
 
     def embedding(self, ids_T: torch.Tensor, y_TD: torch.Tensor) -> bool:
         """Say whether these are the rows of the table, which -0.0 for 0.0 is, too."""
@@ -257,118 +238,8 @@ class Verifier:
         check = self._secrets.lm_head
         if check is None:
             raise LookupError("an LM head that the policy does not verify")
-        return check.holds(h_ND, y_NV, (sent,), self._tolerance)
+        return check.holds(h_ND, y_NV, (sent,), self.tolerance)
 
     def product(self, a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> bool:
         """Say whether y is a @ b."""
-        return product_holds(a, b, y, self._tolerance, self._secrets.randomness)
-
-    def liars(
-        self, answers: Sequence[tuple[Request, torch.Tensor]], is_over: Callable[[], bool]
-    ) -> list[int]:
-        """Return which of the answers to one operator are wrong, after all of it was refused.
-
-        Each is compared with what was asked, by multiplying once more: the weights are read for it,
-        a block of rows after the other. None of them is wrong where the result was unmasked
-        wrongly. Of services with other weights than the TEE has, all count as wrong.
-
-        `is_over`: asked before every block. Raises DeadlineExceededError once it says so,
-        ModelError and ManifestError for weights that cannot be read again, and ActivationRangeError
-        where what was sent is not finite.
-        """
-        if self._cloaked:
-            return list(range(len(answers)))
-        right: dict[int, bool] = {}
-        # Shares of one product meet each block together: it is read once for all of them.
-        rings: dict[_Product, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        for index, (request, output) in enumerate(answers):
-            if isinstance(request, RingLinearRequest):
-                site = request.layer_idx, request.module_names
-                rings.setdefault(site, {})[index] = to_torch(request.elements), output
-            else:
-                right[index] = self._is_right(request, output, is_over)
-        for (layer, modules), pairs in rings.items():
-            blocks = self._secrets.weights.integer_blocks(layer, modules)
-            rows = max(len(elements) for elements, _ in pairs.values())
-            wrong = _wrong_products(pairs, _in_time(blocks, rows, is_over))
-            right |= {index: index not in wrong for index in pairs}
-        return [index for index in range(len(answers)) if not right[index]]
-
-    def _is_right(
-        self, request: Request, output: torch.Tensor, is_over: Callable[[], bool]
-    ) -> bool:
-        """Compare an answer in floats with what was asked, and hidden or not, crossed."""
-        weights, tolerance = self._secrets.weights, self._tolerance.of_answers()
-        match request:
-            case LinearRequest():
-                x = to_torch(request.hidden_states)
-                blocks = weights.float_blocks(request.layer_idx, request.module_names)
-            case LMHeadRequest():
-                x = to_torch(request.hidden_states)
-                blocks = weights.lm_head_blocks()
-            case MatmulRequest():
-                a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
-                return all(
-                    within_tolerance(a, _in_time(_whole(b.t()), len(a), is_over), y, tolerance)
-                    for a, b, y in zip(a_BMJ, b_BJN, output, strict=True)
-                )
-            case EmbeddingRequest():
-                return self.embedding(to_torch(request.input_ids), output)
-            case _:
-                raise LookupError(f"an answer to {request.method} that was verified")
-        return within_tolerance(x, _in_time(blocks, len(x), is_over), output, tolerance)
-
-
-def _wrong_products(
-    pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-    blocks: Iterable[tuple[slice, torch.Tensor]],
-) -> set[int]:
-    """Return whose elements, int32 [T, I], times the weight are not its output, int32 [T, O].
-
-    Stops where all of them are wrong.
-    """
-    wrong: set[int] = set()
-    for columns, weight_nI in blocks:
-        for index in pairs.keys() - wrong:
-            elements_TI, output_TO = pairs[index]
-            if not torch.equal(exact_product(elements_TI, weight_nI), output_TO[:, columns]):
-                wrong.add(index)
-        if len(wrong) == len(pairs):
-            break
-    return wrong
-
-
-def _in_time(
-    blocks: Iterator[tuple[slice, torch.Tensor]], rows: int, is_over: Callable[[], bool]
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Hand blocks of a weight on while there is time, none larger than some 0.1 s of work.
-
-    `rows`: of what each is multiplied by. Raises DeadlineExceededError.
-    """
-    blocks = iter(blocks)
-    while True:
-        _require_time(is_over)
-        found = next(blocks, None)
-        if found is None:
-            return
-        columns, weight_nI = found
-        step = max(1, _MULTIPLICATIONS // max(1, rows * weight_nI.shape[1]))
-        for start in range(0, len(weight_nI), step):
-            if start:
-                _require_time(is_over)
-            part = weight_nI[start : start + step]
-            begin = columns.start + start
-            yield slice(begin, begin + len(part)), part
-
-
-def _require_time(is_over: Callable[[], bool]) -> None:
-    if is_over():
-        raise DeadlineExceededError(
-            "finding out who computed wrongly",
-            got="the end of the request's time",
-            expected="time to compute the product once more",
-        )
-
-
-def _whole(weight_OI: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    yield slice(0, len(weight_OI)), weight_OI
+        return product_holds(a, b, y, self.tolerance, self._secrets.randomness)

@@ -115,6 +115,25 @@ class Service:
     endpoint: str
     log: list[str] = field(default_factory=list)
 
+    def freeze(self) -> None:
+        """Send SIGSTOP, and wait until it has come: no thread runs when this returns.
+
+        The signal is the kernel's to deliver, which on a busy machine takes a while, in which the
+        service may still answer a handshake.
+        """
+        self.process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not _is_frozen(self.process.pid):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"process {self.process.pid}: got threads that run after SIGSTOP"
+                )
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        """Send SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
     def stop(self, sent: int = signal.SIGTERM) -> int:
         """Send a signal, collect the rest of the log, and return the exit status."""
         if self.process.poll() is None:
@@ -123,6 +142,15 @@ class Service:
             _, remaining = self.process.communicate(timeout=30)
             self.log += (remaining or "").splitlines()
         return self.process.returncode
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether every thread of a process is stopped, as Linux's proc(5) tells."""
+    states = [
+        (task / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return set(states) == {"T"}
 
 
 @contextmanager
@@ -183,7 +211,8 @@ class LoopbackChannel:
     """A `Channel` to the service's operators in this process, every message through the wire form.
 
     Requests and replies are encoded, copied frame by frame as a socket would, opened and checked;
-    only the socket is missing. `requests` keeps what was asked, in order.
+    only the socket is missing. `requests` keeps what was asked, in order. What it was told of
+    limits is kept, too, and held: no message of either side is larger.
     """
 
     endpoint = "loopback"
@@ -194,6 +223,9 @@ class LoopbackChannel:
         self._replies: dict[int, Exchange] = {}
         self.traffic = Traffic()
         self.requests: list[Request] = []
+        self.one_connection = False
+        self.max_reply_bytes: int | None = None
+        self.max_message_bytes: int | None = None
 
     def submit(
         self,
@@ -206,6 +238,7 @@ class LoopbackChannel:
         self.requests.append(request)
         request_id = len(self.requests)
         sent = _received(encode_request(request, request_id, timeout_ms=60_000))
+        assert _fits(sent, self.max_message_bytes)
         opened = open_request(sent, DEFAULT_MAX_MESSAGE_BYTES)
         result: Response | ErrorCode
         try:
@@ -216,6 +249,7 @@ class LoopbackChannel:
         frames = _received(
             encode_reply(opened.form, opened.request_id, opened.method, result, timing)
         )
+        assert _fits(frames, self.max_reply_bytes)
         reply = decode_reply(frames)
         if reply.response is None:
             raise ServiceError(request.method, code=reply.error or ErrorCode.INTERNAL)
@@ -254,9 +288,13 @@ class LoopbackChannel:
 
     def use_one_connection(self) -> None:
         """See `PendingChannel.use_one_connection`; there is no connection to lose."""
+        assert not self.requests
+        self.one_connection = True
 
     def limit_replies(self, max_reply_bytes: int) -> None:
         """See `PendingChannel.limit_replies`."""
+        assert not self.requests
+        self.max_reply_bytes = max_reply_bytes
 
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
@@ -272,7 +310,8 @@ class LoopbackChannel:
         raise error
 
     def limit_messages(self, max_message_bytes: int) -> None:
-        """See `Channel.limit_messages`; nothing here is too large."""
+        """See `PendingChannel.limit_messages`."""
+        self.max_message_bytes = max_message_bytes
 
     def close(self) -> None:
         """See `Channel.close`."""
@@ -281,6 +320,10 @@ class LoopbackChannel:
 def _received(frames: list[Any]) -> list[memoryview]:
     """Copy frames into memory of their own, writable like what ZeroMQ hands out."""
     return [memoryview(bytearray(frame)) for frame in frames]
+
+
+def _fits(frames: list[memoryview], most: int | None) -> bool:
+    return most is None or sum(map(len, frames)) <= most
 
 
 @dataclass

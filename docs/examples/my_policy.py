@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from protocol.messages import FUSED_MODULES
+from tee_side.layer_range import LayerRange
 from tee_side.masks.registry import find_mask
-from tee_side.policy import LayerRange, Placement, Policy
+from tee_side.policy import Placement, Policy
 from tee_side.vocabulary import OPERATORS
 
 FIRST_SENT = 2  # the layers before it stay

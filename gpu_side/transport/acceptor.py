@@ -36,8 +36,9 @@ class Acceptor:
     is dropped then. Of connections for probes there are twice as many, and a new one takes the
     place of the one that was idle longest. `listening` must not block, and stays the caller's.
 
-    Should the thread fail, it says so in the log and closes what it holds: clients are refused, and
-    those that are in find that there are no signs of life.
+    Should the thread fail, it says so in the log and closes what it holds: `failed` is set and
+    `ready_fd` readable, so that the service ends, which lets in nobody any more. Its clients go on
+    with another.
     """
 
     def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
@@ -54,6 +55,7 @@ class Acceptor:
         self._clients = 0
         self._accepting = True
         self._stopping = False
+        self.failed = False
         # When to try again to accept (time.monotonic), where that failed; 0: it did not.
         self._accept_again = 0.0
         self.ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -126,6 +128,10 @@ class Acceptor:
             # Who connects from now on is refused, and does not wait to be accepted.
             with suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
+        finally:
+            if not self._stopping:
+                self.failed = True
+                os.eventfd_write(self.ready_fd, 1)
 
     def _attend_all(self) -> None:
         while not self._stopping:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from gpu_side.access import ServiceKeys
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.curve import ServiceKeys, require_zmq_keys
+from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S

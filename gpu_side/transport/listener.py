@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from protocol.errors import EndpointError
 from protocol.tensors import Buffer
 
 
@@ -45,8 +46,24 @@ class Listener(Protocol):
         """How many connections were turned away or cut off so far."""
         ...
 
+    def allow(self, allowed: frozenset[bytes]) -> None:
+        """Let in these clients, by their public keys (Z85), and no others from now on.
+
+        From another thread as well. Nothing is taken any more from who is not among them. Raises
+        RuntimeError for a listener without keys.
+        """
+        ...
+
+    def is_allowed(self, key: bytes) -> bool:
+        """Say whether a client (`Incoming.key`) is still let in; without keys everybody is."""
+        ...
+
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """Block until a message can be received; False on time-out or if `wakeup` is readable."""
+        """Block until a message can be received; False on time-out or if `wakeup` is readable.
+
+        Raises EndpointError, here and in `receive`, when nobody can be let in any more: the service
+        is of no use to anybody new, and had better end.
+        """
         ...
 
     def receive(self) -> Incoming | None:
@@ -63,3 +80,12 @@ class Listener(Protocol):
     def close(self) -> None:
         """Stop listening; replies on their way get half a second."""
         ...
+
+
+def lets_nobody_in(endpoint: str) -> EndpointError:
+    """Return the error of a listener whose thread that lets clients in has failed."""
+    return EndpointError(
+        endpoint,
+        got="no thread that lets clients in (the log says why)",
+        expected="one for as long as the service runs",
+    )

@@ -21,16 +21,16 @@ from contextlib import suppress
 from itertools import count
 
 from gpu_side.transport.acceptor import Acceptor
-from gpu_side.transport.listener import Incoming
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_FRAMES
-from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint, refuse_live_socket
+from gpu_side.transport.listener import Incoming, lets_nobody_in
+from gpu_side.transport.live_socket import refuse_live_socket
+from gpu_side.transport.stream_client import STALLED_S, Client, Patience
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
 from protocol.spin import AdaptiveSpin
 from protocol.stream_wire import (
     BUFFER_BYTES,
-    MessageReader,
-    MessageWriter,
     patience_s,
     prepare,
 )
@@ -41,119 +41,20 @@ log = logging.getLogger("gpu_service")
 MAX_CLIENTS = 256
 # Replies of which some bytes still wait here because their client does not read.
 QUEUED_REPLIES = 16
-# A client with so many requests, or so many bytes in them, that nobody has taken yet is not read
-# from. Beside them at most one more is being received.
-QUEUED_REQUESTS = 64
-QUEUED_BYTES = 16 * 1024 * 1024
 # So many times the largest message all clients together may have being received, or waiting to be
 # handed out, of messages too large for a receive buffer.
 RECEIVED_MESSAGES = 2
 # So much of it each client may always have, so that who fills the limit delays large requests only.
 ALWAYS_BYTES = 1024 * 1024
-# Where others are kept out, who has sent less than so much more of its message for so long makes
-# room; and how often to look for one.
-STALLED_S = 2.0
-STALLED_BYTES = 64 * 1024
+# How often to look for who keeps others out by a message that it does not go on with.
 _LOOK_FOR_STALLED_S = 0.5
 # Messages that are handed out before somebody looks whether others have sent something too.
 _LOOK_AFTER = 16
-# How long all clients together may keep us waiting in vain, in a row and as a share of all time.
-_PATIENCE_S = 0.05
-_PATIENCE_SHARE = 0.05
 # A client that has taken nothing for so long is busy with something else; one that reads may be
 # kept from its core for a moment.
 _PAUSE_S = 0.002
 _CLOSING_S = 0.5
 _BACKLOG = 128
-
-
-class _Patience:
-    """What is left of the time for clients that do not read, however many they are.
-
-    One for all of them: a new connection brings no new patience with it.
-    """
-
-    def __init__(self) -> None:
-        self._left_s = _PATIENCE_S
-        self._at = 0.0
-
-    def left_s(self, now: float) -> float:
-        """Return how long we may wait from `now` (time.monotonic), in seconds."""
-        self._left_s = min(_PATIENCE_S, self._left_s + (now - self._at) * _PATIENCE_SHARE)
-        self._at = now
-        return self._left_s
-
-    def spend(self, waited_s: float) -> None:
-        """Take note of a wait that was in vain."""
-        self._left_s -= waited_s
-
-
-class _Client:
-    """One connection."""
-
-    def __init__(
-        self, connection: socket.socket, pool: MemoryPool, name: bytes, max_message_bytes: int
-    ) -> None:
-        self.socket = connection
-        self.name = name
-        self.reader = MessageReader(
-            connection,
-            pool,
-            where=f"client {name.hex()}",
-            max_frames=MAX_FRAMES,
-            max_message_bytes=max_message_bytes,
-            asks_first=True,
-        )
-        self.writer = MessageWriter(connection)
-        # Of large messages that are being received, or have not been handed out.
-        self.large_bytes = 0
-        # Since when the message that is not complete has hardly grown (time.monotonic; 0: there is
-        # none), and how much of it had come by then.
-        self.stalled_since = 0.0
-        self._stalled_at = 0
-        self.watched = select.EPOLLIN
-        # Whether it stands among those whose turn comes, because it has messages.
-        self.has_turn = False
-
-    @property
-    def may_send_more(self) -> bool:
-        """Whether to read from it, with what nobody has taken yet."""
-        messages = self.reader.messages
-        if self.reader.wants_room:
-            return False
-        if not messages:
-            return True
-        if len(messages) >= QUEUED_REQUESTS:
-            return False
-        return sum(frame_bytes(frames) for frames, _ in messages) < QUEUED_BYTES
-
-    def read(self) -> bool:
-        """Receive what there is; False when the client has gone."""
-        reader = self.reader
-        had = len(reader.messages)
-        try:
-            alive = reader.read(socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        if not (come := reader.unfinished_bytes):
-            self.stalled_since = 0.0
-        elif (
-            not self.stalled_since
-            or len(reader.messages) > had
-            or come >= self._stalled_at + STALLED_BYTES
-        ):
-            self.note_start()
-        return alive
-
-    def note_start(self) -> None:
-        """Let the time begin in which the message that is not complete has to grow."""
-        self.stalled_since, self._stalled_at = time.monotonic(), self.reader.unfinished_bytes
-
-    def has_stalled(self, now: float) -> bool:
-        """Say whether it goes on with no message (now: time.monotonic), while we would read it."""
-        if not self.stalled_since or now - self.stalled_since < STALLED_S:
-            return False
-        return not self.reader.messages and not self.reader.wants_room
 
 
 class StreamListener:
@@ -177,19 +78,19 @@ class StreamListener:
         # One for all clients, so that their number does not multiply what it keeps.
         self._pool = MemoryPool()
         self._names = count(1)
-        self._clients: dict[bytes, _Client] = {}
-        self._by_file: dict[int, _Client] = {}
+        self._clients: dict[bytes, Client] = {}
+        self._by_file: dict[int, Client] = {}
         # Clients with messages, the one whose turn it is first.
-        self._turns: deque[_Client] = deque()
+        self._turns: deque[Client] = deque()
         # Whether somebody has looked what arrived since `receive` last said that there is nothing,
         # and how many messages were handed out since.
         self._looked = False
         self._handed_out = 0
-        self._patience = _Patience()
+        self._patience = Patience()
         # Bytes of large messages that were not handed out, and who waits to send one, the first one
         # first; when to look who keeps others out (time.monotonic).
         self._large_bytes = 0
-        self._wanting_room: dict[bytes, _Client] = {}
+        self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
         self._wakeup: socket.socket | None = None
         self._file: tuple[str, int, int] | None = None
@@ -240,6 +141,14 @@ class StreamListener:
             self._watch(client)
         return True
 
+    def allow(self, allowed: frozenset[bytes]) -> None:
+        """See `Listener.allow`: a stream has no keys, and raises RuntimeError."""
+        raise RuntimeError("a list of clients for a listener without keys")
+
+    def is_allowed(self, key: bytes) -> bool:
+        """See `Listener.is_allowed`: a stream has no keys, and everybody is."""
+        return True
+
     def close(self) -> None:
         """See `Listener.close`."""
         self._acceptor.stop()
@@ -263,7 +172,7 @@ class StreamListener:
         self._acceptor.close()
         self._epoll.close()
 
-    def _finish(self, client: _Client) -> None:
+    def _finish(self, client: Client) -> None:
         """Write what a client takes of its last replies, and drop it after them."""
         try:
             done = client.writer.flush()
@@ -272,7 +181,7 @@ class StreamListener:
         if done:
             self._drop(client)
 
-    def _write_rest(self, client: _Client) -> None:
+    def _write_rest(self, client: Client) -> None:
         """Give a client that reads a moment for the rest of its reply, until others want something.
 
         What it has not read by then goes out while we wait for messages.
@@ -396,12 +305,14 @@ class StreamListener:
             elif file == self._acceptor.ready_fd:
                 for connection in self._acceptor.arrivals():
                     self._let_in(connection)
+                if self._acceptor.failed:
+                    raise lets_nobody_in(self.endpoint)
         # After those that have sent something by now were read.
         if kept_out and time.monotonic() >= self._look_for_stalled_at:
             self._drop_stalled()
         return stopping
 
-    def _serve(self, client: _Client, events: int) -> None:
+    def _serve(self, client: Client, events: int) -> None:
         try:
             if events & select.EPOLLOUT:
                 client.writer.flush()
@@ -416,7 +327,7 @@ class StreamListener:
             client.has_turn = True
             self._turns.append(client)
 
-    def _read(self, client: _Client, events: int) -> bool:
+    def _read(self, client: Client, events: int) -> bool:
         """Receive what there is; False when the client has gone."""
         reader = client.reader
         if not client.may_send_more:
@@ -433,7 +344,7 @@ class StreamListener:
             alive = client.read()
         return alive
 
-    def _refuse(self, client: _Client, detail: str, code: ErrorCode) -> None:
+    def _refuse(self, client: Client, detail: str, code: ErrorCode) -> None:
         fields = {"peer": client.name.hex(), "code": code.value, "detail": detail}
         log.warning("dropped", extra={"fields": fields})
         self.clients_refused += 1
@@ -441,7 +352,7 @@ class StreamListener:
 
     # --------------------------------------------------------------------------- room for all
 
-    def _count_large(self, client: _Client, size: int) -> None:
+    def _count_large(self, client: Client, size: int) -> None:
         """Count the bytes of a message, or of one that is none of ours any more (less than 0)."""
         if abs(size) > BUFFER_BYTES:
             client.large_bytes += size
@@ -485,7 +396,7 @@ class StreamListener:
         try:
             prepare(connection)
             name = next(self._names).to_bytes(8)
-            client = _Client(connection, self._pool, name, self._max_message_bytes)
+            client = Client(connection, self._pool, name, self._max_message_bytes)
             self._epoll.register(connection, client.watched)
         except (OSError, MemoryError):
             connection.close()
@@ -497,17 +408,17 @@ class StreamListener:
         # It has come to us because it has sent something.
         self._serve(client, select.EPOLLIN)
 
-    def _watch(self, client: _Client) -> None:
+    def _watch(self, client: Client) -> None:
         reading = 0 if client.reader.wants_room else select.EPOLLIN
         unsent = client.writer.unsent_messages
         self._watch_only(client, reading | (select.EPOLLOUT if unsent else 0))
 
-    def _watch_only(self, client: _Client, wanted: int) -> None:
+    def _watch_only(self, client: Client, wanted: int) -> None:
         if wanted != client.watched:
             client.watched = wanted
             self._epoll.modify(client.socket, wanted)
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: Client) -> None:
         if self._clients.pop(client.name, None) is None:
             return
         self._wanting_room.pop(client.name, None)

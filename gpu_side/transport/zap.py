@@ -49,6 +49,8 @@ class ZapHandler:
         self._authenticated: set[bytes] = set()
         # How many connections were turned away.
         self.refused = 0
+        # Set when the thread has failed, and lets in nobody any more.
+        self.failed = False
         self._requests = context.socket(zmq.REP)
         self._failures = watch(context, service, FAILURES)
         self._requests.setsockopt(zmq.LINGER, 0)
@@ -98,7 +100,8 @@ class ZapHandler:
         except zmq.ContextTerminated:
             raise
         except Exception:
-            # Those who are in stay; the service has to be started again to let in anybody else.
+            # The listener ends the service: who lets in nobody is of no use, and looks well.
+            self.failed = True
             log.exception("zap_handler_failed", extra={"fields": {"lets_in": "nobody"}})
             self._requests.close()
         # ZeroMQ's own thread would wait for somebody to read them.

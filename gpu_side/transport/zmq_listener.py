@@ -20,11 +20,13 @@ from math import ceil
 
 import zmq
 
-from gpu_side.transport.listener import Incoming
+from gpu_side.access import ServiceKeys
+from gpu_side.transport.listener import Incoming, lets_nobody_in
+from gpu_side.transport.live_socket import refuse_live_socket
 from gpu_side.transport.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, ZapHandler, sender_of
-from protocol.curve import ServiceKeys, require_zmq_keys
+from protocol.curve import require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_FRAMES
-from protocol.endpoint import parse_endpoint, refuse_live_socket
+from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
 from protocol.spin import AdaptiveSpin
 from protocol.tensors import Buffer
@@ -167,12 +169,10 @@ class ZmqListener:
         self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed)
 
     def allow(self, allowed: frozenset[bytes]) -> None:
-        """Let in these clients, by their public keys (Z85), and no others from now on.
+        """See `Listener.allow`.
 
-        From another thread as well. No message is taken any more from a client that is not among
-        them; where one that was let in before is not, all connections are cut the next time that
-        the listener is used, and those that are allowed come back by themselves. Raises
-        RuntimeError for a listener without keys.
+        Where one that was let in before is not among them, all connections are cut the next time
+        that the listener is used, and those that are allowed come back by themselves.
         """
         if self._zap_handler is None:
             raise RuntimeError("a list of clients for a listener without keys")
@@ -180,7 +180,7 @@ class ZmqListener:
             self._to_cut = True
 
     def is_allowed(self, key: bytes) -> bool:
-        """Say whether a client (`Incoming.key`) is still let in; without keys everybody is."""
+        """See `Listener.is_allowed`."""
         return self._zap_handler is None or self._zap_handler.is_allowed(key)
 
     @property
@@ -220,7 +220,13 @@ class ZmqListener:
                 return
 
     def _take(self, patience_ms: int = 0) -> bool:
-        """Receive a message, and keep it for `receive`; False if none comes."""
+        """Receive a message, and keep it for `receive`; False if none comes.
+
+        Raises EndpointError where connections were cut and the address cannot be bound again, or
+        nobody is there who lets clients in.
+        """
+        if self._zap_handler is not None and self._zap_handler.failed:
+            raise lets_nobody_in(self.endpoint)
         if self._to_cut:
             self._cut_connections()
         if patience_ms == 0:

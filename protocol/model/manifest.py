@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from protocol.errors import ManifestError, ModelError
 from protocol.messages import Digest
@@ -47,6 +47,11 @@ PINNED_FILES: tuple[PinnedFile, ...] = get_args(PinnedFile)
 PinnedDtype = Literal["F32", "F16", "BF16"]
 _ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 _Size = Annotated[int, Field(ge=1, le=2**24)]
+# What errors call a manifest that was made here, and read from no file.
+_UNREAD = "the manifest"
+_OR_ANOTHER = ", or the manifest of this model"
+# A manifest is often made too early.
+_AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
 
 
 def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
@@ -65,6 +70,8 @@ class TensorPin(BaseModel):
         tuple[_Size, ...], Field(strict=False, min_length=1, max_length=2, fail_fast=True)
     ]
     blocks: Annotated[tuple[Digest, ...], Field(strict=False, fail_fast=True)]
+    # As its manifest's.
+    _source: str = PrivateAttr(_UNREAD)
 
     @model_validator(mode="after")
     def _complete(self) -> TensorPin:
@@ -76,13 +83,18 @@ class TensorPin(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a model directory must hold. Every method raises ManifestError that names the file."""
+    """What a model directory must hold.
+
+    Every method raises ManifestError that names the file, and the manifest where it was loaded.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Annotated[int, Field(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)]
     files: dict[PinnedFile, Digest]
     tensors: dict[str, TensorPin]
+    # What errors call it. Of two manifests that differ in it alone, the content is the same.
+    _source: str = PrivateAttr(_UNREAD)
 
     @model_validator(mode="after")
     def _usable(self) -> Manifest:
@@ -121,7 +133,11 @@ class Manifest(BaseModel):
             parsed = parse_json(content, str(path), ManifestError)
         except ValueError as error:
             raise ManifestError(str(path), got=f"{error}"[:120], expected="JSON") from None
-        return validate_file(Manifest, parsed, str(path), ManifestError)
+        manifest = validate_file(Manifest, parsed, str(path), ManifestError)
+        manifest._source = f"{_UNREAD} {path}"
+        for pin in manifest.tensors.values():
+            pin._source = manifest._source
+        return manifest
 
     def check_file(self, path: Path, content: bytes) -> None:
         """Check a file's content, by the file's name."""
@@ -132,12 +148,23 @@ class Manifest(BaseModel):
         pinned: str | None = dict[str, str](self.files.items()).get(name)
         if pinned is None:
             raise ManifestError(
-                str(path), got="a file that the manifest does not name", expected="a manifest of it"
+                str(path),
+                got=f"a file that {self._source} does not name",
+                expected=f"a manifest of {name}: run tsqp manifest again{_AFTER.get(name, '')}",
             )
         found = hashlib.sha256(content).hexdigest()
         if found != pinned:
             raise ManifestError(
-                str(path), got=f"SHA-256 {found}", expected=f"{pinned}, as in the manifest"
+                str(path),
+                got=f"SHA-256 {found}",
+                expected=f"{pinned}, as in {self._source}{_OR_ANOTHER}",
+            )
+
+    def check_there(self, path: Path) -> None:
+        """Check that a file that is pinned is there."""
+        if self.names(path.name) and not is_there(path):
+            raise ManifestError(
+                str(path), got="no such file", expected=f"one, as in {self._source}{_OR_ANOTHER}"
             )
 
     def names(self, name: str) -> bool:
@@ -149,13 +176,15 @@ class Manifest(BaseModel):
         pin = self.tensors.get(name)
         if pin is None:
             raise ManifestError(
-                where, got="a tensor that the manifest does not name", expected="a manifest of it"
+                where,
+                got=f"a tensor that {self._source} does not name",
+                expected="a manifest of this model",
             )
         if (pin.dtype, pin.shape) != (dtype, shape):
             raise ManifestError(
                 where,
                 got=f"{dtype} {list(shape)}",
-                expected=f"{pin.dtype} {list(pin.shape)}, as in the manifest",
+                expected=f"{pin.dtype} {list(pin.shape)}, as in {self._source}{_OR_ANOTHER}",
             )
         return pin
 
@@ -167,14 +196,14 @@ def check_block(pin: TensorPin, where: str, block: int, content: memoryview) -> 
         raise ManifestError(
             f"{where}: block {block}",
             got=f"SHA-256 {found}",
-            expected=f"{pin.blocks[block]}, as in the manifest",
+            expected=f"{pin.blocks[block]}, as in {pin._source}{_OR_ANOTHER}",
         )
 
 
 def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
     """Return the path of a file that may be missing, or None.
 
-    With a manifest, what it names is there, or its absence is an error of whoever opens it.
+    With a manifest, what it names is there, or `read_file` says that it is gone.
     """
     path = directory / name
     there = is_there(path) if manifest is None else manifest.names(name)
@@ -183,6 +212,8 @@ def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | N
 
 def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
     """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
+    if manifest is not None:
+        manifest.check_there(path)
     content = read_bytes(path, limit)
     if manifest is not None:
         manifest.check_file(path, content)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from protocol.channel import Channel, Traffic
 from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
+from tee_side.services.aggregate import aggregate_errors
 from tee_side.services.member import ConnectOptions, Instances, Member
 from tee_side.services.plan import ReplicaGroup
 from tee_side.services.replicas import TURN_S, Replicas
@@ -86,7 +87,8 @@ class Services:
             if not group.is_ready:
                 raise _no_reply(group, timeout_s)
         for _, member in missing:
-            fields = {"endpoint": member.endpoint, "detail": _brief(member.error)}
+            error = member.error or _silent(member.endpoint)
+            fields = {"endpoint": member.endpoint, "detail": str(error)}
             log.warning("service_missing", extra={"fields": fields})
 
     def close(self) -> None:
@@ -95,22 +97,13 @@ class Services:
             group.close()
 
 
-def _brief(error: TsqpError | None) -> str:
-    return "no answer yet" if error is None else str(error)
-
-
 def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
-    errors = [(member.endpoint, member.error) for member in group.members]
-    for _, error in errors:
-        if error is not None and len(errors) == 1 and not isinstance(error, DeadlineExceededError):
+    errors = {member.endpoint: member.error or _silent(member.endpoint) for member in group.members}
+    for error in errors.values():
+        if len(errors) == 1 and not isinstance(error, DeadlineExceededError):
             return error
-    each = "; ".join(
-        f"{endpoint}: {error.got}"
-        for endpoint, error in errors
-        if error is not None and not isinstance(error, DeadlineExceededError)
-    )
-    return DeadlineExceededError(
-        " and ".join(endpoint for endpoint, _ in errors),
-        got=f"no reply to Init within {timeout_s:g} s" + (f" ({each})" if each else ""),
-        expected="a gpu-service that answers there",
-    )
+    return aggregate_errors("Init", errors, timeout_s)
+
+
+def _silent(endpoint: str) -> DeadlineExceededError:
+    return DeadlineExceededError(endpoint, got="no answer yet", expected="a reply to Init")

@@ -42,6 +42,10 @@ class Connection(Channel, Protocol):
         """See `PendingChannel.use_one_connection`."""
         ...
 
+    def limit_messages(self, max_message_bytes: int) -> None:
+        """See `PendingChannel.limit_messages`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectOptions:
@@ -108,7 +112,6 @@ class Member:
         self.session: Session | None = None
         self.error: TsqpError | None = None
         self.quarantined: TsqpError | None = None
-        self.max_message_bytes: int | None = None
         # What it says that it lets one client have waiting, for people.
         self.queue_limits = ""
         self._group = group
@@ -152,7 +155,7 @@ class Member:
         response = connection.wait(request_id).response
         reply = options.verify(self.endpoint, response, (group.first, group.last))
         self._instances.register(reply.instance_id, group.share, self.endpoint)
-        self.max_message_bytes = reply.max_message_bytes
+        connection.limit_messages(reply.max_message_bytes)
         self.queue_limits = (
             f"it queues {reply.max_queued_requests} requests and {reply.max_queued_bytes} bytes"
             " of one client"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from protocol.curve import ClientKeys
 from protocol.endpoint import parse_endpoint
 from protocol.errors import SettingsError
 from tee_side.layer_range import LAYER_RANGE, LayerRange
@@ -76,7 +77,8 @@ def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[Service
     if not needed:
         return ()
     if len(specs) < needed:
-        raise _too_few(f"{len(specs)} endpoints" if specs else "no endpoint", policy)
+        count = {0: "no endpoint", 1: "one endpoint"}.get(len(specs), f"{len(specs)} endpoints")
+        raise _too_few(count, policy)
     seen: dict[str, ServiceSpec] = {}
     for spec in specs:
         if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
@@ -123,6 +125,25 @@ def plan_services(
             for part in parts
         ]
     return tuple(planned)
+
+
+def check_shares_apart(specs: Sequence[ServiceSpec], keys: Sequence[ClientKeys | None]) -> None:
+    """Refuse one key for services with different shares: who holds it can be both of them.
+
+    `specs`: with their shares. Raises SettingsError.
+    """
+    holders: dict[bytes, ServiceSpec] = {}
+    for spec, own in zip(specs, keys, strict=True):
+        if own is None:
+            continue
+        other = holders.setdefault(own.service, spec)
+        if (other.share or 1) != (spec.share or 1):
+            raise SettingsError(
+                "--service-key",
+                got=f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
+                expected="one --service-key for each --gpu, and different keys for different"
+                " shares: services that do not collude share no key",
+            )
 
 
 def _in_turns(specs: Sequence[ServiceSpec]) -> Iterator[ServiceSpec]:

@@ -112,7 +112,6 @@ class Replicas:
         self._in_flight: dict[int, _InFlight] = {}
         # Of services that take nothing new, and may still answer what they have: one of each.
         self._draining: dict[Member, Session] = {}
-        self._max_message_bytes: int | None = None
 
     # ---------------------------------------------------------------------------- as a channel
 
@@ -168,17 +167,6 @@ class Replicas:
         if all(member.quarantined is not None for member in self.members):
             raise error
 
-    def limit_messages(self, max_message_bytes: int) -> None:
-        """See `Channel.limit_messages`. What one of the services says of itself limits it alone."""
-        known = self._max_message_bytes
-        self._max_message_bytes = min(max_message_bytes, known or max_message_bytes)
-        for member in self.members:
-            self._limit(member, self._max_message_bytes)
-
-    def _limit(self, member: Member, max_message_bytes: int | None) -> None:
-        if member.session is not None and max_message_bytes is not None:
-            member.session.channel.limit_messages(max_message_bytes)
-
     def close(self) -> None:
         """See `Channel.close`."""
         for session in self._draining.values():
@@ -203,8 +191,6 @@ class Replicas:
                 # Nor may it still answer what it was asked over an earlier connection.
                 self._quarantine(member, member.quarantined)
             return False
-        self._limit(member, member.max_message_bytes)
-        self._limit(member, self._max_message_bytes)
         return True
 
     # ---------------------------------------------------------------------------------- sending
@@ -303,14 +289,28 @@ class Replicas:
         self._close_drained()
 
     def _drop(self, session: Session, error: TsqpError) -> None:
-        """Close a connection; what had arrived over it is kept, the rest has to be sent again."""
+        """Close a connection; what had arrived over it is kept, the rest has to be sent again.
+
+        What had arrived and breaks the rules ends the service for the rest of the run.
+        """
         member = session.member
+        broken: TsqpError | None = None
         for in_flight in self._in_flight.values():
-            if in_flight.session is session and not _has_reply(session, in_flight.inner_id):
-                in_flight.session = None
-                in_flight.failures.lost(member, error)
+            if in_flight.session is not session:
+                continue
+            try:
+                if session.connection.arrived(in_flight.inner_id):
+                    continue
+            except (ProtocolError, ReplyError) as refused:
+                broken = refused
+            except TsqpError:
+                pass  # lost, which is why this is done
+            in_flight.session = None
+            in_flight.failures.lost(member, error)
         self._hang_up(session)
-        if member.session is session:
+        if broken is not None:
+            self._quarantine(member, broken)
+        elif member.session is session:
             member.lose(error)
             self._log(member, "service_lost", error)
 
@@ -401,10 +401,3 @@ def _half_sent(member: Member) -> EndpointError:
     return EndpointError(
         member.endpoint, got="a request that was interrupted half way", expected="all of it"
     )
-
-
-def _has_reply(session: Session, request_id: int) -> bool:
-    try:
-        return session.connection.arrived(request_id)
-    except TsqpError:
-        return False

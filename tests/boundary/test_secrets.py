@@ -25,6 +25,7 @@ from tests.soak.secrets import are_hit, expected_places, hit_requests
         (b"\0\0" + b"".join(n.to_bytes(8, "little") for n in range(11, 22)), "token ids"),
         (b"[0.5000, 1.2500,  -3.0000, 4.0000]", "activation"),
         (b"key " + b"\x00\x01\x02\x03" * 8, "key"),
+        (b"it said \xc3\xa9]kR mq;w3", "answer"),
     ],
 )
 def test_the_search_finds(content: bytes, kind: str) -> None:
@@ -32,8 +33,16 @@ def test_the_search_finds(content: bytes, kind: str) -> None:
     canaries.add_prompt(["qvxzkjwphm"], list(range(11, 23)))
     canaries.add_activation(torch.tensor([0.5, 1.25, -3.0, 4.0, 7.0]))
     canaries.add_secret(b"\x00\x01\x02\x03" * 8)
+    canaries.add_answer("\u00e9]kR mq;w3", [31, 32])
     assert kind in canaries.found_in(content)
     assert not canaries.found_in(b"nothing of it 1, 2, 3, 0.5, 1.25")
+
+
+@pytest.mark.parametrize("said", ["", "kR mq;w", "a a a a a a"])
+def test_an_answer_that_may_stand_anywhere_by_chance_is_not_looked_for(said: str) -> None:
+    canaries = Canaries()
+    canaries.add_answer(said, list(range(12)))
+    assert canaries.patterns == []
 
 
 @pytest.mark.parametrize("before", range(9))

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from gpu_side.access import ServiceKeys
 from gpu_side.transport import bind
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol import connect
 from protocol.connect import open_channel
-from protocol.curve import ClientKeys, ServiceKeys
+from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
 from protocol.stream import StreamChannel
 from protocol.zmq_channel import ZmqChannel

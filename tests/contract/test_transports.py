@@ -29,6 +29,7 @@ from protocol.errors import (
     ServiceError,
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.pending import PendingChannel
 from protocol.tensors import Buffer, from_torch, to_torch
 
 TINY_S = 0.05
@@ -133,7 +134,7 @@ def peer(address: str) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def channel(peer: Peer) -> Iterator[Channel]:
+def channel(peer: Peer) -> Iterator[PendingChannel]:
     with _connected(peer) as made:
         yield made
 
@@ -141,7 +142,7 @@ def channel(peer: Peer) -> Iterator[Channel]:
 @contextmanager
 def _connected(
     peer: Peer, timeout_s: float = 20.0, max_message_bytes: int = 2**30, spin_us: float = 0.0
-) -> Iterator[Channel]:
+) -> Iterator[PendingChannel]:
     made = open_channel(
         peer.endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, spin_us=spin_us
     )
@@ -196,16 +197,20 @@ def test_what_was_received_outlives_the_next_messages(peer: Peer) -> None:
         assert torch.equal(tensor, torch.full((size,), float(n)))
 
 
-def test_an_exchange_says_what_it_cost(peer: Peer, channel: Channel) -> None:
+# Below and above the size from which ZeroMQ sends without copying.
+@pytest.mark.parametrize("elements", [4, 2**16])
+def test_an_exchange_says_what_it_cost(peer: Peer, channel: Channel, elements: int) -> None:
     before_ns = time.perf_counter_ns()
-    request_id = channel.submit(_request(3.0), timeout_s=7.5)
+    request_id = channel.submit(_request(3.0, elements), timeout_s=7.5)
     opened = peer.receive()
     assert (opened.request_id, opened.timeout_ms) == (request_id, 7500)
     timing = Timing(queue_us=11, compute_us=22)
     peer.reply(request_id, torch.full((2,), 5.0), timing=timing)
     exchange = channel.wait(request_id)
     assert torch.equal(_output(exchange.response), torch.full((2,), 5.0))
-    assert exchange.bytes_sent == sum(map(len, opened.frames))
+    assert (
+        exchange.bytes_sent == sum(map(len, opened.frames)) == len(opened.frames[0]) + 4 * elements
+    )
     assert exchange.timing == timing
     assert before_ns + exchange.encode_ns <= exchange.sent_ns
     assert exchange.sent_ns + exchange.elapsed_ns <= time.perf_counter_ns()
@@ -234,7 +239,7 @@ def test_too_large_request_names_the_limit(peer: Peer) -> None:
         _one_round_trip(peer, channel)
 
 
-def test_a_limit_can_only_be_lowered(peer: Peer, channel: Channel) -> None:
+def test_a_limit_can_only_be_lowered(peer: Peer, channel: PendingChannel) -> None:
     channel.limit_messages(1000)
     channel.limit_messages(2000)
     with pytest.raises(ProtocolError, match="expected at most 1000"):

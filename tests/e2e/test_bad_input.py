@@ -71,7 +71,7 @@ RUNNER_CASES = {
     "prompt file that is a directory": (["demo", "--prompt-file", "/tmp"], ["/tmp", "directory"]),
     "unreachable endpoint": (
         ["demo", "--prompt", "x", "--gpu", "tcp://127.0.0.1:9", "--connect-timeout-s", "0.2"],
-        ["tcp://127.0.0.1:9", "no reply to Init within 0.2 s"],
+        ["tcp://127.0.0.1:9", "no reply within 0.2 s"],
     ),
 }
 
@@ -85,6 +85,17 @@ def test_a_refusal_of_a_real_process_looks_the_same() -> None:
 def test_tee_runner_refuses(name: str) -> None:
     arguments, fragments = RUNNER_CASES[name]
     refused(call("tee-runner", "generate", *arguments), *fragments)
+
+
+@pytest.mark.parametrize("left", [".key", ".pub"])
+def test_keys_are_not_overwritten(left: str, tmp_path: Path) -> None:
+    name, key = str(tmp_path / "runner"), tmp_path / f"runner{left}"
+    assert call("tsqp", "keys", "new", name).returncode == 0
+    before = key.read_bytes()
+    for suffix in {".key", ".pub"} - {left}:
+        (tmp_path / f"runner{suffix}").unlink()
+    refused(call("tsqp", "keys", "new", name), f"{key}: got a file that exists", "another NAME")
+    assert key.read_bytes() == before
 
 
 def copy_of_demo(directory: Path) -> Path:

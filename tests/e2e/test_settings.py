@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,10 +14,21 @@ from unittest import mock
 
 import click
 import pytest
+from click.testing import CliRunner
 
+from gpu_side.service import ServiceSettings
+from protocol.curve import new_key_pair, public_key_of
+from protocol.errors import SettingsError
+from protocol.link import Link
+from tee_side.assembly import MaskSettings
+from tee_side.policy import load_policy
+from tee_side.runner import RunnerSettings
 from tests.e2e.in_process import call
 from tests.e2e.test_bad_input import refused
 from tests.support import ENVIRONMENT, run
+from tsqp.cli.gpu_service import command as gpu_service
+from tsqp.cli.program import model_directory
+from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.cli.tee_runner import generate
 
 PROGRAMS = ("gpu-service", "tee-runner", "tsqp")
@@ -111,6 +123,191 @@ def test_stop_strings_in_the_environment_are_lines() -> None:
         with mock.patch.dict(os.environ, {"PROBE_STOP": value}):
             probe.main([], "probe", auto_envvar_prefix="PROBE", standalone_mode=False)
     assert seen == [("the end",), ("the end", " a b ")]
+
+
+def _service_settings(*arguments: str) -> ServiceSettings:
+    """Return what the service would run with."""
+    with mock.patch("gpu_side.service.serve") as serve:
+        CliRunner().invoke(gpu_service, ["demo", *arguments], catch_exceptions=False)
+    settings: ServiceSettings = serve.call_args.args[0]
+    return settings
+
+
+class _NoFurtherError(Exception):
+    """In place of a run."""
+
+
+def _runner_settings(*arguments: str) -> tuple[RunnerSettings, str]:
+    """Return what the runner would run with, and what it said before."""
+    with mock.patch("tee_side.runner.Runner", side_effect=_NoFurtherError) as made:
+        result = CliRunner().invoke(tee_runner, ["generate", "demo", "--prompt", "x", *arguments])
+    assert isinstance(result.exception, _NoFurtherError), result.output
+    settings: RunnerSettings = made.call_args.args[0]
+    return settings, result.stderr
+
+
+def _is_all_different(settings: object, default: object, *, but: frozenset[str]) -> None:
+    """Check that no option was left at its default, where one that does nothing is not seen."""
+    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
+        if field.name not in but:
+            assert getattr(settings, field.name) != getattr(default, field.name), field.name
+
+
+def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
+    identity, allow = tmp_path / "a.key", tmp_path / "allow"
+    told = {
+        "--bind": "tcp://10.0.0.5:1",
+        "--device": "null",
+        "--dtype": "float16",
+        "--arithmetic": "int8",
+        "--threads": 3,
+        "--max-message-mib": 4,
+        "--spin-us": 5.5,
+        "--layers": "1-2",
+        "--metrics": "9100",
+        "--max-queued-requests": 6,
+        "--max-queued-mib": 7,
+        "--max-queued-total-requests": 8,
+        "--max-queued-total-mib": 9,
+        "--drain-timeout-s": 10.5,
+        "--identity": identity,
+        "--allow": allow,
+        "--heartbeat-timeout-s": 11.5,
+    }
+    arguments = [str(word) for pair in told.items() for word in pair]
+    settings = _service_settings(*arguments, "--allow-anyone")
+    assert settings == ServiceSettings(
+        model=model_directory("demo"),
+        bind="tcp://10.0.0.5:1",
+        device="null",
+        dtype="float16",
+        threads=3,
+        max_message_bytes=4 * 2**20,
+        arithmetic="int8",
+        spin_us=5.5,
+        layers=(1, 2),
+        metrics="9100",
+        max_queued_requests=6,
+        max_queued_bytes=7 * 2**20,
+        max_queued_total_requests=8,
+        max_queued_total_bytes=9 * 2**20,
+        drain_timeout_s=10.5,
+        identity=identity,
+        allow=allow,
+        allow_anyone=True,
+        heartbeat_timeout_s=11.5,
+    )
+    _is_all_different(settings, _service_settings(), but=frozenset({"model"}))
+
+
+def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
+    for name in ("runner", "service"):
+        new_key_pair(tmp_path / name)
+    told = {
+        "--gpu": "tcp://10.0.0.5:1",
+        "--policy": "quantized-clear",
+        "--identity": tmp_path / "runner.key",
+        "--service-key": tmp_path / "service.pub",
+        "--heartbeat-timeout-s": 1.5,
+        "--calibration": tmp_path / "scales",
+        "--key": tmp_path / "key",
+        "--bank": tmp_path / "bank",
+        "--bank-key": tmp_path / "bank-key",
+        "--bank-index": tmp_path / "index",
+        "--when-out": "tee",
+        "--dtype": "float16",
+        "--threads": 3,
+        "--step-tokens": 4,
+        "--micro-batches": 5,
+        "--spin-us": 6.5,
+        "--link-gbps": 7.5,
+        "--link-rtt-us": 8.5,
+        "--connect-timeout-s": 9.5,
+        "--request-timeout-s": 10.5,
+        "--max-kv-mib": 11,
+        "--max-message-mib": 12,
+    }
+    settings, said = _runner_settings(*(str(word) for pair in told.items() for word in pair))
+    assert said == ""
+    assert [key.public for key in settings.keys] == [public_key_of(tmp_path / "runner.pub")]
+    assert [key.service for key in settings.keys] == [public_key_of(tmp_path / "service.pub")]
+    assert settings == RunnerSettings(
+        model=model_directory("demo"),
+        policy=load_policy("quantized-clear"),
+        gpu=("tcp://10.0.0.5:1",),
+        masks=MaskSettings(
+            calibration=tmp_path / "scales",
+            key=tmp_path / "key",
+            bank=tmp_path / "bank",
+            bank_key=tmp_path / "bank-key",
+            bank_index=tmp_path / "index",
+            when_out="tee",
+        ),
+        dtype="float16",
+        threads=3,
+        step_tokens=4,
+        micro_batches=5,
+        spin_us=6.5,
+        link=Link.of(7.5, 8.5),
+        connect_timeout_s=9.5,
+        request_timeout_s=10.5,
+        max_message_bytes=12 * 2**20,
+        keys=settings.keys,
+        heartbeat_timeout_s=1.5,
+        max_kv_bytes=11 * 2**20,
+    )
+    default, _ = _runner_settings()
+    _is_all_different(settings, default, but=frozenset({"model", "manifest"}))
+    # The default is written twice, as what says it takes long to import.
+    assert default.heartbeat_timeout_s == RunnerSettings.heartbeat_timeout_s
+    assert default.request_timeout_s == RunnerSettings.request_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("0-7", (0, 7)), ("3-3", (3, 3)), ("0-4095", (0, 4095)), ("3", (3, 3)), ("2-", (2, 4))],
+)
+def test_the_service_reads_layers_as_the_runner_does(text: str, layers: tuple[int, int]) -> None:
+    """The demo model has five of them."""
+    assert _service_settings("--layers", text).layers == layers
+
+
+@pytest.mark.parametrize("text", ["", "2-1", "0-1,2", "-1-2", "0-99999", "a-b", "0 - 1", "-"])
+def test_what_is_no_range_of_layers_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--layers: got .*, expected (layers such as|a range)"):
+        _service_settings("--layers", text)
+
+
+def test_layers_to_the_end_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    endpoint = f"unix://{tmp_path}/s"
+    command = ("--bind", endpoint, "--layers", "5-", "--log-level", "error")
+    refused(call("gpu-service", "demo", *command), "got 5-5, expected a range within 0-4")
+
+
+@pytest.mark.parametrize(
+    ("policy", "endpoints", "named"),
+    [
+        (
+            "attention-in-tee",
+            ["tcp://10.0.0.5:1=0-2", "tcp://h:2=3-4"],
+            "tcp://10.0.0.5:1, tcp://h:2",
+        ),
+        ("attention-in-tee", ["tcp://127.0.0.1:1", "tcp://[fe80::1]:2"], "tcp://[fe80::1]:2"),
+        ("attention-in-tee", ["tcp://localhost:1", "unix:///s", "vsock://2:5", "ipc:///s"], None),
+        ("tee-only", ["tcp://10.0.0.5:1"], None),
+    ],
+)
+def test_a_runner_says_that_a_network_is_used_without_keys(
+    policy: str, endpoints: list[str], named: str | None
+) -> None:
+    given = [word for endpoint in endpoints for word in ("--gpu", endpoint)]
+    _, said = _runner_settings("--policy", policy, *given)
+    lines = said.splitlines()
+    if named is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith(f"{named}: the connection is not encrypted, and anyone may answer")
 
 
 def test_a_prompt_on_the_command_line_comes_before_the_others(tmp_path: Path) -> None:

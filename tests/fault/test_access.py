@@ -335,10 +335,20 @@ def test_what_was_taken_from_a_revoked_key_is_not_answered(
     assert " client_gone " not in "\n".join(service.log)
 
 
+# Of heartbeats, where they are not the subject: a busy machine must not end a connection.
+CALM_S = 60.0
+CALM = ("--heartbeat-timeout-s", str(CALM_S))
+
+
+def _calm(service: Service, files: Files) -> ZmqChannel:
+    keys = files.client("friend")
+    return ZmqChannel(service.endpoint, timeout_s=60, keys=keys, heartbeat_timeout_s=CALM_S)
+
+
 def test_a_damaged_list_changes_nothing_and_is_told(model: Path, files: Files) -> None:
     with (
-        running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service,
-        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
+        running_service(model, "tcp://127.0.0.1:*", *files.options("friend"), *CALM) as service,
+        _calm(service, files) as friend,
     ):
         friend.call(InitRequest())
         path = files.allow("other")
@@ -473,8 +483,11 @@ def test_a_runner_with_the_right_key_generates_and_others_do_not(model: Path, fi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--identity", "friend.key"), "keys: got --identity alone, expected both, or neither"),
-        (("--service-key", "service.pub"), "keys: got --service-key alone"),
+        (
+            ("--identity", "friend.key"),
+            "keys: got --identity alone, expected --service-key as well, or neither",
+        ),
+        (("--service-key", "service.pub"), "--service-key alone, expected --identity as well"),
         (("--identity", "friend.pub", "--service-key", "service.pub"), "friend.pub: got a public"),
         (("--identity", "friend.key", "--service-key", "service.key"), "got a secret key"),
         (
@@ -503,9 +516,9 @@ def test_a_runner_does_not_start_with_wrong_keys(
 
 def test_refusals_do_not_keep_a_service_from_its_work(model: Path, files: Files) -> None:
     with (
-        running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service,
+        running_service(model, "tcp://127.0.0.1:*", *files.options("friend"), *CALM) as service,
         ExitStack() as stack,
-        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
+        _calm(service, files) as friend,
     ):
         for set_up in list(_strangers(files).values()) * 4:
             client = Client(zmq.DEALER, service.endpoint, set_up)

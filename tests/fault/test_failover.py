@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from protocol.channel import Exchange
-from protocol.errors import DeadlineExceededError, ModelMismatchError
+from protocol.errors import DeadlineExceededError, ModelMismatchError, SettingsError
 from protocol.messages import InitRequest, Request, RingLinearRequest
 from protocol.pending import PendingChannel
 from tee_side import runner as runner_module
@@ -349,7 +349,7 @@ def test_a_restart_does_not_give_a_process_another_share(
     monkeypatch.setattr(runner_module, "open_channel", moving)
     record.at = kill
     settings = _settings(model, CALM, first.endpoint, second.endpoint)
-    with pytest.raises(Exception, match="one and the same, expected two that do not collude"):
+    with pytest.raises(SettingsError, match="one and the same, expected two that do not collude"):
         _generate(settings)
     to_first = _elements(record.to(first.endpoint))
     # 21 were sent: the first got its share of each, and nothing of the other's.

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from gpu_side.access import ServiceKeys
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.curve import ClientKeys, ServiceKeys, new_key_pair
+from protocol.curve import ClientKeys, new_key_pair
 from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import EndpointError, ErrorCode, ServiceError
 from protocol.messages import InitRequest
@@ -40,13 +41,13 @@ def service(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iter
     with running_service(model, endpoint, "--threads", "1") as made:
         yield made
         # However the test ended: a stopped process does not end by itself.
-        made.process.send_signal(signal.SIGCONT)
+        made.thaw()
 
 
 def test_a_stopped_service_is_noticed_by_all_who_wait_and_used_again(service: Service) -> None:
     with ZmqChannel(service.endpoint, timeout_s=LONG_S) as channel:
         channel.call(InitRequest())
-        service.process.send_signal(signal.SIGSTOP)
+        service.freeze()
         waiting = [channel.submit(InitRequest()) for _ in range(3)]
         for request_id in waiting:
             with pytest.raises(EndpointError, match="a lost connection while Init was waiting"):
@@ -54,12 +55,12 @@ def test_a_stopped_service_is_noticed_by_all_who_wait_and_used_again(service: Se
         # It does not answer a new connection either, and this is no deadline either.
         with pytest.raises(EndpointError, match="before Init could be sent"):
             channel.call(InitRequest())
-        service.process.send_signal(signal.SIGCONT)
+        service.thaw()
         channel.call(InitRequest())
 
 
 def test_a_service_that_is_stopped_from_the_start_is_noticed(service: Service) -> None:
-    service.process.send_signal(signal.SIGSTOP)
+    service.freeze()
     with (
         ZmqChannel(service.endpoint, timeout_s=LONG_S) as channel,
         pytest.raises(EndpointError, match="got no handshake while Init was waiting"),
@@ -77,12 +78,12 @@ def test_with_keys_it_is_the_same(model: Path, tmp_path: Path) -> None:
         ZmqChannel(service.endpoint, timeout_s=LONG_S, keys=keys) as channel,
     ):
         channel.call(InitRequest())
-        service.process.send_signal(signal.SIGSTOP)
+        service.freeze()
         try:
             with pytest.raises(EndpointError, match="a lost connection"):
                 channel.call(InitRequest())
         finally:
-            service.process.send_signal(signal.SIGCONT)
+            service.thaw()
         channel.call(InitRequest())
 
 
@@ -90,10 +91,10 @@ def test_without_heartbeats_only_the_deadline_helps(service: Service) -> None:
     # What the others would see if heartbeats were off: so they are what makes the difference.
     with ZmqChannel(service.endpoint, timeout_s=LONG_S, heartbeat_timeout_s=0) as channel:
         channel.call(InitRequest())
-        service.process.send_signal(signal.SIGSTOP)
+        service.freeze()
         request_id = channel.submit(InitRequest())
         assert not channel.arrived(request_id, time.monotonic() + BUSY_S)
-        service.process.send_signal(signal.SIGCONT)
+        service.thaw()
         channel.wait(request_id)
 
 
@@ -158,7 +159,7 @@ def test_who_is_busy_is_not_cut_off_on_either_side(with_keys: bool) -> None:
 
 
 def test_a_runner_says_what_happened(service: Service, model: Path) -> None:
-    service.process.send_signal(signal.SIGSTOP)
+    service.freeze()
     result = run(
         "tee-runner",
         "generate",

@@ -5,7 +5,6 @@ Real processes. What is noticed "long before the deadline" has one of an hour.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,7 +56,7 @@ def service(model: Path, tmp_path: Path) -> Iterator[Service]:
     with running_service(model, f"unix://{tmp_path}/s", "--threads", "1") as made:
         yield made
         # Stopping a stopped process would wait for ever.
-        made.process.send_signal(signal.SIGCONT)
+        made.thaw()
 
 
 def _is_served(channel: StreamChannel) -> bool:
@@ -78,22 +77,22 @@ def test_a_stopped_service_is_noticed_and_used_again(service: Service, known: bo
     with StreamChannel(service.endpoint, timeout_s=HOUR_S) as channel:
         if known:
             assert _is_served(channel)
-        service.process.send_signal(signal.SIGSTOP)
+        service.freeze()
         for _ in range(2):
             assert _loses_its_connection(channel)
-        service.process.send_signal(signal.SIGCONT)
+        service.thaw()
         assert _is_served(channel)
 
 
 def test_a_service_that_is_stopped_while_it_is_asked_is_noticed(service: Service) -> None:
     with StreamChannel(service.endpoint, timeout_s=HOUR_S) as channel:
         assert _is_served(channel)
-        service.process.send_signal(signal.SIGSTOP)
+        service.freeze()
         ids = [channel.submit(InitRequest()) for _ in range(3)]
         for request_id in ids:
             with pytest.raises(EndpointError, match="a lost connection while Init"):
                 channel.wait(request_id)
-        service.process.send_signal(signal.SIGCONT)
+        service.thaw()
         assert _is_served(channel)
 
 
@@ -105,9 +104,9 @@ def test_many_clients_notice_and_come_back(service: Service) -> None:
         ]
         with ThreadPoolExecutor(CLIENTS) as pool:
             assert all(pool.map(_is_served, channels))
-            service.process.send_signal(signal.SIGSTOP)
+            service.freeze()
             assert all(pool.map(_loses_its_connection, channels))
-            service.process.send_signal(signal.SIGCONT)
+            service.thaw()
             assert all(pool.map(_is_served, channels))
 
 
@@ -120,7 +119,7 @@ def test_a_stopped_service_does_not_end_a_client_of_another(
         StreamChannel(other.endpoint, timeout_s=HOUR_S) as healthy,
     ):
         assert _is_served(stopped)
-        service.process.send_signal(signal.SIGSTOP)
+        service.freeze()
         waiting = stopped.submit(InitRequest())
         assert _is_served(healthy)
         with pytest.raises(EndpointError):

@@ -162,7 +162,9 @@ def test_a_client_with_too_many_bytes_is_told_so(
         assert outcomes[-1] is None
         assert set(outcomes) == {None, ErrorCode.QUEUE_FULL}
         assert service.stop() == 0
-    for line in _fields(service, "queue_full"):
+    lines = _fields(service, "queue_full")
+    assert lines
+    for line in lines:
         assert (line["limit"], line["allowed"]) == ("max_queued_bytes", str(2**20))
         assert int(line["available"]) < int(line["requested"])
         assert int(line["requested"]) > 2**19 - HIDDEN_BYTES
@@ -330,7 +332,7 @@ def test_a_service_with_some_layers(model: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--layers", "0-3"], "got 0-3, expected a range within 0-2"),
-        (["--max-queued-mib", "511"], "limit of queued bytes of one client: got 535822336"),
+        (["--max-queued-mib", "511"], "--max-queued-mib: got 511, expected at least 512"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_at_start(

@@ -23,6 +23,7 @@ import click
 import torch
 from safetensors.torch import save, save_file
 
+from gpu_side.access import read_allow_list
 from protocol import curve
 from protocol.errors import (
     CalibrationError,
@@ -330,7 +331,7 @@ def _public_key(case: Case) -> str:
 def _allow_list(case: Case) -> str:
     path = _folder("curve-allow") / "allow"
     _write(path, case[0])
-    keys = curve.read_allow_list(path)
+    keys = read_allow_list(path)
     if any(len(key) != 40 for key in keys):
         raise ValueError("a key that is none")
     return f"{min(3, len(keys))} keys"

@@ -116,8 +116,11 @@ def _changed(mutator: Mutator, case: Case, other: Case) -> Case:
 READER = Target("control", lambda: [(b"12345678",)], _changed, _reader, (ProtocolError,))
 
 
+_SLOW_S = 0.06
+
+
 def _slow_reader(case: Case) -> str:
-    until = time.thread_time() + 0.06
+    until = time.thread_time() + _SLOW_S
     while time.thread_time() < until:
         pass
     return "read"
@@ -147,6 +150,23 @@ def test_what_needs_too_much_time_of_the_processor_is_found(tmp_path: Path) -> N
     fuzzer = Fuzzer(target, 1, folder=tmp_path)
     (finding,) = fuzzer.report.findings
     assert finding.why.endswith(" ms")
+
+
+def test_slowest_is_what_took_the_processor_longest_at_its_quickest(tmp_path: Path) -> None:
+    """What only waited, as for a machine that is shared, neither counts nor hides what did not."""
+
+    def read(case: Case) -> str:
+        if case == (b"waits",):
+            time.sleep(0.2)
+        return "read" if case == (b"waits",) else _slow_reader(case)
+
+    target = Target("control", lambda: [(b"1",)], _changed, read, (ProtocolError,))
+    fuzzer = Fuzzer(target, 1, folder=tmp_path, timed=False)
+    slowest_s = fuzzer.report.slowest_s
+    assert slowest_s >= _SLOW_S
+    fuzzer.execute((b"waits",))
+    assert fuzzer.report.slowest_s == slowest_s
+    assert not fuzzer.report.findings
 
 
 def test_one_large_execution_among_many_is_found_by_its_batch(tmp_path: Path) -> None:

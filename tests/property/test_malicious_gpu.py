@@ -157,8 +157,9 @@ class World:
 class FakeChannel(PendingChannel):
     """A channel whose other end is a process of the world, in the same thread."""
 
-    def __init__(self, world: World, endpoint: str) -> None:
-        super().__init__(endpoint, timeout_s=TIMEOUT_S, max_message_bytes=MAX_BYTES)
+    def __init__(self, world: World, endpoint: str, *, timeout_s: float, **_: object) -> None:
+        assert timeout_s == TIMEOUT_S
+        super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=MAX_BYTES)
         self._world = world
         self._process: Process | None = None
         self._name = secrets.token_bytes(8)
@@ -284,7 +285,9 @@ class Patching:
         for module in (pending, member, replicas, connected):
             patch.setattr(module, "time", world.clock)
         patch.setattr(
-            runner_module, "open_channel", lambda endpoint, **_: FakeChannel(world, endpoint)
+            runner_module,
+            "open_channel",
+            lambda endpoint, **settings: FakeChannel(world, endpoint, **settings),
         )
         factors, encode, wait = PadStore.factors, RemoteOperators._encode, replicas.Replicas.wait
 

@@ -14,12 +14,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
-from unittest.mock import patch
+from unittest.mock import PropertyMock, patch
 
 import zmq
 
+from gpu_side.access import ServiceKeys
 from gpu_side.operators import Operators
-from protocol.curve import ServiceKeys
+from gpu_side.transport.zap import ZapHandler
 from protocol.encoding import encode_request
 from protocol.messages import InitRequest
 from tests.soak.demo import DEMO
@@ -124,6 +125,10 @@ def service_in(state: Doorkeeping, keys: ServiceKeys) -> Iterator[MaliciousServi
         answers = {"dead": die, "silent": say_nothing}
         if state in answers:
             stack.enter_context(patch.object(handler, "_answer", answers[state]))
+            # A listener that sees its handler dead ends. This one does not see it: ZeroMQ itself
+            # has to let nobody in.
+            unseen = PropertyMock(return_value=False)
+            stack.enter_context(patch.object(ZapHandler, "failed", unseen, create=True))
         yield service
 
 

@@ -5,10 +5,13 @@
     python -m tests.soak.canaries FOLDER COUNT SEED BLOCK ENDPOINT,ENDPOINT URL,URL
 
 It generates from random prompts, with a fault of the transport, of a service or of a result at one
-request of each: in turn every fault at every request. It logs and reports errors as the programs
-do, and looks for what nobody else may have:
+request of each: in turn every fault at every request. In every block of prompts one generation is
+longer, as a token or two cannot be looked for, and one prompt is refused in every way before it is
+generated from. It logs and reports errors as the programs do, and looks for what nobody else may
+have:
 
-    prompts      their words, their token ids (as int64 and as text), and what was generated
+    prompts      their words, their token ids (as int64 and as text)
+    answers      their text and their token ids, where they are long
     activations  what the model's layers read, as floats, as integers, as text
     keys         of pads, of the bank, and the vectors that results are verified with
 
@@ -50,10 +53,10 @@ from tee_side.pads.store import PadStore
 from tee_side.policy import load_policy
 from tee_side.remote_operators import RemoteOperators
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.tokenizer import Tokenizer
+from tee_side.tokenizer import TEMPLATE_FILE, Tokenizer
 from tee_side.verification import ExactCheck, FloatCheck
 from tsqp.cli.logs import configure
-from tsqp.cli.program import _complain
+from tsqp.cli.program import complain
 
 BLOCK = 100
 NEW_TOKENS = 2
@@ -70,6 +73,18 @@ FAULTS = (
     "wrong number",
     "no reply",
 )
+# Chat templates that end in errors of which the library's own words hold the prompt.
+TEMPLATES = {
+    "refused by its template": "{{ raise_exception(messages[0].content) }}",
+    "not in a dictionary": "{{ {}[messages[0].content].there }}",
+    "not a template": "{% include messages[0].content %}",
+}
+NOT_UNICODE = "not Unicode"
+REFUSALS = (*TEMPLATES, NOT_UNICODE)
+# Of the long answers. A short one stands in a log by chance.
+_LONG_TOKENS, _ANSWER_CHARACTERS = 16, 8
+# Behind its first few tokens, whatever the policy.
+_LONG_FAULT_AT = 40
 _WINDOW = 6
 PLACES = ("runner log", "service log", "metrics", "errors", "disk", "shared memory")
 SHARED = Path("/dev/shm")
@@ -100,6 +115,12 @@ class Canaries:
             window = list(ids[start : start + _WINDOW])
             self.patterns.append(("token ids", torch.tensor(window).numpy().tobytes()))
             self.patterns.append(("token ids", ",".join(map(str, window)).encode()))
+
+    def add_answer(self, said: str, token_ids: Sequence[int]) -> None:
+        """Look for an answer, if it is long and not the same again and again."""
+        if len(said) >= _ANSWER_CHARACTERS and len(set(said)) > _ANSWER_CHARACTERS // 2:
+            self._add_bytes("answer", said.encode())
+            self.add_ids(token_ids)
 
     def add_activation(self, row: torch.Tensor) -> None:
         """Look for the beginning of a row, in its own bytes and as people print it."""
@@ -328,6 +349,7 @@ class Session:
         self.requests: Counter[str] = Counter()
         self.armed: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.patterns = 0
         self.run: Runner | None = None
         self.policy = ""
@@ -339,6 +361,8 @@ class Session:
             self._close()
             for _ in range(first, min(first + self.block, self.count)):
                 self._generate()
+            self._answer_at_length(FAULTS[first // self.block % len(FAULTS)])
+            self._refuse()
             self._close()
             self.hits += self.search()
             report(min(first + self.block, self.count))
@@ -392,19 +416,23 @@ class Session:
             self.run.close()
         self.run = None
 
-    def _generate(self) -> None:
+    def _prompt(self) -> tuple[str, list[int]]:
+        """Return another prompt, which is looked for from now on, and its token ids."""
         words = ["".join(self.choose.choices(string.ascii_lowercase, k=10)) for _ in range(3)]
         text = " ".join(words)
         ids = self.tokenizer.encode(text)
         self.canaries.add_prompt(words, ids)
+        return text, ids
+
+    def _generate(self) -> None:
+        text, ids = self._prompt()
         try:
             run = self._open()
             self.faults.arm(self.policy, *self._next_fault(), text)
             generation = run.generate(ids, max_new_tokens=NEW_TOKENS)
-            said = "".join(generation)
+            for _ in generation:
+                pass
             self.canaries.add_ids([*ids[-_WINDOW:], *generation.result().token_ids])
-            if len(said) >= 8:
-                self.canaries._add_bytes("answer", said.encode())
             # Whoever asks again after a fault asks more.
             known = self.requests[self.policy]
             self.requests[self.policy] = min(known or self.faults.count, self.faults.count)
@@ -413,6 +441,37 @@ class Session:
             self.ended[type(error).__name__] += 1
             self._report(error)
             self._close()
+
+    def _answer_at_length(self, fault: str) -> None:
+        """Generate more tokens, with a fault among them, and look for them from now on."""
+        text, ids = self._prompt()
+        said, token_ids = "", []
+        try:
+            run = self._open()
+            self.faults.arm(self.policy, fault, _LONG_FAULT_AT, text)
+            for sampled, piece in run.generate(ids, max_new_tokens=_LONG_TOKENS).steps():
+                token_ids.append(sampled.token_id)
+                said += piece
+        except TsqpError as error:
+            self._report(error)
+            self._close()
+        self.canaries.add_answer(said, token_ids)
+
+    def _refuse(self) -> None:
+        """Have a prompt refused in every way before anything is generated."""
+        text, _ = self._prompt()
+        for name in REFUSALS:
+            try:
+                if name in TEMPLATES:
+                    path = self.folder / "model" / TEMPLATE_FILE
+                    path.write_text(TEMPLATES[name], encoding="utf-8")
+                    self.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+                else:
+                    self.tokenizer.encode(f"{text}\udc80")
+            except TsqpError as error:
+                self.refused[name] += 1
+                # Behind it is the library's own error, which is about the prompt.
+                self._report(error, suppressed=False)
 
     def _next_fault(self) -> tuple[str, int]:
         """Return what is to go wrong at which request: in time every fault at every one."""
@@ -428,14 +487,18 @@ class Session:
             fault = "wrong number"  # each takes its whole deadline
         return fault, 1 + (number + again) % requests
 
-    def _report(self, error: BaseException) -> None:
-        """Say it in all ways in which the programs do, and in some more."""
+    def _report(self, error: BaseException, *, suppressed: bool = True) -> None:
+        """Say it in all ways in which the programs do, and in some more.
+
+        `suppressed`: also say what `from None` keeps out of a traceback.
+        """
         log.exception("failed", extra={"fields": {"error": str(error), "repr": repr(error)}})
-        _complain(f"tee-runner: error: {error}")
+        complain(f"tee-runner: error: {error}")
         chain: BaseException | None = error
         while chain is not None:
             self.places.errors += [str(chain), repr(chain), repr(chain.args), repr(vars(chain))]
-            chain = chain.__cause__ or chain.__context__
+            shown = suppressed or not chain.__suppress_context__
+            chain = chain.__cause__ or (chain.__context__ if shown else None)
         self.places.errors += traceback.format_exception(error)
 
 
@@ -458,7 +521,7 @@ def note_secrets(session: Session) -> None:
     def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any) -> Any:
             check = draw(*arguments)
-            secret = check._secret.contiguous().flatten()[:4]
+            secret = check._products.flatten()[:4]
             session.canaries.add_secret(secret.view(torch.uint8).numpy().tobytes())
             return check
 
@@ -536,6 +599,7 @@ def main() -> None:
         "requests": dict(session.requests),
         "patterns": session.patterns,
         "kinds": dict(session.kinds),
+        "refused": dict(session.refused),
         "planted": plant(session, Path(folder)),
     }
     print(json.dumps(answer), flush=True)  # noqa: T201

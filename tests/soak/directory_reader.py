@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+
+from tests.tools.closing import Closing
 
 # A reading that takes so long hangs; it is killed.
 HANGS_AFTER_S = 20
@@ -36,10 +37,10 @@ class Reading:
     peak_mib: float
 
 
-class Readers:
+class Readers(Closing):
     """The readers, in a process of their own; use as a context manager."""
 
-    def __enter__(self) -> Readers:
+    def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.soak.directory_reader"],
@@ -48,14 +49,9 @@ class Readers:
             text=True,
             env=environment,
         )
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._process.communicate()  # closes its stdin, which ends it
 
     def read(self, reader: str, directory: Path) -> Reading:

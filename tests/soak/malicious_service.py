@@ -1,10 +1,10 @@
 """Row: a service that holds the right key, and lies in every way there is.
 
 Sessions of the demo model under verified policies, over CURVE, to services that compute and lie
-once a step. Whatever the lie is, a step ends with the right logits, bit by bit, or with an error of
-ours, and the next one is right again. A tenth of the lies, and each of its own once, are told by
-Init, to the handshake. Another session of the same services goes on beside those that are lied to:
-its replies are what the lies across sessions tell.
+once a step. Whatever the lie is, a step ends with the right logits, bit by bit, or with an error in
+which this lie may end, and the next one is right again. A tenth of the lies, and each of its own
+once, are told by Init, to the handshake. Another session of the same services goes on beside those
+that are lied to: its replies are what the lies across sessions tell.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 import torch
 import zmq
 
+from gpu_side.access import ServiceKeys
 from protocol.channel import Channel
 from protocol.connect import open_channel
-from protocol.curve import ClientKeys, ServiceKeys
+from protocol.curve import ClientKeys
 from protocol.errors import DeadlineExceededError, ProtocolError, TsqpError
 from protocol.messages import InitRequest
 from protocol.model.checkpoint import Checkpoint
@@ -78,7 +79,9 @@ _MAX_MESSAGE_BYTES = OVERSIZED_BYTES // 2
 
 @dataclass
 class Tally:
-    """What came of the lies, by their names. `accepted`, `stuck`, `late`: must stay empty.
+    """What came of the lies, by their names. `accepted`, `unfit`, `stuck`, `late`: must stay empty.
+
+    `unfit`: ended in an error that has nothing to do with them.
 
     `had`: of those that tell of something that has to be there, how often it was. `spared`: told
     where a second service was there, for a step to end well.
@@ -87,6 +90,7 @@ class Tally:
     told: Counter[str] = field(default_factory=Counter)
     had: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
+    unfit: Counter[str] = field(default_factory=Counter)
     stuck: Counter[str] = field(default_factory=Counter)
     late: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -110,6 +114,10 @@ class Tally:
         self.right += outcome.right
         if outcome.error is not None:
             self.errors[outcome.error] += 1
+            endings = [kind.__name__ for kind in lie.endings]
+            if outcome.error not in endings:
+                self.unfit[lie.name] += 1
+                note(f"{lie}: got {outcome.error}, expected one of {endings}")
 
     def missing(self) -> list[str]:
         """Return what was never told, or never had what it tells of."""
@@ -125,7 +133,8 @@ class Tally:
 
     def passed(self, *, timed: bool) -> bool:
         """Say whether nothing was accepted, and everything tried. `timed`: deadlines are judged."""
-        wrong = self.accepted.total() + self.stuck.total() + (self.late.total() if timed else 0)
+        wrong = self.accepted.total() + self.unfit.total() + self.stuck.total()
+        wrong += self.late.total() if timed else 0
         spared = self.spared_right == self.spared > 0
         return not wrong and spared and not self.missing()
 
@@ -335,6 +344,7 @@ def run(count: int) -> RowResult:
             "right all the same": tally.right,
             "right where a second service was there": f"{tally.spared_right:,} of {tally.spared:,}",
             "refused with": errors,
+            "refused with an error of something else": tally.unfit.total(),
             "longest wait beyond a deadline, s": tally.slowest_s,
         },
         time.monotonic() - began,

@@ -8,7 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.soak.directory_cases import CASES, GOOD, Draft, Named, make_base
+from tests.soak.directory_cases import CASES, GOOD
+from tests.soak.directory_draft import Draft, Named, make_base
 from tests.soak.directory_reader import Readers, Reading
 from tests.soak.row import RowResult, is_full, note, progress
 from tsqp.cli.program import model_directory

@@ -1,7 +1,10 @@
 """Row: the service that a session is using does not answer any more, and does not hang up either.
 
 A process that is stopped, a connection whose other end has gone, a network that delivers nothing
-for a while. Nobody says so: the session has to notice by itself, and asks its second service.
+for a while. Nobody says so: the session has to notice by itself, and asks its second service. Over
+TCP ZeroMQ's heartbeats tell it, over a Unix socket its own second connection.
+
+The short form has no hole of 5 s or 30 s.
 """
 
 from __future__ import annotations
@@ -9,13 +12,13 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 from tee_side.runner import Runner
 from tests.soak.row import RowResult, is_full, note, percentile, progress
@@ -24,10 +27,13 @@ from tests.tools.proxy import HOLD, Proxy
 from tests.tools.workers import Worker, Workers
 
 NAME = "SIGSTOP, half-open connection, black hole of 1/5/30 s"
-TEST = "each as often, at random points of a generation, second worker present; holes heal"
+TEST = (
+    "each as often (the short form: no hole of 5 or 30 s), a fifth over unix://, the others over"
+    " tcp://, at random points of a generation, second worker present; holes heal"
+)
 PASS = "every one hits; noticed <= 2 s; outputs identical"
-FULL, SHORT = 250, 3
-MINUTES = 11
+FULL, SHORT = 320, 6
+MINUTES = 14
 ALONE = True
 
 NEW_TOKENS = 24
@@ -39,6 +45,8 @@ _TRIES = 4
 _MOST_TURNS = 3
 # Between generations while a hole lasts: the other sessions need the processor, too.
 _PAUSE_S = 0.5
+# One point of so many is over a Unix socket.
+_UNIX_EVERY, _UNIX_EVERY_SHORT = 5, 2
 
 
 @dataclass(frozen=True)
@@ -163,13 +171,17 @@ def strike(
     return moved or stalled
 
 
-def session(workers: Workers, faults: list[Fault], seed: int, found: Found) -> None:
+def session(
+    workers: Workers, faults: list[Fault], seed: int, found: Found, *, over_unix: bool
+) -> None:
     """Go through some faults in one session with two services."""
     chance = random.Random(seed)
     with ExitStack() as stack:
         services: dict[str, tuple[Worker, Proxy]] = {}
-        for _ in range(2):
-            worker = start(workers)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-soak-"))
+        for number in range(2):
+            bind = f"unix://{folder}/service-{number}" if over_unix else "tcp://127.0.0.1:*"
+            worker = start(workers, bind=bind)
             proxy = stack.enter_context(Proxy(worker.endpoint))
             services[proxy.endpoint] = (worker, proxy)
         runner = stack.enter_context(Runner(settings(list(services))))
@@ -178,19 +190,29 @@ def session(workers: Workers, faults: list[Fault], seed: int, found: Found) -> N
                 note(f"{fault.name}: got {_TRIES} that hit nothing, expected one that does")
 
 
+def _shares(faults: Sequence[Fault], count: int, lanes: int) -> list[list[Fault]]:
+    """Divide so many points, each fault as often as any other, between the lanes."""
+    points = [faults[place % len(faults)] for place in range(count)]
+    return [points[lane * count // lanes : (lane + 1) * count // lanes] for lane in range(lanes)]
+
+
 def run(count: int) -> RowResult:
     """Stop so many peers, in several sessions side by side."""
     began = time.monotonic()
     full = is_full(FULL, count)
-    faults = [FAULTS[place % len(FAULTS)] for place in range(count)]
-    lanes = min(_SIDE_BY_SIDE, count)
+    over_unix = count // (_UNIX_EVERY if full else _UNIX_EVERY_SHORT)
+    lanes = min(_SIDE_BY_SIDE, over_unix)
+    named = [replace(fault, name=f"{fault.name} over unix") for fault in FAULTS]
+    shares = [
+        *((share, False) for share in _shares(FAULTS, count - over_unix, lanes)),
+        *((share, True) for share in _shares(named, over_unix, lanes)),
+    ]
     found = Found()
     with Workers() as workers, ThreadPoolExecutor(lanes) as pool:
-        shares = [
-            faults[lane * count // lanes : (lane + 1) * count // lanes] for lane in range(lanes)
-        ]
-        one = partial(session, workers)
-        for future in [pool.submit(one, share, lane, found) for lane, share in enumerate(shares)]:
+        for future in [
+            pool.submit(session, workers, share, seed, found, over_unix=unix)
+            for seed, (share, unix) in enumerate(shares)
+        ]:
             future.result()
     slow = sum(still_s > _LIMIT_S for times in found.still_s.values() for still_s in times)
     longest = {

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.calibration import CALIBRATION_FILE
-from tests.soak.canaries import BLOCK, FAULTS, PLACES, POLICIES, SHARED
+from tests.soak.canaries import BLOCK, FAULTS, PLACES, POLICIES, REFUSALS, SHARED
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.support import make_model, token_ids
 from tests.support import run as run_program
@@ -35,7 +35,7 @@ SHORT = 60
 MINUTES = 8
 
 # What has to be looked for.
-KINDS = {"prompt", "token ids", "activation", "key"}
+KINDS = {"prompt", "answer", "token ids", "activation", "key"}
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("model", "logs", "work", "home", "tmp", "bank")
@@ -183,6 +183,7 @@ def run(count: int) -> RowResult:
     happened = kinds == set(FAULTS) and set(found["kinds"]) >= KINDS
     positions = hit_requests(found)
     happened = happened and are_hit(positions, full=full)
+    happened = happened and set(found["refused"]) == set(REFUSALS)
     ended = found["ended"].get("right", 0) > 0 and bool(found["ended"].keys() - {"right"})
     # A policy that does not start has sent nothing.
     ended = ended and "SettingsError" not in found["ended"]
@@ -203,6 +204,7 @@ def run(count: int) -> RowResult:
             "faults": faults,
             "positions of requests hit": f"{hit} of {requests}",
             "typed errors": sum(found["ended"].values()) - found["ended"].get("right", 0),
+            "refused before": sum(found["refused"].values()),
             "searched for": found["patterns"],
             "planted": len(planted),
             "planted and found": sum(planted.values()),

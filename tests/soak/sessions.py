@@ -28,9 +28,11 @@ def settings(gpu: Sequence[str], **more: Any) -> RunnerSettings:
     )
 
 
-def start(workers: Workers, *arguments: str, log: Path | None = None) -> Worker:
-    """Start a gpu-service of the demo model on loopback."""
-    usual = ("demo", "--bind", "tcp://127.0.0.1:*", "--threads", "1")
+def start(
+    workers: Workers, *arguments: str, bind: str = "tcp://127.0.0.1:*", log: Path | None = None
+) -> Worker:
+    """Start a gpu-service of the demo model, on loopback."""
+    usual = ("demo", "--bind", bind, "--threads", "1")
     return workers.start(*usual, *arguments, log=log)
 
 

@@ -11,6 +11,7 @@ from protocol.encoding import Form, encode_reply
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer, from_torch
+from tests.soak import load
 from tests.soak.crowd import FROM_SERVICE, Crowd, counted_replies, unlike_prompts
 from tests.soak.sessions import expected, prompts
 
@@ -91,3 +92,15 @@ def test_a_reply_that_comes_a_second_time_is_counted(times: int, duplicated: int
         for _ in range(3):  # What came after the last one has nobody looked at.
             channel.call(LMHeadRequest(hidden_states=from_torch(torch.ones(4))))
     assert found.duplicated == duplicated
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "passes"),
+    [(80, 80, True), (0, 0, False), (79, 79, False), (80, 79, False)],
+)
+def test_a_load_that_asked_for_too_little_fails(asked: int, answered: int, passes: bool) -> None:
+    # Two generations, each of two tokens behind the prompt, five layers and four operators.
+    found = Crowd(requests=2, round_trips=asked)
+    counted = {("OK", "RingLinear"): answered, ("OK", "Init"): 7}
+    result = load._judged(2, [found], counted, [(0.0, 2**20)], 1.0)
+    assert result.passed is passes

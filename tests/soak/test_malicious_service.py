@@ -15,7 +15,8 @@ def tally() -> Tally:
     """Return one of all lies, each refused."""
     found = Tally(spared=1, spared_right=1)
     for lie in (*LIES, *INIT_LIES):
-        outcome = Outcome("ReplyError", right=False, seconds=0.0)
+        error, right = (lie.endings[0].__name__, False) if lie.endings else (None, True)
+        outcome = Outcome(error, right, seconds=0.0)
         found.see(lie, outcome)
         found.note(lie, outcome, 1.0)
     found.had.update(lie.name for lie in NEEDY)
@@ -29,6 +30,14 @@ def test_all_told_and_refused_passes() -> None:
 
 def accepted(found: Tally) -> None:
     found.see(LIES[0], Outcome(None, right=False, seconds=0.0))
+
+
+def of_a_deadline(found: Tally) -> None:
+    found.note(LIES[0], Outcome("DeadlineExceededError", right=False, seconds=0.0), 1.0)
+
+
+def of_a_wrong_result_by_init(found: Tally) -> None:
+    found.note(INIT_LIES[0], Outcome("VerificationError", right=False, seconds=0.0), 1.0)
 
 
 def stuck(found: Tally) -> None:
@@ -63,6 +72,8 @@ def spared_and_wrong(found: Tally) -> None:
     "fault",
     [
         accepted,
+        of_a_deadline,
+        of_a_wrong_result_by_init,
         stuck,
         never_told,
         never_told_by_init,
@@ -80,6 +91,6 @@ def test_what_went_wrong_or_was_not_tried_fails(fault: Callable[[Tally], None]) 
 
 def test_late_fails_where_time_is_judged() -> None:
     found = tally()
-    found.note(LIES[0], Outcome("ReplyError", right=False, seconds=3.0), 1.0)
+    found.note(LIES[0], Outcome("ProtocolError", right=False, seconds=3.0), 1.0)
     assert found.passed(timed=False)
     assert not found.passed(timed=True)

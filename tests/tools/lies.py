@@ -3,7 +3,8 @@
 A lie gets the right reply and returns what is sent instead. `WIRE_LIES` break the form of a reply,
 or send it at the wrong time or to the wrong request; `RESULT_LIES` send a good reply whose numbers
 are wrong; `INIT_LIES` say something wrong of the model. `silent` ones send nothing that can be a
-reply to the request, so that only its deadline ends it.
+reply to the request, so that only its deadline ends it. Each says in which errors it may end: a lie
+that is met by any other was not understood.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ import msgpack
 import torch
 
 from protocol.encoding import Form, encode_reply
-from protocol.errors import ErrorCode
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    ModelMismatchError,
+    ProtocolError,
+    ReplyError,
+    ServiceError,
+    TsqpError,
+    VerificationError,
+)
 from protocol.messages import (
     InitReply,
     LinearRequest,
@@ -106,14 +117,23 @@ class Occasion:
 
 @dataclass(frozen=True)
 class Lie:
-    """`tell`: returns the messages that are sent instead of the right reply."""
+    """`tell`: returns the messages that are sent instead of the right reply.
+
+    `errors`: in which it may end where results are verified, if it is no deadline; () for none.
+    """
 
     name: str
     tell: Callable[[Occasion], Sequence[Frames]] = field(repr=False)
     silent: bool = False
+    errors: tuple[type[TsqpError], ...] = field(default=(ProtocolError,), repr=False)
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def endings(self) -> tuple[type[TsqpError], ...]:
+        """Every error in which it may end."""
+        return (*self.errors, DeadlineExceededError) if self.silent else self.errors
 
 
 # -------------------------------------------------------------------------------- the form
@@ -360,29 +380,36 @@ def _wild_timing(occasion: Occasion) -> list[Frames]:
     return occasion.with_header(lambda f: f["timing"].update(queue_us=value))
 
 
-REORDERED = Lie("reordered", _swapped, silent=True)
+_WRONG_RESULT = (VerificationError,)
+_WRONG_FORM = (ReplyError,)
+# What is wrong of it depends on chance, or on who asks.
+_WRONG_FORM_OR_RESULT = (ReplyError, VerificationError)
+# One wrong bit of an id may make it that of an earlier request, which nobody waits for any more.
+_ANOTHER_ID = (ProtocolError, DeadlineExceededError)
+
+REORDERED = Lie("reordered", _swapped, silent=True, errors=_WRONG_FORM_OR_RESULT)
 
 WIRE_LIES = (
     Lie("truncated header", _truncated_header),
     Lie("truncated tensor", _truncated_tensor),
-    Lie("bit flipped in the header", _flipped_header),
-    Lie("bit flipped in the tensor", _flipped_tensor),
-    Lie("replayed", _replayed, silent=True),
+    Lie("bit flipped in the header", _flipped_header, errors=(*_ANOTHER_ID, ReplyError)),
+    Lie("bit flipped in the tensor", _flipped_tensor, errors=_WRONG_RESULT),
+    Lie("replayed", _replayed, silent=True, errors=()),
     Lie("cross-session", _cross_session),
-    Lie("cross-session, this id", _adopted),
+    Lie("cross-session, this id", _adopted, errors=_WRONG_FORM_OR_RESULT),
     REORDERED,
-    Lie("late", _late, silent=True),
-    Lie("duplicate", _duplicate),
-    Lie("right, then wrong", _second_thoughts),
-    Lie("wrong shape", _reshaped),
-    Lie("wrong dtype", _retyped),
-    Lie("wrong dtype, same bytes", _same_bytes_retyped),
-    Lie("NaN or Inf", _not_numbers),
-    Lie("oversized", _oversized),
+    Lie("late", _late, silent=True, errors=()),
+    Lie("duplicate", _duplicate, errors=()),
+    Lie("right, then wrong", _second_thoughts, errors=()),
+    Lie("wrong shape", _reshaped, errors=_WRONG_FORM),
+    Lie("wrong dtype", _retyped, errors=_WRONG_FORM),
+    Lie("wrong dtype, same bytes", _same_bytes_retyped, errors=_WRONG_FORM),
+    Lie("NaN or Inf", _not_numbers, errors=_WRONG_FORM_OR_RESULT),
+    Lie("oversized", _oversized, errors=(EndpointError,)),
     Lie("huge claims", _huge_claims),
-    Lie("wrong id", _wrong_id),
-    Lie("id of the request before", _id_of_before, silent=True),
-    Lie("wrong method", _wrong_method),
+    Lie("wrong id", _wrong_id, errors=_ANOTHER_ID),
+    Lie("id of the request before", _id_of_before, silent=True, errors=()),
+    Lie("wrong method", _wrong_method, errors=_WRONG_FORM),
     Lie("extra frames", _extra_frames),
     Lie("missing frames", _missing_frames),
     Lie("wrong frame index", _wrong_frame),
@@ -391,7 +418,7 @@ WIRE_LIES = (
     Lie("unknown field", _unknown_field),
     Lie("missing field", _missing_field),
     Lie("other version", _other_version),
-    Lie("error", _error),
+    Lie("error", _error, errors=(ServiceError,)),
     Lie("unknown error", _unknown_error),
     Lie("error and result", _error_and_result),
     Lie("wild timing", _wild_timing),
@@ -499,9 +526,9 @@ def _stale(occasion: Occasion) -> list[Frames]:
 
 
 RESULT_LIES = (
-    *(Lie(name, _lie_of(wrong)) for name, wrong in WRONG.items()),
-    Lie("swapped layer", _other_layer),
-    Lie("stale reply", _stale),
+    *(Lie(name, _lie_of(wrong), errors=_WRONG_RESULT) for name, wrong in WRONG.items()),
+    Lie("swapped layer", _other_layer, errors=_WRONG_RESULT),
+    Lie("stale reply", _stale, errors=_WRONG_RESULT),
 )
 
 
@@ -585,23 +612,37 @@ def _truncated_norm(reply: InitReply, chance: random.Random) -> dict[str, object
     return {"norm_weights": norms}
 
 
+# Told in a good message; or by chance in one that breaks the schema. The others always break it.
+_OTHER_MODEL = (ModelMismatchError,)
+_OTHER_MODEL_OR_FORM = (ModelMismatchError, ProtocolError)
+
 INIT_LIES = (
-    Lie("Init: wrong size", _init(_wrong_size)),
-    Lie("Init: wrong norm", _init(_wrong_norm)),
+    Lie("Init: wrong size", _init(_wrong_size), errors=_OTHER_MODEL_OR_FORM),
+    Lie("Init: wrong norm", _init(_wrong_norm), errors=_OTHER_MODEL),
     Lie("Init: truncated norm", _init(_truncated_norm)),
-    Lie("Init: fewer norms", _init(_fewer_norms)),
-    Lie("Init: wrong eps", _init(_wrong_eps)),
-    Lie("Init: wrong RoPE", _init(_wrong_rope)),
-    Lie("Init: wrong scaling", _init(_wrong_scaling)),
-    Lie("Init: other model", _init(_wrong_digest("model_digest"))),
-    Lie("Init: other weights", _init(_wrong_digest("linear_digest"))),
-    Lie("Init: provisioned", _init(lambda r, c: {"provision_id": c.randbytes(32).hex()})),
+    Lie("Init: fewer norms", _init(_fewer_norms), errors=_OTHER_MODEL),
+    Lie("Init: wrong eps", _init(_wrong_eps), errors=_OTHER_MODEL_OR_FORM),
+    Lie("Init: wrong RoPE", _init(_wrong_rope), errors=_OTHER_MODEL),
+    Lie("Init: wrong scaling", _init(_wrong_scaling), errors=_OTHER_MODEL_OR_FORM),
+    Lie("Init: other model", _init(_wrong_digest("model_digest")), errors=_OTHER_MODEL_OR_FORM),
+    Lie("Init: other weights", _init(_wrong_digest("linear_digest")), errors=_OTHER_MODEL_OR_FORM),
     Lie(
-        "Init: no integers", _init(lambda r, c: {"arithmetic": c.choice([("float",), (), ("x",)])})
+        "Init: provisioned",
+        _init(lambda r, c: {"provision_id": c.randbytes(32).hex()}),
+        errors=_OTHER_MODEL,
+    ),
+    Lie(
+        "Init: no integers",
+        _init(lambda r, c: {"arithmetic": c.choice([("float",), (), ("x",)])}),
+        errors=_OTHER_MODEL_OR_FORM,
     ),
     Lie("Init: message limit", _init(lambda r, c: {"max_message_bytes": c.choice([0, -1, 2**50])})),
     Lie("Init: instance id", _init(lambda r, c: {"instance_id": c.choice(["", "x" * 32, 5])})),
-    Lie("Init: layers", _init(lambda r, c: {"layers": c.choice([(3, 2), (-1, 4), (0,), None])})),
+    Lie(
+        "Init: layers",
+        _init(lambda r, c: {"layers": c.choice([(0, 0), (3, 2), (-1, 4), (0,), None])}),
+        errors=_OTHER_MODEL_OR_FORM,
+    ),
     Lie(
         "Init: a tensor",
         lambda o: [o.encoded(result=TensorReply(output=from_torch(torch.ones(4))))],

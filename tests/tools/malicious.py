@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from gpu_side.access import ServiceKeys
 from gpu_side.operators import Operators
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import load_weights
-from protocol.curve import ServiceKeys
 from protocol.encoding import (
     DEFAULT_MAX_MESSAGE_BYTES,
     Form,

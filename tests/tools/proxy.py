@@ -1,4 +1,4 @@
-"""A TCP proxy whose faults can be switched while it runs.
+"""A proxy for TCP and Unix sockets whose faults can be switched while it runs.
 
 It sits between a client and a service and runs in a thread of its own. Both directions carry bytes
 as they come until a `Fault` says otherwise:
@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tests.tools.closing import Closing
@@ -35,7 +36,9 @@ WAYS: tuple[Way, Way] = ("to_service", "to_client")
 _CHUNK_BYTES = 64 * 1024
 # Held between reading and writing, in chunks: about what a kernel's own buffers hold.
 _QUEUED_CHUNKS = 16
-_ADDRESS = re.compile(r"tcp://(?P<host>[^:\[\]]+):(?P<port>\d+)")
+_ADDRESS = re.compile(r"tcp://(?P<host>[^:\[\]]+):(?P<port>\d+)|unix://(?P<path>/.+)")
+# Of TCP, host and port; of a Unix socket, its path.
+_Address: TypeAlias = tuple[str, int] | str
 # l_onoff = 1, l_linger = 0: closing sends RST instead of FIN.
 _RESET = struct.pack("ii", 1, 0)
 
@@ -62,7 +65,7 @@ SWALLOW = Fault(mode="swallow")
 
 
 class MessageCounter:
-    """Counts whole ZeroMQ messages in a stream of ZMTP 3 bytes.
+    """Counts whole ZeroMQ messages in a stream of ZMTP 3 bytes; of other bytes it says nothing.
 
     Without CURVE these are messages of one or more frames, and no commands. Under CURVE a frame
     does not say what is in it: each one is counted, heartbeats too, and those of the handshake not.
@@ -230,9 +233,10 @@ _Ends: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Proxy(Closing):
-    """A TCP proxy in front of a service; use as a context manager.
+    """A proxy in front of a service, of the same kind as that is; use as a context manager.
 
-    `endpoint`: where clients connect to. `connections`, `bytes`, `messages`: what has passed so
+    `endpoint`: where clients connect to; of a Unix socket it lies beside the service's. `port`: of
+    TCP, 0 for any. `connections`, `bytes`, `messages`: what has passed so
     far, the last two by direction.
     """
 
@@ -248,12 +252,12 @@ class Proxy(Closing):
         self._open: list[_Connection] = []
         self._orphans: list[_Connection] = []
         self._refusing = False
-        self._ready: Future[int] = Future()
+        self._ready: Future[str] = Future()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._thread.start()
-        self.endpoint = f"tcp://127.0.0.1:{self._ready.result(10)}"
+        self.endpoint = self._ready.result(10)
 
     def close(self) -> None:
         """Close every connection and stop."""
@@ -403,13 +407,17 @@ class Proxy(Closing):
     async def _serve(self) -> None:
         self._changed = {way: asyncio.Event() for way in WAYS}
         try:
-            server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+            server = await self._listen()
         except OSError as error:
             self._ready.set_exception(error)
             return
-        self._ready.set_result(server.sockets[0].getsockname()[1])
+        name = server.sockets[0].getsockname()
+        is_path = isinstance(name, str)
+        self._ready.set_result(f"unix://{name}" if is_path else f"tcp://127.0.0.1:{name[1]}")
         await self._stop.wait()
         server.close()
+        if is_path:
+            Path(name).unlink(missing_ok=True)
         connections = self._open + self._orphans
         for connection in connections:
             for _, writer in (connection.client, connection.service):
@@ -422,17 +430,23 @@ class Proxy(Closing):
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
+    async def _listen(self) -> asyncio.Server:
+        if isinstance(self._target, str):
+            return await asyncio.start_unix_server(self._accept, f"{self._target}.proxy")
+        return await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._refusing:
             _abort(writer)
             return
         try:
-            service = await asyncio.open_connection(*self._target)
+            service = await _connected(self._target)
         except OSError:
             _abort(writer)
             return
         for one in (writer, service[1]):
-            _socket(one).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _socket(one).family != socket.AF_UNIX:
+                _socket(one).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connections += 1
         connection = _Connection(self, (reader, writer), service)
         self._open.append(connection)
@@ -442,11 +456,20 @@ class Proxy(Closing):
             self._open.remove(connection)
 
 
-def _address(endpoint: str) -> tuple[str, int]:
+def _address(endpoint: str) -> _Address:
     match = _ADDRESS.fullmatch(endpoint)
     if match is None:
-        raise ValueError(f"a proxy's target: got {endpoint!r}, expected tcp://HOST:PORT")
-    return match["host"], int(match["port"])
+        raise ValueError(
+            f"a proxy's target: got {endpoint!r}, expected tcp://HOST:PORT or unix:///PATH"
+        )
+    path: str | None = match["path"]
+    return (match["host"], int(match["port"])) if path is None else path
+
+
+async def _connected(address: _Address) -> _Ends:
+    if isinstance(address, str):
+        return await asyncio.open_unix_connection(address)
+    return await asyncio.open_connection(*address)
 
 
 def _socket(writer: asyncio.StreamWriter) -> socket.socket:
@@ -455,7 +478,7 @@ def _socket(writer: asyncio.StreamWriter) -> socket.socket:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """Close with RST."""
+    """Close with RST; a Unix socket only closes."""
     with contextlib.suppress(OSError):
         _socket(writer).setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()

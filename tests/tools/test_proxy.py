@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import zmq
@@ -203,3 +204,25 @@ def test_messages_are_counted_however_they_are_cut(size: int) -> None:
         while (place := counter.feed(data)) is not None:
             data = data[place:]
     assert counter.count == 4
+
+
+def test_over_a_unix_socket_bytes_pass_and_are_held(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, ExitStack() as stack:
+        server.bind(str(tmp_path / "service"))
+        server.listen()
+        proxy = stack.enter_context(Proxy(f"unix://{tmp_path / 'service'}"))
+        client = stack.enter_context(socket.socket(socket.AF_UNIX))
+        client.settimeout(10)
+        client.connect(proxy.endpoint.removeprefix("unix://"))
+        service = stack.enter_context(server.accept()[0])
+        client.sendall(b"asked")
+        assert receive(service, 5) == b"asked"
+        proxy.set(HOLD, HOLD)
+        service.sendall(b"answered")
+        assert stays_silent(client)
+        proxy.set()
+        assert receive(client, 8) == b"answered"
+        proxy.half_open()
+        assert service.recv(1) == b""
+        assert stays_silent(client)
+    assert not Path(proxy.endpoint.removeprefix("unix://")).exists()

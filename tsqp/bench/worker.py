@@ -29,9 +29,9 @@ from protocol.errors import TsqpError
 from protocol.link import Link
 from protocol.model.config import ModelConfig
 from tee_side.assembly import MaskSettings
+from tee_side.generation import Generation as Running
 from tee_side.observer import AnyOperator
 from tee_side.policy import load_policy
-from tee_side.runner import Generation as Running
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.vocabulary import Operator, Phase, Place, TeeStage
 from tsqp.bench.collect import Collector

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
@@ -13,6 +12,7 @@ from protocol.errors import SettingsError
 from tsqp.cli.program import DEFAULT_ENDPOINT, model_directory, run, setup_logging
 from tsqp.cli.settings import (
     DTYPES,
+    HEARTBEAT_TIMEOUT_S,
     PATH,
     THREADS,
     FiniteFloatRange,
@@ -20,20 +20,34 @@ from tsqp.cli.settings import (
     version_option,
 )
 
+if TYPE_CHECKING:
+    from tee_side.layer_range import LayerRange
+
 MIB = 1024 * 1024
 
 
 def _layers(
     _context: click.Context, _parameter: click.Parameter, text: str | None
-) -> tuple[int, int] | None:
-    if text is None:
+) -> LayerRange | None:
+    """Read layers as `tee-runner --gpu` reads them behind `=`."""
+    from tee_side.layer_range import LayerRange
+
+    try:
+        return None if text is None else LayerRange.parse(text)
+    except ValueError as error:
+        raise SettingsError("--layers", got=repr(text)[:60], expected=str(error)) from None
+
+
+def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
+    """Return the first and last of these layers; None for all. Raises ModelError."""
+    if layers is None:
         return None
-    found = re.fullmatch(r"(\d{1,4})-(\d{1,4})", text)
-    if found is None or int(found[1]) > int(found[2]):
-        raise SettingsError(
-            "--layers", got=repr(text)[:60], expected="FIRST-LAST, such as 0-7, counted from 0"
-        )
-    return int(found[1]), int(found[2])
+    if layers.last is not None:
+        return layers.first, layers.last
+    from protocol.model.config import read_config
+
+    # A first one beyond it is refused with the others that the model has not.
+    return layers.first, max(layers.first, read_config(model).num_hidden_layers - 1)
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -76,10 +90,10 @@ def _layers(
 )
 @click.option(
     "--layers",
-    metavar="FIRST-LAST",
+    metavar="LAYERS",
     callback=_layers,
-    help="Hold the linear weights of these layers only, counted from 0; the embedding goes with"
-    " layer 0 and the LM head with the last. Default: all.",
+    help="Hold the linear weights of these layers only (0-7, 8- or 3, counted from 0); the"
+    " embedding goes with layer 0 and the LM head with the last. Default: all.",
 )
 @click.option(
     "--metrics",
@@ -134,13 +148,7 @@ def _layers(
     is_flag=True,
     help="Let in whoever reaches the address, from other machines as well.",
 )
-@click.option(
-    "--heartbeat-timeout-s",
-    type=FiniteFloatRange(0, 3600),
-    default=1.0,
-    help="End a tcp:// or ipc:// connection on which nothing has come for so long, though we ask"
-    " twice in that time; longer than the largest tensor takes on the link. 0 is off.",
-)
+@HEARTBEAT_TIMEOUT_S
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"
 )
@@ -156,7 +164,7 @@ def command(
     threads: int | None,
     max_message_mib: int,
     spin_us: float,
-    layers: tuple[int, int] | None,
+    layers: LayerRange | None,
     metrics: str | None,
     max_queued_requests: int,
     max_queued_mib: int | None,
@@ -177,9 +185,10 @@ def command(
     setup_logging(log_level)
     from gpu_side.service import ServiceSettings, serve
 
+    directory = model_directory(model)
     serve(
         ServiceSettings(
-            model=model_directory(model),
+            model=directory,
             bind=bind,
             device=device,
             dtype=dtype,
@@ -187,7 +196,7 @@ def command(
             threads=threads,
             max_message_bytes=max_message_mib * MIB,
             spin_us=spin_us,
-            layers=layers,
+            layers=_held(layers, directory),
             metrics=metrics,
             max_queued_requests=max_queued_requests,
             max_queued_bytes=max_queued_mib and max_queued_mib * MIB,

@@ -15,18 +15,13 @@ from protocol.errors import (
     ServiceError,
 )
 from tsqp.cli.keys import read_client_keys
-from tsqp.cli.program import EXIT_FAILURE
-from tsqp.cli.settings import PATH, FiniteFloatRange, config_option
+from tsqp.cli.program import EXIT_FAILURE, complain
+from tsqp.cli.settings import IDENTITY, PATH, FiniteFloatRange, config_option
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("endpoint", envvar="TSQP_HEALTH_ENDPOINT")
-@click.option(
-    "--identity",
-    type=PATH,
-    metavar="FILE",
-    help="Our secret key (tsqp keys new), for services that let in some clients only.",
-)
+@IDENTITY
 @click.option(
     "--service-key",
     type=PATH,
@@ -80,7 +75,7 @@ def health(
         ReplyError,
         ServiceError,
     ) as error:
-        click.echo(f"tsqp: error: {' '.join(str(error).split())}", err=True)
+        complain(f"tsqp: error: {error}")
         context.exit(EXIT_FAILURE)
     if as_json:
         click.echo(json.dumps(reply.model_dump()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,14 @@ def new(name: Path) -> None:
 
     if not name.name:
         raise SettingsError("NAME", got=f"{str(name)!r}", expected="a file name without .key")
+    for path in (name.with_name(f"{name.name}{suffix}") for suffix in (".key", ".pub")):
+        # `new_key_pair` would not overwrite it either, and says less.
+        if os.path.lexists(path):
+            raise SettingsError(
+                str(path),
+                got="a file that exists",
+                expected="none: remove it, or take another NAME",
+            )
     secret, public, text = new_key_pair(name)
     click.echo(f"{secret}: stays on this machine, for --identity")
     click.echo(f"{public}: a service's is the runner's --service-key; a runner's goes into the")
@@ -50,6 +60,24 @@ def show(file: Path) -> None:
     click.echo(public_key_of(file).decode("ascii"))
 
 
+def warn_without_keys(endpoints: Sequence[str]) -> None:
+    """Say on stderr, in one line, which of these services are reached over a network in the open.
+
+    `endpoints`: as `ServiceSpec.parse` reads them; all are reached without keys.
+    """
+    from protocol.curve import is_beyond_loopback
+    from tee_side.services.plan import ServiceSpec
+
+    known = [ServiceSpec.parse(text).endpoint for text in endpoints]
+    exposed = [endpoint for endpoint in known if is_beyond_loopback(endpoint)]
+    if exposed:
+        click.echo(
+            f"{', '.join(exposed)}: the connection is not encrypted, and anyone may answer"
+            " (--identity and --service-key; tsqp keys new makes keys)",
+            err=True,
+        )
+
+
 def read_client_keys(settings: dict[str, Any]) -> tuple[ClientKeys, ...]:
     """Read what --identity and --service-key name. Raises KeyFileError and SettingsError."""
     from protocol.curve import ClientKeys
@@ -59,9 +87,8 @@ def read_client_keys(settings: dict[str, Any]) -> tuple[ClientKeys, ...]:
     if identity is None and not services:
         return ()
     if identity is None or not services:
-        raise SettingsError(
-            "keys",
-            got="--service-key alone" if identity is None else "--identity alone",
-            expected="both, or neither",
-        )
+        given, missing = "--identity", "--service-key"
+        if identity is None:
+            given, missing = missing, given
+        raise SettingsError("keys", got=f"{given} alone", expected=f"{missing} as well, or neither")
     return tuple(ClientKeys.read(identity, service) for service in services)

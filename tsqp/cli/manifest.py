@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.program import model_directory
+from tsqp.cli.program import DEMO, model_directory
 from tsqp.cli.settings import PATH, config_option
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ MANIFEST = (
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("model", envvar="TSQP_MANIFEST_MODEL")
 @click.option(
-    "--output", "-o", type=PATH, metavar="FILE", help="Default: manifest.json beside the model."
+    "--output",
+    "-o",
+    type=PATH,
+    metavar="FILE",
+    help='Default: manifest.json inside MODEL. Needed for "demo", which is part of this program.',
 )
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 @config_option
@@ -53,6 +57,10 @@ def manifest(*, model: str, output: Path | None, force: bool) -> None:
     from tsqp.manifest import make_manifest
 
     directory = model_directory(model)
+    if output is None and model == DEMO:
+        raise SettingsError(
+            "--output", got="none", expected="a file: the demo model's directory is the program's"
+        )
     path = directory / MANIFEST_FILE if output is None else output
     if path.exists() and not force:
         raise SettingsError(
@@ -76,7 +84,7 @@ def manifest(*, model: str, output: Path | None, force: bool) -> None:
 def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | None:
     """Read what `--manifest` and `--manifest-digest` say; None without them.
 
-    Says on stderr what a manifest beside the model is worth. Raises SettingsError, ManifestError.
+    Says on stderr what a manifest inside MODEL is worth. Raises SettingsError, ManifestError.
     """
     path, digest = settings["manifest"], settings["manifest_digest"]
     if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
@@ -94,8 +102,8 @@ def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | No
     found = Manifest.load(path, digest)
     if digest is None and path.resolve().parent == directory.resolve():
         click.echo(
-            f"{path} lies beside the model, and is taken without --manifest-digest: it shows"
-            " damage, but nothing that was changed on purpose",
+            f"{path} lies in the model's directory, and is taken without --manifest-digest: it"
+            " shows damage, but nothing that was changed on purpose",
             err=True,
         )
     return found

@@ -17,13 +17,15 @@ import click
 from protocol.errors import TsqpError
 
 EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
+EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 DEFAULT_PORT = 5555
 DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_POLICY = "shielded"
+# The word for the model that ships with us.
+DEMO = "demo"
 
 
 class _EndedBySignal(SystemExit):
@@ -31,8 +33,10 @@ class _EndedBySignal(SystemExit):
 
 
 def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
-    """Run a program and exit: 0, 1 for a negative verdict, 2 with one line for bad input.
+    """Run a program and exit: 0, 1 for a negative verdict, 2 with one line for a TsqpError.
 
+    Which is bad input, and a service that is lost or lies as well; an error that nobody foresaw
+    is 1.
     SIGTERM and SIGHUP end it as quietly as without a handler, but after its cleaning up, with
     128 + number. `TSQP_DEBUG=1` shows the traceback of an error that is a mistake of ours.
     """
@@ -48,17 +52,17 @@ def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
             sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        status = EXIT_BAD_INPUT
+        status = EXIT_REFUSED
     except (click.ClickException, TsqpError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        _complain(f"{name}: error: {message}")
-        status = EXIT_BAD_INPUT
+        complain(f"{name}: error: {message}")
+        status = EXIT_REFUSED
     except (click.Abort, KeyboardInterrupt):
-        _complain(f"{name}: interrupted")
+        complain(f"{name}: interrupted")
         status = EXIT_INTERRUPTED
     except _EndedBySignal as ended:
         if ended.code == EXIT_INTERRUPTED:
-            _complain(f"{name}: interrupted")
+            complain(f"{name}: interrupted")
         raise
     except BrokenPipeError:
         # The reader has gone (`| head`): nothing is left to say.
@@ -66,7 +70,7 @@ def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
         status = EXIT_FAILURE
     except OSError as error:
         where, reason = error.filename or "input or output", error.strerror or type(error).__name__
-        _complain(f"{name}: error: {where}: got the error {reason!r}, expected none")
+        complain(f"{name}: error: {where}: got the error {reason!r}, expected none")
         _discard_stdout()
         status = EXIT_FAILURE
     except (SystemExit, GeneratorExit):
@@ -75,7 +79,7 @@ def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
         # Not of Exception alone: a panic of a library in Rust derives from BaseException.
         if os.environ.get("TSQP_DEBUG") == "1":
             raise
-        _complain(
+        complain(
             f"{name}: internal error: {type(error).__name__}: {error}"
             " (set TSQP_DEBUG=1 for the traceback)"
         )
@@ -106,7 +110,7 @@ def _raise_ended(number: int, _frame: FrameType | None) -> NoReturn:
     raise _EndedBySignal(128 + number)
 
 
-def _complain(message: str) -> None:
+def complain(message: str) -> None:
     """Write one line to stderr, if there is anybody left to read it."""
     with suppress(OSError):
         click.echo(" ".join(message.split()), err=True)
@@ -121,7 +125,7 @@ def _discard_stdout() -> None:
 
 def model_directory(name: str) -> Path:
     """Return the directory of MODEL: the demo model that ships with us, or a path."""
-    if name == "demo":
+    if name == DEMO:
         return Path(__file__).resolve().parent.parent / "demo_model"
     return Path(name)
 

@@ -10,7 +10,16 @@ import click
 from tsqp.cli.manifest import MANIFEST
 from tsqp.cli.pads import BANK_FILES
 from tsqp.cli.program import DEFAULT_ENDPOINT, DEFAULT_POLICY
-from tsqp.cli.settings import DTYPES, PATH, THREADS, FiniteFloatRange, StopText, complete_policy
+from tsqp.cli.settings import (
+    DTYPES,
+    HEARTBEAT_TIMEOUT_S,
+    IDENTITY,
+    PATH,
+    THREADS,
+    FiniteFloatRange,
+    StopText,
+    complete_policy,
+)
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -22,12 +31,7 @@ SPIN_US = click.option(
     " keeps a core busy.",
 )
 KEYS = (
-    click.option(
-        "--identity",
-        type=PATH,
-        metavar="FILE",
-        help="Our secret key (tsqp keys new), for services that let in some clients only.",
-    ),
+    IDENTITY,
     click.option(
         "--service-key",
         type=PATH,
@@ -36,13 +40,7 @@ KEYS = (
         help="Public key of the service: nobody else is talked to. Once for all, or once for each"
         " --gpu in order.",
     ),
-    click.option(
-        "--heartbeat-timeout-s",
-        type=FiniteFloatRange(0, 3600),
-        default=1.0,
-        help="End a tcp:// or ipc:// connection on which nothing has come for so long, though we"
-        " ask twice in that time; longer than the largest tensor takes on the link. 0 is off.",
-    ),
+    HEARTBEAT_TIMEOUT_S,
 )
 MODELLED_LINK = (
     click.option(

@@ -63,6 +63,22 @@ class FiniteFloatRange(click.FloatRange):
         return number
 
 
+IDENTITY = click.option(
+    "--identity",
+    type=PATH,
+    metavar="FILE",
+    help="Our secret key (tsqp keys new), for services that let in some clients only.",
+)
+# The default is `protocol.zmq_sockets.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
+HEARTBEAT_TIMEOUT_S = click.option(
+    "--heartbeat-timeout-s",
+    type=FiniteFloatRange(0, 3600),
+    default=1.0,
+    help="End a tcp:// or ipc:// connection on which nothing has come for so long, though we ask"
+    " four times in that time; longer than the largest tensor takes on the link. 0 is off.",
+)
+
+
 class StopText(click.types.StringParamType):
     """A stop string. In the environment they are separated by newlines, as they may have spaces."""
 

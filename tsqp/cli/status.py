@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tee_side.runner import Generation, PadTotals, RpcTotals
+    from tee_side.generation import Generation, PadTotals, RpcTotals
 
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
 _INTERVAL_S = 0.1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.keys import read_client_keys
+from tsqp.cli.keys import read_client_keys, warn_without_keys
 from tsqp.cli.manifest import load_manifest
 from tsqp.cli.pads import pads
 from tsqp.cli.program import model_directory, run, setup_logging
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     import torch
 
     from protocol.model.manifest import Manifest
+    from tee_side.generation import Generation, GenerationResult
     from tee_side.observer import OperatorTable
     from tee_side.policy import Policy
-    from tee_side.runner import Generation, GenerationResult, Runner
+    from tee_side.runner import Runner
     from tee_side.sampling import SamplingSettings
     from tee_side.tokenizer import Tokenizer
 
@@ -206,6 +207,9 @@ def _open_runner(
     # Services that are lost, left out or come back are told of while the run goes on.
     setup_logging("warning")
     _check_use(policy, settings, idles=idles)
+    keys = read_client_keys(settings)
+    if policy.services and not keys:
+        warn_without_keys(settings["gpu"])
     masks = MaskSettings(
         calibration=settings["calibration"],
         key=settings["key"],
@@ -231,7 +235,7 @@ def _open_runner(
             spin_us=settings["spin_us"],
             link=Link.of(settings["link_gbps"], settings["link_rtt_us"]),
             max_message_bytes=settings["max_message_mib"] * 1024 * 1024,
-            keys=read_client_keys(settings),
+            keys=keys,
             heartbeat_timeout_s=settings["heartbeat_timeout_s"],
         ),
         table,

@@ -11,11 +11,12 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
 from tee_side.assembly import sites_under
 from tee_side.disclosure import SEEN
+from tee_side.layer_range import LayerRange
 from tee_side.masks.feature_rotation import FeatureRotation
 from tee_side.masks.mask import AdditiveMask, Mask
 from tee_side.pads.bank_format import segment_bytes
 from tee_side.pads.layout import PadLayout
-from tee_side.policy import LayerRange, Placement, Policy
+from tee_side.policy import Placement, Policy
 from tee_side.vocabulary import LAYERLESS, OPERATORS, PHASES, Operator, Phase, is_linear
 from tsqp.explain.model import Explanation, MaskUse, Needs, OperatorRow, PadsNeeded
 from tsqp.explain.traffic import Headers, StepTraffic

@@ -101,9 +101,6 @@ class _Recorder:
         """Nobody lies here, and nobody else is left."""
         raise error
 
-    def limit_messages(self, max_message_bytes: int) -> None:
-        """Nothing is sent, so nothing is too large."""
-
     def close(self) -> None:
         """There is nothing to disconnect."""
 

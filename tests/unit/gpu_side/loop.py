@@ -34,6 +34,13 @@ class Listener:
         self.incoming, self.gone = deque(incoming), gone
         self.sent: list[dict[str, Any]] = []
         self.clients_refused = 0
+        self.revoked: set[bytes] = set()
+
+    def is_allowed(self, key: bytes) -> bool:
+        return key not in self.revoked
+
+    def allow(self, allowed: frozenset[bytes]) -> None:
+        raise NotImplementedError
 
     def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
         return bool(self.incoming)

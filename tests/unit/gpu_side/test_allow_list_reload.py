@@ -16,10 +16,12 @@ import pytest
 import zmq
 
 from gpu_side import allow_list_reload
+from gpu_side.access import ServiceKeys
 from gpu_side.allow_list_reload import rereads_list
 from gpu_side.service import _stop_signals
+from gpu_side.transport.bind import open_listener
+from gpu_side.transport.zap import ZapHandler
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.curve import ServiceKeys
 
 SECRET = zmq.curve_keypair()[1]
 FRIEND = zmq.curve_keypair()[0]
@@ -78,16 +80,40 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_a_list_the_signal_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """By default it would end the process, and what waits there; nor does it end the loop."""
+    before = signal.getsignal(signal.SIGHUP)
+    listener = open_listener(f"{'unix' if stream else 'ipc'}://{tmp_path}/s")
+    with (
+        caplog.at_level(logging.INFO, "gpu_service"),
+        _stop_signals() as stop,
+        rereads_list(listener, None),
+    ):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+        assert not select.select([stop.reader], [], [], 0)[0]
+    assert signal.getsignal(signal.SIGHUP) == before
+    assert caplog.messages == ["sighup_ignored"]
+    listener.close()
+
+
 def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lists = iter([MemoryError(), frozenset({OTHER})])
+    lists = iter([MemoryError(), frozenset({FRIEND}), frozenset({OTHER})])
 
     def fails_once(_: Path) -> frozenset[bytes]:
         found = next(lists)
         if isinstance(found, MemoryError):
             raise found
         return found
+
+    def told(times: int) -> Callable[[], bool]:
+        return lambda: caplog.messages.count("allow_list_unchanged") == times
 
     monkeypatch.setattr(allow_list_reload, "read_allow_list", fails_once)
     with (
@@ -97,8 +123,12 @@ def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
         rereads_list(listener, PATH),
     ):
         os.kill(os.getpid(), signal.SIGHUP)
-        _until(lambda: "allow_list_unchanged" in caplog.messages, "a failure that is not told")
+        _until(told(1), "a failure that is not told")
         assert listener.is_allowed(FRIEND)
+        with monkeypatch.context() as patched:
+            patched.setattr(ZapHandler, "replace_list", lambda *_: 1 / 0)
+            os.kill(os.getpid(), signal.SIGHUP)
+            _until(told(2), "a failure that is not told")
         os.kill(os.getpid(), signal.SIGHUP)
         _until(lambda: "allow_list" in caplog.messages, "a signal that is not heard")
         assert not listener.is_allowed(FRIEND)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
+from gpu_side.access import ServiceKeys
 from gpu_side.queues import FairQueue, QueueLimits
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.curve import ServiceKeys
 
 SERVICE, SERVICE_SECRET = zmq.curve_keypair()
 ONE = zmq.curve_keypair()

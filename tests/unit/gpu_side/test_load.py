@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import msgpack
 import pytest
 
+from gpu_side import request_loop
 from gpu_side.answers import Answer
 from gpu_side.log_limit import LIMITS, limited
 from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, REFUSING_NS, REFUSING_PART
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
+from protocol.encoding import OpenedRequest, open_request
 from protocol.messages import HealthRequest, InitRequest, Request
 from protocol.tensors import Buffer
 from tests.unit.gpu_side.loop import (
@@ -95,12 +97,13 @@ def _failing(request: Request) -> Answer:
     raise RuntimeError("canary")
 
 
-@pytest.mark.parametrize("event", ["refused", "client_gone", "failed", "queue_full"])
+@pytest.mark.parametrize("event", ["refused", "client_gone", "failed", "queue_full", "dropped"])
 def test_what_others_can_have_logged_is_logged_by_a_name_that_is_limited(
     caplog: pytest.LogCaptureFixture, event: str
 ) -> None:
     flood = [_inline("Canary")] * 70 if event == "refused" else _from("a", *range(1, 71))
     listener = Listener(flood, gone=event == "client_gone")
+    listener.revoked = {b""} if event == "dropped" else set()
     state = ServiceState(QueueLimits(requests=1) if event == "queue_full" else QueueLimits())
     loop = make_loop(_failing if event == "failed" else lambda request: RESULT, state)
     with caplog.at_level(logging.WARNING), limited(logging.getLogger("gpu_service")):
@@ -112,7 +115,7 @@ def test_what_others_can_have_logged_is_logged_by_a_name_that_is_limited(
                 loop._answer(listener, incoming)
     lines, _ = LIMITS[event]
     assert [record.getMessage() for record in caplog.records] == [event] * lines
-    assert len(listener.sent) == (69 if event == "queue_full" else 70)
+    assert len(listener.sent) == {"queue_full": 69, "dropped": 0}.get(event, 70)
 
 
 def test_a_large_message_that_does_not_fit_is_not_decoded_to_be_refused() -> None:
@@ -120,6 +123,24 @@ def test_a_large_message_that_does_not_fit_is_not_decoded_to_be_refused() -> Non
     listener = Listener([*_from("b", 1), large])
     run_loop(listener, lambda request: RESULT, ServiceState(QueueLimits(bytes=99_999)))
     assert listener.sent[1] == {"status": "error", "error": "QUEUE_FULL"}
+
+
+def test_a_large_message_is_decoded_once_and_not_to_see_whether_it_asks_for_health(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[int] = []
+
+    def noting(frames: Sequence[Buffer], limit: int) -> OpenedRequest:
+        opened.append(memoryview(frames[0]).nbytes)
+        return open_request(frames, limit)
+
+    monkeypatch.setattr(request_loop, "open_request", noting)
+    body = msgpack.packb({"method": "Canary", "request": {"a": bytes(100_000)}})
+    large = Incoming((b"a", b""), [memoryview(body)], time.perf_counter_ns())
+    listener = Listener([*_from("b", 1), large])
+    run_loop(listener, lambda request: RESULT)
+    assert listener.sent[1] == {"status": "error", "error": "UNKNOWN_METHOD"}
+    assert opened.count(len(body)) == 1
 
 
 def test_nonsense_that_does_not_fit_is_called_nonsense() -> None:
@@ -183,6 +204,29 @@ def test_a_few_are_refused_between_two_requests_however_long_it_takes(
     assert max(map(len, codes.split("."))) == MAX_REFUSED_AT_ONCE
 
 
+def test_a_flood_of_those_who_ask_how_we_are_does_not_keep_us_from_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    asking = [incoming_request(n, client=b"f", request=HealthRequest()) for n in range(1, 101)]
+    listener = Listener([*_from("modest", 1, 2, 3, 4), *asking])
+    send = listener.send
+    methods = ""
+
+    def slowly(route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+        nonlocal methods
+        sent = send(route, frames)
+        clock.now += 10 * MS
+        methods += listener.sent[-1]["method"][0]
+        return sent
+
+    listener.send = slowly  # type: ignore[method-assign]
+    run_loop(listener, lambda request: RESULT)
+    runs = methods.split("M")
+    assert (len(methods), len(runs)) == (104, 5)
+    assert runs[:4] == ["", *["H" * MAX_REFUSED_AT_ONCE] * 3]
+
+
 def test_what_was_taken_from_a_key_that_is_revoked_is_not_answered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,18 +241,17 @@ def test_what_was_taken_from_a_key_that_is_revoked_is_not_answered(
         return incoming and incoming._replace(key=next(keys))
 
     listener.receive = receive  # type: ignore[method-assign]
-    revoked: set[bytes] = set()
     accelerator, computed = Accelerator(clock, 10 * MS), []
 
     def answer(request: Request) -> Answer:
         computed.append(request)
         if len(computed) == 2:
-            revoked.add(b"revoked")
+            listener.revoked.add(b"revoked")
         return accelerator(request)
 
     state = ServiceState()
     with caplog.at_level(logging.WARNING):
-        run_loop(listener, answer, state, is_allowed=lambda key: key not in revoked)
+        run_loop(listener, answer, state)
     assert errors_of(listener) == [(2, None), (4, None), (6, None)]
     assert len(computed) == 4
     assert state.counters.dropped_replies == 4

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from gpu_side.log_limit import LineFilter, LineLimit, limited
+from gpu_side.log_limit import LIMITS, LineFilter, LineLimit, limited
 
 log = logging.getLogger("gpu_service")
 
@@ -59,3 +59,10 @@ def test_a_logger_is_limited_for_as_long_as_the_block_runs(
         for _ in range(10):
             log.warning("connection_refused")
     assert len(caplog.records) == 15
+
+
+@pytest.mark.parametrize("event", LIMITS)
+def test_of_no_event_there_is_more_than_a_line_a_second(event: str) -> None:
+    limit = LineLimit(*LIMITS[event])
+    minute = [limit.due(hundredth / 100) for hundredth in range(6000)]
+    assert 6 <= sum(left_out is not None for left_out in minute) <= 60

@@ -135,6 +135,8 @@ class NullChannel(LoopbackChannel):
         self._replies = {}
         self.requests = []
         self.traffic = Traffic()
+        self.one_connection = False
+        self.max_reply_bytes = self.max_message_bytes = None
 
     def answer(self, request: Request) -> Response:
         return self._null.apply(request).response

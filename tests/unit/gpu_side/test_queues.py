@@ -254,3 +254,17 @@ def test_whatever_comes_limits_hold_and_nothing_is_lost(
             assert len(own) <= limits.requests
             assert sum(sizes[n] for n in own) <= limits.bytes
     assert sorted(taken.received_ns for taken in queue.drain()) == sorted(waiting)
+
+
+def test_who_has_as_many_bytes_as_who_comes_would_have_gives_up_nothing() -> None:
+    """Or the two would take turns in pushing each other out."""
+    limits = QueueLimits(total_bytes=100)
+    queue = _filled(
+        limits, *(_message("a", n, size=30) for n in range(2)), _message("b", 2, size=30)
+    )
+    (refused,) = queue.put(_message("b", 9, size=30))
+    assert (refused.incoming.route[0], refused.incoming.received_ns) == (b"b", 9)
+    assert refused[1:] == ("total_bytes", 30, 10)
+    # With a byte less it has fewer.
+    (refused,) = queue.put(_message("b", 9, size=29))
+    assert (refused.incoming.route[0], refused.incoming.received_ns) == (b"a", 1)

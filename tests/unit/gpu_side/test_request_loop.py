@@ -15,6 +15,7 @@ from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import MAX_UNDERWAY
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
+from protocol.errors import EndpointError
 from protocol.messages import Request, TensorReply
 from protocol.tensors import Buffer, WireTensor
 from tests.unit.gpu_side.loop import (
@@ -226,3 +227,20 @@ def test_a_request_s_memory_is_free_while_an_accelerator_works(
         loop.run(listener, stop)
     assert alive == [False]
     assert errors_of(listener) == [(1, None)]
+
+
+def test_a_service_whose_listener_fails_does_not_look_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener, state = Listener([]), ServiceState()
+    said: list[str] = []
+
+    def fail(**_: object) -> bool:
+        said.append(state.status)
+        raise EndpointError("unix:///s", got="nobody at the door", expected="somebody")
+
+    monkeypatch.setattr(listener, "wait", fail)
+    with pytest.raises(EndpointError, match="nobody at the door"):
+        run_loop(listener, lambda request: RESULT, state)
+    assert said == ["ready"]
+    assert state.status == state.health().status == "draining"

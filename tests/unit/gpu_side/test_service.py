@@ -9,17 +9,21 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
-from unittest.mock import MagicMock
 
 import pytest
 import torch
+import zmq
 
 from gpu_side.queues import QueueLimits
+from gpu_side.request_loop import RequestLoop
 from gpu_side.service import ServiceSettings, _arithmetic, serve
-from protocol.errors import KernelError, SettingsError
+from gpu_side.transport.acceptor import Acceptor
+from gpu_side.transport.zap import ZapHandler
+from protocol.curve import new_key_pair
+from protocol.errors import EndpointError, KernelError, SettingsError
 from protocol.model.config import read_config
 from tests.support import SavedModel
-from tsqp.cli.gpu_service import _layers, command
+from tsqp.cli.gpu_service import command
 
 
 def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
@@ -100,6 +104,70 @@ def test_a_service_may_have_as_many_connections_as_the_system_lets_it(
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_a_stream_on_which_nobody_is_let_in_any_more_is_the_services_end(
+    saved_model: Callable[..., SavedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    def fail(_: Acceptor) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Acceptor, "_attend_all", fail)
+    settings = ServiceSettings(saved_model().directory, f"unix://{tmp_path}/s")
+    with pytest.raises(EndpointError, match="got no thread that lets clients in"):
+        serve(settings)
+    assert "acceptor_failed" in caplog.messages
+
+
+def test_keys_that_nobody_looks_at_any_more_are_the_services_end(
+    saved_model: Callable[..., SavedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    public, secret = zmq.curve_keypair()
+    identity, _, service = new_key_pair(tmp_path / "service")
+    (tmp_path / "allow").write_bytes(public)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ZapHandler, "_answer", fail)
+    settings = ServiceSettings(
+        saved_model().directory,
+        f"ipc://{tmp_path}/s",
+        identity=identity,
+        allow=tmp_path / "allow",
+    )
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.curve_publickey, client.curve_secretkey = public, secret
+        client.curve_serverkey = service.encode()
+        client.connect(settings.bind)
+        with pytest.raises(EndpointError, match="got no thread that lets clients in"):
+            serve(settings)
+    assert "zap_handler_failed" in caplog.messages
+
+
+def test_what_others_can_have_logged_is_limited_while_it_serves(
+    saved_model: Callable[..., SavedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    def flooded(*_: object) -> None:
+        for _n in range(100):
+            logging.getLogger("gpu_service").warning("dropped")
+
+    monkeypatch.setattr(RequestLoop, "run", flooded)
+    serve(ServiceSettings(saved_model().directory, f"ipc://{tmp_path}/s"))
+    assert caplog.messages.count("dropped") == 50
+    # And of everybody's lines only while it serves.
+    flooded()
+    assert caplog.messages.count("dropped") == 150
+
+
 MIB = 2**20
 
 
@@ -127,16 +195,15 @@ def test_limits_of_the_queue(settings: dict[str, int], expected: QueueLimits) ->
     [
         (
             {"max_queued_bytes": 512 * MIB - 1},
-            "limit of queued bytes of one client: got 536870911, expected at least 536870912, the"
-            " largest message",
+            "--max-queued-mib: got 511.999999, expected at least 512, which is --max-message-mib",
         ),
         (
             {"max_queued_total_bytes": 512 * MIB - 1},
-            "limit of queued bytes: got 536870911, expected at least 536870912, what one client",
+            "--max-queued-total-mib: got 511.999999, expected at least 512, which is --max-queued",
         ),
         (
             {"max_queued_total_requests": 63},
-            "limit of queued requests: got 63, expected at least 64, what one client",
+            "--max-queued-total-requests: got 63, expected at least 64, which is --max-queued-req",
         ),
     ],
 )
@@ -155,17 +222,3 @@ def test_metrics_without_their_library_are_refused_by_name(
     settings = ServiceSettings(tmp_path, f"ipc://{tmp_path}/s", metrics="*")
     with pytest.raises(SettingsError, match="got no prometheus_client"):
         serve(settings)
-
-
-@pytest.mark.parametrize(
-    ("text", "layers"), [("0-7", (0, 7)), ("3-3", (3, 3)), ("0-4095", (0, 4095))]
-)
-def test_layers_on_the_command_line(text: str, layers: tuple[int, int]) -> None:
-    assert _layers(MagicMock(), MagicMock(), text) == layers
-    assert _layers(MagicMock(), MagicMock(), None) is None
-
-
-@pytest.mark.parametrize("text", ["", "1", "2-1", "0-1,2", "-1-2", "0-99999", "a-b", "0 - 1", "0-"])
-def test_what_is_no_range_of_layers_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"--layers: got .*, expected FIRST-LAST"):
-        _layers(MagicMock(), MagicMock(), text)

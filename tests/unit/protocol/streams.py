@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from gpu_side.transport.listener import Incoming
+from gpu_side.transport.stream_listener import StreamListener
 from protocol.encoding import Form, encode_reply, encode_request
 from protocol.errors import ErrorCode
 from protocol.liveness import PROBE
@@ -61,3 +63,18 @@ def slow_reader(raw: socket.socket) -> tuple[threading.Thread, bytearray]:
                 pace.wait(0.001)
 
     return threading.Thread(target=read), received
+
+
+def request_of(listener: StreamListener, raw: socket.socket) -> tuple[bytes, ...]:
+    """Send a request, and return the route of its reply."""
+    raw.sendall(request_bytes())
+    assert listener.wait(timeout_ms=10_000)
+    incoming = listener.receive()
+    assert incoming is not None
+    return incoming.route
+
+
+def wait_and_take(listener: StreamListener) -> Incoming | None:
+    """Return a message if one comes within a moment."""
+    listener.wait(timeout_ms=10)
+    return listener.receive()

@@ -251,6 +251,22 @@ def test_request_of_too_few_or_too_many_frames_is_refused(count: int) -> None:
     assert info.value.code is MALFORMED
 
 
+def test_a_request_holds_few_maps_and_arrays() -> None:
+    """Sixty-four, its own two among them, in either form."""
+    for form in (0, 1):
+        for maps, is_refused in ((62, False), (63, True)):
+            request = {f"f{n}": {} for n in range(maps)}
+            body: dict[str, Any] = {"method": "Init", "request": request}
+            if form:
+                body |= {"version": 1, "request_id": 1, "timeout_ms": 1}
+            if not is_refused:
+                assert open_request([msgpack.packb(body)], 2**20).method == "Init"
+                continue
+            with pytest.raises(ProtocolError, match="more than 64 maps and arrays") as info:
+                open_request([msgpack.packb(body)], 2**20)
+            assert info.value.code is MALFORMED
+
+
 @pytest.mark.parametrize(("frames", "limit"), [([b"\0" * 101], 100), ([b"\0" * 65537, F4], 65536)])
 def test_request_over_a_byte_limit_is_refused(frames: list[Buffer], limit: int) -> None:
     with pytest.raises(ProtocolError, match=f"expected at most {limit}") as info:

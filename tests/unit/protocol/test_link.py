@@ -77,9 +77,6 @@ class Instant:
     def abandon(self, request_id: int) -> None:
         self.calls.append(("abandon", request_id))
 
-    def limit_messages(self, max_message_bytes: int) -> None:
-        self.calls.append(("limit_messages", max_message_bytes))
-
     def close(self) -> None:
         self.calls.append(("close",))
 
@@ -203,13 +200,11 @@ def test_the_rest_is_the_channels(clock: Clock) -> None:
     request_id = channel.submit(InitRequest())
     channel.abandon(request_id)
     channel.abandon(request_id)
-    channel.limit_messages(5)
     channel.close()
     assert inner.calls == [
         ("submit", "Init", 3.0),
         ("abandon", 1),
         ("abandon", 1),
-        ("limit_messages", 5),
         ("close",),
     ]
     with pytest.raises(KeyError):

@@ -52,9 +52,10 @@ class ScriptedChannel(PendingChannel):
         views = [memoryview(bytearray(frame)) for frame in frames]
         return views, self.sent_ns + after_ms * MILLISECOND_NS
 
-    def _note_events(self) -> None:
+    def _was_replaced(self, connection: int) -> bool:
         self._connection += self.unseen
         self.unseen = False
+        return self._connection != connection
 
     def close(self) -> None:
         pass
@@ -156,6 +157,35 @@ def test_a_late_reply_that_may_have_come_over_another_connection_is_not_taken() 
             continue
         with pytest.raises(EndpointError, match="a lost connection while LMHead"):
             channel.wait(request_id)
+
+
+@pytest.mark.parametrize("noted", ["unseen", "lost"])
+def test_of_several_in_flight_none_is_answered_over_another_connection(noted: str) -> None:
+    """Whichever of them is waited for, and whether the loss was noted before."""
+    channel = ScriptedChannel()
+    channel.use_one_connection()
+    early, waited_for, other = (channel.submit(_ask()) for _ in range(3))
+    channel.script.extend([(_reply(early), 40), noted, (_reply(other), 60)])
+    channel.script.append((_reply(waited_for), 60))
+    with pytest.raises(EndpointError, match="a lost connection while LMHead"):
+        channel.wait(waited_for)
+    with pytest.raises(EndpointError, match="a lost connection while LMHead"):
+        channel.arrived(other)
+    with pytest.raises(EndpointError, match="a lost connection while LMHead"):
+        channel.wait(other)
+    channel.wait(early)
+
+
+def test_a_transport_that_makes_no_connection_by_itself_keeps_what_had_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel = ScriptedChannel()
+    monkeypatch.setattr(ScriptedChannel, "_was_replaced", PendingChannel._was_replaced)
+    channel.use_one_connection()
+    first, second = channel.submit(_ask()), channel.submit(_ask())
+    channel.script.extend(["lost", (_reply(second), 5000), (_reply(first), 5000)])
+    for request_id in (first, second):
+        channel.wait(request_id)
 
 
 def test_a_late_reply_over_the_same_connection_is_taken() -> None:

@@ -12,9 +12,15 @@ import pytest
 import torch
 
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import stream_wire
+from protocol import stream, stream_wire
 from protocol.encoding import Form, encode_reply, open_request
-from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ProtocolError
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    ProtocolError,
+    ServiceError,
+)
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.stream import StreamChannel
 from protocol.stream_wire import to_pieces
@@ -111,8 +117,51 @@ def test_a_reply_that_came_before_the_connection_was_lost_counts(
     listener.close()
     with pytest.raises(EndpointError, match="a lost connection while Init"):
         channel.wait(ids[1])
-    with pytest.raises(Exception, match="error reply INTERNAL"):
+    with pytest.raises(ServiceError, match="error reply INTERNAL"):
         channel.wait(ids[0])
+
+
+def test_with_one_connection_nothing_goes_to_who_listens_there_next(
+    endpoint: str, channel: StreamChannel
+) -> None:
+    """Somebody else, perhaps, with whom nothing was agreed."""
+    first = StreamListener(endpoint)
+    channel.use_one_connection()
+    request_id = channel.submit(InitRequest())
+    assert first.wait(timeout_ms=10_000)
+    first.close()
+    second = StreamListener(endpoint)
+    with pytest.raises(EndpointError, match="a lost connection while Init"):
+        channel.wait(request_id)
+    for _ in range(2):
+        with pytest.raises(EndpointError, match="a lost connection before Init could be sent"):
+            channel.submit(InitRequest())
+    assert channel._socket is None
+    assert not second.wait(timeout_ms=0)
+    second.close()
+
+
+@pytest.mark.usefixtures("_small_buffers", "listener")
+def test_replies_that_nobody_asked_for_are_not_read_without_an_end(
+    channel: StreamChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a request waits to be sent: who reads none must not fill our memory meanwhile."""
+    large = LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE)))
+    channel.submit(large, timeout_s=0.05)
+    assert channel._writer.unsent_messages
+    most = stream.QUEUED_REQUESTS + len(channel._pending)
+    read, was_reading = channel._read_and_write, []
+
+    def noting(timeout_s: float, *, reading: bool) -> None:
+        was_reading.append(reading)
+        read(timeout_s, reading=reading)
+
+    monkeypatch.setattr(channel, "_read_and_write", noting)
+    for held in (most - 1, most):
+        channel._reader.messages.clear()
+        channel._reader.messages.extend([([], 0)] * held)
+        channel._make_room(0, 0.0)
+    assert was_reading == [True, False]
 
 
 def test_a_service_that_hangs_up_is_given_up_in_time(endpoint: str) -> None:
@@ -174,7 +223,7 @@ def test_deadline_holds_in_the_middle_of_a_large_reply(
         request_id = channel.submit(InitRequest(), timeout_s=0.1)
         with accepted(listening) as served:
             served.sendall(struct.pack("<IQ", 1, 2**20) + bytes(1000))
-            with pytest.raises(Exception, match=r"no reply to Init within 0\.1 s"):
+            with pytest.raises(DeadlineExceededError, match=r"no reply to Init within 0\.1 s"):
                 channel.wait(request_id)
 
 

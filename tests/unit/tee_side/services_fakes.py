@@ -42,7 +42,8 @@ class FakeService:
     """A service. `answers`: what it does with requests one after another, then it answers well.
 
     An error is raised by `wait`; "lost" ends the connection, "lost at submit" before sending.
-    `held`: what its Init reply is checked to be; an error is what the check finds.
+    `held`: what its Init reply is checked to be; an error is what the check finds. `swallows`: how
+    many of the next Inits it never answers. `given_s`: how long each request in `got` might take.
     """
 
     endpoint: str
@@ -53,6 +54,8 @@ class FakeService:
     max_message_bytes: int = 2**20
     got: list[Request] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    given_s: list[float] = field(default_factory=list)
+    swallows: int = 0
     connections: int = 0
     comes_back: float = float("inf")
 
@@ -74,6 +77,8 @@ class FakeConnection:
         self.one_connection = False
         self._last_id = 0
         self._waiting: dict[int, Request] = {}
+        # Until when the reply to each is waited for.
+        self._swallowed: dict[int, float] = {}
         self._lost = False
         service.connections += 1
 
@@ -92,8 +97,12 @@ class FakeConnection:
     ) -> int:
         assert not self.closed
         assert self.one_connection
+        assert timeout_s is not None
         service = self.service
         if isinstance(request, InitRequest):
+            # Who is not there is found out long before the handshake's own time is up.
+            assert send_within_s is not None
+            assert send_within_s < timeout_s
             service.events.append("Init")
             if not service.is_up:
                 raise DeadlineExceededError(self.endpoint, got="nobody", expected="somebody")
@@ -106,13 +115,22 @@ class FakeConnection:
                 if service.answers and service.answers[0] == "lost at submit":
                     service.answers.popleft()
                 raise lost(self.endpoint)
+            assert send_within_s is None
             service.got.append(request)
+            service.given_s.append(timeout_s)
             service.events.append("request")
         self._last_id += 1
+        if isinstance(request, InitRequest) and service.swallows:
+            service.swallows -= 1
+            self._swallowed[self._last_id] = time.monotonic() + timeout_s
         self._waiting[self._last_id] = request
         return self._last_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
+        if request_id in self._swallowed:
+            end = min(until, self._swallowed[request_id])
+            time.sleep(max(0.0, end - time.monotonic()))
+            return False
         if isinstance(self._waiting[request_id], InitRequest):
             return True
         if self._lost:
@@ -123,6 +141,8 @@ class FakeConnection:
         request = self._waiting.pop(request_id)
         if self._lost:
             raise lost(self.endpoint)
+        if request_id in self._swallowed:
+            raise DeadlineExceededError(self.endpoint, got="no reply to Init", expected="one")
         if isinstance(request, InitRequest):
             response: Any = FakeInit(self.service.instance or self.endpoint)
         else:

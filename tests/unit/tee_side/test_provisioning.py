@@ -319,6 +319,21 @@ def test_an_incomplete_model_is_refused(saved_model: Models, out: Path) -> None:
     assert "model.layers.2.mlp.down_proj.weight" in error.where
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.down_proj.lora_A.weight"]
+)
+def test_a_model_with_a_tensor_too_many_is_refused(
+    saved_model: Models, out: Path, name: str
+) -> None:
+    """What it adds to the products would be missing in those of the server's weights."""
+    source = out / "model"
+    shutil.copytree(saved_model().directory, source)
+    tensors = load_file(source / SINGLE_FILE)
+    save_file({**tensors, name: torch.ones(96)}, source / SINGLE_FILE)
+    error, _ = _refusal(source, out, ModelError)
+    assert name in str(error)
+
+
 # ------------------------------------------------------------------------------------ failed midway
 
 
@@ -328,6 +343,21 @@ def _edited(source: Path, directory: Path, name: str, value: float) -> Path:
     tensors[name].view(-1)[0] = value
     save_file(tensors, directory / SINGLE_FILE)
     return directory
+
+
+def test_weights_that_overflow_once_they_are_transformed_are_named(
+    saved_model: Models, out: Path
+) -> None:
+    """All that the model holds is finite; a rotation adds up what float16 then cannot hold."""
+    source = _as_dtype(saved_model().directory, out / "model", torch.float16)
+    tensors = load_file(source / SINGLE_FILE)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 60_000.0)
+    save_file(tensors, source / SINGLE_FILE)
+    error, _ = _refusal(source, out, ModelError, mask=FeatureRotation())
+    assert error.where.endswith(f": {name}")
+    assert error.got == "values that are not finite, transformed"
+    assert error.expected == "weights that mask feature-rotation leaves within torch.float16"
 
 
 @pytest.mark.parametrize(

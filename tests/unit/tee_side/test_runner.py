@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.channel import Exchange
 from protocol.curve import ClientKeys
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import (
     CalibrationError,
     DeadlineExceededError,
@@ -27,9 +28,11 @@ from protocol.errors import (
 )
 from tee_side import assembly
 from tee_side.assembly import MaskSettings
+from tee_side.generation import GenerationResult, PadTotals
 from tee_side.observer import OperatorTable
 from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.runner import GenerationResult, PadTotals, Runner, RunnerSettings
+from tee_side.reply_size import largest_reply
+from tee_side.runner import Runner, RunnerSettings
 from tee_side.vocabulary import OPERATORS
 from tests.support import LoopbackChannel, SavedModel, make_model, token_ids, with_results
 
@@ -125,17 +128,31 @@ def test_stop_strings_need_a_tokenizer(model: tuple[Path, Any]) -> None:
 # -------------------------------------------------------------------- services and pads
 
 
+class Connected(LoopbackChannel):
+    """A connection that a runner has opened, and what it said of it."""
+
+    def __init__(self, directory: Path, endpoint: str, settings: dict[str, object]) -> None:
+        super().__init__(directory)
+        self.endpoint = endpoint
+        self.settings = settings
+
+
 @pytest.fixture
-def loopback(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+def opened() -> list[Connected]:
+    """Every connection that runners have opened."""
+    return []
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch, opened: list[Connected]) -> dict[str, Path]:
     """Connect runners to services in this process; the key is what the endpoint names."""
     held: dict[str, Path] = {}
 
-    class Connected(LoopbackChannel):
-        def __init__(self, endpoint: str, **_settings: object) -> None:
-            super().__init__(held[endpoint])
-            self.endpoint = endpoint
+    def connect(endpoint: str, **settings: object) -> Connected:
+        opened.append(Connected(held[endpoint], endpoint, settings))
+        return opened[-1]
 
-    monkeypatch.setattr("tee_side.runner.open_channel", Connected)
+    monkeypatch.setattr("tee_side.runner.open_channel", connect)
     return held
 
 
@@ -191,6 +208,39 @@ def test_round_trips_of_two_services_are_added_up(
     assert counts["two-server"].bytes_sent == 2 * counts["quantized-clear"].bytes_sent
 
 
+@pytest.mark.parametrize("policy", ["shielded", "two-server"])
+def test_services_are_reached_as_the_settings_say_and_bounded_by_what_is_asked_for(
+    saved_model: Models, loopback: dict[str, Path], opened: list[Connected], policy: str
+) -> None:
+    """A reply can be no larger than the largest that a step asks for, whoever sends it."""
+    keys = tuple(ClientKeys(b"secret", name) for name in (b"one", b"two"))
+    given = replace(
+        _offloading(saved_model("llama"), policy, loopback),
+        keys=keys[: load_policy(policy).services],
+        request_timeout_s=7.0,
+        max_message_bytes=2**24,
+        heartbeat_timeout_s=0.75,
+        spin_us=3.0,
+        step_tokens=24,
+    )
+    with Runner(given) as runner:
+        assert len(_generate(runner).token_ids) == 6
+        largest = largest_reply(given.policy, runner.config, 24, torch.float32)
+    assert [channel.endpoint for channel in opened] == list(given.gpu)
+    for channel, own in zip(opened, given.keys, strict=True):
+        assert channel.settings == {
+            "timeout_s": 7.0,
+            "max_message_bytes": 2**24,
+            "spin_us": 3.0,
+            "keys": own,
+            "heartbeat_timeout_s": 0.75,
+        }
+        assert channel.max_reply_bytes == largest < 2**24
+        # What the service says of itself.
+        assert channel.max_message_bytes == DEFAULT_MAX_MESSAGE_BYTES
+        assert channel.one_connection
+
+
 def test_endpoints_that_the_policy_has_no_use_for_are_not_connected_to(
     saved_model: Models, loopback: dict[str, Path]
 ) -> None:
@@ -206,7 +256,7 @@ def test_endpoints_that_the_policy_has_no_use_for_are_not_connected_to(
     [
         ("shielded", (), "no endpoint", "1, because policy shielded uses a gpu-service"),
         ("two-server", (), "no endpoint", "2, because policy two-server uses 2"),
-        ("two-server", ("tcp://a:1",), "1 endpoints", "2, because policy two-server uses 2"),
+        ("two-server", ("tcp://a:1",), "one endpoint", "2, because policy two-server uses 2"),
         ("two-server", ("tcp://a:1", "tcp://a:1"), "tcp://a:1 twice", "do not collude"),
         (
             "two-server",

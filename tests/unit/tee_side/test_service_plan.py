@@ -131,7 +131,7 @@ def test_a_policy_of_which_nothing_leaves_uses_none() -> None:
     ("policy", "texts", "got", "expected"),
     [
         ("tsqp", [], "no endpoint", "1, because policy tsqp uses a gpu-service"),
-        ("two-server", [A], "1 endpoints", "2, because policy two-server uses 2"),
+        ("two-server", [A], "one endpoint", "2, because policy two-server uses 2"),
         ("tsqp", [A, A], f"{A} twice", "each service once"),
         ("tsqp", [f"{A}=0-7", f"{A}=8-"], f"{A}=0-7 and {A}=8-, one and the", "each service once"),
         ("two-server", [A, A], f"{A} twice", "two that do not collude"),

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from protocol.channel import Exchange
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -22,7 +26,10 @@ from protocol.errors import (
 )
 from protocol.link import Link
 from protocol.pending import OversizedRequestError
+from tee_side.services import connected, member, replicas
+from tee_side.services.aggregate import aggregate_errors
 from tee_side.services.plan import ReplicaGroup
+from tests.unit.tee_side import services_fakes
 from tests.unit.tee_side.services_fakes import World, ask, service_error, wrong
 
 PASSING = [
@@ -42,6 +49,32 @@ def world() -> Iterator[World]:
     for services in made.made:
         services.close()
     assert all(connection.closed for connection in made.opened)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The only clock that anything here goes by: sleeping sets it forward, and takes no time."""
+    found = SimpleNamespace(now=1000.0, slept=[])
+    found.monotonic = lambda: found.now
+
+    def sleep(seconds: float) -> None:
+        found.slept.append(seconds)
+        # A little more: what is compared with a moment afterwards has been rounded.
+        found.now += seconds + 1e-5
+
+    found.sleep = sleep
+    for module in (member, replicas, connected, services_fakes):
+        monkeypatch.setattr(module, "time", found)
+    return found
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
+    """Return what was logged: event, endpoint and detail."""
+    found = []
+    for record in caplog.records:
+        fields = record.fields  # type: ignore[attr-defined]
+        found.append((record.getMessage(), fields["endpoint"], fields.get("detail", "")))
+    return found
 
 
 def mismatch() -> ModelMismatchError:
@@ -78,14 +111,13 @@ def test_unknown_ids_are_a_mistake_and_abandoned_ones_are_forgotten(world: World
 
 def test_a_message_limit_is_that_of_the_service_that_names_it(world: World) -> None:
     """One that claims to take next to nothing must not stop what others take."""
-    world.add("a")
+    world.add("a", max_message_bytes=104)
     world.add("b", max_message_bytes=1)
     replicas = world.replicas("b", "a")
     assert replicas.call(ask(elements=26)).endpoint == "a"
     # Nobody takes it: that is what the error says.
-    replicas.limit_messages(100)
     with pytest.raises(ProtocolError) as caught:
-        replicas.call(ask(elements=26))
+        replicas.call(ask(elements=27))
     assert caught.value.code is ErrorCode.LIMIT_EXCEEDED
     assert replicas.call(ask(elements=25)).endpoint == "a"
 
@@ -169,15 +201,21 @@ def test_a_full_queue_is_asked_again_where_nobody_else_is(world: World) -> None:
     assert len(a.got) == 5
 
 
-def test_a_full_queue_until_the_deadline_is_a_deadline_exceeded(world: World) -> None:
+def test_a_full_queue_until_the_deadline_is_a_deadline_exceeded(
+    world: World, clock: SimpleNamespace
+) -> None:
     (a,) = world.add("a")
     replicas = world.replicas("a")
     a.answers = deque([service_error(ErrorCode.QUEUE_FULL)] * 10_000)
     with pytest.raises(DeadlineExceededError) as caught:
-        replicas.call(ask(), 0.1)
-    assert caught.value.got.startswith("no reply within 0.1 s (a: error reply QUEUE_FULL")
-    # It is asked less and less often.
-    assert 2 <= len(a.got) <= 6
+        replicas.call(ask(), 1.0)
+    assert caught.value.got.startswith("no reply within 1 s (a: error reply QUEUE_FULL")
+    # It is asked less and less often, and no later than there is time.
+    assert clock.slept == pytest.approx(
+        [0.01, 0.02, 0.04, 0.08, 0.16, 0.2, 0.2, 0.2, 0.09], rel=1e-3
+    )
+    assert len(a.got) == 9
+    assert clock.now == pytest.approx(1001.0, abs=1e-3)
 
 
 def test_a_lone_service_that_comes_back_is_asked_after_a_new_handshake(world: World) -> None:
@@ -194,14 +232,15 @@ def test_a_lone_service_that_comes_back_is_asked_after_a_new_handshake(world: Wo
     assert set(a.events[2:-2]) <= {"Init"}
 
 
-def test_a_lone_service_that_stays_away_is_one_error_at_the_deadline(world: World) -> None:
+def test_a_lone_service_that_stays_away_is_one_error_at_the_deadline(
+    world: World, clock: SimpleNamespace
+) -> None:
     (a,) = world.add("a")
     replicas = world.replicas("a")
     a.answers, a.up = deque(["lost"]), False
-    started = time.monotonic()
     with pytest.raises(DeadlineExceededError) as caught:
         replicas.call(ask(), 0.2)
-    assert 0.2 <= time.monotonic() - started < 1.2
+    assert clock.now == pytest.approx(1000.2, abs=1e-3)
     assert caught.value.where == "LMHead at a"
     assert caught.value.got == "no reply within 0.2 s (a: a lost connection)"
     assert caught.value.retryable
@@ -355,18 +394,53 @@ def test_a_service_that_is_silent_is_asked_again_only_after_a_handshake(world: W
     assert a.events == ["Init", "request", "Init", "request"]
 
 
-def test_the_wall_clock_may_jump(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wall_clock_may_jump(world: World, clock: SimpleNamespace) -> None:
     (a,) = world.add("a")
     replicas = world.replicas("a")
     jumps = iter(range(10**6))
-    monkeypatch.setattr(time, "time", lambda: float((-1) ** next(jumps) * 10**9))
+    clock.time = lambda: float((-1) ** next(jumps) * 10**9)
     a.answers = deque([service_error(ErrorCode.QUEUE_FULL)])
     replicas.call(ask(), 2.0)
     a.answers, a.up = deque(["lost"]), False
-    started = time.monotonic()
+    began = clock.now
     with pytest.raises(DeadlineExceededError):
         replicas.call(ask(), 0.1)
-    assert 0.1 <= time.monotonic() - started < 1.1
+    assert clock.now - began == pytest.approx(0.1, abs=1e-3)
+
+
+def test_what_is_sent_again_has_what_is_left_of_its_time(
+    world: World, clock: SimpleNamespace
+) -> None:
+    """However often it is lost, and whoever comes back: a deadline is that of the request."""
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    for connection in world.opened:
+        wait = connection.wait
+
+        def slowly(request_id: int, wait: Any = wait) -> Exchange:
+            clock.now += 2.0
+            found: Exchange = wait(request_id)
+            return found
+
+        connection.wait = slowly  # type: ignore[method-assign]
+    a.answers, b.answers, a.up = deque(["lost"]), deque(["lost"]), False
+    a.comes_back = clock.now + 4.5
+    assert replicas.call(ask()).endpoint == "b"
+    assert a.given_s == [5.0]
+    assert b.given_s == pytest.approx([3.0, 1.0], abs=0.3)
+
+
+def test_a_handshake_that_is_not_answered_is_begun_again(
+    world: World, clock: SimpleNamespace
+) -> None:
+    """A service may take a connection, and be gone before it reads what came over it."""
+    (a,) = world.add("a")
+    replicas = world.replicas("a")
+    a.answers, a.swallows = deque(["lost"]), 1
+    assert replicas.call(ask(), 60.0).endpoint == "a"
+    assert a.events == ["Init", "request", "Init", "Init", "request"]
+    assert a.connections == 3
+    assert clock.now == pytest.approx(1005.1, abs=0.1)
 
 
 def test_a_modelled_link_lies_over_each_of_them(world: World) -> None:
@@ -381,6 +455,47 @@ def test_a_modelled_link_lies_over_each_of_them(world: World) -> None:
         assert exchange.elapsed_ns >= 2_000_000
     assert len(b.got) == 3
     assert replicas.traffic.round_trips == 3 + 2
+
+
+# ----------------------------------------------------------------------------- what people hear
+
+
+def test_what_becomes_of_a_service_is_logged(
+    world: World, caplog: pytest.LogCaptureFixture, clock: SimpleNamespace
+) -> None:
+    """With a stand-in the run goes on: this is all that an operator hears of it."""
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    assert not caplog.records  # a healthy start says nothing
+    a.answers, a.up, a.comes_back = deque(["lost"]), False, clock.now + 0.3
+    replicas.call(ask())
+    b.answers, b.up = deque([service_error(ErrorCode.SHUTTING_DOWN)]), False
+    exchange = replicas.call(ask())
+    assert exchange.endpoint == "a"
+    b.up = True
+    replicas.distrust(exchange, wrong())
+    replicas.call(ask())
+    assert events(caplog) == [
+        ("service_lost", "a", "a: got a lost connection, expected a service"),
+        ("service_draining", "b", str(service_error(ErrorCode.SHUTTING_DOWN))),
+        ("service_ready", "a", ""),
+        ("service_quarantined", "a", str(wrong())),
+        ("service_ready", "b", ""),
+    ]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_the_gravest_of_what_services_said_is_the_kind_of_the_error(order: tuple[int, ...]) -> None:
+    """A wrong result must not be reported as something less."""
+    kinds: list[TsqpError] = [
+        wrong(),
+        mismatch(),
+        ReplyError("reply", got="Linear", expected="LMHead"),
+    ]
+    for gravest in range(3):
+        said = {str(index): kinds[index] for index in order if index >= gravest}
+        said["other"] = service_error(ErrorCode.INTERNAL)
+        assert type(aggregate_errors("LMHead", said, None)) is type(kinds[gravest])
 
 
 # --------------------------------------------------------------------------------- quarantine
@@ -438,6 +553,36 @@ def test_bad_bytes_end_a_service_for_the_rest_of_the_run(world: World, error: Ts
     b.answers = deque(["lost"])
     assert replicas.call(ask()).endpoint == "b"
     assert a.connections == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ProtocolError("reply", got="x", expected="y", code=ErrorCode.MALFORMED_MESSAGE),
+        ReplyError("reply", got="Linear", expected="LMHead"),
+    ],
+    ids=["bytes", "operator"],
+)
+def test_bad_bytes_before_a_loss_end_a_service_for_the_rest_of_the_run(
+    world: World, error: TsqpError
+) -> None:
+    """Its last bytes are looked at when the loss is noticed; it is no lost one that may be back."""
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+
+    def refuse(_id: int, _until: float = 0.0) -> bool:
+        raise error
+
+    world.opened[0].arrived = refuse  # type: ignore[method-assign]
+    a.answers = deque(["lost"])
+    assert [replicas.wait(request_id).endpoint for request_id in ids] == ["b"] * 3
+    b.answers = deque(["lost"])
+    assert replicas.call(ask()).endpoint == "b"
+    assert a.connections == 1
+    b.answers = deque([service_error(ErrorCode.INTERNAL)])
+    with pytest.raises(type(error), match=f"a: {error.got}; b: error reply INTERNAL"):
+        replicas.call(ask())
 
 
 def test_a_service_that_comes_back_with_another_model_is_refused(world: World) -> None:
@@ -629,8 +774,25 @@ def test_a_missing_replica_is_left_out_with_a_warning(
 
 def test_nobody_there_is_a_deadline_exceeded_that_names_all(world: World) -> None:
     world.add("a", "b", up=False)
-    with pytest.raises(DeadlineExceededError, match="a and b: got no reply to Init within 1 s"):
+    with pytest.raises(DeadlineExceededError, match=r"^Init at a and b: got no reply within 1 s, "):
         world.replicas("a", "b")
+
+
+def test_what_those_that_are_not_ready_at_start_said_is_one_line(world: World) -> None:
+    _, b = world.add("a", "b", up=False)
+    b.up, b.held = True, service_error(ErrorCode.SHUTTING_DOWN)
+    with pytest.raises(DeadlineExceededError) as caught:
+        world.replicas("a", "b")
+    said = "no reply within 1 s (b: error reply SHUTTING_DOWN)"
+    assert (caught.value.where, caught.value.got) == ("Init at a and b", said)
+
+
+def test_a_lone_service_that_is_not_ready_at_start_says_so_itself(world: World) -> None:
+    (a,) = world.add("a")
+    a.held = service_error(ErrorCode.SHUTTING_DOWN)
+    with pytest.raises(ServiceError) as caught:
+        world.replicas("a")
+    assert caught.value is a.held
 
 
 def test_a_replica_with_another_model_is_refused_at_start(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,11 @@ def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
 def test_streamed_text_equals_the_text_that_was_encoded(tokenizer: Tokenizer, text: str) -> None:
     """Most characters here are split over several byte tokens."""
     ids = tokenizer.encode(text)
-    assert _stream(tokenizer, ids) == tokenizer.decode(ids) == text
+    streamer = tokenizer.streamer()
+    streamed = "".join(streamer.feed(token_id) for token_id in ids)
+    # What ends so looks like the first half of a character, and is kept until nothing more comes.
+    assert streamed == text or text.endswith("\ufffd")
+    assert streamed + streamer.flush() == tokenizer.decode(ids) == text
 
 
 @given(text=st.text(max_size=20))
@@ -201,8 +206,59 @@ def test_a_template_file_wins_over_the_one_in_the_configuration(
 
 
 def test_messages_that_the_template_refuses_are_a_prompt_error(tokenizer: Tokenizer) -> None:
-    with pytest.raises(PromptError, match="unknown role"):
+    with pytest.raises(PromptError, match="chat template: got TemplateError"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+CANARY = "canary-5309"
+
+
+def _chain(error: BaseException) -> str:
+    """Return all that a traceback of an error would print of it."""
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('odd: ' ~ messages[0].content) }}",
+        "{{ messages[0][messages[0].content] + 1 }}",
+    ],
+)
+def test_what_a_template_says_of_the_messages_is_not_shown(
+    directory: Path, tmp_path: Path, template: str
+) -> None:
+    tokenizer = _with_template(directory, tmp_path, template)
+    with pytest.raises(PromptError) as caught:
+        tokenizer.apply_chat_template([{"role": "user", "content": CANARY}])
+    assert CANARY not in _chain(caught.value)
+    assert caught.value.got.endswith(" (a template's own words are not shown)")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: t.encode(CANARY),
+        lambda t: t.decode([1, 2]),
+        lambda t: t.streamer().feed(1),
+    ],
+    ids=["encode", "decode", "stream"],
+)
+def test_what_the_library_says_of_a_text_is_not_shown(
+    directory: Path, use: Callable[[Tokenizer], object]
+) -> None:
+    class Talks:
+        def encode(self, *_: object, **__: object) -> None:
+            raise ValueError(f"no token for {CANARY}")
+
+        decode = encode
+
+    tokenizer = Tokenizer(directory)
+    tokenizer._raw = Talks()
+    with pytest.raises(ModelError) as caught:
+        use(tokenizer)
+    assert CANARY not in _chain(caught.value)
+    assert caught.value.got == "ValueError on use"
 
 
 @pytest.mark.parametrize(
@@ -387,7 +443,7 @@ def test_a_panic_that_nobody_foresaw_ends_a_program_with_one_line(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_what_is_not_of_the_library_passes(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), module._library_errors(tmp_path):
+    with pytest.raises(error), module._library_errors(tmp_path, quoted=True):
         raise error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from protocol.errors import ActivationRangeError, KernelError
 from protocol.integer import exact_product
@@ -59,14 +60,16 @@ def _product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("out_features", "bits", "vectors"),
     [
-        (1, 8, 6),
-        (48, 8, 6),
-        (2**14, 8, 6),
-        (2**14 + 1, 7, 7),
-        (28_672, 7, 7),
-        (2**15 + 1, 6, 8),
-        (2**16 + 1, 5, 10),
-        (131_071, 5, 10),
+        (1, 23, 3),
+        (48, 17, 3),
+        (2048, 12, 4),
+        (2049, 11, 5),
+        (2**14, 9, 6),
+        (2**14 + 1, 8, 6),
+        (28_672, 8, 6),
+        (2**15 + 1, 7, 7),
+        (2**16 + 1, 6, 8),
+        (131_071, 6, 8),
     ],
 )
 def test_wider_products_have_shorter_entries_and_more_vectors(
@@ -74,9 +77,10 @@ def test_wider_products_have_shorter_entries_and_more_vectors(
 ) -> None:
     assert (bits_of(out_features), vectors_for(out_features)) == (bits, vectors)
     assert bits * vectors >= SECURITY_BITS >= 48
-    # y s, for any y that fits 32 bits, and the difference of two such sums.
-    largest = out_features * 2**31 * 2 ** (bits - 1)
-    assert 2 * largest <= 2**53
+    # y s, for any y that fits 32 bits.
+    assert out_features * 2**31 * 2 ** (bits - 1) <= 2**53
+    # W^T s is computed modulo 2^32.
+    assert out_features * 127 * 2 ** (bits - 1) < 2**31
 
 
 def test_more_outputs_than_a_product_can_have_are_refused() -> None:
@@ -89,7 +93,9 @@ def test_more_outputs_than_a_product_can_have_are_refused() -> None:
 def test_an_honest_product_of_integers_passes(shape: tuple[int, int], rows: int) -> None:
     weight = _weight(*shape)
     check = ExactCheck.draw(weight, Randomness())
-    assert check._secret.shape == (vectors_for(shape[0]), sum(shape))
+    assert check._vectors.shape == (vectors_for(shape[0]), shape[0])
+    assert check._products.shape == (vectors_for(shape[0]), shape[1])
+    assert check.nbytes == 8 * vectors_for(shape[0]) * sum(shape)
     x = _inputs(rows, weight)
     y = _product(x, weight)
     # Guards the test: the product is what int64 says, and next to the largest that there is.
@@ -152,10 +158,41 @@ def test_a_wrong_row_among_many_is_refused_wherever_it_is() -> None:
     weight = _weight(2048, 32)
     check, x = ExactCheck.draw(weight, Randomness()), _inputs(600, weight)
     y = _product(x, weight)
-    block = 2**19 // (2048 + 32)
+    block = 2**19 // 2048
     assert 0 < block < 600
     for row in (0, block - 1, block, 2 * block, 599):
         assert not check.holds(x, _with(y, row, 5, y[row, 5] + 1))
+
+
+class _LargestDouble(TorchFunctionMode):
+    """Notes how many elements the largest tensor in float64 has that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype is torch.float64:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("shape", [(4096, 2), (2, 4096)])
+def test_many_rows_are_not_copied_all_at_once(shape: tuple[int, int]) -> None:
+    """A block fits into 4 MB of float64, whichever side is the wide one."""
+    weight = _weight(*shape)
+    check, x = ExactCheck.draw(weight, Randomness()), _inputs(1000, weight)
+    y = _product(x, weight)
+    with _LargestDouble() as largest:
+        assert check.holds(x, y)
+    assert 2**18 < largest.elements <= 2**19
 
 
 def test_a_product_that_wrapped_is_refused() -> None:
@@ -181,50 +218,50 @@ def test_the_check_is_exact_at_the_largest_numbers_that_there_are(
     assert check.holds(x, y)
     for column in (0, out_features // 2, out_features - 1):
         assert not check.holds(x, _with(y, 0, column, y[0, column] + 1)) or _blind(check, column)
-    # Any difference of two 32-bit numbers: sums of 2^53 are still what they should be.
     for value in (-(2**31), LIMIT):
         extreme = torch.full_like(y, value)
-        found = torch.cat((x, extreme), 1).double() @ check._secret.t()
-        exact = _exact_sums(check, x, extreme)
-        assert found.long().tolist() == exact.tolist()
+        _check_sums(check, x, extreme)
         assert not check.holds(x, extreme)
 
 
-def test_sums_are_exact_where_all_secrets_are_the_largest() -> None:
-    """The worst secrets that can be drawn with the widest product: 131,071 times -16."""
-    O = 131_071  # noqa: E741
-    bits = bits_of(O)
-    s_kO = torch.full((vectors_for(O), O), -(2 ** (bits - 1)), dtype=torch.float64)
-    weight = torch.full((O, 1), -127, dtype=torch.float64)
-    check = ExactCheck(1, O, torch.cat((-(s_kO @ weight), s_kO), 1))
+@pytest.mark.parametrize("outputs", [2**11, 2**14, 2**14 + 1, 131_071])
+def test_sums_are_exact_where_all_secrets_are_the_largest(outputs: int) -> None:
+    """The worst secrets that can be drawn: 2,048 times -2048, ..., 131,071 times -32."""
+    s_kO = torch.full(
+        (vectors_for(outputs), outputs), -(2.0 ** (bits_of(outputs) - 1)), dtype=torch.float64
+    )
+    weight = torch.full((outputs, 1), -127, dtype=torch.float64)
+    check = ExactCheck(s_kO, s_kO @ weight)
     x = torch.tensor([[-(LIMIT // 127)]], dtype=torch.int32)
-    y = torch.full((1, O), int(x) * -127, dtype=torch.int32)
+    y = torch.full((1, outputs), int(x) * -127, dtype=torch.int32)
     assert check.holds(x, y)
     for value in (-(2**31), LIMIT):
-        extreme = torch.full_like(y, value)
-        found = torch.cat((x, extreme), 1).double() @ check._secret.t()
-        assert found.long().tolist() == _exact_sums(check, x, extreme).tolist()
-    # One unit beside sums of 2^52 and more is not lost.
-    assert not check.holds(x, _with(y, 0, O - 1, y[0, O - 1] + 1))
+        _check_sums(check, x, torch.full_like(y, value))
+    # One unit beside sums of nearly 2^53 is not lost.
+    assert not check.holds(x, _with(y, 0, outputs - 1, y[0, outputs - 1] + 1))
 
 
-def _exact_sums(check: ExactCheck, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.cat((x, y), 1).long() @ check._secret.long().t()
+def _check_sums(check: ExactCheck, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Compare both sides of the check with int64."""
+    for secret, numbers in ((check._vectors, y), (check._products, x)):
+        found = secret @ numbers.double().t()
+        assert found.long().tolist() == (secret.long() @ numbers.long().t()).tolist()
+        assert float(found.abs().max()) <= 2**53
 
 
 def _blind(check: ExactCheck, column: int) -> bool:
     """Say whether all vectors are zero at an output: once in 2^48 draws."""
-    return bool((check._secret[:, check.in_features + column] == 0).all())
+    return bool((check._vectors[:, column] == 0).all())
 
 
 # ------------------------------------------------------------------------------- the secrets
 
 
 def test_entries_are_uniform_over_their_bits() -> None:
-    """Of 8 bits, and of fewer, where a bias of rounding would show."""
-    for out_features, bits in ((2**14, 8), (28_672, 7), (60_000, 6)):
+    """Of any number of bits, where a bias of rounding would show."""
+    for out_features, bits in ((2**13, 10), (2**14, 9), (28_672, 8), (60_000, 7)):
         check = ExactCheck.draw(torch.zeros(out_features, 1, dtype=torch.int8), Randomness())
-        s = check._secret[:, 1:].long()
+        s = check._vectors.long()
         low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
         assert (int(s.min()), int(s.max())) == (low, high)
         counts = torch.bincount((s - low).flatten(), minlength=2**bits).double()
@@ -237,13 +274,14 @@ def test_entries_are_uniform_over_their_bits() -> None:
 
 def test_an_error_of_one_element_passes_one_vector_as_rarely_as_promised() -> None:
     """The best that an adversary can do who knows b and k: any element, any size."""
-    weight, randomness = _weight(64, 8), Randomness()
+    O = 28_672  # noqa: E741
+    weight, randomness = _weight(O, 2), Randomness()
     x = _inputs(1, weight)
     y, passed, tried = _product(x, weight), 0, 0
     for draw in range(300):
         check = ExactCheck.draw(weight, randomness)
-        wrong = _with(y, 0, draw % 64, y[0, draw % 64] + 1 + draw)
-        sums = torch.cat((x, wrong), 1).double() @ check._secret.t()
+        wrong = _with(y, 0, 90 * draw, y[0, 90 * draw] + 1 + draw)
+        sums = check._vectors @ wrong.double().t() - check._products @ x.double().t()
         passed += int((sums == 0).sum())
         tried += sums.numel()
         assert bool((sums == 0).all()) == check.holds(x, wrong)
@@ -258,21 +296,20 @@ def test_an_adversary_that_guesses_the_secrets_is_refused() -> None:
     x = _inputs(1, weight)
     y = _product(x, weight)
     drawn = ExactCheck.draw(weight, Randomness())
-    guess = ExactCheck(48, 64, drawn._secret[:2])
+    guess = ExactCheck(drawn._vectors[:1], drawn._products[:1])
     wrong = y + _unseen_by(guess)
     assert guess.holds(x, wrong)
     for _ in range(50):
         assert not ExactCheck.draw(weight, Randomness()).holds(x, wrong)
-    # Nor does it help to know two of the six: the others are independent of them.
+    # Nor does it help to know one of the three: the others are independent of it.
     assert not drawn.holds(x, wrong)
 
 
 def _unseen_by(check: ExactCheck) -> torch.Tensor:
-    """Return an error, int32 [1, O], that a check of two vectors does not see."""
-    s_2O = check._secret[:, check.in_features :].long()
-    O = s_2O.shape[1]  # noqa: E741
-    errors = list(torch.eye(O, dtype=torch.int64))
-    for s_O in s_2O:
+    """Return an error, int32 [1, O], that a check of one vector does not see."""
+    s_1O = check._vectors.long()
+    errors = list(torch.eye(s_1O.shape[1], dtype=torch.int64))
+    for s_O in s_1O:
         # Two errors with sums t and u make one of which nothing is left: u times one - t the other.
         sums = [int(s_O @ error) for error in errors]
         pairs = list(zip(errors, sums, strict=True))
@@ -291,11 +328,11 @@ def test_secrets_differ_from_draw_to_draw_and_from_run_to_run() -> None:
     weight, one = _weight(64, 48), Randomness()
     first, second = ExactCheck.draw(weight, one), ExactCheck.draw(weight, one)
     third = ExactCheck.draw(weight, Randomness())
-    assert not torch.equal(first._secret, second._secret)
-    assert not torch.equal(first._secret, third._secret)
+    assert not torch.equal(first._vectors, second._vectors)
+    assert not torch.equal(first._vectors, third._vectors)
     floats = weight.float()
     assert not torch.equal(
-        FloatCheck.draw(floats, one)._secret, FloatCheck.draw(floats, Randomness())._secret
+        FloatCheck.draw(floats, one)._vectors, FloatCheck.draw(floats, Randomness())._vectors
     )
 
 
@@ -308,19 +345,18 @@ def test_no_secret_is_shown(shown: Callable[[object], str]) -> None:
     ):
         text = shown(check)
         assert "tensor" not in text
-        assert "secret" not in text
-        assert "in_features=48" in text  # guards the test
+        assert "_vectors" not in text
+        assert "_products" not in text
+        assert type(check).__name__ in text  # guards the test
 
 
 def test_vectors_and_their_products_belong_together() -> None:
     weight = _weight(64, 48)
     exact = ExactCheck.draw(weight, Randomness())
-    s_kO = exact._secret[:, 48:]
-    assert torch.equal(exact._secret[:, :48], -(s_kO @ weight.double()))
+    assert torch.equal(exact._products, exact._vectors @ weight.double())
     floats = FloatCheck.draw(weight.float(), Randomness())
-    s_kO = floats._secret[:, 48:]
-    assert s_kO.shape == (FLOAT_VECTORS, 64)
-    torch.testing.assert_close(floats._secret[:, :48], -(s_kO @ weight.double()))
+    assert floats._vectors.shape == (FLOAT_VECTORS, 64)
+    torch.testing.assert_close(floats._products, floats._vectors @ weight.double())
     assert floats.gain == pytest.approx(float(weight.double().norm()) / 48**0.5)
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from gpu_side.metrics import StateCollector
+from gpu_side.state import ServiceState
 from protocol.errors import PolicyError
 from protocol.messages import FUSED_MODULES, LinearRequest
 from tee_side.masks.mask import Masked, RowMask
@@ -23,7 +25,8 @@ from tsqp.cli.main import command
 
 Models = Callable[..., SavedModel]
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "examples"
 POLICIES = ("my_policy.toml", "my_policy.py")
 NEW_TOKENS = 12
@@ -50,6 +53,27 @@ def _blocks(page: str) -> list[tuple[str, str]]:
     """Return language and text of the fenced blocks of a page."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_for_operators_names_all_metrics_and_events() -> None:
+    page = (DOCS / "operate-metrics.md").read_text(encoding="utf-8")
+    state = ServiceState()
+    state.counters.of("Matmul").outcomes["OK"] += 1
+    metrics = {
+        sample.name for family in StateCollector(state).collect() for sample in family.samples
+    }
+    named = set(re.findall(r"`(tsqp_\w+)", page))
+    assert {re.sub("_(bucket|count|sum|created)$", "", name) for name in metrics} == named
+    said = re.compile(r"\blog\.(?:info|warning|error|exception)\(\s*\"(\w+)\"")
+    sources = [
+        p.read_text("utf-8") for d in ("gpu_side", "tee_side") for p in (ROOT / d).rglob("*.py")
+    ]
+    events = {event for source in sources for event in said.findall(source)}
+    events |= set(re.findall(r'_log\(member, "(\w+)"', "".join(sources)))
+    assert {"ready", "no_more_clients", "service_quarantined", "liar_unknown"} <= events
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {name for name in listed if not name.startswith("tsqp_")} == events
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from protocol.errors import PolicyError, SettingsError
 from protocol.messages import Timing
 from protocol.model.config import read_config
 from tee_side.assembly import MaskSettings
+from tee_side.layer_range import LayerRange
 from tee_side.masks.feature_rotation import FeatureRotation
 from tee_side.masks.row_rotation import RowRotation
 from tee_side.observer import OperatorTable
 from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
-from tee_side.policy import LayerRange, Placement, Policy, builtin_policies, load_policy
+from tee_side.policy import Placement, Policy, builtin_policies, load_policy
 from tee_side.provisioning import provision
 from tee_side.vocabulary import OPERATORS, PHASES, Phase
 from tests.support import SavedModel, Tee, assemble, token_ids, with_results

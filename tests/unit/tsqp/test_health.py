@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from gpu_side.access import ServiceKeys
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Listener
-from protocol.curve import ServiceKeys, new_key_pair
+from protocol.curve import new_key_pair
 from protocol.encoding import encode_reply, open_request
 from protocol.errors import EndpointError, ErrorCode, SettingsError
 from protocol.messages import HealthReply, Response

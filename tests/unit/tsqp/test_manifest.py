@@ -35,7 +35,7 @@ def _make(model: Path, *arguments: str) -> Result:
 
 
 def _made(model: Path, *arguments: str) -> str:
-    """Make a manifest beside the model and return its digest."""
+    """Make a manifest, inside the model without other arguments, and return its digest."""
     result = _make(model, *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout.split()[-1]
@@ -52,7 +52,7 @@ def _refusal(error: type[TsqpError], model: Path, *arguments: str) -> TsqpError:
     return result.exception
 
 
-def test_it_is_written_beside_the_model_and_its_digest_is_printed(model: Path) -> None:
+def test_it_is_written_inside_the_model_and_its_digest_is_printed(model: Path) -> None:
     result = _make(model)
     path = model / "manifest.json"
     first, second = result.stdout.splitlines()
@@ -69,6 +69,16 @@ def test_a_file_is_overwritten_only_by_force(model: Path, tmp_path: Path) -> Non
     assert path.read_bytes() == b"precious"
     _made(model, "-o", str(path), "--force")
     assert Manifest.load(path).version == 1
+
+
+def test_none_is_written_into_the_installed_program(tmp_path: Path) -> None:
+    result = _make(Path("demo"))
+    assert isinstance(result.exception, SettingsError)
+    assert result.exception.where == "--output"
+    assert not (model_directory("demo") / "manifest.json").exists()
+    path = tmp_path / "m"
+    _made(Path("demo"), "-o", str(path))
+    assert len(Manifest.load(path).tensors) == 47
 
 
 def test_a_folder_that_is_not_there_is_refused_before_the_work(model: Path) -> None:
@@ -94,12 +104,13 @@ def test_a_run_with_the_right_manifest_is_the_same_run(model: Path) -> None:
     assert found == expected
 
 
-def test_a_run_says_what_a_manifest_beside_the_model_is_worth(model: Path, tmp_path: Path) -> None:
+def test_a_run_says_what_a_manifest_inside_the_model_is_worth(model: Path, tmp_path: Path) -> None:
     _made(model)
     beside, elsewhere = model / "manifest.json", tmp_path / "m"
     result = _generate(model, "--manifest", str(beside))
     assert result.exit_code == 0
-    assert f"{beside} lies beside the model, and is taken without --manifest-dig" in result.stderr
+    said = f"{beside} lies in the model's directory, and is taken without --manifest-digest"
+    assert said in result.stderr
     shutil.copy(beside, elsewhere)
     assert _generate(model, "--manifest", str(elsewhere)).stderr == ""
 

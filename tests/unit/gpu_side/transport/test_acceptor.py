@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import socket
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from gpu_side.log_limit import LIMITS, limited
 from gpu_side.transport.acceptor import Acceptor
 from protocol.liveness import PROBE
 from tests.unit.protocol.streams import raw_socket
@@ -117,6 +119,8 @@ def test_of_too_many_who_probe_the_one_that_was_idle_longest_goes(
 
 def test_others_wait_until_a_client_has_left(acceptor: Acceptor, endpoint: str) -> None:
     with ExitStack() as stack:
+        probing = stack.enter_context(raw_socket(endpoint))
+        assert _is_answered(probing)
         waiting = [stack.enter_context(raw_socket(endpoint)) for _ in range(3)]
         for raw in waiting:
             raw.sendall(b"\x01")
@@ -125,7 +129,9 @@ def test_others_wait_until_a_client_has_left(acceptor: Acceptor, endpoint: str) 
             arrived += _arrivals(acceptor)
         for connection in arrived:
             stack.enter_context(connection)
-        assert not select.select([acceptor.ready_fd], [], [], 0.02)[0]
+        # Its thread has looked a few times since: it would have let in the third by now.
+        assert [_is_answered(probing) for _ in range(5)] == [True] * 5
+        assert not select.select([acceptor.ready_fd], [], [], 0)[0]
         acceptor.client_closed()
         for connection in _arrivals(acceptor):
             stack.enter_context(connection)
@@ -225,6 +231,23 @@ def test_what_cannot_be_watched_is_turned_away(
         assert _is_answered(raw)
 
 
+def test_few_lines_say_that_there_is_no_room(
+    acceptor: Acceptor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with limited(logging.getLogger("gpu_service")):
+        for _ in range(20):
+            acceptor.pause_accepting()
+    lines, _ = LIMITS["no_more_clients"]
+    assert caplog.messages == ["no_more_clients"] * lines
+
+
+def test_stopping_is_no_failure(acceptor: Acceptor) -> None:
+    assert not acceptor.failed
+    acceptor.stop()
+    assert not acceptor.failed
+    assert not select.select([acceptor.ready_fd], [], [], 0)[0]
+
+
 def test_stopping_keeps_connections_and_closing_ends_them(
     listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,3 +307,6 @@ def test_should_it_fail_it_says_so_and_everybody_notices(
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.getMessage() == "acceptor_failed"
     assert record.exc_info is not None
+    assert acceptor.failed
+    # Whoever waits for arrivals is woken.
+    assert select.select([acceptor.ready_fd], [], [], 0)[0]

@@ -17,10 +17,11 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from gpu_side.access import ServiceKeys
 from gpu_side.transport import zmq_listener
 from gpu_side.transport.zap import DOMAIN, ZapHandler
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.curve import ClientKeys, ServiceKeys
+from protocol.curve import ClientKeys
 from protocol.encoding import encode_reply, open_request
 from protocol.errors import EndpointError, SettingsError
 from protocol.messages import LMHeadRequest, TensorReply
@@ -29,6 +30,8 @@ from protocol.zmq_channel import ZmqChannel
 from tests.fault.wire import inline
 
 LONG_S = 3600.0
+# Of heartbeats, which are not the subject here: a busy machine must not end a connection.
+CALM_S = 60.0
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
 
 SERVICE_PUBLIC, SERVICE_SECRET = zmq.curve_keypair()
@@ -42,14 +45,21 @@ class Service:
     """A listener, and a thread that answers whatever it hands out."""
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None = KEYS) -> None:
-        self.listener = ZmqListener(endpoint, keys=keys)
+        self.listener = ZmqListener(endpoint, keys=keys, heartbeat_timeout_s=CALM_S)
         self.endpoint = self.listener.endpoint
         self.served = 0
+        self.failure: EndpointError | None = None
         self._reader, self._writer = socket.socketpair()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
+        try:
+            self._answer_all()
+        except EndpointError as error:
+            self.failure = error
+
+    def _answer_all(self) -> None:
         reply = TensorReply(output=from_torch(torch.ones(2)))
         while self.listener.wait(wakeup=self._reader):
             while (incoming := self.listener.receive()) is not None:
@@ -57,6 +67,10 @@ class Service:
                 opened = open_request(incoming.frames, 2**30)
                 frames = encode_reply(opened.form, opened.request_id, opened.method, reply)
                 self.listener.send(incoming.route, frames)
+
+    def has_ended(self) -> bool:
+        self._thread.join(30)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         self._writer.send(b"x")
@@ -93,7 +107,7 @@ def _channel(
     timeout_s: float = LONG_S,
 ) -> ZmqChannel:
     keys = None if secret is None else ClientKeys(secret, service)
-    return ZmqChannel(endpoint, timeout_s=timeout_s, keys=keys)
+    return ZmqChannel(endpoint, timeout_s=timeout_s, keys=keys, heartbeat_timeout_s=CALM_S)
 
 
 def _events_until(channel: ZmqChannel, what: str) -> None:
@@ -198,7 +212,7 @@ def _fail(*_: object) -> None:
     raise _Fault
 
 
-def test_where_the_zap_handler_has_died_nobody_gets_in(
+def test_where_the_zap_handler_has_died_nobody_gets_in_and_the_listener_says_so(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _channel(service.endpoint) as inside:
@@ -207,12 +221,13 @@ def test_where_the_zap_handler_has_died_nobody_gets_in(
             patch.setattr(ZapHandler, "_answer", _fail)
             with _channel(service.endpoint) as channel, pytest.raises(EndpointError):
                 channel.call(REQUEST)
-        # It stays dead, for strangers and friends; and those inside stay inside.
+        # It stays dead, for strangers and friends.
         for secret in (FRIEND_SECRET, STRANGER_SECRET):
             with _channel(service.endpoint, secret) as channel, pytest.raises(EndpointError):
                 channel.call(REQUEST)
-        inside.call(REQUEST)
-    assert service.served == 2
+    assert service.has_ended()
+    assert "no thread that lets clients in" in str(service.failure)
+    assert service.served == 1
     assert "zap_handler_failed" in caplog.messages
 
 
@@ -296,6 +311,31 @@ def test_a_cut_waits_for_whatever_is_in_the_way_of_binding_again(
         _events_until(other, "the listener did not cut all")
         other.call(REQUEST)
     assert len(refusals) == 20
+
+
+def test_a_cut_after_which_the_address_cannot_be_bound_ends_the_service(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = 0
+
+    def taken(_: zmq.Socket[bytes], address: str) -> object:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1000:
+            raise _Fault
+        raise zmq.ZMQError(errno.EADDRINUSE)
+
+    listener = ZmqListener(endpoint, keys=KEYS)
+    assert listener._zap_handler is not None
+    listener._zap_handler._answer(_asked())
+    monkeypatch.setattr(zmq_listener, "_REBIND_S", 0.01)
+    listener.allow(frozenset({OTHER}))
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.Socket, "bind", taken)
+        with pytest.raises(EndpointError, match="the address that was ours a moment ago") as info:
+            listener.receive()
+    assert info.value.got == "Address already in use"
+    listener.close()
 
 
 def test_more_keys_disturb_nobody(service: Service) -> None:
@@ -405,6 +445,8 @@ def test_whoever_is_refused_is_counted_and_logged_with_the_reason(
 
 
 def test_it_knows_whom_it_let_in(handler: ZapHandler) -> None:
+    # Who knocked and was refused is nobody whose connection is to be cut.
+    handler._answer(_asked(key=z85.decode(STRANGER)))
     assert not handler.replace_list(frozenset())
     handler.replace_list(frozenset({FRIEND}))
     handler._answer(_asked())

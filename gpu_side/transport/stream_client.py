@@ -1,0 +1,117 @@
+"""One connection of a stream's listener, and the patience with all that do not read.
+
+When a client is read from, and when it has stalled, is said here; what follows from it is the
+listener's business (`gpu_side.transport.stream_listener`).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+from protocol.encoding import MAX_FRAMES
+from protocol.memory_pool import MemoryPool
+from protocol.stream_wire import MessageReader, MessageWriter
+from protocol.tensors import frame_bytes
+
+# A client with so many requests, or so many bytes in them, that nobody has taken yet is not read
+# from. Beside them at most one more is being received.
+QUEUED_REQUESTS = 64
+QUEUED_BYTES = 16 * 1024 * 1024
+# Where others are kept out, who has sent less than so much more of its message for so long makes
+# room.
+STALLED_S = 2.0
+STALLED_BYTES = 64 * 1024
+# How long all clients together may keep us waiting in vain, in a row and as a share of all time.
+_PATIENCE_S = 0.05
+_PATIENCE_SHARE = 0.05
+
+
+class Patience:
+    """What is left of the time for clients that do not read, however many they are.
+
+    One for all of them: a new connection brings no new patience with it.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = _PATIENCE_S
+        self._at = 0.0
+
+    def left_s(self, now: float) -> float:
+        """Return how long we may wait from `now` (time.monotonic), in seconds."""
+        self._left_s = min(_PATIENCE_S, self._left_s + (now - self._at) * _PATIENCE_SHARE)
+        self._at = now
+        return self._left_s
+
+    def spend(self, waited_s: float) -> None:
+        """Take note of a wait that was in vain."""
+        self._left_s -= waited_s
+
+
+class Client:
+    """One connection."""
+
+    def __init__(
+        self, connection: socket.socket, pool: MemoryPool, name: bytes, max_message_bytes: int
+    ) -> None:
+        self.socket = connection
+        self.name = name
+        self.reader = MessageReader(
+            connection,
+            pool,
+            where=f"client {name.hex()}",
+            max_frames=MAX_FRAMES,
+            max_message_bytes=max_message_bytes,
+            asks_first=True,
+        )
+        self.writer = MessageWriter(connection)
+        # Of large messages that are being received, or have not been handed out.
+        self.large_bytes = 0
+        # Since when the message that is not complete has hardly grown (time.monotonic; 0: there is
+        # none), and how much of it had come by then.
+        self.stalled_since = 0.0
+        self._stalled_at = 0
+        self.watched = select.EPOLLIN
+        # Whether it stands among those whose turn comes, because it has messages.
+        self.has_turn = False
+
+    @property
+    def may_send_more(self) -> bool:
+        """Whether to read from it, with what nobody has taken yet."""
+        messages = self.reader.messages
+        if self.reader.wants_room:
+            return False
+        if not messages:
+            return True
+        if len(messages) >= QUEUED_REQUESTS:
+            return False
+        return sum(frame_bytes(frames) for frames, _ in messages) < QUEUED_BYTES
+
+    def read(self) -> bool:
+        """Receive what there is; False when the client has gone."""
+        reader = self.reader
+        had = len(reader.messages)
+        try:
+            alive = reader.read(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        if not (come := reader.unfinished_bytes):
+            self.stalled_since = 0.0
+        elif (
+            not self.stalled_since
+            or len(reader.messages) > had
+            or come >= self._stalled_at + STALLED_BYTES
+        ):
+            self.note_start()
+        return alive
+
+    def note_start(self) -> None:
+        """Let the time begin in which the message that is not complete has to grow."""
+        self.stalled_since, self._stalled_at = time.monotonic(), self.reader.unfinished_bytes
+
+    def has_stalled(self, now: float) -> bool:
+        """Say whether it goes on with no message (now: time.monotonic), while we would read it."""
+        if not self.stalled_since or now - self.stalled_since < STALLED_S:
+            return False
+        return not self.reader.messages and not self.reader.wants_room

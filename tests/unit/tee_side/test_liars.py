@@ -1,0 +1,241 @@
+"""Who computed wrongly is found, and nobody else is blamed; in time, or everybody is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import DeadlineExceededError, MaskError, VerificationError
+from protocol.messages import (
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    RingLinearRequest,
+    TensorReply,
+)
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.quantized import load_quantized
+from protocol.tensors import from_torch
+from tee_side.liars import _in_time, find_liars
+from tee_side.randomness import Randomness
+from tee_side.remote_operators import RemoteOperators
+from tee_side.verifier import Secrets, Verifier, Weights
+from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator, is_linear
+from tests.support import SavedModel
+from tests.unit.tee_side.lying import (
+    Change,
+    Lying,
+    Models,
+    bytes_of,
+    everything_verified,
+    generate,
+    one_more,
+    site_of,
+)
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_of_two_shares_the_liar_alone_is_blamed(saved_model: Models, liar: int) -> None:
+    model = saved_model("llama")
+    expected = generate(model.tee("two-server"), 5)
+    channels = [
+        Lying(model.directory, one_more if index == liar else lambda y: y, at=20, others=True)
+        for index in range(2)
+    ]
+    assert generate(model.tee("two-server", channels=list(channels)), 5) == expected
+    assert [len(channel.distrusted) for channel in channels] == [
+        int(index == liar) for index in range(2)
+    ]
+    # The other's share was right, and it is asked for it again: the same bytes.
+    crossed = [[bytes_of(request) for request in channel.requests] for channel in channels]
+    assert [len(sent) - len(set(sent)) for sent in crossed] == [1, 1]
+
+
+def test_of_two_shares_both_liars_are_blamed(saved_model: Models) -> None:
+    model = saved_model("llama")
+    channels = [Lying(model.directory, one_more, at=20) for _ in range(2)]
+    with pytest.raises(VerificationError):
+        generate(model.tee("two-server", channels=list(channels)), 5)
+    # Both, although the first of them was the last of its kind already.
+    assert [len(channel.distrusted) for channel in channels] == [1, 1]
+
+
+def test_errors_that_cancel_change_nothing_and_raise_no_alarm(saved_model: Models) -> None:
+    """Of two that collude: what is used is right, so there is nothing to refuse."""
+    model = saved_model("llama")
+    expected = generate(model.tee("two-server"), 5)
+    changes: tuple[Change, Change] = (one_more, lambda y: 2 * y - one_more(y.clone()))
+    channels = [Lying(model.directory, change, at=20) for change in changes]
+    assert generate(model.tee("two-server", channels=list(channels)), 5) == expected
+    assert all(channel.lied and not channel.distrusted for channel in channels)
+
+
+@pytest.mark.parametrize("alone", [1, 2])
+def test_of_several_answers_those_that_are_off_are_blamed(saved_model: Models, alone: int) -> None:
+    """q, k and v each asked for alone: somebody else may have answered each."""
+    model = saved_model("llama")
+    asked = ("q_proj", "k_proj", "v_proj")[alone]
+    channel = Lying(
+        model.directory, lambda y: -y, lambda request: site_of(request) == (1, asked), others=True
+    )
+    tee = model.tee(everything_verified("tsqp"), channels=[channel])
+    expected = generate(model.tee("tsqp"))
+    assert generate(tee) == expected
+    ((exchange, error),) = channel.distrusted
+    assert error.where == "qkv_proj in layer 1 at loopback"
+    reply = exchange.response
+    assert isinstance(reply, TensorReply)
+    assert reply.output.shape[-1] == 32
+
+
+def test_factors_that_do_not_fit_are_nobodys_lie(saved_model: Models) -> None:
+    """A service that computed rightly is not accused of what a damaged pad does."""
+    model = saved_model("llama")
+    channel = Lying(model.directory, lambda y: y, others=True)
+    tee = model.tee("shielded", channels=[channel])
+    (pads,) = tee.assembly.pads.values()
+    factors = pads._store.factors
+
+    def damaged(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        r, u = factors(indices, site)
+        return r, u + 1
+
+    pads._store.factors = damaged  # type: ignore[method-assign]
+    with pytest.raises(MaskError, match="mask pad: qkv_proj in layer 0: got a wrong result"):
+        generate(tee)
+    assert not channel.distrusted
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_wrong_unmask_is_nobodys_lie_at_any_operator(
+    saved_model: Models, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of floats, too, the one answer is compared before the service is blamed for it."""
+    model = saved_model("llama")
+    channel = Lying(model.directory, lambda y: y)
+    unmask = RemoteOperators._unmask
+
+    def wrong(self: RemoteOperators, at: Operator, *arguments: Any) -> torch.Tensor:
+        y = unmask(self, at, *arguments)
+        return 2 * y if at == operator else y
+
+    monkeypatch.setattr(RemoteOperators, "_unmask", wrong)
+    tee = model.tee(everything_verified("tsqp-permuted"), channels=[channel])
+    with pytest.raises(MaskError) as caught:
+        generate(tee)
+    layered = is_linear(operator) or operator in PRODUCTS
+    where = f"{operator} in layer 0" if layered else operator
+    assert caught.value.where == f"mask row-permutation: {where}"
+    assert caught.value.got == "a wrong result, unmasked from right answers"
+    assert not channel.distrusted
+
+
+def test_a_service_with_other_weights_than_the_tees_is_to_blame_unseen(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers cannot be compared: what it multiplies by is not here."""
+    model, policy = saved_model("llama"), everything_verified("cloak")
+    assert policy.feature_mask is not None
+    channel = Lying(model.provisioned(policy.feature_mask)[0], lambda y: y)
+    unmask = RemoteOperators._unmask
+    tee, read = model.tee(policy, channels=[channel]), []
+    monkeypatch.setattr(RemoteOperators, "_unmask", lambda *given: 2 * unmask(*given))
+    monkeypatch.setattr(Checkpoint, "blocks", lambda *given: read.append(given) or iter(()))
+    with pytest.raises(VerificationError, match="qkv_proj in layer 0 at loopback"):
+        generate(tee)
+    assert not read
+
+
+def _verifier(model: SavedModel, held: bool) -> Verifier:
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    kept = {(1, "gate_up_proj"): load_quantized(checkpoint, config, 1, "gate_up_proj")}
+    weights = Weights(config, checkpoint, torch.float32, kept if held else {})  # type: ignore[arg-type]
+    return Secrets(weights, Randomness(), {}, {}, None, None).under(None)
+
+
+def _ring_answer(
+    model: SavedModel, module_names: tuple[Any, ...], seed: int
+) -> tuple[Request, torch.Tensor]:
+    """Return a request for layer 1, and the right answer."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
+    request = RingLinearRequest(layer_idx=1, module_names=module_names, elements=from_torch(x))
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
+    return request, weight.product(x, module_names)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("multiplications", [1, 5 * 48 * 7, 2**31])
+def test_every_element_counts_however_the_weight_is_cut(
+    saved_model: Models, held: bool, multiplications: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model("llama")
+    monkeypatch.setattr("tee_side.liars._MULTIPLICATIONS", multiplications)
+    verifier = _verifier(model, held)
+    modules = (("gate_proj", "up_proj"), ("gate_proj", "up_proj"), ("up_proj",))
+    answers = [_ring_answer(model, names, seed) for seed, names in enumerate(modules)]
+    assert find_liars(answers, verifier, lambda: False) == []
+    for liar, (_, output) in enumerate(answers):
+        for column in (0, 6, 7, 95, 96, 97, 191):
+            if column < output.shape[1]:
+                output[4, column] += 1
+                assert find_liars(answers, verifier, lambda: False) == [liar]
+                output[4, column] -= 1
+
+
+@pytest.mark.parametrize(("rows", "width", "looks"), [(1, 2**14, 1), (4, 2**14, 4), (64, 2**10, 4)])
+def test_no_part_of_a_product_takes_more_than_a_moment(rows: int, width: int, looks: int) -> None:
+    """The clock is looked at before each 2^31 multiplications, however large a block is."""
+    # 2^17 rows that take no memory.
+    weight = torch.zeros(1, 1, dtype=torch.int8).expand(2**17, width)
+    looked: list[None] = []
+    parts = list(
+        _in_time(iter([(slice(3, 3 + 2**17), weight)]), rows, lambda: bool(looked.append(None)))
+    )
+    assert [columns.start for columns, _ in parts] == [
+        3 + index * 2**17 // looks for index in range(looks)
+    ]
+    assert all(rows * part.numel() <= 2**31 for _, part in parts)
+    # Once more for the end of the weight.
+    assert len(looked) == looks + 1
+
+
+@pytest.mark.parametrize("kind", ["integers", "floats", "lm_head", "product"])
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_finding_out_ends_at_the_next_block_once_the_time_is_up(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch, kind: str, looks: int
+) -> None:
+    """No weight is read after that, and none is multiplied: large ones take seconds."""
+    model = saved_model("llama")
+    monkeypatch.setattr("tee_side.liars._MULTIPLICATIONS", 1)
+    read: list[Any] = []
+    x, verifier = torch.ones(1, 48), _verifier(model, held=False)
+    answers: dict[str, tuple[Request, torch.Tensor]] = {
+        "integers": _ring_answer(model, ("gate_proj", "up_proj"), 1),
+        "floats": (
+            LinearRequest(layer_idx=0, module_names=("q_proj",), hidden_states=from_torch(x)),
+            torch.ones(1, 96),
+        ),
+        "lm_head": (LMHeadRequest(hidden_states=from_torch(x)), torch.ones(1, 320)),
+        "product": (
+            MatmulRequest(a=from_torch(x[None]), b=from_torch(torch.ones(1, 48, 9))),
+            torch.full((1, 1, 9), 48.0),
+        ),
+    }
+    blocks = Checkpoint.blocks
+
+    def noted(self: Checkpoint, *arguments: Any) -> Any:
+        read.append(arguments)
+        return blocks(self, *arguments)
+
+    monkeypatch.setattr(Checkpoint, "blocks", noted)
+    said = iter([False] * looks)
+    with pytest.raises(DeadlineExceededError, match="finding out who computed wrongly"):
+        find_liars([answers[kind]], verifier, lambda: next(said, True))
+    assert next(said, None) is None
+    assert len(read) == (looks > 0 and kind != "product")

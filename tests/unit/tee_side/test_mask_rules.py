@@ -1,0 +1,182 @@
+"""What a mask may send and must return, at every operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import MaskError
+from protocol.model.config import read_config
+from tee_side.masks.mask import Mask, Masked, MaskedProduct
+from tee_side.masks.row_mix import RowMix
+from tee_side.masks.row_permutation import RowPermutation
+from tee_side.overlap import run
+from tee_side.remote_operators import RemoteOperators
+from tee_side.sites import FloatSites
+from tee_side.verifier import UNVERIFIED
+from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator
+from tests.support import LoopbackChannel
+from tests.unit.tee_side.remote_fakes import ARGUMENTS, Models, remote_under
+
+
+@pytest.mark.parametrize(
+    ("mask", "named"), [(RowPermutation(), "mask row-permutation"), (None, "no mask")]
+)
+@pytest.mark.parametrize(
+    ("masked", "said"),
+    [
+        (lambda x: x, "got Tensor, expected Masked"),
+        (lambda x: Masked(x, lambda y: y), "got Masked, expected Masked"),
+        (lambda x: Masked((x, x), lambda y: y), "got 2 tensors to send, expected 1 tensors"),
+        (
+            lambda x: Masked((x.double(),), lambda y: y),
+            "got float64 .3, 96. to send",
+        ),
+        (lambda x: Masked((x[:, :5],), lambda y: y), "got float32 .3, 5. to send, expected floa"),
+        (
+            lambda x: Masked((x[0],), lambda y: y),
+            "got float32 .96. to send, expected float32 .rows",
+        ),
+        (lambda x: Masked((x,), lambda y: None), "got nothing from unmask, expected float32"),
+        (lambda x: Masked((x,), lambda y: y.double()), "got float64 .3, 48. from unmask"),
+        (lambda x: Masked((x,), lambda y: y[:2]), "got float32 .2, 48. from unmask, expected floa"),
+    ],
+)
+def test_a_mask_that_is_wrong_is_named_with_its_operator(
+    saved_model: Models,
+    masked: Callable[[torch.Tensor], Any],
+    said: str,
+    mask: Mask | None,
+    named: str,
+) -> None:
+    model = saved_model("llama")
+    remote = RemoteOperators(
+        lambda _layer: [LoopbackChannel(model.directory)],
+        read_config(model.directory),
+        torch.float32,
+        mask=mask,
+        hide=lambda _layer, _operator, x_TI: masked(x_TI),
+        verifier=UNVERIFIED,
+    )
+    # No mask has to be said; and it is not a reason to look away.
+    with pytest.raises(MaskError, match=f"{named}: o_proj: {said}"):
+        run(remote.o_proj(0, torch.ones(3, 96)))
+
+
+UNMASKED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "nothing": (lambda y: None, "nothing from unmask"),
+    "another dtype": (lambda y: y.double(), "float64 .* from unmask"),
+    "a row less": (lambda y: y[..., :-1, :], "float32 .* from unmask"),
+    "a column more": (lambda y: torch.cat((y, y[..., :1]), -1), "float32 .* from unmask"),
+}
+
+
+class Wrong(RowPermutation):
+    """A mask that permutes, and returns something else than the result."""
+
+    name = "wrong"
+    unmasked: str
+
+    def _spoil(self, masked: Any) -> Any:
+        change, _ = UNMASKED[self.unmasked]
+        return dataclasses.replace(masked, unmask=lambda y: change(masked.unmask(y)))
+
+    def mask(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask(*arguments))
+
+    def mask_ids(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask_ids(*arguments))
+
+    def mask_product(self, *arguments: Any) -> Any:
+        return self._spoil(super().mask_product(*arguments))
+
+
+@pytest.mark.parametrize("unmasked", UNMASKED)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_unmask_returns_is_checked_at_every_operator(
+    saved_model: Models, operator: Operator, unmasked: str
+) -> None:
+    model = saved_model("llama")
+    remote = remote_under(
+        model, [LoopbackChannel(model.directory)], Wrong(unmasked=unmasked), sites=FloatSites({})
+    )
+    with pytest.raises(MaskError, match=f"mask wrong: {operator}: got {UNMASKED[unmasked][1]}"):
+        run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+
+
+@pytest.mark.parametrize("mask", [RowPermutation(dummy_rows=3), RowMix(), None])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_more_rows_than_a_reply_may_have_are_refused_before_they_are_sent(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch, operator: Operator, mask: Mask | None
+) -> None:
+    """The service would answer honestly, and be barred for a reply that is too large."""
+    model, most = saved_model("llama"), 4096
+    plain = ARGUMENTS[operator][0][-2 if operator in PRODUCTS else -1]
+    assert isinstance(plain, torch.Tensor)
+    rows = plain.shape[0] if operator not in PRODUCTS else plain.shape[1]
+    allowed = rows if mask is None else 2 * rows + most
+    for extra, refused in ((0, False), (1, True)):
+        channel = LoopbackChannel(model.directory)
+        remote = remote_under(model, [channel], mask, sites=FloatSites({}))
+
+        def padded(x: torch.Tensor, axis: int, size: int = allowed + extra) -> torch.Tensor:
+            shape = list(x.shape)
+            shape[axis] = size - shape[axis]
+            return torch.cat([x, torch.zeros(shape, dtype=x.dtype)], axis)
+
+        def many(x_TI: torch.Tensor) -> Masked:
+            return Masked((padded(x_TI, 0),), lambda y: y[: len(x_TI)])
+
+        def product(a: torch.Tensor, b: torch.Tensor) -> MaskedProduct:
+            return MaskedProduct(padded(a, 1), b, lambda y: y[:, : a.shape[1]])
+
+        monkeypatch.setattr(remote, "_hide", lambda _layer, _operator, x_TI: many(x_TI))
+        rows_mask = SimpleNamespace(
+            mask=lambda x, _: many(x),
+            mask_ids=lambda ids, _size, _: many(ids),
+            mask_product=lambda a, b, _: product(a, b),
+        )
+        monkeypatch.setattr(remote, "_rows", rows_mask)
+        if refused:
+            with pytest.raises(MaskError, match=f": {operator}: got .* at most {allowed} rows"):
+                run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+        else:
+            run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+        assert len(channel.requests) == (0 if refused else 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda masked: (masked.a, masked.b),
+        lambda masked: dataclasses.replace(masked, a=masked.a.double()),
+        lambda masked: dataclasses.replace(masked, a=masked.a[:1]),
+        lambda masked: dataclasses.replace(masked, a=masked.a[:1], b=masked.b[:1]),
+        lambda masked: dataclasses.replace(masked, b=masked.b[:, :-1]),
+        lambda masked: dataclasses.replace(masked, b=torch.cat([masked.b] * 2, 2)),
+        lambda masked: dataclasses.replace(masked, a=masked.a[0]),
+    ],
+    ids=["no product", "dtype", "batch", "both batches", "inner size", "columns", "dimensions"],
+)
+@pytest.mark.parametrize("operator", PRODUCTS)
+def test_operands_that_do_not_fit_are_the_masks_fault(
+    saved_model: Models, operator: Operator, change: Callable[[Any], Any]
+) -> None:
+    model = saved_model("llama")
+    channel = LoopbackChannel(model.directory)
+
+    class Spoiled(RowPermutation):
+        name = "spoiled"
+
+        def mask_product(self, *arguments: Any) -> Any:
+            return change(super().mask_product(*arguments))
+
+    remote = remote_under(model, [channel], Spoiled(), sites=FloatSites({}))
+    with pytest.raises(MaskError, match=f"mask spoiled: {operator}: got .*, expected .*"):
+        run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
+    assert not channel.requests
