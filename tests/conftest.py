@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 
 # The models are tiny: threads cost more than they bring, and one thread adds up in one order.
 torch.set_num_threads(1)
+
+# What a shell starts in the background, or nohup, ignores these, and so would every program that is
+# started here, some of them to be interrupted.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, default)
 
 # How long an example takes is not what these tests are about.
 hypothesis.settings.register_profile("tests", deadline=None)
