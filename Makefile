@@ -9,7 +9,7 @@ TORCH_ARGS ?=
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types imports docs bench soak clean
+.PHONY: help setup demo test check format lint types imports docs bench leak soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,11 @@ bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); O
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md; exit $$status
+
+leak: $(STAMP)  ## attack every policy and write docs/leakage.md (15 minutes)
+	@mkdir -p build
+	$(BIN)/tsqp leak demo --cost measure --curves --json build/leakage.json
+	$(BIN)/python -m tsqp.leak.page build/leakage.json docs/leakage.md
 
 soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
 	$(BIN)/python -m tests.soak $(addprefix --only ,$(ONLY))

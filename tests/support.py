@@ -17,19 +17,8 @@ from typing import Any
 import torch
 import transformers
 
-from gpu_side.operators import Operators as ServiceOperators
 from gpu_side.weights import load_weights
-from protocol.channel import Exchange, Traffic
-from protocol.encoding import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    decode_reply,
-    encode_reply,
-    encode_request,
-    open_request,
-    read_request,
-)
-from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
-from protocol.messages import Request, Response, Timing
+from protocol.messages import Request, Timing
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
@@ -48,6 +37,7 @@ from tee_side.randomness import Randomness
 from tee_side.step import run_step
 from tee_side.vocabulary import Phase, Verify
 from tsqp.calibrate import calibrate_on
+from tsqp.leak.recording import RecordingChannel
 
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
@@ -207,21 +197,16 @@ def run(
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 
 
-class LoopbackChannel:
-    """A `Channel` to the service's operators in this process, every message through the wire form.
+class LoopbackChannel(RecordingChannel):
+    """A channel to the service's operators in this process, every message through the wire form.
 
-    Requests and replies are encoded, copied frame by frame as a socket would, opened and checked;
-    only the socket is missing. `requests` keeps what was asked, in order. What it was told of
-    limits is kept, too, and held: no message of either side is larger.
+    `requests` keeps what was asked, in order. What it was told of limits is kept, too, and held: no
+    message of either side is larger. A test overrides `answer` to answer something else.
     """
-
-    endpoint = "loopback"
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
-        self._operators = ServiceOperators(weights, DEFAULT_MAX_MESSAGE_BYTES)
-        self._replies: dict[int, Exchange] = {}
-        self.traffic = Traffic()
+        super().__init__(weights, "loopback")
         self.requests: list[Request] = []
         self.one_connection = False
         self.max_reply_bytes: int | None = None
@@ -236,51 +221,13 @@ class LoopbackChannel:
     ) -> int:
         """Answer at once and keep the reply until it is waited for."""
         self.requests.append(request)
-        request_id = len(self.requests)
-        sent = _received(encode_request(request, request_id, timeout_ms=60_000))
-        assert _fits(sent, self.max_message_bytes)
-        opened = open_request(sent, DEFAULT_MAX_MESSAGE_BYTES)
-        result: Response | ErrorCode
-        try:
-            result = self.answer(read_request(opened))
-        except ProtocolError as error:
-            result = error.code
+        request_id = super().submit(request, timeout_s)
+        exchange = self._replies[request_id]
+        assert _fits(exchange.bytes_sent, self.max_message_bytes)
+        assert _fits(exchange.bytes_received, self.max_reply_bytes)
         timing = Timing(queue_us=1, compute_us=2)
-        frames = _received(
-            encode_reply(opened.form, opened.request_id, opened.method, result, timing)
-        )
-        assert _fits(frames, self.max_reply_bytes)
-        reply = decode_reply(frames)
-        if reply.response is None:
-            raise ServiceError(request.method, code=reply.error or ErrorCode.INTERNAL)
-        self._replies[request_id] = Exchange(
-            reply.response,
-            bytes_sent=sum(map(len, sent)),
-            bytes_received=sum(map(len, frames)),
-            encode_ns=0,
-            elapsed_ns=4000,
-            decode_ns=0,
-            timing=reply.timing,
-            sent_ns=0,
-            endpoint=self.endpoint,
-        )
+        self._replies[request_id] = exchange._replace(elapsed_ns=4000, timing=timing)
         return request_id
-
-    def answer(self, request: Request) -> Response:
-        """Compute a reply; a test overrides it to answer something else."""
-        return self._operators.apply(request).response
-
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        exchange = self._replies.pop(request_id)
-        self.traffic.round_trips += 1
-        self.traffic.bytes_sent += exchange.bytes_sent
-        self.traffic.bytes_received += exchange.bytes_received
-        return exchange
-
-    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
-        """See `Channel.call`."""
-        return self.wait(self.submit(request, timeout_s))
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
         """See `PendingChannel.arrived`."""
@@ -296,34 +243,18 @@ class LoopbackChannel:
         assert not self.requests
         self.max_reply_bytes = max_reply_bytes
 
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._replies.pop(request_id, None)
-
     @property
     def pending(self) -> int:
         """Replies that nobody has waited for or abandoned."""
         return len(self._replies)
 
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`; nobody else is left."""
-        raise error
-
     def limit_messages(self, max_message_bytes: int) -> None:
         """See `PendingChannel.limit_messages`."""
         self.max_message_bytes = max_message_bytes
 
-    def close(self) -> None:
-        """See `Channel.close`."""
 
-
-def _received(frames: list[Any]) -> list[memoryview]:
-    """Copy frames into memory of their own, writable like what ZeroMQ hands out."""
-    return [memoryview(bytearray(frame)) for frame in frames]
-
-
-def _fits(frames: list[memoryview], most: int | None) -> bool:
-    return most is None or sum(map(len, frames)) <= most
+def _fits(size: int, most: int | None) -> bool:
+    return most is None or size <= most
 
 
 @dataclass

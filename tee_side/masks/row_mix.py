@@ -21,7 +21,8 @@ class RowMix(RowMask):
     hides: ClassVar[str] = "single rows, and so which token is where"
     known_break: ClassVar[str] = (
         "subspace membership: the row space is unchanged, 96 of 96 tokens on synthetic data while"
-        " there are fewer rows than hidden dimensions; at decode the direction of the one row"
+        " there are fewer rows than hidden dimensions; at decode the direction of the one row; of"
+        " products each head's share of a feature, which is scaled alike in all heads"
     )
     broken: ClassVar[bool] = True
     source: ClassVar[str] = "published TSQP, later version (D X + a b^T X cover, Matmul cover)"

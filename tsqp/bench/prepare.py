@@ -45,13 +45,16 @@ from tsqp.processes import failure
 _CALIBRATION_TOKENS = 24
 
 
-def random_model(directory: Path, shape: str, *, linear: bool) -> None:
-    """Write a shape with random weights into an empty directory."""
-    in_fresh_process(_write_random_model, str(directory), shape, linear)
+def random_model(directory: Path, shape: str, *, linear: bool, layers: int | None = None) -> None:
+    """Write a shape with random weights into an empty directory. `layers`: None for all."""
+    in_fresh_process(_write_random_model, str(directory), shape, linear, layers)
 
 
-def _write_random_model(directory: str, shape: str, linear: bool) -> None:
-    write_random_model(Path(directory), dict(find_shape(shape).settings), linear=linear)
+def _write_random_model(directory: str, shape: str, linear: bool, layers: int | None) -> None:
+    found = find_shape(shape)
+    if layers is not None:
+        found = found.with_layers(layers)
+    write_random_model(Path(directory), dict(found.settings), linear=linear)
 
 
 def endless(model: Path, beside: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,13 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError
+from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.cli.program import EXIT_FAILURE, model_directory
 from tsqp.cli.runner_options import MODELLED_LINK, SPIN_US
 from tsqp.cli.settings import DTYPES, PATH, THREADS, complete_policy, complete_shape, config_option
 from tsqp.extras import needing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tsqp.bench.model import Report
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -42,19 +40,6 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         if not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
             self.fail(f"got {value!r}, expected whole numbers from 1, with commas", param, ctx)
         return tuple(sorted({int(part) for part in parts}))
-
-
-class OutputFile(click.Path):
-    """A file to write. An empty name is refused: as a path it is the current folder."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, or fail."""
-        if not str(value):
-            self.fail("got an empty name, expected a file to write", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 class _Listing(click.Option):
@@ -206,21 +191,20 @@ def bench(
     if html_path is not None:
         check_installed("tsqp bench --html")
     console = open_console("tsqp bench")
-    outputs: list[tuple[Path, Callable[[Report], str]]] = [
-        (path, render)
-        for path, render in (
-            (json_path, lambda report: report.model_dump_json(indent=1) + "\n"),
-            (html_path, render_html),
-            (trace_path, perfetto_json),
-        )
-        if path is not None
-    ]
+    outputs: Outputs[Report] = Outputs(
+        {
+            "--json": (json_path, lambda report: report.model_dump_json(indent=1) + "\n"),
+            "--html": (html_path, render_html),
+            "--trace": (trace_path, perfetto_json),
+        },
+        _say,
+    )
     given = frozenset(
         name
         for name in context.params
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     )
-    with _writable([path for path, _ in outputs]) as made:
+    with outputs.checked():
         run = Bench(_settings(model, shape, policy, options, given), _say)
     written = True
     try:
@@ -232,23 +216,11 @@ def bench(
             try:
                 show(report, console, details=details)
             finally:
-                written = _write(report, outputs)
+                written = outputs.write(report)
         else:
-            _remove(made)
+            outputs.remove()
     if not written:
         context.exit(EXIT_FAILURE)
-
-
-def _write(report: Report, outputs: list[tuple[Path, Callable[[Report], str]]]) -> bool:
-    """Write each file, whether or not another could be; return whether all could."""
-    written = True
-    for path, render in outputs:
-        try:
-            path.write_text(render(report), encoding="utf-8")
-        except OSError as error:
-            _say(f"error: {path}: got {error.strerror or type(error).__name__}, expected none")
-            written = False
-    return written
 
 
 def _settings(
@@ -305,44 +277,6 @@ def _settings(
         default_prefill="prefill" not in given,
         default_context="context" not in given,
     )
-
-
-@contextmanager
-def _writable(paths: list[Path]) -> Iterator[list[Path]]:
-    """Refuse files that cannot be written, and leave none behind if the run is refused.
-
-    Yields those that were not there.
-    """
-    made: list[Path] = []
-    places: dict[Path, Path] = {}
-    for path in paths:
-        other = places.setdefault(path.resolve(), path)
-        # What is no file, such as /dev/null, takes anything.
-        if other is not path and (path.is_file() or not path.exists()):
-            raise SettingsError(
-                "--json, --html, --trace", got=f"{path} twice", expected="a file for each"
-            )
-    try:
-        for path in paths:
-            new = not path.exists()
-            try:
-                # For appending: a run that is refused leaves an old file as it was.
-                path.open("ab").close()
-            except OSError as error:
-                raise SettingsError(
-                    str(path), got=error.strerror or "an error", expected="a file to write"
-                ) from None
-            made += [path] if new else []
-        yield made
-    except BaseException:
-        _remove(made)
-        raise
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
 
 
 def _say(line: str) -> None:

@@ -14,6 +14,7 @@ from tsqp.cli.catalogue import masks, policies
 from tsqp.cli.explain import explain
 from tsqp.cli.health import health
 from tsqp.cli.keys import keys
+from tsqp.cli.leak import leak
 from tsqp.cli.manifest import manifest
 from tsqp.cli.plan import plan
 from tsqp.cli.program import EXIT_FAILURE, run
@@ -117,6 +118,7 @@ for _command in (
     explain,
     bench,
     plan,
+    leak,
     calibrate,
     keys,
     manifest,

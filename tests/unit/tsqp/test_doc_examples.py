@@ -82,6 +82,7 @@ def test_the_page_for_operators_names_all_metrics_and_events() -> None:
         ("write-a-mask.md", "my_row_mask.py"),
         ("write-a-policy.md", "my_policy.toml"),
         ("write-a-policy.md", "my_policy.py"),
+        ("write-an-attack.md", "my_attack.py"),
     ],
 )
 def test_a_page_shows_the_file_as_it_is(page: str, file: str) -> None:
@@ -90,7 +91,10 @@ def test_a_page_shows_the_file_as_it_is(page: str, file: str) -> None:
     assert len(text.splitlines()) < 60
 
 
-@pytest.mark.parametrize("page", ["write-a-mask.md", "write-a-policy.md", "policies.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["write-a-mask.md", "write-a-policy.md", "write-an-attack.md", "policies.md", "leakage.md"],
+)
 def test_links_lead_somewhere(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)", text)

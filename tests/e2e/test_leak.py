@@ -1,0 +1,127 @@
+"""`tsqp leak` as its users run it: a quick form of what docs/leakage.md has in full."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from tests.support import run
+from tsqp.leak.interval import needed
+from tsqp.leak.model import PolicyLeak, Report
+
+pytestmark = pytest.mark.timeout(300)
+# Small enough for a minute, and long enough that every attack but one works on its control.
+QUICK = (
+    *("--prompts", "6", "--prompt-tokens", "16", "--new-tokens", "6"),
+    *("--search-prompts", "1", "--threads", "1"),
+)
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_attack.py"
+
+
+def leak(*arguments: str) -> tuple[int, str, str]:
+    done = run("tsqp", "leak", *arguments, timeout_s=240)
+    return done.returncode, done.stdout, done.stderr
+
+
+def by_name(path: Path) -> dict[str, PolicyLeak]:
+    report = Report.model_validate_json(path.read_bytes())
+    return {policy.policy: policy for policy in report.policies}
+
+
+def test_broken_schemes_are_read_and_the_pad_is_not(tmp_path: Path) -> None:
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    picture = tmp_path / "picture.svg"
+    names = ("row-rotation", "cloak", "shielded", "tee-only")
+    status, out, err = leak(
+        "demo",
+        *QUICK,
+        *(part for name in names for part in ("--policy", name)),
+        *("--json", str(report), "--html", str(page), "--picture", str(picture)),
+    )
+    assert (status, err) == (0, "")
+    found = by_name(report)
+    assert list(found) == list(names)
+    for name in ("row-rotation", "cloak"):
+        best = found[name].best
+        assert best is not None
+        assert best[1].top1.value == 1.0
+        assert best[1].prompt.n > 0
+        assert best[1].answer.n > 0
+    shielded = found["shielded"]
+    assert not shielded.above_chance
+    assert (shielded.sent_prompt, shielded.sent_answer) == (0, 30)
+    assert found["tee-only"].nothing is not None
+    # A low rate is shown with what it rests on.
+    rows = [line.split() for line in out.splitlines() if line.startswith(" shielded")]
+    assert any("30" in row for row in rows)
+    assert "6 of 6" in out
+    ET.parse(picture)
+    assert "<script src" not in page.read_text(encoding="utf-8")
+
+
+def test_an_attack_of_ones_own_and_the_verdict_of_a_ci(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    status, _, err = leak(
+        "demo",
+        *("--prompts", "6", "--prompt-tokens", "16", "--new-tokens", "16", "--threads", "1"),
+        *("--policy", "attention-in-tee", "--policy", "quantized-clear"),
+        *("--attack", str(EXAMPLE), "--fail-above", "0.05", "--json", str(report)),
+    )
+    assert status == 1
+    assert "policy attention-in-tee: got up to" in err
+    best = by_name(report)["attention-in-tee"].best
+    assert best is not None
+    assert best[0].attack == "largest-features"
+    assert best[1].top1.value is not None
+    assert best[1].top1.value >= 0.9
+
+
+def test_what_reads_nothing_passes(tmp_path: Path) -> None:
+    tokens = needed(0.02) // 12 + 2
+    status, out, err = leak(
+        "demo",
+        *("--prompts", "12", "--prompt-tokens", "8", "--new-tokens", str(tokens)),
+        *("--policy", "shielded", "--attack", "nearest-embedding", "--fail-above", "0.03"),
+        *("--threads", "1"),
+    )
+    assert (status, err) == (0, "")
+    assert "not above chance" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "--margin", "0.005", "--prompts", "4"), "expected at least 765"),
+        (("demo", "--policy", "nobody"), "nobody"),
+        (("demo", "--attack", "nobody"), "expected one of"),
+        (("demo", "--plot", "x.svg"), "--cost measure"),
+        (("demo", "--prompts", "100000"), "different ones"),
+        (("demo", "--cost", "no-such-file"), "no-such-file"),
+        ((), "expected one of them"),
+        (("demo", "--shape", "llama-3.2-1b"), "got both"),
+        (("demo", "--public", "no-such-folder"), "no-such-folder"),
+        (("demo", "--text", "no-such-text"), "no-such-text"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    status, out, err = leak(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err
+
+
+def test_the_document_says_what_it_needs(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    status, _, _ = leak(
+        "demo",
+        *QUICK,
+        *("--policy", "tee-only", "--attack", "token-ids", "--json", str(report)),
+    )
+    assert status == 0
+    read = json.loads(report.read_text(encoding="utf-8"))
+    assert read["setup"]["sessions"] == 6
+    assert read["policies"][0]["nothing"] == "nothing leaves the TEE"

@@ -1,0 +1,56 @@
+"""Intervals are Wilson's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tsqp.leak.interval import needed, wilson
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "low", "high"),
+    [
+        # R. G. Newcombe (1998), Statistics in Medicine 17, table I, method 3.
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_known_values(hits: int, n: int, low: float, high: float) -> None:
+    assert wilson(hits, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_of_none_nothing_is_known() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 1000, 10**6])
+def test_ends_are_exact_where_all_or_none_were_hit(n: int) -> None:
+    assert wilson(0, n)[0] == 0.0
+    assert wilson(n, n)[1] == 1.0
+    assert 0 < wilson(0, n)[1] < 1
+    assert 0 < wilson(n, n)[0] < 1
+
+
+@pytest.mark.parametrize(("hits", "n"), [(0, 9), (3, 9), (9, 9), (50, 1000)])
+def test_an_interval_holds_the_share_and_mirrors(hits: int, n: int) -> None:
+    low, high = wilson(hits, n)
+    assert low <= hits / n <= high
+    assert wilson(n - hits, n) == pytest.approx((1 - high, 1 - low))
+    assert wilson(hits * 4, n * 4)[1] - wilson(hits * 4, n * 4)[0] < high - low
+
+
+def test_more_confidence_is_a_wider_interval() -> None:
+    assert wilson(5, 10, 0.99)[0] < wilson(5, 10)[0] < wilson(5, 10, 0.5)[0]
+    assert wilson(5, 10, 0.90) == pytest.approx((0.26927, 0.73073), abs=2e-5)
+
+
+@pytest.mark.parametrize("margin", [0.5, 0.1, 0.02, 0.005, 0.001])
+def test_so_many_tokens_are_needed_and_not_one_less(margin: float) -> None:
+    assert wilson(0, needed(margin))[1] <= margin
+    assert wilson(0, needed(margin) - 1)[1] > margin
+
+
+def test_half_a_percentage_point_takes_765_tokens() -> None:
+    assert needed(0.005) == 765

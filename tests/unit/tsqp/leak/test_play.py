@@ -1,0 +1,202 @@
+"""Prompts are run as users run them; the truth says what went through, and when it crossed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import CalibrationError, PromptError
+from protocol.model.checkpoint import Checkpoint
+from tee_side.assembly import MaskSettings
+from tee_side.policy import Policy, builtin_policies, load_policy
+from tests.support import SavedModel, token_ids
+from tests.unit.tsqp.leak.leaks import Models, policy_of, tiny
+from tsqp.leak.play import KEY, SERVED, PlaySettings, Recording, logits_of, play
+
+PROMPTS = [token_ids(5), token_ids(8, seed=1)]
+POLICIES = {name: load_policy(name) for name in builtin_policies()}
+# Noise is no mask that can be undone.
+EXACT = [
+    name for name, one in POLICIES.items() if one.arithmetic == "float" and name != "float-noise"
+]
+INTEGER = [name for name, one in POLICIES.items() if one.arithmetic == "int8"]
+
+
+@pytest.fixture
+def model(saved_model: Models) -> SavedModel:
+    return tiny(saved_model)
+
+
+def settings(model: SavedModel, policy: Policy, folder: Path, new_tokens: int) -> PlaySettings:
+    masks = MaskSettings(calibration=model.calibration if policy.arithmetic == "int8" else None)
+    return PlaySettings(model.directory, folder, new_tokens, masks=masks)
+
+
+def played(model: SavedModel, policy: Policy | str, folder: Path, new_tokens: int = 4) -> Recording:
+    chosen = load_policy(policy) if isinstance(policy, str) else policy
+    return play(chosen, PROMPTS, settings(model, chosen, folder, new_tokens))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_answers_are_those_of_the_model(model: SavedModel, tmp_path: Path, name: str) -> None:
+    recording = played(model, name, tmp_path, 6)
+    answers = [list(session.truth.answer) for session in recording.sessions]
+    assert answers == [model.greedy(prompt, 6) for prompt in PROMPTS]
+    assert [list(session.truth.prompt) for session in recording.sessions] == PROMPTS
+
+
+@pytest.mark.parametrize("name", INTEGER)
+def test_answers_of_integers_are_one_for_all_masks(
+    model: SavedModel, tmp_path: Path, name: str
+) -> None:
+    recording = played(model, name, tmp_path, 6)
+    expected = [model.tee("quantized-clear").greedy(prompt, 6) for prompt in PROMPTS]
+    assert [list(session.truth.answer) for session in recording.sessions] == expected
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in POLICIES if name not in ("shielded", "tee-only")]
+)
+def test_where_prefill_crosses_all_but_the_last_token_is_sent(
+    model: SavedModel, tmp_path: Path, name: str
+) -> None:
+    for session in played(model, name, tmp_path).sessions:
+        truth = session.truth
+        assert truth.sent == (*truth.prompt, *truth.answer[:-1])
+        assert truth.answers == (*[False] * len(truth.prompt), *[True] * 3)
+        assert truth.last == truth.answer[-1]
+        assert len(truth.answer) == 4
+
+
+@pytest.mark.parametrize("policy", ["shielded", policy_of("down_proj", phase="decode")])
+def test_where_prefill_stays_the_answer_alone_is_sent(
+    model: SavedModel, tmp_path: Path, policy: Policy | str
+) -> None:
+    for session in played(model, policy, tmp_path).sessions:
+        truth = session.truth
+        assert truth.sent == truth.answer[:-1]
+        assert truth.answers == (True,) * 3
+
+
+def test_where_decode_stays_the_prompt_alone_is_sent(model: SavedModel, tmp_path: Path) -> None:
+    for session in played(model, policy_of("down_proj", phase="prefill"), tmp_path).sessions:
+        assert session.truth.sent == session.truth.prompt
+        assert session.truth.answers == (False,) * len(session.truth.prompt)
+
+
+def test_where_nothing_crosses_nothing_is_sent(model: SavedModel, tmp_path: Path) -> None:
+    recording = played(model, "tee-only", tmp_path)
+    assert not recording.observable
+    for session in recording.sessions:
+        assert (session.traces, session.truth.sent, session.truth.answers) == ((), (), ())
+        assert len(session.truth.answer) == 4
+
+
+def test_one_new_token_goes_through_no_model(model: SavedModel, tmp_path: Path) -> None:
+    for session in played(model, "attention-in-tee", tmp_path, 1).sessions:
+        assert session.truth.sent == session.truth.prompt
+        assert session.truth.last == session.truth.answer[0]
+
+
+@pytest.mark.parametrize(("name", "services"), [("two-server", 2), ("tsqp", 1)])
+def test_each_session_has_a_trace_of_its_own_from_each_service(
+    model: SavedModel, tmp_path: Path, name: str, services: int
+) -> None:
+    recording = played(model, name, tmp_path)
+    assert recording.observable
+    traces = [session.traces for session in recording.sessions]
+    assert [len(found) for found in traces] == [services, services]
+    every = {trace.messages for found in traces for trace in found}
+    assert len(every) == 2 * services
+    lengths = [[step.tokens for step in found[0].steps] for found in traces]
+    assert lengths == [[5, 1, 1, 1], [8, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("name", ["cloak", "stip"])
+def test_a_feature_masks_service_gets_other_weights_and_no_key(
+    model: SavedModel, tmp_path: Path, name: str
+) -> None:
+    recording = played(model, name, tmp_path)
+    assert recording.served == tmp_path / SERVED
+    assert (tmp_path / KEY).exists()
+    assert not list(recording.served.rglob("*key*"))
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    plain, served = (Checkpoint(d).rows(weight, 0, 4) for d in (model.directory, recording.served))
+    assert plain.shape == served.shape
+    assert not torch.allclose(plain, served, atol=1e-2)
+    key = (tmp_path / KEY).read_bytes()
+    again = played(model, name, tmp_path)
+    # Made once: the same weights for every prompt of a recording, and for more of them.
+    assert (tmp_path / KEY).read_bytes() == key
+    assert again.served == recording.served
+
+
+def test_without_a_feature_mask_the_service_has_the_model(
+    model: SavedModel, tmp_path: Path
+) -> None:
+    assert played(model, "tsqp", tmp_path).served == model.directory
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1, 320]], [[-1]]])
+def test_prompts_that_are_none_are_refused(
+    model: SavedModel, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    with pytest.raises(PromptError):
+        play(load_policy("tsqp"), prompts, PlaySettings(model.directory, tmp_path, 2))
+
+
+def test_no_prompts_are_said_to_be_none(model: SavedModel, tmp_path: Path) -> None:
+    with pytest.raises(PromptError) as caught:
+        play(load_policy("tsqp"), [], PlaySettings(model.directory, tmp_path, 2))
+    assert str(caught.value) == "prompts: got none, expected at least one"
+
+
+def test_what_a_policy_lacks_is_refused(model: SavedModel, tmp_path: Path) -> None:
+    """Scales, which the model has none of."""
+    with pytest.raises(CalibrationError):
+        play(load_policy("shielded"), PROMPTS, PlaySettings(model.directory, tmp_path, 2))
+
+
+def test_progress_is_told_after_each_prompt(model: SavedModel, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    chosen = load_policy("tsqp")
+    play(
+        chosen,
+        PROMPTS,
+        settings(model, chosen, tmp_path, 2),
+        lambda done, total: told.append((done, total)),
+    )
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_sampling_depends_on_the_seed_alone(model: SavedModel, tmp_path: Path) -> None:
+    """At a temperature; each prompt gets a seed of its own."""
+
+    def answers(seed: int) -> list[tuple[int, ...]]:
+        chosen = PlaySettings(model.directory, tmp_path, 8, temperature=5.0, seed=seed)
+        recording = play(load_policy("tee-only"), [token_ids(4)] * 2, chosen)
+        return [session.truth.answer for session in recording.sessions]
+
+    first = answers(1)
+    assert first == answers(1)
+    assert first != answers(7)
+    assert first[0] != first[1]
+
+
+def test_the_dtype_is_that_of_both_sides(model: SavedModel, tmp_path: Path) -> None:
+    chosen = PlaySettings(model.directory, tmp_path, 2, dtype="bfloat16")
+    recording = play(load_policy("attention-in-tee"), PROMPTS, chosen)
+    assert recording.dtype == torch.bfloat16
+    calls = recording.sessions[0].traces[0].calls
+    assert {call.rows.dtype for call in calls} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["tee-only", "row-rotation", "cloak"])
+def test_logits_behind_every_token(model: SavedModel, tmp_path: Path, name: str) -> None:
+    chosen = PlaySettings(model.directory, tmp_path, 2)
+    found = logits_of(load_policy(name), PROMPTS, chosen)
+    for ids, logits_TV in zip(PROMPTS, found, strict=True):
+        assert torch.allclose(logits_TV, model.logits(ids), atol=2e-3)

@@ -1,0 +1,343 @@
+"""`tsqp leak`: what the GPU side can really learn under a policy, beside what the policy costs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from protocol.errors import SettingsError
+from tsqp.cli.outputs import OutputFile, Outputs
+from tsqp.cli.program import EXIT_FAILURE, model_directory
+from tsqp.cli.settings import DTYPES, THREADS, complete_policy, complete_shape, config_option
+from tsqp.extras import needing
+
+if TYPE_CHECKING:
+    from tsqp.bench.plot_style import Plot
+    from tsqp.leak.laboratory import LeakSettings, Watch
+    from tsqp.leak.model import PolicyLeak, Report
+
+CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+# With their noise, which is what each curve is about.
+_SIGMAS = "0.25,0.5,1,2,4,8,16"
+
+
+class Strengths(click.ParamType[tuple[float, ...]]):
+    """Numbers above 0, with commas: `0.5,1,2`."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """Read and sort them, each once."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = {float(part) for part in str(value).split(",")}
+        except ValueError:
+            found = set()
+        if not found or not all(0 < number < 1e4 for number in found):
+            self.fail(f"got {value!r}, expected numbers above 0 and below 1e4", param, ctx)
+        return tuple(sorted(found))
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model", required=False, envvar="TSQP_LEAK_MODEL")
+@click.option(
+    "--shape",
+    metavar="NAME",
+    shell_complete=complete_shape,
+    help="In place of MODEL: the first layer of a known one's shape, with random weights, on random"
+    " token ids.",
+)
+@click.option(
+    "--policy",
+    multiple=True,
+    metavar="NAME|FILE",
+    shell_complete=complete_policy,
+    help="Repeatable. Default: all that are built in, and two that are weakened on purpose.",
+)
+@click.option(
+    "--attack",
+    multiple=True,
+    metavar="NAME|FILE",
+    help="Repeatable. Default: all that are built in, and those of installed packages.",
+)
+@click.option(
+    "--prompts", type=click.IntRange(2, 100_000), default=40, help="How many, a session each."
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(4, 512), default=48, help="Of each prompt, at most."
+)
+@click.option("--new-tokens", type=click.IntRange(2, 4096), default=64, help="Of each answer.")
+@click.option(
+    "--text",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="UTF-8 text to cut prompts from: a prompt from the beginning of each paragraph.",
+)
+@click.option(
+    "--public",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="What the attacker has, where MODEL is not public: the model that it was made from.",
+)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0, 2**62), default=0)
+@click.option("--dtype", type=DTYPES, help="Of both sides; default: the model's own.")
+@click.option("--threads", type=THREADS, help="Default: one a core.")
+@click.option(
+    "--search-prompts",
+    type=click.IntRange(min=1),
+    default=2,
+    help="Of those that are read by a search through the public model, which takes longer than a"
+    " look-up.",
+)
+@click.option(
+    "--search-tokens", type=click.IntRange(min=1), default=96, help="Of each such session."
+)
+@click.option(
+    "--cost",
+    default="none",
+    metavar="measure|none|FILE",
+    help="What each policy costs: measured in the same run, left out, or from FILE, a report of"
+    " tsqp bench --json.",
+)
+@click.option("--curves", is_flag=True, help="Also try strengths of noise, where a mask has any.")
+@click.option("--sigma", type=Strengths(), default=_SIGMAS, help="The strengths to try.")
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Refuse to run with too few tokens for an interval that ends so near above zero, where"
+    " nothing is read: 0.005 is half a percentage point.",
+)
+@click.option(
+    "--fail-above",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="SHARE",
+    help="Exit status 1 unless, at 95 % confidence, every attack reads less than this share of"
+    " tokens beyond chance, and has worked on its control.",
+)
+@click.option(
+    "--json", "json_path", type=OutputFile(), metavar="FILE", help="Write everything to FILE."
+)
+@click.option(
+    "--html", "html_path", type=OutputFile(), metavar="FILE", help="Write a page with plots."
+)
+@click.option(
+    "--plot", "plot_path", type=OutputFile(), metavar="FILE", help="Write cost and leakage as SVG."
+)
+@click.option(
+    "--picture",
+    "picture_path",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write a prompt as each policy's best attack reads it, as SVG.",
+)
+@click.option("--details", is_flag=True, help="Also print every attack and place.")
+@config_option
+@click.pass_context
+def leak(
+    context: click.Context,
+    /,
+    *,
+    model: str | None,
+    shape: str | None,
+    json_path: Path | None,
+    html_path: Path | None,
+    plot_path: Path | None,
+    picture_path: Path | None,
+    details: bool,
+    fail_above: float | None,
+    **options: Any,
+) -> None:
+    """Attack what reaches the GPU side under each policy, and print what is read beside the cost.
+
+    MODEL is a Hugging Face directory, or "demo". Prompts are run under each policy, with services
+    in this process that record every byte that reaches them. Each attack gets these bytes and what
+    is public: weights, tokenizer, policy and code. Every rate comes with its n and a 95 % interval;
+    an attack that does not work where it must is no evidence, and says so.
+    """
+    with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
+        from tsqp.cli.tables import open_console
+        from tsqp.leak.html import render_html
+        from tsqp.leak.plots import cost_against_leakage
+        from tsqp.leak.reconstruction import panels, svg
+        from tsqp.leak.table import show
+    from tsqp.bench.plot_style import check_installed
+
+    if html_path is not None or plot_path is not None:
+        check_installed("tsqp leak --html, --plot")
+    if plot_path is not None and options["cost"] == "none":
+        raise SettingsError(
+            "--plot", got="--cost none", expected="--cost measure, or FILE: it is one axis"
+        )
+    console = open_console("tsqp leak")
+    outputs: Outputs[Report] = Outputs(
+        {
+            "--json": (json_path, lambda report: report.model_dump_json() + "\n"),
+            "--html": (html_path, render_html),
+            "--plot": (plot_path, lambda report: _svg(cost_against_leakage(report))),
+            "--picture": (picture_path, lambda report: svg(panels(report))),
+        },
+        _say,
+    )
+    from tsqp.leak.laboratory import Laboratory
+
+    written = True
+    with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
+        folder = Path(name)
+        with outputs.checked():
+            settings = _settings(model, shape, folder, fail_above, options)
+            laboratory = Laboratory(settings, folder, watch)
+        try:
+            laboratory.run()
+        finally:
+            if laboratory.measured:
+                report = laboratory.report()
+                try:
+                    show(report, console, details=details)
+                finally:
+                    written = outputs.write(report)
+            else:
+                outputs.remove()
+    failed = [] if fail_above is None else _above(report, fail_above)
+    for line in failed:
+        _say(line)
+    if failed or not written:
+        context.exit(EXIT_FAILURE)
+
+
+def _svg(plot: Plot | None) -> str:
+    """Return a picture; without a policy whose cost was measured there is none."""
+    if plot is None:
+        raise SettingsError("--plot", got="no cost of any policy", expected="--cost measure")
+    return plot.svg + "\n"
+
+
+def _settings(
+    model: str | None,
+    shape: str | None,
+    folder: Path,
+    fail_above: float | None,
+    options: dict[str, Any],
+) -> LeakSettings:
+    """Find what was named, and cut the prompts. Raises SettingsError and errors of what is read."""
+    import torch
+
+    from protocol.model.config import read_config
+    from tee_side.policy import builtin_policies, load_policy
+    from tee_side.tokenizer import Tokenizer
+    from tsqp.leak.cost import read_report
+    from tsqp.leak.laboratory import LeakSettings, weakened_policies
+    from tsqp.leak.prompts import cut_prompts, random_prompts, text_of
+    from tsqp.leak.registry import attack_names, find_attacks
+
+    if (model is None) == (shape is None):
+        raise SettingsError(
+            "MODEL and --shape",
+            got="both" if model else "none of them",
+            expected="one of them (tsqp leak demo)",
+        )
+    names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
+    policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
+    attacks = dict.fromkeys(
+        attack for name in options["attack"] or attack_names() for attack in find_attacks(name)
+    )
+    threads = options["threads"] or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    count, tokens = options["prompts"], options["prompt_tokens"]
+    if shape is not None:
+        directory = _first_layer(shape, folder)
+        vocabulary = read_config(directory).vocab_size
+        prompts = random_prompts(vocabulary, count, tokens, options["seed"])
+    else:
+        directory = model_directory(model or "")
+        text = text_of(directory, options["text"])
+        prompts = cut_prompts(Tokenizer(directory), text, count, tokens)
+    cost = options["cost"]
+    margins = [m for m in (options["margin"], fail_above) if m is not None]
+    return LeakSettings(
+        command=shlex.join(["tsqp", *sys.argv[1:]]),
+        model=directory,
+        policies=policies,
+        attacks=tuple(attacks),
+        prompts=tuple(map(tuple, prompts)),
+        new_tokens=options["new_tokens"],
+        public=options["public"],
+        dtype=options["dtype"],
+        temperature=options["temperature"],
+        seed=options["seed"],
+        search_sessions=options["search_prompts"],
+        search_tokens=options["search_tokens"],
+        threads=threads,
+        margin=min(margins, default=None),
+        cost=cost if cost in ("measure", "none") else read_report(Path(cost)),
+        curves=options["sigma"] if options["curves"] else (),
+    )
+
+
+def _first_layer(shape: str, folder: Path) -> Path:
+    """Write the first layer of a shape, with random weights."""
+    from tsqp.bench import prepare
+
+    directory = folder / shape
+    directory.mkdir()
+    prepare.random_model(directory, shape, linear=True, layers=1)
+    return directory
+
+
+def _above(report: Report, share: float) -> list[str]:
+    """Say what is not below a share of tokens beyond chance, one line a policy."""
+    return [
+        f"policy {found.policy}: got {_reason(found)}, expected at most {share:g} above chance"
+        for found in report.policies
+        if found.nothing is None
+        and not (found.excess_high is not None and found.excess_high <= share)
+    ]
+
+
+def _reason(found: PolicyLeak) -> str:
+    failed = sorted({run.attack for run in found.runs if run.refused is None and not run.worked})
+    if failed:
+        return f"attacks that did not work on their control ({', '.join(failed)})"
+    if found.excess_high is None:
+        return "no attack that applies"
+    return f"up to {found.excess_high:.4f} above chance"
+
+
+@contextmanager
+def _progress() -> Iterator[Watch]:
+    """Show a bar on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tsqp.leak.laboratory import Watch
+
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns,
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("starting", total=None)
+        yield Watch(
+            total=lambda total: bar.update(task, total=total),
+            doing=lambda what: bar.update(task, description=what),
+            step=lambda: bar.advance(task),
+            say=_say,
+        )
+
+
+def _say(line: str) -> None:
+    click.echo(f"tsqp leak: {line}", err=True)

@@ -1,0 +1,280 @@
+"""What `tsqp leak` reports: the JSON document, from which table, page and pictures are drawn.
+
+Rates are shares of tokens, 0 to 1; every rate comes with its n. Intervals are Wilson's at 95 %.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tsqp.catalogue import Standing
+from tsqp.leak.interval import CONFIDENCE, wilson
+
+# Above chance: what an attack must read to count although its control failed.
+_BEYOND_DOUBT = 0.05
+
+
+class _Model(BaseModel):
+    # Infinite is an epsilon without noise, which JSON has no number for.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Rate(_Model):
+    """So many of so many. `value`, `low`, `high` follow from them; None of none."""
+
+    hits: int
+    n: int
+
+    @property
+    def value(self) -> float | None:
+        """The share."""
+        return self.hits / self.n if self.n else None
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval."""
+        return wilson(self.hits, self.n)[0]
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval."""
+        return wilson(self.hits, self.n)[1]
+
+    def __add__(self, other: Rate) -> Rate:
+        return Rate(hits=self.hits + other.hits, n=self.n + other.n)
+
+
+class Score(_Model):
+    """What an attack read at one place, of all sessions that it tried to read there.
+
+    `where`: "layer 0 qkv_proj"; `top1`: tokens whose first guess is right, and of them those of
+    prompts and of answers; `top5`: tokens that are among the first five guesses; `whole`: sessions
+    in which every token that was tried is right. `chance`: the share that the same guesses would
+    get right in the other sessions, whose texts they have nothing to do with.
+    """
+
+    where: str
+    top1: Rate
+    top5: Rate
+    prompt: Rate
+    answer: Rate
+    whole: Rate
+    chance: float
+
+    @property
+    def excess_high(self) -> float:
+        """Upper end of the interval less chance."""
+        return self.top1.high - self.chance
+
+    @property
+    def excess_low(self) -> float:
+        """Lower end of the interval less chance: above 0 something was read, at 95 %."""
+        return self.top1.low - self.chance
+
+
+class Control(_Model):
+    """An attack under the policy where it must work. `published`: what it must read there."""
+
+    attack: str
+    policy: str
+    where: str | None
+    rate: Rate
+    published: float
+
+    @property
+    def worked(self) -> bool:
+        """Whether a low rate elsewhere means something."""
+        return self.rate.n > 0 and self.rate.hits >= self.published * self.rate.n
+
+
+class AttackRun(_Model):
+    """One attack against one service under one policy.
+
+    `refused`: why it found nothing to do; then there are no scores. `compared`, `modelled`,
+    `cpu_s`: the work: comparisons of a candidate with something observed, token positions run
+    through the public model, and processor seconds here.
+    """
+
+    attack: str
+    service: int
+    refused: str | None
+    control: Control | None
+    scores: tuple[Score, ...]
+    compared: int
+    modelled: int
+    cpu_s: float
+
+    @property
+    def best(self) -> Score | None:
+        """The place that is farthest above chance, at least."""
+        return max(self.scores, key=lambda score: (score.excess_low, score.top1.n), default=None)
+
+    @property
+    def worked(self) -> bool:
+        """Whether its rates mean something: it works where it must, or beyond doubt here."""
+        if self.control is None or not self.scores:
+            return False
+        best = self.best
+        return self.control.worked or (best is not None and best.excess_low > _BEYOND_DOUBT)
+
+
+class Cost(_Model):
+    """Of one decoded token, measured by `tsqp bench` with a service that answers at once.
+
+    `overhead_ms`: all but Embedding and LM head computed in the TEE; `context`: tokens behind it.
+    """
+
+    overhead_ms: float
+    rpcs: float
+    bytes_sent: float
+    bytes_received: float
+    context: int
+
+
+class Lengths(_Model):
+    """Sessions whose exact number of tokens follows from what crossed, under any mask.
+
+    `prompt`: None where prefill stays in the TEE, which shows nothing of it.
+    """
+
+    prompt: Rate | None
+    answer: Rate
+
+
+class Piece(_Model):
+    """One token as it was and as it was read; `read`: None where nothing was guessed."""
+
+    real: str
+    read: str | None
+    right: bool
+    part: Literal["prompt", "answer"]
+
+
+class Reconstruction(_Model):
+    """One session as the best attack reads it. `unseen`: tokens of the prompt that stayed."""
+
+    attack: str
+    where: str
+    unseen: int
+    pieces: tuple[Piece, ...]
+
+
+class PolicyLeak(_Model):
+    """One policy: what it costs, and what each attack read.
+
+    `nothing`: why there was nothing to attack. `sent`: tokens of prompts and of answers that went
+    through the model while a service was asked, of all sessions.
+    """
+
+    policy: str
+    summary: str
+    standing: Standing
+    services: int
+    nothing: str | None
+    sent_prompt: int
+    sent_answer: int
+    cost: Cost | None
+    runs: tuple[AttackRun, ...]
+    lengths: Lengths | None
+    reconstruction: Reconstruction | None
+
+    @property
+    def best(self) -> tuple[AttackRun, Score] | None:
+        """The attack and place farthest above chance, at least, of attacks that mean something.
+
+        Of those first that tried both prompts and answers, as far as these were sent.
+        """
+        scored = [(run, score) for run in self.runs if run.worked for score in run.scores]
+        return max(
+            scored,
+            key=lambda one: (
+                (one[1].prompt.n > 0 or not self.sent_prompt) and one[1].answer.n > 0,
+                one[1].excess_low,
+                one[1].top1.n,
+            ),
+            default=None,
+        )
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether any attack reads more than chance would, at 95 % for all places together.
+
+        Of a hundred places one is lucky: each gets its part of the 5 % (Bonferroni).
+        """
+        scores = [score for run in self.runs if run.worked for score in run.scores]
+        confidence = 1 - (1 - CONFIDENCE) / max(1, len(scores))
+        return any(
+            wilson(score.top1.hits, score.top1.n, confidence)[0] > score.chance for score in scores
+        )
+
+    @property
+    def excess_high(self) -> float | None:
+        """How far above chance the rate may be at most, of every attack and place.
+
+        None if nothing was attacked. 1 where an attack that applies did not work.
+        """
+        found = [score.excess_high for run in self.runs if run.worked for score in run.scores]
+        if any(run.refused is None and not run.worked for run in self.runs):
+            found.append(1.0)
+        return max(found, default=None)
+
+
+class Point(_Model):
+    """One strength of noise: what is read, and what becomes of the output.
+
+    `strength`: in the curve's parameter, infinite (as epsilon) without noise; `sigma`: the mask's.
+    """
+
+    strength: float
+    sigma: float
+    rate: Rate
+    attack: str
+    where: str
+    chance: float
+    perplexity: float
+    output_error: float
+
+
+class Curve(_Model):
+    """Recovery against the strength of a mask's noise.
+
+    `parameter`: "sigma" or "epsilon"; `plain_perplexity`: without noise. `output_error`: of logits,
+    relative, root of the mean square.
+    """
+
+    policy: str
+    parameter: str
+    plain_perplexity: float
+    points: tuple[Point, ...]
+
+
+class Setup(_Model):
+    """What was attacked, and how. `search_*`: see `tsqp.leak.attack.View`."""
+
+    command: str
+    created: str
+    machine: dict[str, str | int]
+    model: str
+    public: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    sessions: int
+    prompt_tokens: int
+    new_tokens: int
+    temperature: float
+    seed: int
+    search_sessions: int
+    search_tokens: int
+
+
+class Report(_Model):
+    """The document. `incomplete`: why it lacks policies, None if it lacks none."""
+
+    version: Literal[1] = 1
+    setup: Setup
+    policies: tuple[PolicyLeak, ...]
+    curves: tuple[Curve, ...] = ()
+    incomplete: str | None = None
