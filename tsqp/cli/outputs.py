@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import click
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, TsqpError
 
 R = TypeVar("R")
 
@@ -82,6 +82,9 @@ class Outputs(Generic[R]):
             except OSError as error:
                 reason = error.strerror or type(error).__name__
                 self._say(f"error: {path}: got {reason}, expected none")
+                written = False
+            except TsqpError as error:
+                self._say(f"error: {path}: {error}")
                 written = False
         return written
 

@@ -20,7 +20,7 @@ from protocol.messages import LinearOperator
 from tee_side.policy import Policy
 from tee_side.vocabulary import is_linear
 from tsqp.leak.public import PublicModel
-from tsqp.leak.trace import Call, Trace, Where
+from tsqp.leak.trace import Call, Trace, forward_order
 
 # Guesses that are scored for each token, best first.
 TOP = 5
@@ -81,15 +81,11 @@ class View:
         found = dict.fromkeys(where for trace in self.traces for where in trace.places)
         return [
             (layer, operator)
-            for layer, operator in sorted(found, key=_place)
+            for layer, operator in sorted(found, key=forward_order)
             if layer is not None
             and is_linear(operator)
             and (not operators or operator in operators)
         ]
-
-
-def _place(where: Where) -> tuple[int, str]:
-    return (-1 if where[0] is None else where[0]), where[1]
 
 
 @dataclass(frozen=True)

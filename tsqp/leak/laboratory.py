@@ -7,6 +7,7 @@ share where it is known to work, or its row says that it did not work.
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import torch
 
 from protocol.errors import PolicyError, SettingsError, TsqpError
 from protocol.model.checkpoint import Checkpoint, light_tensors
-from protocol.model.config import read_config
+from protocol.model.config import ModelConfig, read_config
 from tee_side.calibration import CALIBRATION_FILE
 from tee_side.policy import Policy, load_policy
 from tee_side.vocabulary import OPERATORS, PHASES, PRODUCTS
@@ -29,6 +30,7 @@ from tsqp.leak.attack import Attack, Reading, View, Work
 from tsqp.leak.cost import cost_in, measure_cost
 from tsqp.leak.curves import curve, harm, noisy_mask, point_of, with_sigma
 from tsqp.leak.interval import needed
+from tsqp.leak.matching import place_name
 from tsqp.leak.model import (
     AttackRun,
     Control,
@@ -44,12 +46,15 @@ from tsqp.leak.public import PublicModel
 from tsqp.leak.reading import reconstruct
 from tsqp.leak.score import score
 from tsqp.leak.side_information import lengths
+from tsqp.leak.trace import Where
 
 _HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
 _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
 # Of a point of a curve.
 _CURVE_SESSIONS = 12
+# Share of places at which two prompts may have the same token.
+_MOST_ALIKE = 0.2
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,10 @@ class Laboratory:
         """Attack everything. What ends it early is in the report, and raised."""
         settings, watch = self._settings, self._watch
         noisy = [one for one in settings.policies if settings.curves and noisy_mask(one[1])]
-        watch.total(len(settings.policies) + len(noisy))
+        watch.total(
+            sum(1 + policy.services * len(settings.attacks) for _, policy in settings.policies)
+            + len(noisy) * len(settings.curves)
+        )
         try:
             if any(policy.arithmetic == "int8" for _, policy in settings.policies):
                 watch.doing("choosing scales")
@@ -126,10 +134,8 @@ class Laboratory:
             with torch.inference_mode():
                 for name, policy in settings.policies:
                     self._policies.append(self._policy(name, policy))
-                    watch.step()
                 for _, policy in noisy:
                     self._curves.append(self._curve(policy))
-                    watch.step()
         except BaseException as error:
             reason = str(error) if isinstance(error, TsqpError) else type(error).__name__
             done = {found.policy for found in self._policies}
@@ -181,11 +187,23 @@ class Laboratory:
                 got=str(settings.new_tokens),
                 expected="at least 2: the token that is sampled last goes through no model",
             )
+        attacks = [attack.name for attack in settings.attacks]
+        if len(set(attacks)) < len(attacks):
+            raise SettingsError("--attack", got="two of one name", expected="a name for each")
+        if settings.public is not None:
+            _check_public(read_config(settings.public), self._config, settings.public)
         if len(settings.prompts) < 2:
             raise SettingsError(
                 "--prompts",
                 got=str(len(settings.prompts)),
                 expected="at least 2: chance is measured on the other sessions' texts",
+            )
+        alike = agreement(settings.prompts)
+        if alike > _MOST_ALIKE:
+            raise SettingsError(
+                "prompts",
+                got=f"the same token at {alike:.0%} of places in two of them",
+                expected=f"at most {_MOST_ALIKE:.0%}: what they share counts as chance",
             )
         # Where prefill stays only the answer's tokens cross, the last one of each excepted.
         tokens = len(settings.prompts) * (settings.new_tokens - 1)
@@ -204,6 +222,7 @@ class Laboratory:
         watch.doing(f"{policy.name}: recording")
         recording = self._play(policy, settings.prompts, settings.new_tokens)
         cost = self._cost(name, policy, recording)
+        watch.step()
         truths = [session.truth for session in recording.sessions]
         answers = [flag for truth in truths for flag in truth.answers]
         runs: list[AttackRun] = []
@@ -214,6 +233,7 @@ class Laboratory:
                 for attack in settings.attacks:
                     watch.doing(f"{policy.name}: {attack.name}")
                     run, found = self._attack(attack, view, recording, service)
+                    watch.step()
                     runs.append(run)
                     readings[attack.name, service] = found
         made = PolicyLeak(
@@ -226,6 +246,7 @@ class Laboratory:
             sent_answer=answers.count(True),
             cost=cost,
             runs=tuple(runs),
+            untried=untried(recording, runs),
             lengths=lengths(recording.sessions) if recording.observable else None,
             reconstruction=None,
         )
@@ -303,17 +324,18 @@ class Laboratory:
         )
 
     def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
-        if name not in self._controls:
+        path = _control_path(kind, name)
+        if path not in self._controls:
             settings = self._settings
-            policy = load_policy(_control_path(kind, name))
+            policy = load_policy(path)
             if policy.arithmetic == "int8":
                 self._calibrate()
-            self._controls[name] = self._play(
+            self._controls[path] = self._play(
                 policy,
                 settings.prompts[:_CONTROL_SESSIONS],
                 min(settings.new_tokens, _CONTROL_TOKENS),
             )
-        return self._controls[name]
+        return self._controls[path]
 
     def _view(self, recording: Recording, service: int, sessions: int) -> View:
         settings = self._settings
@@ -363,6 +385,7 @@ class Laboratory:
             view = self._view(recording, 0, settings.search_sessions)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in settings.attacks]
             noisy = logits_of(changed, texts, self._play_settings())
+            self._watch.step()
             points.append(point_of(changed, sigma, runs, harm(texts, plain, noisy), self._config))
         return curve(policy, harm(texts, plain, plain), points)
 
@@ -379,6 +402,48 @@ class Laboratory:
             temperature=settings.temperature,
             seed=settings.seed,
         )
+
+
+def agreement(prompts: Sequence[Sequence[int]]) -> float:
+    """Return the share of places at which two prompts have the same token, mean of neighbours."""
+    same = size = 0
+    for one, other in itertools.pairwise(prompts):
+        same += sum(a == b for a, b in zip(one, other, strict=False))
+        size += min(len(one), len(other))
+    return same / size if size else 0.0
+
+
+def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
+    """Return what crossed and no attack tried, at its place or under its mask anywhere."""
+    policy = recording.policy
+    tried = {one.where for run in runs if run.worked for one in run.scores}
+    traces = [trace for session in recording.sessions for trace in session.traces]
+    places = dict.fromkeys(where for trace in traces for where in trace.places)
+
+    def covers(where: Where) -> set[str]:
+        layer, operator = where
+        placed = [policy.at(operator, layer or 0, phase) for phase in PHASES]
+        masks = [one.mask for one in placed if one.place == "gpu"]
+        return {mask.described() if mask is not None else "in the clear" for mask in masks}
+
+    known: set[str] = set()
+    for where in places:
+        if place_name(where) in tried:
+            known |= covers(where)
+    return tuple(
+        f"{place_name(where)} ({', '.join(sorted(covers(where)))})"
+        for where in places
+        if place_name(where) not in tried and not covers(where) <= known
+    )
+
+
+def _check_public(public: ModelConfig, config: ModelConfig, directory: Path) -> None:
+    """Refuse a model of another shape. Raises SettingsError."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "heads"):
+        if (got := getattr(public, name)) != (expected := getattr(config, name)):
+            raise SettingsError(
+                f"--public {directory}: {name}", got=str(got), expected=f"{expected}, as MODEL has"
+            )
 
 
 def weakened_policies() -> list[str]:

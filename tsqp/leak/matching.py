@@ -249,21 +249,15 @@ def search(
     """Read token after token at one place, by running candidates behind what was read already.
 
     `present`: candidates are the tokens that the first layer says are there. A session whose prompt
-    did not cross has no beginning, and is not searched. Where nothing stands out among the first
-    tokens of a session the attack gives up, and has read nothing of any that follows.
+    did not cross has no beginning, and is not searched. Where nothing stands out among some tokens
+    in a row the attack gives up, and has read nothing of the session's rest.
     """
-    given_up = False
-    for session, trace in enumerate(view.traces):
-        if session not in view.searched and not given_up:
-            return
+    for session in view.searched:
+        trace = view.traces[session]
         if not trace.steps or trace.steps[0].tokens == 1 or trace.steps[0].at(where) is None:
             continue
         limit = min(view.search_tokens, trace.tokens)
-        guesses: dict[int, tuple[int, ...]] = {}
-        if not given_up:
-            guesses = dict(_read_on(view, session, matcher, where, limit, present, work))
-            # Lost at the very beginning: so it will be with the others.
-            given_up = len(guesses) == _LOST < limit
+        guesses = dict(_read_on(view, session, matcher, where, limit, present, work))
         yield Reading(place_name(where), session, range(limit), guesses)
 
 

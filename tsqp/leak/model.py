@@ -165,7 +165,8 @@ class PolicyLeak(_Model):
     """One policy: what it costs, and what each attack read.
 
     `nothing`: why there was nothing to attack. `sent`: tokens of prompts and of answers that went
-    through the model while a service was asked, of all sessions.
+    through the model while a service was asked, of all sessions. `untried`: places that crossed,
+    that no attack tried, and whose mask no attack tried anywhere.
     """
 
     policy: str
@@ -177,6 +178,7 @@ class PolicyLeak(_Model):
     sent_answer: int
     cost: Cost | None
     runs: tuple[AttackRun, ...]
+    untried: tuple[str, ...] = ()
     lengths: Lengths | None
     reconstruction: Reconstruction | None
 
@@ -184,14 +186,14 @@ class PolicyLeak(_Model):
     def best(self) -> tuple[AttackRun, Score] | None:
         """The attack and place farthest above chance, at least, of attacks that mean something.
 
-        Of those first that tried both prompts and answers, as far as these were sent.
+        Of equal ones that which tried both prompts and answers, as far as these were sent.
         """
         scored = [(run, score) for run in self.runs if run.worked for score in run.scores]
         return max(
             scored,
             key=lambda one: (
-                (one[1].prompt.n > 0 or not self.sent_prompt) and one[1].answer.n > 0,
                 one[1].excess_low,
+                (one[1].prompt.n > 0 or not self.sent_prompt) and one[1].answer.n > 0,
                 one[1].top1.n,
             ),
             default=None,
@@ -213,10 +215,11 @@ class PolicyLeak(_Model):
     def excess_high(self) -> float | None:
         """How far above chance the rate may be at most, of every attack and place.
 
-        None if nothing was attacked. 1 where an attack that applies did not work.
+        None if nothing was attacked. 1 where an attack that applies did not work, or something
+        crossed that none tried.
         """
         found = [score.excess_high for run in self.runs if run.worked for score in run.scores]
-        if any(run.refused is None and not run.worked for run in self.runs):
+        if self.untried or any(run.refused is None and not run.worked for run in self.runs):
             found.append(1.0)
         return max(found, default=None)
 

@@ -26,7 +26,7 @@ from tee_side.provisioning import provision
 from tee_side.sampling import SamplingSettings
 from tee_side.step import run_step
 from tsqp.leak.recording import RecordingChannel
-from tsqp.leak.trace import Trace
+from tsqp.leak.trace import Trace, TraceError
 
 Progress = Callable[[int, int], None]
 
@@ -39,19 +39,14 @@ class Truth:
     """What was said, which no attack is shown. Token ids.
 
     `sent`: the tokens that went through the model while a service was asked, in order; `answers`:
-    which of them are the answer's. `last`: the token that was sampled last, which goes through no
-    model.
+    which of them are the answer's. `last`: the token that was sampled behind the last of them.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     sent: tuple[int, ...]
     answers: tuple[bool, ...]
-
-    @property
-    def last(self) -> int | None:
-        """The token that was sampled last."""
-        return self.answer[-1] if self.answer else None
+    last: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,11 +189,20 @@ def _session(
     traces = tuple(channel.take() for channel in channels)
     every = [*sequence.prompt_ids, *sequence.token_ids]
     positions = [position for part in _crossed(parts, traces) for position in part]
+    for channel, trace in zip(channels, traces, strict=True):
+        if trace.tokens != len(positions):
+            raise TraceError(
+                channel.endpoint,
+                got=f"requests about {trace.tokens} tokens, by their rows",
+                expected=f"{len(positions)}, which went through the model: steps of this policy"
+                " cannot be told apart, or what its mask adds cannot",
+            )
     truth = Truth(
         prompt=tuple(prompt),
         answer=tuple(sequence.token_ids),
         sent=tuple(every[position] for position in positions),
         answers=tuple(position >= len(prompt) for position in positions),
+        last=every[positions[-1] + 1] if positions else None,
     )
     return Session(traces, truth)
 

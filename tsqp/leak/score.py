@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tsqp.leak.attack import TOP, Reading
+from tsqp.leak.attack import TOP, AttackError, Reading
 from tsqp.leak.model import Rate, Score
 from tsqp.leak.play import Truth
 
@@ -24,7 +24,9 @@ def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, 
     """Score readings of all sessions, place by place, in the order of their first appearance."""
     tallies: dict[str, _Tally] = {}
     streams = [stream(truth) for truth in truths]
+    seen: set[tuple[str, int]] = set()
     for reading in readings:
+        _check(reading, len(truths), seen)
         tally = tallies.setdefault(reading.where, _Tally())
         _count(tally, reading, streams)
     return tuple(
@@ -41,10 +43,22 @@ def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, 
     )
 
 
+def _check(reading: Reading, sessions: int, seen: set[tuple[str, int]]) -> None:
+    """Refuse what would be counted twice, or is about nothing. Raises AttackError."""
+    key = (reading.where, reading.session)
+    if key in seen or not 0 <= reading.session < sessions or reading.tokens.start < 0:
+        raise AttackError(
+            f"reading of session {reading.session} at {reading.where}",
+            got=f"tokens {reading.tokens}" + (", a second time" if key in seen else ""),
+            expected=f"each place once in each of {sessions} sessions, tokens counted from 0",
+        )
+    seen.add(key)
+
+
 def stream(truth: Truth) -> list[tuple[int, bool]]:
     """Return the tokens that a trace is about, in order, and whether each is the answer's.
 
-    Those that went through the model while the service was asked, and the one sampled last.
+    Those that went through the model while the service was asked, and the one behind them.
     """
     found = list(zip(truth.sent, truth.answers, strict=True))
     return found if truth.last is None else [*found, (truth.last, True)]

@@ -29,6 +29,9 @@ _NOTE = (
     " bench, without Embedding and LM head in the TEE."
 )
 
+# A verdict needs an interval that ends at most so far above chance, where most tokens were tried.
+_CONCLUSIVE = 0.02
+
 # ------------------------------------------------------------------------------------- words
 
 
@@ -86,8 +89,26 @@ def verdict(policy: PolicyLeak) -> str:
     widest = _widest(policy)
     if widest is None:
         return "no attack applies" if policy.runs else "not attacked"
-    points = _points(widest.excess_high)
-    return f"not above chance (<= {points} pp above, n {widest.top1.n:,})"
+    return _bounds(policy, widest)
+
+
+def _bounds(policy: PolicyLeak, widest: Score) -> str:
+    """Say how far above chance what was not read may be at most."""
+    if policy.untried:
+        count = len(policy.untried)
+        return f"not tried: {count} place{'s'[: count != 1]}, such as {policy.untried[0]}"
+    # Look-ups have the most tokens; searches, of a few sessions, leave more open.
+    most = max(score.top1.n for run in policy.runs if run.worked for score in run.scores)
+    broad = max(
+        (one for run in policy.runs if run.worked for one in run.scores if one.top1.n == most),
+        key=lambda one: one.excess_high,
+    )
+    words = f"<= {_points(broad.excess_high)} pp above, n {broad.top1.n:,}"
+    if widest.excess_high > broad.excess_high:
+        words += f"; <= {_points(widest.excess_high)}, n {widest.top1.n:,}"
+    if broad.excess_high > _CONCLUSIVE:
+        return f"inconclusive ({words})"
+    return f"not above chance ({words})"
 
 
 def judged(policy: PolicyLeak) -> Score | None:

@@ -115,7 +115,7 @@ class Trace:
     @property
     def places(self) -> list[Where]:
         """What the service was asked for, in the order of a forward pass."""
-        return sorted({call.where for call in self.calls}, key=_order)
+        return sorted({call.where for call in self.calls}, key=forward_order)
 
     @property
     def payload_bytes(self) -> int:
@@ -160,7 +160,11 @@ def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:
     group: list[Call] = []
     for call in calls:
         # The same module of the same layer again, or an earlier one: another step.
-        if group and _order(call.where) <= _order(group[-1].where) and not _goes_on(group, call):
+        if (
+            group
+            and forward_order(call.where) <= forward_order(group[-1].where)
+            and not _goes_on(group, call)
+        ):
             yield group
             group = []
         group.append(call)
@@ -169,13 +173,14 @@ def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:
 
 
 def _goes_on(group: Sequence[Call], call: Call) -> bool:
-    """Whether this is another module, or the product of another sequence, of the same operator."""
+    """Whether this is another module of the same operator."""
     if call.where != group[-1].where:
         return False
     return not any(call.modules == other.modules for other in group if other.where == call.where)
 
 
-def _order(where: Where) -> tuple[int, int]:
+def forward_order(where: Where) -> tuple[int, int]:
+    """Return what sorts places as a forward pass goes through them."""
     layer, operator = where
     if layer is None:
         return (-1, 0) if operator == "embedding" else (2**31, 0)

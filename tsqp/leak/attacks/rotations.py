@@ -154,7 +154,7 @@ class GramDictionary(Attack):
 
 def _first_ids(view: View) -> list[int]:
     """Return what an empty prompt becomes: BOS, or nothing."""
-    return view.public.tokenizer.encode("")[:1]
+    return view.public.tokenizer.encode("")[:1] if view.public.has_tokenizer else []
 
 
 def _rows(view: View, trace: Trace) -> tuple[torch.Tensor, list[int]]:

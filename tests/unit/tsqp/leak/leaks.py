@@ -115,6 +115,7 @@ def truth_of(ids: Sequence[int], prompt: int, last: int = 0) -> Truth:
         answer=(*ids[prompt:], last),
         sent=tuple(ids),
         answers=tuple(token >= prompt for token in range(len(ids))),
+        last=last,
     )
 
 

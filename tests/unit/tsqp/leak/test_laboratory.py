@@ -277,7 +277,8 @@ def test_the_report_says_what_was_attacked(model: SavedModel, tmp_path: Path) ->
     assert Report.model_validate_json(report.model_dump_json()) == report
 
 
-def test_progress_is_told_a_policy_and_a_curve_at_a_time(model: SavedModel, tmp_path: Path) -> None:
+def test_progress_is_told_attack_by_attack(model: SavedModel, tmp_path: Path) -> None:
+    """Each of two policies: recorded, attacked once; and two points of a curve."""
     totals: list[int] = []
     steps: list[None] = []
     doing: list[str] = []
@@ -289,7 +290,7 @@ def test_progress_is_told_a_policy_and_a_curve_at_a_time(model: SavedModel, tmp_
     assert not laboratory.measured
     laboratory.run()
     assert laboratory.measured
-    assert (totals, len(steps)) == ([3], 3)
+    assert (totals, len(steps)) == ([6], 6)
     assert "nearest-embedding: control, attention-in-tee" in doing
     (curve,) = laboratory.report().curves
     assert [point.sigma for point in curve.points] == [0.5, 64.0]
@@ -362,6 +363,52 @@ def test_what_cannot_work_is_refused_before_anything_runs(
         Laboratory(settings, tmp_path)
     assert (caught.value.where, caught.value.got) == (where, got)
     assert not list(tmp_path.iterdir())
+
+
+def test_prompts_that_are_alike_are_refused(model: SavedModel, tmp_path: Path) -> None:
+    """What they share would count as chance, and hide that it is read."""
+    prompts = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
+    settings = replace(settings_of(model.directory, ["tsqp"], [Blind]), prompts=prompts)
+    with pytest.raises(SettingsError, match="the same token at 83% of places in two of them"):
+        Laboratory(settings, tmp_path)
+
+
+def test_two_attacks_of_one_name_are_refused(model: SavedModel, tmp_path: Path) -> None:
+    """One would be believed by the other's control."""
+    settings = replace(settings_of(model.directory, ["tsqp"], [Blind]), attacks=(Blind, Blind))
+    with pytest.raises(SettingsError, match="--attack: got two of one name"):
+        Laboratory(settings, tmp_path)
+
+
+def test_a_public_model_of_another_shape_is_refused(
+    model: SavedModel, saved_model: Models, tmp_path: Path
+) -> None:
+    other = saved_model(hidden_size=24).directory
+    settings = replace(settings_of(model.directory, ["tsqp"], [Blind]), public=other)
+    with pytest.raises(SettingsError, match="hidden_size: got 24, expected 48"):
+        Laboratory(settings, tmp_path)
+
+
+def test_what_no_attack_tried_is_no_evidence(model: SavedModel, tmp_path: Path) -> None:
+    """In the clear at a place that the attack does not look at, beside one under a mask."""
+    clear = policy_of("qkv_proj")
+    mixed = load_policy("row-rotation").operators["qkv_proj"][0]
+    policy = clear.model_copy(
+        update={
+            "operators": {
+                **clear.operators,
+                "qkv_proj": (mixed,),
+                "down_proj": load_policy("attention-in-tee").operators["down_proj"],
+            }
+        }
+    )
+    settings = settings_of(model.directory, ["tsqp"], [NearestEmbedding])
+    laboratory = Laboratory(replace(settings, policies=(("mine", policy),)), tmp_path)
+    laboratory.run()
+    (found,) = laboratory.report().policies
+    assert "layer 0 down_proj (in the clear)" in found.untried
+    assert not any("qkv_proj" in place for place in found.untried)
+    assert found.excess_high == 1.0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.tsqp.leak.leaks import truth_of
-from tsqp.leak.attack import Reading
+from tsqp.leak.attack import AttackError, Reading
 from tsqp.leak.model import Rate, Score
 from tsqp.leak.play import Truth
 from tsqp.leak.score import score, stream
@@ -50,7 +50,7 @@ def test_a_stream_is_what_was_sent_and_the_last_token() -> None:
     ]
     assert stream(Truth((1, 2), (), (1, 2), (False, False))) == [(1, False), (2, False)]
     # Where the prompt stays.
-    assert stream(Truth((1, 2), (5, 6), (5,), (True,))) == [(5, True), (6, True)]
+    assert stream(Truth((1, 2), (5, 6), (5,), (True,), 6)) == [(5, True), (6, True)]
 
 
 def test_everything_right() -> None:
@@ -177,3 +177,18 @@ def test_the_interval_less_chance() -> None:
     assert found.excess_high == found.top1.high == Rate(hits=0, n=6).high
     guessed = one(reading(right(range(6))), truths=(TRUTH, OTHER))
     assert guessed.excess_high == pytest.approx(1 - 2 / 6)
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [
+        [Reading("here", 0, range(2), {}), Reading("here", 0, range(2), {})],
+        [Reading("here", 1, range(2), {})],
+        [Reading("here", -1, range(2), {})],
+        [Reading("here", 0, range(-1, 2), {})],
+    ],
+    ids=["twice", "session", "negative", "token"],
+)
+def test_readings_that_would_be_counted_wrongly_are_refused(readings: list[Reading]) -> None:
+    with pytest.raises(AttackError, match="reading of session"):
+        score(readings, [Truth((1, 2), (), (1, 2), (False, False))])

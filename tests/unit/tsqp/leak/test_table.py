@@ -101,7 +101,18 @@ def test_verdicts() -> None:
 def test_a_bound_is_of_every_place_and_has_that_places_n() -> None:
     few = score(0, n=40, where="layer 1 qkv_proj", chance=0.0)
     made = policy("p", run("a", score(15), few))
-    assert verdict(made) == "not above chance (<= 8.8 pp above, n 40)"
+    assert verdict(made) == "not above chance (<= 0.3 pp above, n 4,096; <= 8.8, n 40)"
+
+
+def test_a_bound_that_leaves_much_open_is_no_conclusion() -> None:
+    made = policy("p", run("a", score(0, n=8, chance=0.0)))
+    assert verdict(made) == "inconclusive (<= 32.5 pp above, n 8)"
+
+
+def test_what_was_not_tried_is_named() -> None:
+    made = policy("p", run("a", score(15)))
+    made = made.model_copy(update={"untried": ("layer 1 o_proj (in the clear)",)})
+    assert verdict(made) == "not tried: 1 place, such as layer 1 o_proj (in the clear)"
 
 
 def test_an_attack_that_did_not_work_is_no_low_rate() -> None:

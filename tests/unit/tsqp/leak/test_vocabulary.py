@@ -95,7 +95,9 @@ def run(public: PublicModel, attack: Attack, change: Change, ids: list[int]) -> 
 
 
 @pytest.mark.parametrize("ids", [IDS, REPEATED], ids=["once", "repeated"])
-@pytest.mark.parametrize(("kind", "change"), [(k, c) for k, found in READ.items() for c in found])
+@pytest.mark.parametrize(
+    ("kind", "change"), [(k, c) for k, found in READ.items() for c in sorted(found)]
+)
 def test_what_the_invariant_survives_is_read(
     public: PublicModel, kind: type[Attack], change: str, ids: list[int]
 ) -> None:
