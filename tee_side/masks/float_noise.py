@@ -21,8 +21,8 @@ class FloatNoise(AdditiveMask):
     hides: ClassVar[str] = "values, as far as noise of sigma hides them"
     known_break: ClassVar[str] = (
         "nearest vocabulary entry in layer 0, activations of unit RMS: 100 % of tokens at sigma 1,"
-        " 64 % at 4, 1 % at 16; the likelihood of all that crosses for a token together, in every"
-        " layer: 97 % at 16 (demo model, docs/leakage.md)"
+        " 64 % at 4, 1 % at 16; all that crosses for a token, in every layer, taken together tells"
+        " far more (docs/leakage.md)"
     )
     broken: ClassVar[bool] = True
     source: ClassVar[str] = "common in prototypes (float one-time pads), as in published TSQP"

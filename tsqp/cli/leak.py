@@ -141,7 +141,11 @@ class Strengths(click.ParamType[tuple[float, ...]]):
     metavar="FILE",
     help="Write a prompt as each policy's best attack reads it, as SVG.",
 )
-@click.option("--details", is_flag=True, help="Also print every attack and place.")
+@click.option(
+    "--details",
+    is_flag=True,
+    help="Also print every attack and place, and a prompt as each policy's best attack reads it.",
+)
 @config_option
 @click.pass_context
 def leak(
@@ -169,8 +173,8 @@ def leak(
         from tsqp.cli.tables import open_console
         from tsqp.leak.html import render_html
         from tsqp.leak.plots import cost_against_leakage
-        from tsqp.leak.reconstruction import panels, svg
-        from tsqp.leak.table import show
+        from tsqp.leak.reconstruction import panels, render, svg
+        from tsqp.leak.table import show, verdict
     from tsqp.bench.plot_style import check_installed
 
     if html_path is not None or plot_path is not None:
@@ -204,6 +208,11 @@ def leak(
                 report = laboratory.report()
                 try:
                     show(report, console, details=details)
+                    for policy in report.policies if details else ():
+                        if policy.reconstruction is not None:
+                            console.print()
+                            console.print(f"{policy.policy}: {verdict(policy)}")
+                            render(policy.reconstruction, console)
                 finally:
                     written = outputs.write(report)
             else:
@@ -246,6 +255,10 @@ def _settings(
             got="both" if model else "none of them",
             expected="one of them (tsqp leak demo)",
         )
+    if shape is not None and options["text"] is not None:
+        raise SettingsError(
+            "--text", got="it together with --shape", expected="one of them: its tokens are random"
+        )
     names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
     policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
     attacks = dict.fromkeys(
@@ -263,6 +276,8 @@ def _settings(
         text = text_of(directory, options["text"])
         prompts = cut_prompts(Tokenizer(directory), text, count, tokens)
     cost = options["cost"]
+    if cost not in ("measure", "none"):
+        cost = read_report(Path(cost), directory.name)
     margins = [m for m in (options["margin"], fail_above) if m is not None]
     return LeakSettings(
         command=shlex.join(["tsqp", *sys.argv[1:]]),
@@ -279,7 +294,7 @@ def _settings(
         search_tokens=options["search_tokens"],
         threads=threads,
         margin=min(margins, default=None),
-        cost=cost if cost in ("measure", "none") else read_report(Path(cost)),
+        cost=cost,
         curves=options["sigma"] if options["curves"] else (),
     )
 

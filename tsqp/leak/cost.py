@@ -56,15 +56,20 @@ def measure_cost(
     return cost_in(bench.report(), policy.name)
 
 
-def read_report(path: Path) -> Report:
-    """Read what `tsqp bench --json` wrote. Raises SettingsError."""
+def read_report(path: Path, model: str) -> Report:
+    """Read what `tsqp bench --json` wrote of a model. Raises SettingsError."""
     try:
-        return Report.model_validate_json(path.read_bytes())
+        report = Report.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else "something else"
         raise SettingsError(
             str(path), got=reason or "an error", expected="a report of tsqp bench --json"
         ) from None
+    if report.setup.model != model:
+        raise SettingsError(
+            str(path), got=f"the cost of {report.setup.model}", expected=f"that of {model}"
+        )
+    return report
 
 
 def cost_in(report: Report, policy: str) -> Cost | None:

@@ -313,6 +313,7 @@ class Laboratory:
                 where=best.where if best else None,
                 rate=best.top1 if best else Rate(hits=0, n=0),
                 published=kind.published,
+                places={one.where: one.top1 for one in scores},
             )
         return self._results[key]
 
@@ -416,7 +417,7 @@ def agreement(prompts: Sequence[Sequence[int]]) -> float:
 def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
     """Return what crossed and no attack tried, at its place or under its mask anywhere."""
     policy = recording.policy
-    tried = {one.where for run in runs if run.worked for one in run.scores}
+    tried = {one.where for run in runs for one in run.meaningful}
     traces = [trace for session in recording.sessions for trace in session.traces]
     places = dict.fromkeys(where for trace in traces for where in trace.places)
 

@@ -5,9 +5,9 @@ Rates are shares of tokens, 0 to 1; every rate comes with its n. Intervals are W
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
 from tsqp.catalogue import Standing
 from tsqp.leak.interval import CONFIDENCE, wilson
@@ -20,6 +20,14 @@ class _Model(BaseModel):
     # Infinite is an epsilon without noise, which JSON has no number for.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_computed(cls, data: Any) -> Any:
+        """Leave out what follows from the rest, and is written for whoever reads the document."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key not in cls.model_computed_fields}
+
 
 class Rate(_Model):
     """So many of so many. `value`, `low`, `high` follow from them; None of none."""
@@ -27,16 +35,19 @@ class Rate(_Model):
     hits: int
     n: int
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def value(self) -> float | None:
         """The share."""
         return self.hits / self.n if self.n else None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def low(self) -> float:
         """Lower end of the 95 % interval."""
         return wilson(self.hits, self.n)[0]
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def high(self) -> float:
         """Upper end of the 95 % interval."""
@@ -75,18 +86,29 @@ class Score(_Model):
 
 
 class Control(_Model):
-    """An attack under the policy where it must work. `published`: what it must read there."""
+    """An attack under the policy where it must work. `published`: what it must read there.
+
+    `rate`: at its best place, `where`; `places`: what it read at every place there.
+    """
 
     attack: str
     policy: str
     where: str | None
     rate: Rate
     published: float
+    places: dict[str, Rate] = {}
 
     @property
     def worked(self) -> bool:
         """Whether a low rate elsewhere means something."""
-        return self.rate.n > 0 and self.rate.hits >= self.published * self.rate.n
+        return self._enough(self.rate)
+
+    def works_at(self, where: str) -> bool:
+        """Whether it worked at this place; at the best one, where that place is none of its own."""
+        return self._enough(self.places.get(where, self.rate))
+
+    def _enough(self, rate: Rate) -> bool:
+        return rate.n > 0 and rate.hits >= self.published * rate.n
 
 
 class AttackRun(_Model):
@@ -108,16 +130,26 @@ class AttackRun(_Model):
 
     @property
     def best(self) -> Score | None:
-        """The place that is farthest above chance, at least."""
-        return max(self.scores, key=lambda score: (score.excess_low, score.top1.n), default=None)
+        """The place that is farthest above chance, at least; of those that mean something."""
+        scores = self.meaningful or self.scores
+        return max(scores, key=lambda score: (score.excess_low, score.top1.n), default=None)
 
     @property
     def worked(self) -> bool:
-        """Whether its rates mean something: it works where it must, or beyond doubt here."""
-        if self.control is None or not self.scores:
-            return False
-        best = self.best
-        return self.control.worked or (best is not None and best.excess_low > _BEYOND_DOUBT)
+        """Whether any of its rates means something."""
+        return bool(self.meaningful)
+
+    @property
+    def meaningful(self) -> tuple[Score, ...]:
+        """Scores of places at which it works where it must, or that are beyond doubt."""
+        control = self.control
+        if control is None:
+            return ()
+        return tuple(
+            score
+            for score in self.scores
+            if control.works_at(score.where) or score.excess_low > _BEYOND_DOUBT
+        )
 
 
 class Cost(_Model):
@@ -188,7 +220,7 @@ class PolicyLeak(_Model):
 
         Of equal ones that which tried both prompts and answers, as far as these were sent.
         """
-        scored = [(run, score) for run in self.runs if run.worked for score in run.scores]
+        scored = [(run, score) for run in self.runs for score in run.meaningful]
         return max(
             scored,
             key=lambda one: (
@@ -199,18 +231,20 @@ class PolicyLeak(_Model):
             default=None,
         )
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def above_chance(self) -> bool:
         """Whether any attack reads more than chance would, at 95 % for all places together.
 
         Of a hundred places one is lucky: each gets its part of the 5 % (Bonferroni).
         """
-        scores = [score for run in self.runs if run.worked for score in run.scores]
+        scores = [score for run in self.runs for score in run.meaningful]
         confidence = 1 - (1 - CONFIDENCE) / max(1, len(scores))
         return any(
             wilson(score.top1.hits, score.top1.n, confidence)[0] > score.chance for score in scores
         )
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def excess_high(self) -> float | None:
         """How far above chance the rate may be at most, of every attack and place.
@@ -218,7 +252,7 @@ class PolicyLeak(_Model):
         None if nothing was attacked. 1 where an attack that applies did not work, or something
         crossed that none tried.
         """
-        found = [score.excess_high for run in self.runs if run.worked for score in run.scores]
+        found = [score.excess_high for run in self.runs for score in run.meaningful]
         if self.untried or any(run.refused is None and not run.worked for run in self.runs):
             found.append(1.0)
         return max(found, default=None)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from protocol.errors import SettingsError
 from tsqp.leak.model import PolicyLeak, Report
-from tsqp.leak.plots import cost_against_leakage, curve
+from tsqp.leak.plots import cost_against_leakage, curve, harm_of
 from tsqp.leak.reconstruction import panels, svg
 from tsqp.leak.table import NONE, facts, interval_words, judged, percent, verdict
 
@@ -62,7 +62,7 @@ def _pictures(report: Report) -> Iterable[tuple[str, str]]:
     if (plot := cost_against_leakage(report)) is not None:
         yield "cost.svg", plot.svg
     for made in report.curves:
-        if (plot := curve(made)) is not None:
+        if (plot := curve(made, harm_of(made))) is not None:
             yield f"curve-{made.policy}.svg", plot.svg
     shown = report.model_copy(
         update={"policies": tuple(found for found in report.policies if found.policy in PICTURED)}

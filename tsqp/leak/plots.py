@@ -488,5 +488,13 @@ def _said(rate: Rate) -> str:
 
 def plots(report: Report) -> list[Plot]:
     """Return all plots of a report, in the order in which a person reads them."""
-    found = [cost_against_leakage(report), *(curve(made) for made in report.curves)]
+    found = [cost_against_leakage(report), *(curve(made, harm_of(made)) for made in report.curves)]
     return [plot for plot in found if plot is not None]
+
+
+def harm_of(made: Curve) -> Harm:
+    """Say which harm a curve is drawn beside.
+
+    Noise that is taken out of results again leaves the text as it is, and an error of rounding.
+    """
+    return "output error" if made.parameter == "sigma" else "perplexity"

@@ -98,9 +98,9 @@ def _bounds(policy: PolicyLeak, widest: Score) -> str:
         count = len(policy.untried)
         return f"not tried: {count} place{'s'[: count != 1]}, such as {policy.untried[0]}"
     # Look-ups have the most tokens; searches, of a few sessions, leave more open.
-    most = max(score.top1.n for run in policy.runs if run.worked for score in run.scores)
+    most = max(score.top1.n for run in policy.runs for score in run.meaningful)
     broad = max(
-        (one for run in policy.runs if run.worked for one in run.scores if one.top1.n == most),
+        (one for run in policy.runs for one in run.meaningful if one.top1.n == most),
         key=lambda one: one.excess_high,
     )
     words = f"<= {_points(broad.excess_high)} pp above, n {broad.top1.n:,}"
@@ -169,7 +169,7 @@ def _points(share: float) -> str:
 
 def _widest(policy: PolicyLeak) -> Score | None:
     """Return the score by which the policy may be furthest above chance."""
-    scores = [score for run in policy.runs if run.worked for score in run.scores]
+    scores = [score for run in policy.runs for score in run.meaningful]
     return max(scores, key=lambda score: score.excess_high, default=None)
 
 
@@ -259,10 +259,17 @@ def attacks_grid(policy: PolicyLeak) -> Grid | None:
             words = f"attack {_failure(run)}"
             rows.append(Row((run.attack, words, *(NONE,) * 8)))
         else:
-            rows += [Row((run.attack, *_score_cells(policy, run, one))) for one in run.scores]
+            rows += [Row((run.attack, *_cells_of(policy, run, one))) for one in run.scores]
     if not rows:
         return None
     return Grid(f"{policy.policy}: every attack and place", columns, tuple(rows), texts=2)
+
+
+def _cells_of(policy: PolicyLeak, run: AttackRun, score: Score) -> tuple[str, ...]:
+    """Render a place; no rate where the attack does not work at that place of its control."""
+    if score in run.meaningful:
+        return _score_cells(policy, run, score)
+    return (f"{_place(policy, run, score)}: did not work on its control", *(NONE,) * 8)
 
 
 def _score_cells(policy: PolicyLeak, run: AttackRun, score: Score) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 Token after token, the public model is run on what was read so far and each candidate, the most
 likely first; the candidate whose hidden state is nearest to the observed one is taken
 (arXiv 2505.18332). There the distance is L1; here it is Euclidean, which is one product for all
-candidates and names the same tokens.
+candidates.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""The document: what follows from it, and that it can be read again."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from tests.unit.tsqp.leak.reports import policy, run, sample, score
+from tsqp.leak.interval import wilson
+from tsqp.leak.model import Point, Rate, Report
+
+
+def test_a_report_can_be_read_again() -> None:
+    report = sample()
+    assert Report.model_validate_json(report.model_dump_json()) == report
+
+
+def test_a_rate_is_written_with_its_share_and_interval() -> None:
+    written = json.loads(Rate(hits=3, n=40).model_dump_json())
+    assert written == {
+        "hits": 3,
+        "n": 40,
+        "value": 0.075,
+        "low": wilson(3, 40)[0],
+        "high": wilson(3, 40)[1],
+    }
+
+
+def test_what_is_unknown_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        Rate.model_validate({"hits": 1, "n": 2, "share": 0.5})
+
+
+def test_an_infinite_epsilon_is_written_and_read() -> None:
+    point = Point(
+        strength=math.inf,
+        sigma=0.0,
+        rate=Rate(hits=1, n=2),
+        attack="a",
+        where="here",
+        chance=0.0,
+        perplexity=2.0,
+        output_error=0.0,
+    )
+    assert Point.model_validate_json(point.model_dump_json()) == point
+
+
+def test_of_a_hundred_places_one_is_lucky() -> None:
+    """Two of forty is beyond doubt at one place, and not at one of a hundred."""
+    lucky = score(2, n=40, chance=0.01)
+    others = [score(0, n=40, where=f"place {number}", chance=0.01) for number in range(99)]
+    assert policy("p", run("a", lucky)).above_chance
+    assert not policy("p", run("a", lucky, *others)).above_chance
+    read = score(30, n=40, chance=0.005)
+    assert policy("p", run("a", read, *others)).above_chance
+
+
+def test_what_is_read_of_one_part_is_not_hidden_by_who_tried_both() -> None:
+    """An attack that reads every answer beside one that tried prompts, too, in vain."""
+    part = score(40, n=40, where="lm_head", chance=0.0)
+    part = part.model_copy(update={"prompt": Rate(hits=0, n=0), "answer": Rate(hits=40, n=40)})
+    made = policy("p", run("logits", part), run("nearest", score(0)))
+    assert made.best is not None
+    assert made.best[0].attack == "logits"
+    assert made.above_chance
+
+
+def test_a_control_counts_place_by_place() -> None:
+    """A look-up that works vouches for no search that does not."""
+    shallow, deep = score(0), score(0, where="layer 3 o_proj")
+    tried = run("a", shallow, deep)
+    assert tried.control is not None
+    places = {shallow.where: Rate(hits=99, n=100), deep.where: Rate(hits=3, n=100)}
+    control = tried.control.model_copy(update={"places": places})
+    tried = tried.model_copy(update={"control": control})
+    assert tried.meaningful == (shallow,)
+    made = policy("p", tried)
+    assert made.excess_high == shallow.excess_high
+    # What is beyond doubt counts all the same.
+    sure = score(2000, where=deep.where)
+    assert tried.model_copy(update={"scores": (shallow, sure)}).meaningful == (shallow, sure)
