@@ -48,15 +48,15 @@ def test_broken_schemes_are_read_and_the_pad_is_not(tmp_path: Path) -> None:
         best = found[name].best
         assert best is not None
         assert best[1].top1.value == 1.0
-        assert best[1].prompt.n > 0
-        assert best[1].answer.n > 0
+        scores = [score for run in found[name].runs for score in run.meaningful]
+        assert any(score.prompt.n and score.prompt.value == 1.0 for score in scores)
+        assert any(score.answer.n and score.answer.value == 1.0 for score in scores)
     shielded = found["shielded"]
     assert not shielded.above_chance
     assert (shielded.sent_prompt, shielded.sent_answer) == (0, 30)
     assert found["tee-only"].nothing is not None
     # A low rate is shown with what it rests on.
-    rows = [line.split() for line in out.splitlines() if line.startswith(" shielded")]
-    assert any("30" in row for row in rows)
+    assert "of n that the best attack tried" in out
     assert "6 of 6" in out
     ET.parse(picture)
     assert "<script src" not in page.read_text(encoding="utf-8")
@@ -80,11 +80,11 @@ def test_an_attack_of_ones_own_and_the_verdict_of_a_ci(tmp_path: Path) -> None:
 
 
 def test_what_reads_nothing_passes(tmp_path: Path) -> None:
-    tokens = needed(0.02) // 12 + 2
+    tokens = needed(0.015) // 12 + 2
     status, out, err = leak(
         "demo",
-        *("--prompts", "12", "--prompt-tokens", "8", "--new-tokens", str(tokens)),
-        *("--policy", "shielded", "--attack", "nearest-embedding", "--fail-above", "0.03"),
+        *("--prompts", "12", "--prompt-tokens", "24", "--new-tokens", str(tokens)),
+        *("--policy", "shielded", "--attack", "nearest-embedding", "--fail-above", "0.02"),
         *("--threads", "1"),
     )
     assert (status, err) == (0, "")

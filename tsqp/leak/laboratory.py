@@ -247,6 +247,7 @@ class Laboratory:
             cost=cost,
             runs=tuple(runs),
             untried=untried(recording, runs),
+            blind=1 / self._config.vocab_size,
             lengths=lengths(recording.sessions) if recording.observable else None,
             reconstruction=None,
         )

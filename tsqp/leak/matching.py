@@ -181,24 +181,26 @@ def look_up(view: View, matcher: Matcher, work: Work) -> Iterator[Reading]:
     """Look every token up in the first layer's dictionary, where rows say whose they are.
 
     A row that crosses alone is its token's in any order: at decode there is one. Tokens whose rows
-    cross among others, in no order, are for a search.
+    cross among others, in no order, are for a search, and are not tried here.
     """
     table_VD = view.public.dictionary_VD
     ids_V = torch.arange(len(table_VD))
     for session, trace in enumerate(view.traces):
         work.tick()
         guesses: dict[int, tuple[int, ...]] = {}
+        first: int | None = None
         for step in trace.steps:
             observed = observe(view, step, FIRST)
             if observed is None or not (step.tokens == 1 or _tells(matcher, observed)):
                 continue
+            first = step.first if first is None else first
             distances_TV = matcher.look_up(observed, table_VD)
             work.compared += distances_TV.numel()
             for token, distances_V in enumerate(distances_TV):
                 if guess := best(distances_V, ids_V):
                     guesses[step.first + token] = guess
-        if any(step.at(FIRST) for step in trace.steps):
-            yield Reading(place_name(FIRST), session, range(trace.tokens), guesses)
+        if first is not None:
+            yield Reading(place_name(FIRST), session, range(first, trace.tokens), guesses)
 
 
 def _tells(matcher: Matcher, observed: Observed) -> bool:

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
 from tsqp.catalogue import Standing
-from tsqp.leak.interval import CONFIDENCE, wilson
+from tsqp.leak.interval import CONFIDENCE, by_luck, wilson
 
+# What it is worth in a comparison to have tried both prompts and answers.
+_BOTH_PARTS = 0.1
 # Above chance: what an attack must read to count although its control failed.
 _BEYOND_DOUBT = 0.05
 
@@ -198,7 +200,8 @@ class PolicyLeak(_Model):
 
     `nothing`: why there was nothing to attack. `sent`: tokens of prompts and of answers that went
     through the model while a service was asked, of all sessions. `untried`: places that crossed,
-    that no attack tried, and whose mask no attack tried anywhere.
+    that no attack tried, and whose mask no attack tried anywhere. `blind`: the chance of a guess
+    at random, one of the vocabulary's size.
     """
 
     policy: str
@@ -211,6 +214,7 @@ class PolicyLeak(_Model):
     cost: Cost | None
     runs: tuple[AttackRun, ...]
     untried: tuple[str, ...] = ()
+    blind: float = 0.0
     lengths: Lengths | None
     reconstruction: Reconstruction | None
 
@@ -218,30 +222,35 @@ class PolicyLeak(_Model):
     def best(self) -> tuple[AttackRun, Score] | None:
         """The attack and place farthest above chance, at least, of attacks that mean something.
 
-        Of equal ones that which tried both prompts and answers, as far as these were sent.
+        One that tried both prompts and answers, as far as these were sent, counts a little more:
+        it says more, but must not hide that all of one part is read.
         """
         scored = [(run, score) for run in self.runs for score in run.meaningful]
         return max(
             scored,
             key=lambda one: (
-                one[1].excess_low,
-                (one[1].prompt.n > 0 or not self.sent_prompt) and one[1].answer.n > 0,
+                one[1].excess_low + _BOTH_PARTS * self._tried_all(one[1]),
                 one[1].top1.n,
             ),
             default=None,
         )
+
+    def _tried_all(self, score: Score) -> bool:
+        return (score.prompt.n > 0 or not self.sent_prompt) and score.answer.n > 0
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def above_chance(self) -> bool:
         """Whether any attack reads more than chance would, at 95 % for all places together.
 
-        Of a hundred places one is lucky: each gets its part of the 5 % (Bonferroni).
+        Of a hundred places one is lucky: each gets its part of the 5 % (Bonferroni). A guess that
+        was right nowhere else may still be lucky: no chance is smaller than a blind one.
         """
         scores = [score for run in self.runs for score in run.meaningful]
-        confidence = 1 - (1 - CONFIDENCE) / max(1, len(scores))
+        part = (1 - CONFIDENCE) / max(1, len(scores))
         return any(
-            wilson(score.top1.hits, score.top1.n, confidence)[0] > score.chance for score in scores
+            by_luck(score.top1.hits, score.top1.n, max(score.chance, self.blind)) < part
+            for score in scores
         )
 
     @computed_field  # type: ignore[prop-decorator]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.leak.interval import needed, wilson
+from tsqp.leak.interval import by_luck, needed, wilson
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,23 @@ def test_so_many_tokens_are_needed_and_not_one_less(margin: float) -> None:
 
 def test_half_a_percentage_point_takes_765_tokens() -> None:
     assert needed(0.005) == 765
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "chance", "expected"),
+    [
+        (0, 10, 0.1, 1.0),
+        (1, 30, 0.001, 1 - 0.999**30),
+        (2, 2, 0.5, 0.25),
+        (3, 4, 0.5, 5 / 16),
+        (1, 5, 0.0, 0.0),
+        (5, 5, 1.0, 1.0),
+    ],
+)
+def test_luck_is_the_binomial_tail(hits: int, n: int, chance: float, expected: float) -> None:
+    assert by_luck(hits, n, chance) == pytest.approx(expected)
+
+
+def test_luck_of_thousands_is_finite() -> None:
+    assert by_luck(4440, 4440, 0.03) == 0.0
+    assert 0.4 < by_luck(133, 4440, 0.03) < 0.6

@@ -58,7 +58,8 @@ class OnlyHere(_Mine):
     control: ClassVar[str] = "row-rotation"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
-        yield from NearestEmbedding().read(view, work)
+        if view.policy.name != self.control:
+            yield from NearestEmbedding().read(view, work)
 
 
 class Refuses(_Mine):
