@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_side.kernels import NullWeights
 from gpu_side.operators import Operators
 from gpu_side.weights import ServiceWeights
 from protocol.channel import Exchange, Traffic
@@ -30,7 +31,7 @@ _TIMEOUT_MS = 60_000
 class RecordingChannel:
     """A `Channel` to a service's operators in this process. `endpoint`: what it is called."""
 
-    def __init__(self, weights: ServiceWeights, endpoint: str = "recording") -> None:
+    def __init__(self, weights: ServiceWeights | NullWeights, endpoint: str = "recording") -> None:
         self.endpoint = endpoint
         self.traffic = Traffic()
         self._operators = Operators(weights, DEFAULT_MAX_MESSAGE_BYTES)

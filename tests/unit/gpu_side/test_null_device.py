@@ -21,7 +21,6 @@ from gpu_side.service import ServiceSettings, _load
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.weights import load_weights
-from protocol.channel import Traffic
 from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ModelError, ModelMismatchError, ProtocolError
@@ -33,8 +32,6 @@ from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
-    Request,
-    Response,
     RingLinearRequest,
     TensorReply,
 )
@@ -45,6 +42,7 @@ from protocol.tensors import from_torch, to_torch
 from tee_side.handshake import ServiceCheck
 from tee_side.model import load_tee_model
 from tests.support import SIZES, LoopbackChannel, assemble, make_model, run, running_service
+from tsqp.leak.recording import RecordingChannel
 
 CPU = torch.device("cpu")
 LIMIT = 2**26
@@ -131,15 +129,11 @@ class NullChannel(LoopbackChannel):
     """A loopback to a null device."""
 
     def __init__(self, directory: Path, arithmetic: tuple[Arithmetic, ...] = BOTH) -> None:
-        self._null = _null(directory, arithmetic)
-        self._replies = {}
+        held, _ = read_holdings(directory, arithmetic, weights=False)
+        RecordingChannel.__init__(self, NullWeights(held, NullDevice(), torch.float32), "null")
         self.requests = []
-        self.traffic = Traffic()
         self.one_connection = False
         self.max_reply_bytes = self.max_message_bytes = None
-
-    def answer(self, request: Request) -> Response:
-        return self._null.apply(request).response
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -150,7 +150,7 @@ def test_an_attack_that_reads_nothing_on_its_control_is_no_evidence(
 def test_a_low_rate_of_an_attack_that_works_on_its_control_counts(
     model: SavedModel, tmp_path: Path
 ) -> None:
-    found = only(run(model.directory, tmp_path, ["row-rotation"], [NearestEmbedding]))
+    found = only(run(model.directory, tmp_path, ["stip"], [NearestEmbedding]))
     (nearest,) = found.runs
     assert nearest.control is not None
     assert (nearest.control.where, nearest.control.rate) == (FIRST, Rate(hits=30, n=30))
