@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from protocol.errors import SettingsError
+from protocol.messages import FloatDtype
 from tee_side.policy import Policy
 from tsqp.bench.job import Plan
 from tsqp.bench.model import Report
@@ -24,7 +25,7 @@ def measure_cost(
     model: Path,
     *,
     threads: int,
-    dtype: str | None,
+    dtype: FloatDtype | None,
     provisioned: tuple[Path, Path] | None,
     say: Callable[[str], None],
 ) -> Cost | None:
@@ -43,7 +44,7 @@ def measure_cost(
             transport="tcp",
             threads=threads,
             gpu_threads=1,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             key=key,
             server_model=served,
             baselines=False,

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from protocol.errors import PolicyError, SettingsError, TsqpError
+from protocol.messages import FloatDtype
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
 from tee_side.calibration import CALIBRATION_FILE
@@ -74,7 +75,7 @@ class LeakSettings:
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
     public: Path | None = None
-    dtype: str | None = None
+    dtype: FloatDtype | None = None
     temperature: float = 0.0
     seed: int = 0
     search_sessions: int = 2

@@ -8,6 +8,7 @@ Shape suffixes: R rows, N candidates, I in_features, O out_features, V direction
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -274,9 +275,9 @@ class _StaticCloak(Attack):
             else:
                 yield from search(view, matcher, where, work)
 
+    @abstractmethod
     def matcher(self, view: View) -> FeatureMatcher:
         """Return what compares rows that are no longer cloaked."""
-        raise NotImplementedError
 
 
 class CloakedPermutation(_StaticCloak):
