@@ -80,11 +80,11 @@ def test_an_attack_of_ones_own_and_the_verdict_of_a_ci(tmp_path: Path) -> None:
 
 
 def test_what_reads_nothing_passes(tmp_path: Path) -> None:
-    tokens = needed(0.015) // 12 + 2
+    tokens = -(-needed(0.05, 1 / 1024) // 12) + 1
     status, out, err = leak(
         "demo",
         *("--prompts", "12", "--prompt-tokens", "24", "--new-tokens", str(tokens)),
-        *("--policy", "shielded", "--attack", "nearest-embedding", "--fail-above", "0.02"),
+        *("--policy", "shielded", "--attack", "nearest-embedding", "--fail-above", "0.05"),
         *("--threads", "1"),
     )
     assert (status, err) == (0, "")
@@ -94,7 +94,10 @@ def test_what_reads_nothing_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("demo", "--margin", "0.005", "--prompts", "4"), "expected at least 765"),
+        (
+            ("demo", "--margin", "0.005", "--prompts", "4"),
+            f"expected at least {needed(0.005, 1 / 1024)}",
+        ),
         (("demo", "--policy", "nobody"), "nobody"),
         (("demo", "--attack", "nobody"), "expected one of"),
         (("demo", "--plot", "x.svg"), "--cost measure"),

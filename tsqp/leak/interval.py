@@ -6,6 +6,11 @@ import math
 from statistics import NormalDist
 
 CONFIDENCE = 0.95
+# How often luck alone may make the laboratory say that something is read: of all places of a policy
+# together, of which there are hundreds.
+LUCK = 1e-4
+_PLACES = 100
+_NEGLIGIBLE = 1e-12
 
 
 def wilson(hits: int, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -37,10 +42,35 @@ def by_luck(hits: int, n: int, chance: float) -> float:
         ways = math.lgamma(n + 1) - math.lgamma(count + 1) - math.lgamma(n - count + 1)
         return ways + count * log_hit + (n - count) * log_miss
 
-    return min(1.0, math.fsum(math.exp(log_term(count)) for count in range(hits, n + 1)))
+    total = 0.0
+    for count in range(hits, n + 1):
+        term = math.exp(log_term(count))
+        total += term
+        if count > chance * n and term < total * _NEGLIGIBLE:  # and all behind it still smaller
+            break
+    return min(1.0, total)
 
 
-def needed(margin: float, confidence: float = CONFIDENCE) -> int:
-    """Return how many tokens it takes for the upper end to be `margin` where none was read."""
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    return math.ceil(z * z * (1 / margin - 1))
+def needed(margin: float, chance: float = 0.0) -> int:
+    """Return how many tokens it takes for an upper end that is at most `margin` above chance.
+
+    Where guesses are right by chance alone; luck may still end higher, in one of 1 / `LUCK` runs
+    through a hundred places. With a chance of 0 nothing is ever right.
+    """
+    hits = 0
+    while True:
+        n = _fewest(hits, margin, chance)
+        if by_luck(hits + 1, n, chance) <= LUCK / _PLACES:
+            return n
+        hits += 1
+
+
+def _fewest(hits: int, margin: float, chance: float) -> int:
+    """Return the fewest tokens of which so many may be hit for such an upper end."""
+    low, high = hits, hits + 1
+    while wilson(hits, high)[1] - chance > margin:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if wilson(hits, middle)[1] - chance > margin else (low, middle)
+    return high

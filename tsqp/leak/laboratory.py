@@ -208,12 +208,13 @@ class Laboratory:
             )
         # Where prefill stays only the answer's tokens cross, the last one of each excepted.
         tokens = len(settings.prompts) * (settings.new_tokens - 1)
-        if settings.margin is not None and tokens < needed(settings.margin):
+        margin, blind = settings.margin, 1 / self._config.vocab_size
+        if margin is not None and tokens < (least := needed(margin, blind)):
             raise SettingsError(
-                f"interval of {settings.margin:g}",
+                f"interval of {margin:g}",
                 got=f"{tokens} tokens of answers ({len(settings.prompts)} prompts)",
-                expected=f"at least {needed(settings.margin)}, or the upper end is higher even"
-                " where nothing is read (more --prompts or --new-tokens)",
+                expected=f"at least {least}, or the upper end is higher even where nothing is read,"
+                " by luck (more --prompts or --new-tokens)",
             )
 
     # ------------------------------------------------------------------------------ a policy

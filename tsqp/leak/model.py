@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
 from tsqp.catalogue import Standing
-from tsqp.leak.interval import CONFIDENCE, by_luck, wilson
+from tsqp.leak.interval import LUCK, by_luck, wilson
 
 # What it is worth in a comparison to have tried both prompts and answers.
 _BOTH_PARTS = 0.1
@@ -241,13 +241,13 @@ class PolicyLeak(_Model):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def above_chance(self) -> bool:
-        """Whether any attack reads more than chance would, at 95 % for all places together.
+        """Whether any attack reads more than luck explains, for all places together.
 
-        Of a hundred places one is lucky: each gets its part of the 5 % (Bonferroni). A guess that
+        Of a hundred places one is lucky: each gets its part of `LUCK` (Bonferroni). A guess that
         was right nowhere else may still be lucky: no chance is smaller than a blind one.
         """
         scores = [score for run in self.runs for score in run.meaningful]
-        part = (1 - CONFIDENCE) / max(1, len(scores))
+        part = LUCK / max(1, len(scores))
         return any(
             by_luck(score.top1.hits, score.top1.n, max(score.chance, self.blind)) < part
             for score in scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.leak.interval import by_luck, needed, wilson
+from tsqp.leak.interval import LUCK, by_luck, needed, wilson
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,32 @@ def test_more_confidence_is_a_wider_interval() -> None:
 
 
 @pytest.mark.parametrize("margin", [0.5, 0.1, 0.02, 0.005, 0.001])
-def test_so_many_tokens_are_needed_and_not_one_less(margin: float) -> None:
+def test_where_nothing_is_ever_right_not_one_token_less_is_needed(margin: float) -> None:
     assert wilson(0, needed(margin))[1] <= margin
     assert wilson(0, needed(margin) - 1)[1] > margin
 
 
 def test_half_a_percentage_point_takes_765_tokens() -> None:
     assert needed(0.005) == 765
+
+
+@pytest.mark.parametrize("chance", [0.03, 1 / 1024, 1 / 128_256])
+@pytest.mark.parametrize("margin", [0.1, 0.01, 0.005])
+def test_luck_alone_does_not_end_above_the_margin(margin: float, chance: float) -> None:
+    """Of so many tokens, and of twice as many, no likely number of hits ends too high."""
+    n = needed(margin, chance)
+    assert n > needed(margin)
+    for tokens in (n, 2 * n):
+        hits = 0
+        while wilson(hits, tokens)[1] - chance <= margin:
+            hits += 1
+        assert by_luck(hits, tokens, chance) <= LUCK / 100
+    # Nor is it many more than it takes: with a tenth fewer, luck would be enough.
+    fewer = int(0.9 * n)
+    hits = 0
+    while wilson(hits, fewer)[1] - chance <= margin:
+        hits += 1
+    assert by_luck(hits, fewer, chance) > LUCK / 1000
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError, PolicyError, SettingsError
+from protocol.model.config import read_config
 from tee_side.policy import load_policy
 from tee_side.vocabulary import Operator
 from tests.support import SavedModel, token_ids
@@ -328,6 +329,7 @@ def test_too_few_tokens_for_the_margin_are_refused_with_both_numbers(
     model: SavedModel, tmp_path: Path
 ) -> None:
     """Those of answers, as a policy may send no others; the last of each goes through no model."""
+    blind = 1 / read_config(model.directory).vocab_size
     for new_tokens, margin in ((5, 0.2), (64, 0.005)):
         with pytest.raises(SettingsError) as caught:
             Laboratory(
@@ -338,8 +340,8 @@ def test_too_few_tokens_for_the_margin_are_refused_with_both_numbers(
             )
         assert caught.value.where == f"interval of {margin:g}"
         assert caught.value.got.startswith(f"{3 * (new_tokens - 1)} tokens")
-        assert f"at least {needed(margin)}" in caught.value.expected
-    enough = -(-needed(0.2) // 3) + 1
+        assert f"at least {needed(margin, blind)}," in caught.value.expected
+    enough = -(-needed(0.2, blind) // 3) + 1
     settings = settings_of(model.directory, ["tsqp"], [Blind], new_tokens=enough, margin=0.2)
     Laboratory(settings, tmp_path)
 

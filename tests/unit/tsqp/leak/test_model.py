@@ -49,8 +49,8 @@ def test_an_infinite_epsilon_is_written_and_read() -> None:
 
 
 def test_of_a_hundred_places_one_is_lucky() -> None:
-    """Three of forty is beyond doubt at one place, and not at one of a hundred."""
-    lucky = score(3, n=40, chance=0.01)
+    """Five of forty is beyond doubt at one place, and not at one of a hundred."""
+    lucky = score(5, n=40, chance=0.01)
     others = [score(0, n=40, where=f"place {number}", chance=0.01) for number in range(99)]
     assert policy("p", run("a", lucky)).above_chance
     assert not policy("p", run("a", lucky, *others)).above_chance
