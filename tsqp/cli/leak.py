@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
@@ -20,12 +21,14 @@ from tsqp.extras import needing
 
 if TYPE_CHECKING:
     from tsqp.bench.plot_style import Plot
-    from tsqp.leak.laboratory import LeakSettings, Watch
     from tsqp.leak.model import PolicyLeak, Report
+    from tsqp.leak.settings import LeakSettings, Watch
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 # With their noise, which is what each curve is about.
 _SIGMAS = "0.25,0.5,1,2,4,8,16"
+# Each holds the public model, what it computed, and a recording.
+_MOST_WORKERS = 8
 
 
 class Strengths(click.ParamType[tuple[float, ...]]):
@@ -92,7 +95,13 @@ class Strengths(click.ParamType[tuple[float, ...]]):
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0)
 @click.option("--dtype", type=DTYPES, help="Of both sides; default: the model's own.")
-@click.option("--threads", type=THREADS, help="Default: one a core.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 1024),
+    help="Policies that are attacked side by side, in processes of their own. Default: one a core,"
+    " at most 8.",
+)
+@click.option("--threads", type=THREADS, default=1, help="Of each worker.")
 @click.option(
     "--search-prompts",
     type=click.IntRange(min=1),
@@ -245,9 +254,11 @@ def _settings(
     from tee_side.policy import builtin_policies, load_policy
     from tee_side.tokenizer import Tokenizer
     from tsqp.leak.cost import read_report
-    from tsqp.leak.laboratory import LeakSettings, weakened_policies
+    from tsqp.leak.laboratory import weakened_policies
     from tsqp.leak.prompts import cut_prompts, random_prompts, text_of
-    from tsqp.leak.registry import attack_names, find_attacks
+    from tsqp.leak.registry import attack_names as known_attacks
+    from tsqp.leak.registry import find_attacks
+    from tsqp.leak.settings import LeakSettings
 
     if (model is None) == (shape is None):
         raise SettingsError(
@@ -261,11 +272,10 @@ def _settings(
         )
     names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
     policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
-    attacks = dict.fromkeys(
-        attack for name in options["attack"] or attack_names() for attack in find_attacks(name)
-    )
-    threads = options["threads"] or torch.get_num_threads()
-    torch.set_num_threads(threads)
+    attack_names = tuple(options["attack"] or known_attacks())
+    attacks = dict.fromkeys(attack for name in attack_names for attack in find_attacks(name))
+    workers = options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    torch.set_num_threads(options["threads"])
     count, tokens = options["prompts"], options["prompt_tokens"]
     if shape is not None:
         directory = _first_layer(shape, folder)
@@ -292,7 +302,9 @@ def _settings(
         seed=options["seed"],
         search_sessions=options["search_prompts"],
         search_tokens=options["search_tokens"],
-        threads=threads,
+        threads=options["threads"],
+        workers=workers,
+        attack_names=attack_names,
         margin=min(margins, default=None),
         cost=cost,
         curves=options["sigma"] if options["curves"] else (),
@@ -334,7 +346,7 @@ def _progress() -> Iterator[Watch]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tsqp.leak.laboratory import Watch
+    from tsqp.leak.settings import Watch
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -349,7 +361,7 @@ def _progress() -> Iterator[Watch]:
         yield Watch(
             total=lambda total: bar.update(task, total=total),
             doing=lambda what: bar.update(task, description=what),
-            step=lambda: bar.advance(task),
+            step=lambda steps: bar.advance(task, steps),
             say=_say,
         )
 

@@ -51,7 +51,8 @@ class View:
 
     `traces`: what reached one service, a trace a session; `policy`, `served`: the policy, and the
     model directory that the service was given; `search_sessions`, `search_tokens`: how much of the
-    traces a search through the public model is to go through, which costs more than a look-up.
+    traces a search through the public model is to go through, which costs more than a look-up, if
+    it finds anything.
     """
 
     traces: tuple[Trace, ...]

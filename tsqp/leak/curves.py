@@ -100,11 +100,11 @@ def point_of(
     )
 
 
-def curve(policy: Policy, plain: Harm, points: Sequence[Point]) -> Curve:
+def curve(policy: Policy, plain_perplexity: float, points: Sequence[Point]) -> Curve:
     """Put the points together, by growing strength."""
     return Curve(
         policy=policy.name,
         parameter=parameter(policy),
-        plain_perplexity=plain.perplexity,
+        plain_perplexity=plain_perplexity,
         points=tuple(sorted(points, key=lambda point: point.strength)),
     )

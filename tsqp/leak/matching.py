@@ -253,13 +253,25 @@ def search(
     `present`: candidates are the tokens that the first layer says are there. A session whose prompt
     did not cross has no beginning, and is not searched. Where nothing stands out among some tokens
     in a row the attack gives up, and has read nothing of the session's rest.
+
+    Where nothing stood out in any of the `view.search_sessions` first sessions, the others are
+    tried as well, for a token each: what shows nothing is to show it of many.
     """
-    for session in view.searched:
-        trace = view.traces[session]
+    stood_out = False
+    for session, trace in enumerate(view.traces):
+        first = session < view.search_sessions
+        if stood_out and not first:
+            return
         if not trace.steps or trace.steps[0].tokens == 1 or trace.steps[0].at(where) is None:
             continue
         limit = min(view.search_tokens, trace.tokens)
-        guesses = dict(_read_on(view, session, matcher, where, limit, present, work))
+        guesses: dict[int, tuple[int, ...]] = {}
+        patience = _LOST if first else 1
+        for token, guess, sure in _read_on(
+            view, session, matcher, where, limit, patience, present, work
+        ):
+            guesses[token] = guess
+            stood_out = stood_out or sure
         yield Reading(place_name(where), session, range(limit), guesses)
 
 
@@ -269,9 +281,11 @@ def _read_on(
     matcher: Matcher,
     where: Where,
     limit: int,
+    patience: int,
     present: Present | None,
     work: Work,
-) -> Iterator[tuple[int, tuple[int, ...]]]:
+) -> Iterator[tuple[int, tuple[int, ...], bool]]:
+    """Yield tokens, guesses and whether they stand out, until `patience` in a row do not."""
     public, prefix, lost = view.public, view.public.nothing(), 0
     for step in view.traces[session].steps:
         observed = observe(view, step, where)
@@ -286,11 +300,11 @@ def _read_on(
             guess, sure = nearest(view, matcher, prefix, observed, token, ids_N, work)
             if not guess:
                 return
-            yield step.first + token, guess
-            prefix = public.extend(prefix, guess[0])
+            yield step.first + token, guess, sure
             lost = 0 if sure else lost + 1
-            if lost >= _LOST:
+            if lost >= patience:
                 return
+            prefix = public.extend(prefix, guess[0])
 
 
 def nearest(

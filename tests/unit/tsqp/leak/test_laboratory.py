@@ -23,8 +23,10 @@ from tsqp.leak.attack import Attack, Reading, View, Work
 from tsqp.leak.attacks.direct import NearestEmbedding, TokenIds
 from tsqp.leak.attacks.vocabulary import PlainMatching
 from tsqp.leak.interval import needed
-from tsqp.leak.laboratory import Laboratory, LeakSettings, Watch
+from tsqp.leak.laboratory import Laboratory
 from tsqp.leak.model import Control, PolicyLeak, Rate, Report
+from tsqp.leak.settings import LeakSettings, Watch
+from tsqp.leak.station import Station
 
 PROMPTS = tuple(tuple(token_ids(6, seed)) for seed in range(3))
 FIRST = "layer 0 qkv_proj"
@@ -217,13 +219,13 @@ def test_a_control_is_run_once_for_all_policies(
     model: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: list[str] = []
-    original = Laboratory._play
+    original = Station._play
 
-    def counted(self: Laboratory, policy: Any, *rest: Any) -> Any:
+    def counted(self: Station, policy: Any, *rest: Any) -> Any:
         played.append(policy.name)
         return original(self, policy, *rest)
 
-    monkeypatch.setattr(Laboratory, "_play", counted)
+    monkeypatch.setattr(Station, "_play", counted)
     run(model.directory, tmp_path, ["row-rotation", "row-mix"], [NearestEmbedding, Blind])
     assert sorted(played) == ["attention-in-tee", "row-mix", "row-rotation"]
 
@@ -282,9 +284,9 @@ def test_the_report_says_what_was_attacked(model: SavedModel, tmp_path: Path) ->
 def test_progress_is_told_attack_by_attack(model: SavedModel, tmp_path: Path) -> None:
     """Each of two policies: recorded, attacked once; and two points of a curve."""
     totals: list[int] = []
-    steps: list[None] = []
+    steps: list[int] = []
     doing: list[str] = []
-    watch = Watch(total=totals.append, doing=doing.append, step=lambda: steps.append(None))
+    watch = Watch(total=totals.append, doing=doing.append, step=steps.append)
     settings = settings_of(
         model.directory, ["float-noise", "row-mix"], [NearestEmbedding], curves=(0.5, 64.0)
     )
@@ -292,7 +294,7 @@ def test_progress_is_told_attack_by_attack(model: SavedModel, tmp_path: Path) ->
     assert not laboratory.measured
     laboratory.run()
     assert laboratory.measured
-    assert (totals, len(steps)) == ([6], 6)
+    assert (totals, sum(steps)) == ([6], 6)
     assert "nearest-embedding: control, attention-in-tee" in doing
     (curve,) = laboratory.report().curves
     assert [point.sigma for point in curve.points] == [0.5, 64.0]

@@ -342,15 +342,33 @@ def test_a_prompt_that_stayed_is_not_searched(public: PublicModel) -> None:
 
 
 def test_where_nothing_stands_out_the_search_gives_up(public: PublicModel) -> None:
-    """After three tokens, in which it names somebody; and begins anew with the next session."""
+    """After three tokens, in which it names somebody; and tries all other sessions, for one each.
+
+    The nothing that it reads is then a nothing of many tokens.
+    """
     traces = [planted(public, token_ids(10, seed), 8, places=[DEEP]) for seed in range(4)]
     view = view_of(public, *traces, sessions=2)
     work = Work()
     readings = list(search(view, Blind(), DEEP, work))
-    assert [one.session for one in readings] == [0, 1]
+    assert [one.session for one in readings] == [0, 1, 2, 3]
     assert {one.tokens for one in readings} == {range(10)}
-    assert [list(one.guesses) for one in readings] == [[0, 1, 2]] * 2
-    assert work.modelled == 6 * public.vocab_size
+    assert [list(one.guesses) for one in readings] == [[0, 1, 2]] * 2 + [[0]] * 2
+    assert work.modelled == 8 * public.vocab_size
+
+
+def test_what_stands_out_once_is_not_thinned_out_by_other_sessions(public: PublicModel) -> None:
+    """The beginning of one session is read: those behind the limit are not counted against it."""
+
+    def noise(rows_RI: torch.Tensor) -> torch.Tensor:
+        return torch.randn_like(rows_RI)
+
+    traces = [planted(public, token_ids(10, 0), 8, noise, [DEEP])]
+    traces += [planted(public, token_ids(10, seed), 8, places=[DEEP]) for seed in (1, 2, 3)]
+    for sessions, tried in ((1, [0, 1]), (2, [0, 1]), (3, [0, 1, 2])):
+        view = view_of(public, *traces, sessions=sessions)
+        readings = list(search(view, FeatureMatcher(), DEEP, Work()))
+        assert [one.session for one in readings] == tried
+        assert len(readings[1].guesses) == 10
 
 
 def test_who_is_lost_later_goes_on_with_the_next_session(public: PublicModel) -> None:

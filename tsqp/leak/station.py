@@ -1,0 +1,275 @@
+"""Attacks one policy after another: records it, lets every attack at it, scores what they read.
+
+Controls come from the same run: an attack that reads nothing here must read at least its published
+share where it is known to work, or its row says that it did not work.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from protocol.model.config import read_config
+from tee_side.calibration import CALIBRATION_FILE
+from tee_side.policy import Policy, load_policy
+from tee_side.vocabulary import PHASES
+from tsqp.bench import prepare
+from tsqp.catalogue import policy_entry
+from tsqp.leak.attack import Attack, Reading, View, Work
+from tsqp.leak.curves import Harm, harm, point_of, with_sigma
+from tsqp.leak.matching import place_name
+from tsqp.leak.model import AttackRun, Control, Point, PolicyLeak, Rate
+from tsqp.leak.play import PlaySettings, Recording, logits_of, play
+from tsqp.leak.public import PublicModel
+from tsqp.leak.reading import reconstruct
+from tsqp.leak.score import score
+from tsqp.leak.settings import LeakSettings, Watch
+from tsqp.leak.side_information import lengths
+from tsqp.leak.trace import Where
+
+_HERE = Path(__file__).parent
+# Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
+_CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
+# Of a point of a curve.
+_CURVE_SESSIONS = 12
+
+
+class Station:
+    """Where policies are attacked. It remembers controls, and what the public model computed.
+
+    `folder`: an empty one, for what services are given.
+    """
+
+    def __init__(self, settings: LeakSettings, folder: Path, watch: Watch | None = None) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._watch = watch or Watch()
+        self._config = read_config(settings.model)
+        self._public = PublicModel(settings.public or settings.model)
+        self._controls: dict[str, Recording] = {}
+        self._results: dict[tuple[str, str], Control] = {}
+        self._model = settings.model
+        self._calibrated = False
+        self._plays = 0
+
+    @torch.inference_mode()
+    def attack(self, policy: Policy) -> PolicyLeak:
+        """Record a policy and let every attack at each of its services; without its cost."""
+        settings, watch = self._settings, self._watch
+        self._calibrate(policy)
+        watch.doing(f"{policy.name}: recording")
+        recording = self._play(policy, settings.prompts, settings.new_tokens)
+        watch.step(1)
+        truths = [session.truth for session in recording.sessions]
+        answers = [flag for truth in truths for flag in truth.answers]
+        runs: list[AttackRun] = []
+        readings: dict[tuple[str, int], list[Reading]] = {}
+        if recording.observable:
+            for service in range(policy.services):
+                view = self._view(recording, service, settings.search_sessions)
+                for attack in settings.attacks:
+                    watch.doing(f"{policy.name}: {attack.name}")
+                    run, found = self._attack(attack, view, recording, service)
+                    watch.step(1)
+                    runs.append(run)
+                    readings[attack.name, service] = found
+        else:
+            watch.step(policy.services * len(settings.attacks))
+        made = PolicyLeak(
+            policy=policy.name,
+            summary=policy.summary,
+            standing=policy_entry(policy).standing,
+            services=policy.services,
+            nothing=None if recording.observable else "nothing leaves the TEE",
+            sent_prompt=answers.count(False),
+            sent_answer=answers.count(True),
+            cost=None,
+            runs=tuple(runs),
+            untried=untried(recording, runs),
+            blind=1 / self._config.vocab_size,
+            lengths=lengths(recording.sessions) if recording.observable else None,
+            reconstruction=None,
+        )
+        if made.best is None:
+            return made
+        run, best = made.best
+        shown = reconstruct(
+            readings[run.attack, run.service - 1], run.attack, best.where, truths, self._public
+        )
+        return made.model_copy(update={"reconstruction": shown})
+
+    @torch.inference_mode()
+    def point(self, policy: Policy, sigma: float) -> Point:
+        """Try one strength of a policy's noise: what is read, and what becomes of the output."""
+        settings, prompts = self._settings, self._settings.prompts[:_CURVE_SESSIONS]
+        changed = with_sigma(policy, sigma)
+        self._calibrate(changed)
+        self._watch.doing(f"{policy.name}: sigma {sigma:g}")
+        recording = self._play(changed, prompts, settings.new_tokens)
+        view = self._view(recording, 0, settings.search_sessions)
+        runs = [self._attack(attack, view, recording, 0)[0] for attack in settings.attacks]
+        found = self._harm(logits_of(changed, prompts, self._play_settings()))
+        self._watch.step(1)
+        return point_of(changed, sigma, runs, found, self._config)
+
+    @torch.inference_mode()
+    def plain_perplexity(self) -> float:
+        """Return what it is without noise, of the texts of `point`."""
+        return self._harm(self._plain).perplexity
+
+    def _harm(self, noisy: Sequence[torch.Tensor]) -> Harm:
+        return harm(self._settings.prompts[:_CURVE_SESSIONS], self._plain, noisy)
+
+    @cached_property
+    def _plain(self) -> list[torch.Tensor]:
+        texts = self._settings.prompts[:_CURVE_SESSIONS]
+        return logits_of(load_policy("tee-only"), texts, self._play_settings())
+
+    def _attack(
+        self, kind: type[Attack], view: View, recording: Recording, service: int
+    ) -> tuple[AttackRun, list[Reading]]:
+        """Let one attack at one service; returns what it read as well."""
+        attack, work = kind(), Work()
+        if (refused := attack.refuses(view)) is not None:
+            run = AttackRun(
+                attack=kind.name,
+                service=service + 1,
+                refused=refused,
+                control=None,
+                scores=(),
+                compared=0,
+                modelled=0,
+                cpu_s=0.0,
+            )
+            return run, []
+        started = time.process_time()
+        found = list(attack.read(view, work))
+        spent = time.process_time() - started
+        truths = [session.truth for session in recording.sessions]
+        run = AttackRun(
+            attack=kind.name,
+            service=service + 1,
+            refused=None,
+            control=self._control(kind, recording.policy),
+            scores=score(found, truths),
+            compared=work.compared,
+            modelled=work.modelled,
+            cpu_s=spent,
+        )
+        return run, found
+
+    def _control(self, kind: type[Attack], policy: Policy) -> Control:
+        """Run an attack where it must work, once for each scheme that shows it."""
+        integers = policy.arithmetic == "int8" and kind.integer_control is not None
+        name = kind.integer_control if integers and kind.integer_control else kind.control
+        key = (kind.name, name)
+        if key not in self._results:
+            settings = self._settings
+            self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
+            recording = self._recorded_control(kind, name)
+            found: list[Reading] = []
+            if recording.observable:
+                view = self._view(recording, 0, settings.search_sessions)
+                attack = kind()
+                found = [] if attack.refuses(view) else list(attack.read(view, Work()))
+            scores = score(found, [session.truth for session in recording.sessions])
+            best = max(scores, key=lambda one: (one.excess_low, one.top1.n), default=None)
+            self._results[key] = Control(
+                attack=kind.name,
+                policy=recording.policy.name,
+                where=best.where if best else None,
+                rate=best.top1 if best else Rate(hits=0, n=0),
+                published=kind.published,
+                places={one.where: one.top1 for one in scores},
+            )
+        return self._results[key]
+
+    def _calibrate(self, policy: Policy) -> None:
+        """Have scales for integers; they are no secret, and the attacker gets them, too."""
+        if policy.arithmetic != "int8" or self._calibrated:
+            return
+        self._watch.doing("choosing scales")
+        self._calibrated = True
+        self._model = prepare.calibration(self._model, self._folder)
+        self._public = PublicModel(
+            self._settings.public or self._model, self._model / CALIBRATION_FILE
+        )
+
+    def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
+        path = _control_path(kind, name)
+        if path not in self._controls:
+            settings = self._settings
+            policy = load_policy(path)
+            self._calibrate(policy)
+            self._controls[path] = self._play(
+                policy,
+                settings.prompts[:_CONTROL_SESSIONS],
+                min(settings.new_tokens, _CONTROL_TOKENS),
+            )
+        return self._controls[path]
+
+    def _view(self, recording: Recording, service: int, sessions: int) -> View:
+        settings = self._settings
+        return View(
+            traces=tuple(session.traces[service] for session in recording.sessions),
+            public=self._public,
+            policy=recording.policy,
+            served=recording.served,
+            search_sessions=sessions,
+            search_tokens=settings.search_tokens,
+        )
+
+    def _play(self, policy: Policy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Recording:
+        return play(policy, prompts, replace(self._play_settings(), new_tokens=new_tokens))
+
+    def _play_settings(self) -> PlaySettings:
+        settings = self._settings
+        self._plays += 1
+        folder = self._folder / f"play-{self._plays}"
+        folder.mkdir()
+        return PlaySettings(
+            model=self._model,
+            folder=folder,
+            new_tokens=settings.new_tokens,
+            dtype=settings.dtype,
+            temperature=settings.temperature,
+            seed=settings.seed,
+        )
+
+
+def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
+    """Return what crossed and no attack tried, at its place or under its mask anywhere."""
+    policy = recording.policy
+    tried = {one.where for run in runs for one in run.meaningful}
+    traces = [trace for session in recording.sessions for trace in session.traces]
+    places = dict.fromkeys(where for trace in traces for where in trace.places)
+
+    def covers(where: Where) -> set[str]:
+        layer, operator = where
+        placed = [policy.at(operator, layer or 0, phase) for phase in PHASES]
+        masks = [one.mask for one in placed if one.place == "gpu"]
+        return {mask.described() if mask is not None else "in the clear" for mask in masks}
+
+    known: set[str] = set()
+    for where in places:
+        if place_name(where) in tried:
+            known |= covers(where)
+    return tuple(
+        f"{place_name(where)} ({', '.join(sorted(covers(where)))})"
+        for where in places
+        if place_name(where) not in tried and not covers(where) <= known
+    )
+
+
+def _control_path(kind: type[Attack], name: str) -> str:
+    """Return a control as `load_policy` takes it: a path is one from the attack's file, or ours."""
+    if not name.endswith((".toml", ".py")):
+        return name
+    beside = Path(inspect.getfile(kind)).parent / name
+    return str(beside if beside.is_file() else _HERE / name)
