@@ -17,7 +17,7 @@ from protocol.errors import InputError, MaskError, SettingsError
 from protocol.messages import Arithmetic
 from tee_side.disclosure import SEEN
 from tee_side.masks.mask import FeatureMask, Kind, Mask
-from tee_side.masks.registry import builtin_masks, find_mask, mask_names
+from tee_side.masks.registry import MASKS, find_mask
 from tee_side.policy import Policy, builtin_policies, load_policy, policy_names
 from tee_side.vocabulary import OPERATORS, Operator, Phase, Verify
 
@@ -119,7 +119,7 @@ def mask_entry(mask: type[Mask], origin: Origin = "built in") -> MaskEntry:
 
 def mask_entries() -> tuple[list[MaskEntry], list[Unusable]]:
     """Return all masks that have a name, built in and of packages, and those that do not load."""
-    return _loaded(mask_names(), find_mask_entry)
+    return _loaded(MASKS.names(), find_mask_entry)
 
 
 def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], list[Unusable]]:
@@ -136,7 +136,7 @@ def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], li
 def find_mask_entry(name_or_path: str) -> MaskEntry:
     """Return a mask by name, or that of a Python file. Raises MaskError and PluginError."""
     mask = find_mask(name_or_path)
-    known = builtin_masks().get(mask.name) is mask
+    known = MASKS.builtin.get(mask.name) is mask
     file = "/" in name_or_path or ".py" in name_or_path
     return mask_entry(mask, "built in" if known else "file" if file else "package")
 
@@ -251,7 +251,7 @@ _COLUMNS = (
 
 def masks_page() -> str:
     """Return the text of docs/masks.md: built-in masks only, whatever is installed."""
-    entries = [mask_entry(mask) for _, mask in sorted(builtin_masks().items())]
+    entries = [mask_entry(mask) for _, mask in sorted(MASKS.builtin.items())]
     lines = [_HEAD, _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     lines += [_row(_cells(entry)) for entry in entries]
     for entry in entries:

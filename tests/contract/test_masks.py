@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from tee_side.masks.mask import KINDS, FeatureMask, Mask
-from tee_side.masks.registry import builtin_masks, find_mask
+from tee_side.masks.registry import MASKS, find_mask
 from tee_side.masks.row_mix import RowMix
 from tee_side.randomness import Randomness
 from tee_side.verification import ExactCheck, FloatCheck, Tolerance, product_holds
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [Path(__file__).parent / "files" / "row_scale.py"]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))
 
-BUILTIN = builtin_masks()
+BUILTIN = MASKS.builtin
 OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in [*FILES, *EXAMPLES])}
 MASKS = {**BUILTIN, **OWN}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import pickle
 import shutil
 import signal
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from tee_side.pads.bank import BankFile
 from tee_side.pads.layout import PadLayout
 from tee_side.pads.maker import PadMaker, read_weights
 from tee_side.pads.source import BATCH_TOKENS
+from tee_side.plugins import load_module, loaded_files
 from tee_side.policy import Policy
 from tee_side.vocabulary import PHASES
 from tsqp.bench.job import Plan
@@ -271,7 +273,9 @@ def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
     name = function.__name__.strip("_").replace("_", " ")
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_in_child, args=(sender, function, arguments))
+    # Classes from a user's files are found again where the files have been loaded before.
+    work = pickle.dumps((function, arguments))
+    process = context.Process(target=_in_child, args=(sender, loaded_files(), work))
     # Blocked in the child for good, from before its first instruction.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -294,12 +298,15 @@ def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
         raise failure(name, process.exitcode, last, expected="0 (its own message is above)")
 
 
-def _in_child(sender: Connection, function: Callable[..., None], arguments: Any) -> None:
-    """Run the function, and send what it fails with: one line."""
+def _in_child(sender: Connection, plugins: list[Path], work: bytes) -> None:
+    """Run a function with its arguments, and send what it fails with: one line."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         end_with(parent.pid)
     try:
+        for path in plugins:
+            load_module(path)
+        function, arguments = pickle.loads(work)  # noqa: S301 - from our parent
         function(*arguments)
     except TsqpError as error:
         sender.send_bytes(str(error).encode())

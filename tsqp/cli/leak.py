@@ -256,8 +256,7 @@ def _settings(
     from tsqp.leak.cost import read_report
     from tsqp.leak.laboratory import weakened_policies
     from tsqp.leak.prompts import cut_prompts, random_prompts, text_of
-    from tsqp.leak.registry import attack_names as known_attacks
-    from tsqp.leak.registry import find_attacks
+    from tsqp.leak.registry import ATTACKS, find_attacks
     from tsqp.leak.settings import LeakSettings
 
     if (model is None) == (shape is None):
@@ -272,7 +271,7 @@ def _settings(
         )
     names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
     policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
-    attack_names = tuple(options["attack"] or known_attacks())
+    attack_names = tuple(options["attack"] or ATTACKS.names())
     attacks = dict.fromkeys(attack for name in attack_names for attack in find_attacks(name))
     workers = options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     torch.set_num_threads(options["threads"])

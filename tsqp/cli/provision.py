@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def _complete_mask(
     _context: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    from tee_side.masks.registry import builtin_masks
+    from tee_side.masks.registry import MASKS
 
-    found = builtin_masks().items()
+    found = MASKS.builtin.items()
     return [name for name, mask in found if mask.kind == "feature" and name.startswith(incomplete)]
 
 

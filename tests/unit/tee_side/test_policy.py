@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from protocol.errors import PolicyError
 from tee_side.masks.pad import Pad
-from tee_side.masks.registry import builtin_masks
+from tee_side.masks.registry import MASKS
 from tee_side.policy import builtin_policies, load_policy
 from tee_side.vocabulary import OPERATORS, Operator
 from tests.unit.tee_side.policy_texts import LINEAR, policy_toml, refusal
@@ -83,7 +83,7 @@ def test_everything_that_leaves_under_a_masked_policy_is_under_its_mask(
     name: str, mask: str
 ) -> None:
     policy = load_policy(name)
-    assert policy.masks == [builtin_masks()[mask]()]
+    assert policy.masks == [MASKS.builtin[mask]()]
     assert all(placement.mask is not None for _, placement in policy.leaving())
     assert policy.services == (2 if mask == "shares" else 1)
     assert not policy.splits_phases

@@ -208,7 +208,7 @@ def test_a_package_that_fails_is_refused_by_its_place_and_breaks_nothing_else(
     failing = ImportError("no module\nthat it needs")
     _install(monkeypatch, _Entry("theirs", policy_of()), _Entry("failing", failing))
     masks = [_Entry(name, failing) for name in ("their-mask", "pad")]
-    monkeypatch.setattr("tee_side.masks.registry.entry_points", lambda **_: masks)
+    monkeypatch.setattr("tee_side.plugins.entry_points", lambda **_: masks)
     assert load_policy("shielded").masks == [Pad()]
     assert load_policy("theirs").name == "n"
     assert "failing" in policy_names()

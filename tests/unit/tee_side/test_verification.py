@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from protocol.errors import ActivationRangeError, KernelError
 from protocol.integer import exact_product
 from tee_side.masks.float_noise import FloatNoise
-from tee_side.masks.registry import builtin_masks
+from tee_side.masks.registry import MASKS
 from tee_side.masks.row_mix import RowMix
 from tee_side.randomness import Randomness
 from tee_side.verification import (
@@ -525,7 +525,7 @@ def test_a_tolerance_is_that_of_dtype_and_mask() -> None:
         clear = Tolerance.of(dtype, None)
         assert 2 * torch.finfo(dtype).eps < clear.relative < 20 * torch.finfo(dtype).eps
         assert not clear.together
-        for mask in builtin_masks().values():
+        for mask in MASKS.builtin.values():
             if mask.arithmetic == "float":
                 found = Tolerance.of(dtype, mask())
                 assert found.relative == clear.relative

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from protocol.errors import MaskError, SettingsError
 from tee_side.masks.mask import Masked, RowMask
-from tee_side.masks.registry import builtin_masks
+from tee_side.masks.registry import MASKS
 from tee_side.policy import Policy, builtin_policies, load_policy
 from tee_side.vocabulary import OPERATORS
 from tsqp.catalogue import (
@@ -73,7 +73,7 @@ def installed() -> Iterator[None]:
         return found.select(**wanted)
 
     with (
-        mock.patch("tee_side.masks.registry.entry_points", select),
+        mock.patch("tee_side.plugins.entry_points", select),
         mock.patch("tee_side.policy.entry_points", select),
     ):
         yield
@@ -98,7 +98,7 @@ def test_the_page_is_fresh() -> None:
 def test_the_page_has_a_row_and_a_section_for_every_mask() -> None:
     lines = masks_page().splitlines()
     header = next(line for line in lines if line.startswith("| mask "))
-    for name, mask in builtin_masks().items():
+    for name, mask in MASKS.builtin.items():
         (row,) = [line for line in lines if line.startswith(f"| [`{name}`]")]
         assert row.count(" | ") == header.count(" | ")
         for claim in (mask.hides, mask.known_break, mask.source, mask.cost):
@@ -122,7 +122,7 @@ def test_the_page_does_not_depend_on_what_is_installed(installed: None) -> None:
 
 def test_a_mask_entry_says_what_the_class_says() -> None:
     entry = find_mask_entry("row-permutation")
-    mask = builtin_masks()["row-permutation"]
+    mask = MASKS.builtin["row-permutation"]
     assert (entry.hides, entry.known_break, entry.source) == (
         mask.hides,
         mask.known_break,
@@ -174,7 +174,7 @@ def test_one_clear_operator_beside_masked_ones_is_clear() -> None:
 
 def test_installed_masks_and_policies_are_listed(installed: None) -> None:
     masks = {entry.name: entry.origin for entry in mask_entries()[0]}
-    assert masks == dict.fromkeys(builtin_masks(), "built in") | {"extra": "package"}
+    assert masks == dict.fromkeys(MASKS.builtin, "built in") | {"extra": "package"}
     policies = {entry.name: entry.origin for entry in policy_entries()[0]}
     assert policies == dict.fromkeys(builtin_policies(), "built in") | {"installed": "package"}
     assert find_mask_entry("extra").origin == "package"
@@ -191,7 +191,7 @@ def broken_package() -> Iterator[None]:
         ]
     )
     with (
-        mock.patch("tee_side.masks.registry.entry_points", found.select),
+        mock.patch("tee_side.plugins.entry_points", found.select),
         mock.patch("tee_side.policy.entry_points", found.select),
     ):
         yield
@@ -228,7 +228,7 @@ def test_masks_are_listed() -> None:
     assert "sigma = 1 (number, above 0" in words
 
 
-@pytest.mark.parametrize("name", sorted(builtin_masks()))
+@pytest.mark.parametrize("name", sorted(MASKS.builtin))
 def test_one_mask_in_full(name: str) -> None:
     result = _run("masks", name)
     assert result.exit_code == 0, result.output
@@ -254,7 +254,7 @@ def test_json() -> None:
 @pytest.mark.parametrize(
     ("what", "wanted", "names"),
     [
-        ("masks", "a subclass of a mask kind", builtin_masks()),
+        ("masks", "a subclass of a mask kind", MASKS.builtin),
         ("policies", "a tee_side.policy.Policy", builtin_policies()),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from protocol.errors import MaskError
 from tee_side.masks.mask import AdditiveMask, Mask
 from tee_side.masks.pad import Pad
-from tee_side.masks.registry import builtin_masks, find_mask, mask_names
+from tee_side.masks.registry import MASKS, find_mask
 from tee_side.plugins import PluginError
 
 ONE = """
@@ -27,7 +27,7 @@ class Two(One):
 """
 
 
-@pytest.mark.parametrize("name", builtin_masks())
+@pytest.mark.parametrize("name", MASKS.builtin)
 def test_builtin_masks_are_found_by_their_own_name(name: str) -> None:
     assert find_mask(name).name == name
 
@@ -37,7 +37,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(name: str) -> None:
     with pytest.raises(MaskError) as caught:
         find_mask(name)
     assert caught.value.got == repr(name)
-    assert all(mask in caught.value.expected for mask in builtin_masks())
+    assert all(mask in caught.value.expected for mask in MASKS.builtin)
 
 
 def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, name: str, found: object) -> None:
         assert selection == {"group": "tsqp.masks"}
         return [_Entry(name, found)]
 
-    monkeypatch.setattr("tee_side.masks.registry.entry_points", entry_points)
+    monkeypatch.setattr("tee_side.plugins.entry_points", entry_points)
 
 
 def test_a_mask_of_an_installed_package_is_found_by_its_entry_points_name(
@@ -143,8 +143,8 @@ def test_a_mask_of_an_installed_package_is_found_by_its_entry_points_name(
 
     _install(monkeypatch, "theirs", Theirs)
     assert find_mask("theirs") is Theirs
-    assert mask_names() == sorted([*builtin_masks(), "theirs"])
-    assert "theirs" not in builtin_masks()
+    assert MASKS.names() == sorted([*MASKS.builtin, "theirs"])
+    assert "theirs" not in MASKS.builtin
 
 
 @pytest.mark.parametrize("found", [3, Pad(), object])

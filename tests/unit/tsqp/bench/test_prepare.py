@@ -22,6 +22,7 @@ from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from tee_side.calibration import CALIBRATION_FILE, Calibration
+from tee_side.masks.registry import find_mask
 from tee_side.policy import load_policy
 from tests.support import SavedModel
 from tsqp.bench import prepare
@@ -131,6 +132,27 @@ def test_a_bank_has_as_many_pads_as_asked_for(
     assert sizes >= prepare.bank_bytes(read_config(model), policy, 5) > 0
     prepare.remove(path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mask_from_a_users_file_has_a_bank_made_in_another_process(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    """Which finds the class as this one did: by the file."""
+    (tmp_path / "my.pad.py").write_text(
+        "from tee_side.masks.pad import Pad\n\nclass Mine(Pad):\n    name = 'mine'\n"
+    )
+    shielded = load_policy("shielded")
+    mask = find_mask("./my.pad.py", tmp_path)()
+    placements = {
+        operator: tuple(
+            one.model_copy(update={"mask": mask}) if one.mask is not None else one for one in placed
+        )
+        for operator, placed in shielded.operators.items()
+    }
+    policy = shielded.model_copy(update={"operators": placements})
+    model = saved_model().directory
+    assert prepare.bank(model, policy, 5, tmp_path / "pads", zeros=False) == tmp_path / "pads"
+    assert (tmp_path / "pads").exists()
 
 
 def test_only_masks_of_integers_have_a_bank(saved_model: Models, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tee_side.policy import load_policy
 from tsqp.leak.attack import Attack, AttackError
 from tsqp.leak.attacks import direct, vocabulary
 from tsqp.leak.attacks.direct import Logits
-from tsqp.leak.registry import attack_names, attacks_in, builtin_attacks, find_attacks
+from tsqp.leak.registry import ATTACKS, find_attacks
 
 ONE = """
 from tsqp.leak.attack import Attack, Reading
@@ -59,7 +59,7 @@ def mine(path: Path, **changed: str) -> str:
 
 
 def test_there_are_attacks_of_every_module() -> None:
-    modules = {attack.__module__.rpartition(".")[2] for attack in builtin_attacks().values()}
+    modules = {attack.__module__.rpartition(".")[2] for attack in ATTACKS.builtin.values()}
     folder = Path(inspect.getfile(tsqp.leak)).parent / "attacks"
     assert modules == {path.stem for path in folder.glob("*.py")} - {"__init__"}
 
@@ -72,11 +72,11 @@ def test_names_are_unique_and_no_attack_is_lost() -> None:
         for path in folder.glob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines()
     )
-    assert len(builtin_attacks()) == written
-    assert attack_names() == sorted(builtin_attacks())
+    assert len(ATTACKS.builtin) == written
+    assert ATTACKS.names() == sorted(ATTACKS.builtin)
 
 
-@pytest.mark.parametrize("name", builtin_attacks())
+@pytest.mark.parametrize("name", ATTACKS.builtin)
 def test_a_builtin_attack_is_found_by_its_own_name(name: str) -> None:
     (found,) = find_attacks(name)
     assert found.name == name
@@ -86,10 +86,10 @@ def test_a_builtin_attack_is_found_by_its_own_name(name: str) -> None:
     assert found.source
 
 
-@pytest.mark.parametrize("name", builtin_attacks())
+@pytest.mark.parametrize("name", ATTACKS.builtin)
 def test_a_builtin_attack_has_controls_that_load(name: str) -> None:
     """Something crosses under them, as floats or integers as they say."""
-    attack = builtin_attacks()[name]
+    attack = ATTACKS.builtin[name]
     here = Path(inspect.getfile(tsqp.leak)).parent
     for control in filter(None, (attack.control, attack.integer_control)):
         by_path = control.endswith((".toml", ".py"))
@@ -101,8 +101,12 @@ def test_a_builtin_attack_has_controls_that_load(name: str) -> None:
 
 def test_a_modules_attacks_are_its_own_in_the_order_of_its_text() -> None:
     """Without families, and without what it imports."""
-    assert [one.name for one in attacks_in(direct)] == ["token-ids", "logits", "nearest-embedding"]
-    assert [one.name for one in attacks_in(vocabulary)] == [
+    assert [one.name for one in ATTACKS.in_module(direct)] == [
+        "token-ids",
+        "logits",
+        "nearest-embedding",
+    ]
+    assert [one.name for one in ATTACKS.in_module(vocabulary)] == [
         "vocabulary",
         "vocabulary-rows",
         "vocabulary-features",
@@ -195,7 +199,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(name: str) -> None:
     with pytest.raises(AttackError) as caught:
         find_attacks(name)
     assert caught.value.got == repr(name)
-    assert all(attack in caught.value.expected for attack in builtin_attacks())
+    assert all(attack in caught.value.expected for attack in ATTACKS.builtin)
 
 
 class _Entry:
@@ -215,7 +219,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, found: object) -> None:
         assert selection == {"group": "tsqp.attacks"}
         return [_Entry(name, found)]
 
-    monkeypatch.setattr("tsqp.leak.registry.entry_points", entry_points)
+    monkeypatch.setattr("tee_side.plugins.entry_points", entry_points)
 
 
 def test_an_attack_of_an_installed_package_is_found_by_its_entry_points_name(
@@ -226,8 +230,8 @@ def test_an_attack_of_an_installed_package_is_found_by_its_entry_points_name(
 
     install(monkeypatch, "theirs", Theirs)
     assert find_attacks("theirs") == [Theirs]
-    assert attack_names() == sorted([*builtin_attacks(), "theirs"])
-    assert "theirs" not in builtin_attacks()
+    assert ATTACKS.names() == sorted([*ATTACKS.builtin, "theirs"])
+    assert "theirs" not in ATTACKS.builtin
     with pytest.raises(AttackError, match="theirs"):
         find_attacks("nope")
 
@@ -258,4 +262,4 @@ def test_an_installed_package_cannot_replace_a_builtin_attack(
 
     install(monkeypatch, "logits", Theirs)
     assert find_attacks("logits") == [Logits]
-    assert attack_names() == sorted(builtin_attacks())
+    assert ATTACKS.names() == sorted(ATTACKS.builtin)
