@@ -103,6 +103,8 @@ def test_what_reads_nothing_passes(tmp_path: Path) -> None:
         (("demo", "--plot", "x.svg"), "--cost measure"),
         (("demo", "--prompts", "100000"), "different ones"),
         (("demo", "--cost", "no-such-file"), "no-such-file"),
+        (("demo", "--sigma", "1,2"), "got no --curves"),
+        (("demo", "--curves", "--policy", "tsqp"), "whose mask has noise"),
         ((), "expected one of them"),
         (("demo", "--shape", "llama-3.2-1b"), "got both"),
         (("demo", "--public", "no-such-folder"), "no-such-folder"),

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from dataclasses import dataclass, replace
-from importlib.resources import files
-
-from jinja2 import Environment, StrictUndefined
 
 from tee_side.vocabulary import PHASES
 from tsqp.bench.caveats import caveats, pads_note
@@ -29,7 +25,6 @@ from tsqp.bench.grids import (
     steps_grid,
 )
 from tsqp.bench.model import STAGES, PolicyRun, Report
-from tsqp.bench.plot_style import WIDTH, Plot
 from tsqp.bench.plots import plots
 from tsqp.bench.summary import (
     REST_MEANING,
@@ -42,17 +37,7 @@ from tsqp.bench.summary import (
     name_of,
 )
 from tsqp.bench.timeline_plot import timelines
-
-TEMPLATE = "report.html.j2"
-
-
-@dataclass(frozen=True)
-class _Picture:
-    title: str
-    source: str
-    caption: str
-    # Of the page's, in percent: letters are of one size in all pictures.
-    width: float
+from tsqp.page.render import picture, render
 
 
 @dataclass(frozen=True)
@@ -77,10 +62,6 @@ def render_html(report: Report) -> str:
     each layer as a whole, to keep the page small. The JSON document has all of them.
     """
     report = distinct(report)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(files("tsqp.bench").joinpath(TEMPLATE).read_text("utf-8"))
     grids = (growth_grid(report), baselines_grid(report), ping_pong_grid(report))
     overview = [requests_grid(report), memory_grid(report)]
     if any(run.cases for run in report.policies):
@@ -91,7 +72,9 @@ def render_html(report: Report) -> str:
             replace(traffic, note=""),
             *overview,
         ]
-    return template.render(
+    return render(
+        "bench",
+        program="tsqp bench",
         report=report,
         facts=facts(report),
         missing=missing(report),
@@ -99,9 +82,9 @@ def render_html(report: Report) -> str:
         # What takes the time stands below the plots.
         findings=list(findings(report, parts=False)),
         overview=[grid for grid in overview if grid is not None],
-        pictures=[_picture(plot) for plot in plots(report)],
+        pictures=[picture(plot) for plot in plots(report)],
         timelines=[
-            (policy, [_picture(plot) for plot in found]) for policy, found in timelines(report)
+            (policy, [picture(plot) for plot in found]) for policy, found in timelines(report)
         ],
         grids=[grid for grid in grids if grid is not None],
         policies=[_policy_view(report, run) for run in report.policies],
@@ -113,13 +96,6 @@ def render_html(report: Report) -> str:
         disclosures=disclosures(report),
         setup=setup_pairs(report),
     )
-
-
-def _picture(plot: Plot) -> _Picture:
-    # As an image, because the identifiers of several SVGs within one page would be mixed up.
-    data = b64encode(plot.svg.encode()).decode("ascii")
-    source = f"data:image/svg+xml;base64,{data}"
-    return _Picture(plot.title, source, plot.caption, round(100 * plot.width / WIDTH, 1))
 
 
 def _policy_view(report: Report, run: PolicyRun) -> _PolicyView:

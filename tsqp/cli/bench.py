@@ -15,7 +15,15 @@ from protocol.errors import SettingsError
 from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.cli.program import EXIT_FAILURE, model_directory
 from tsqp.cli.runner_options import MODELLED_LINK, SPIN_US
-from tsqp.cli.settings import DTYPES, PATH, THREADS, complete_policy, complete_shape, config_option
+from tsqp.cli.settings import (
+    COUNTS,
+    DTYPES,
+    PATH,
+    THREADS,
+    complete_policy,
+    complete_shape,
+    config_option,
+)
 from tsqp.extras import needing
 
 if TYPE_CHECKING:
@@ -23,23 +31,6 @@ if TYPE_CHECKING:
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 DEFAULT_POLICIES = ("attention-in-tee", "shielded")
-
-
-class Numbers(click.ParamType[tuple[int, ...]]):
-    """Whole numbers from 1, with commas: `1,128,512`."""
-
-    name = "numbers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Read and sort them, each once."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
-            self.fail(f"got {value!r}, expected whole numbers from 1, with commas", param, ctx)
-        return tuple(sorted({int(part) for part in parts}))
 
 
 class _Listing(click.Option):
@@ -106,9 +97,9 @@ def _profiles() -> Iterable[str]:
 @click.option(
     "--gpu", multiple=True, metavar="ENDPOINT", help="Measure services that run, and start none."
 )
-@click.option("--prefill", type=Numbers(), default="1,128,512", help="Prompt lengths in tokens.")
-@click.option("--context", type=Numbers(), default="128", help="Tokens behind a decoded one.")
-@click.option("--batch", type=Numbers(), default="1,8", help="Sequences decoded together.")
+@click.option("--prefill", type=COUNTS, default="1,128,512", help="Prompt lengths in tokens.")
+@click.option("--context", type=COUNTS, default="128", help="Tokens behind a decoded one.")
+@click.option("--batch", type=COUNTS, default="1,8", help="Sequences decoded together.")
 @click.option(
     "--repeats", type=click.IntRange(1, 1000), default=5, help="Of each prompt length at most."
 )

@@ -16,7 +16,14 @@ import click
 from protocol.errors import SettingsError
 from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.cli.program import EXIT_FAILURE, model_directory
-from tsqp.cli.settings import DTYPES, THREADS, complete_policy, complete_shape, config_option
+from tsqp.cli.settings import (
+    DTYPES,
+    THREADS,
+    Numbers,
+    complete_policy,
+    complete_shape,
+    config_option,
+)
 from tsqp.extras import needing
 
 if TYPE_CHECKING:
@@ -27,28 +34,10 @@ if TYPE_CHECKING:
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 # With their noise, which is what each curve is about.
 _SIGMAS = "0.25,0.5,1,2,4,8,16"
+# Enough for a search among tokens that the first layer says are there.
+_FEW_CANDIDATES = 64
 # Each holds the public model, what it computed, and a recording.
 _MOST_WORKERS = 8
-
-
-class Strengths(click.ParamType[tuple[float, ...]]):
-    """Numbers above 0, with commas: `0.5,1,2`."""
-
-    name = "numbers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        """Read and sort them, each once."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            found = {float(part) for part in str(value).split(",")}
-        except ValueError:
-            found = set()
-        if not found or not all(0 < number < 1e4 for number in found):
-            self.fail(f"got {value!r}, expected numbers above 0 and below 1e4", param, ctx)
-        return tuple(sorted(found))
 
 
 @click.command(context_settings=CONTEXT)
@@ -113,6 +102,12 @@ class Strengths(click.ParamType[tuple[float, ...]]):
     "--search-tokens", type=click.IntRange(min=1), default=96, help="Of each such session."
 )
 @click.option(
+    "--search-candidates",
+    type=click.IntRange(min=1),
+    help="That it may run for a token, those that the public model expects most. Default: all; with"
+    f" --shape {_FEW_CANDIDATES}, as random weights expect nothing.",
+)
+@click.option(
     "--cost",
     default="none",
     metavar="measure|none|FILE",
@@ -120,7 +115,12 @@ class Strengths(click.ParamType[tuple[float, ...]]):
     " tsqp bench --json.",
 )
 @click.option("--curves", is_flag=True, help="Also try strengths of noise, where a mask has any.")
-@click.option("--sigma", type=Strengths(), default=_SIGMAS, help="The strengths to try.")
+@click.option(
+    "--sigma",
+    type=Numbers(float, above=0.0, most=1e4),
+    metavar="NUMBER,...",
+    help=f"The strengths to try with --curves. Default: {_SIGMAS}.",
+)
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -254,6 +254,7 @@ def _settings(
     from tee_side.policy import builtin_policies, load_policy
     from tee_side.tokenizer import Tokenizer
     from tsqp.leak.cost import read_report
+    from tsqp.leak.curves import noisy_mask
     from tsqp.leak.laboratory import weakened_policies
     from tsqp.leak.prompts import cut_prompts, random_prompts, text_of
     from tsqp.leak.registry import ATTACKS, find_attacks
@@ -276,6 +277,7 @@ def _settings(
     workers = options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     torch.set_num_threads(options["threads"])
     count, tokens = options["prompts"], options["prompt_tokens"]
+    candidates = options["search_candidates"] or (_FEW_CANDIDATES if shape is not None else None)
     if shape is not None:
         directory = _first_layer(shape, folder)
         vocabulary = read_config(directory).vocab_size
@@ -284,6 +286,15 @@ def _settings(
         directory = model_directory(model or "")
         text = text_of(directory, options["text"])
         prompts = cut_prompts(Tokenizer(directory), text, count, tokens)
+    if options["sigma"] is not None and not options["curves"]:
+        raise SettingsError("--sigma", got="no --curves", expected="it: that is what tries them")
+    if options["curves"] and not any(noisy_mask(policy) for _, policy in policies):
+        raise SettingsError(
+            "--curves",
+            got="no policy whose mask has noise",
+            expected="one with an option sigma, as of float-noise and cloak",
+        )
+    sigmas = options["sigma"] or tuple(map(float, _SIGMAS.split(",")))
     cost = options["cost"]
     if cost not in ("measure", "none"):
         cost = read_report(Path(cost), directory.name)
@@ -301,12 +312,13 @@ def _settings(
         seed=options["seed"],
         search_sessions=options["search_prompts"],
         search_tokens=options["search_tokens"],
+        search_candidates=candidates,
         threads=options["threads"],
         workers=workers,
         attack_names=attack_names,
         margin=min(margins, default=None),
         cost=cost,
-        curves=options["sigma"] if options["curves"] else (),
+        curves=sigmas if options["curves"] else (),
     )
 
 

@@ -25,6 +25,43 @@ THREADS = click.IntRange(1, 1024)
 PATH = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
+Number = TypeVar("Number", int, float)
+
+
+class Numbers(click.ParamType[tuple[Number, ...]]):
+    """Numbers with commas, sorted, each once: `1,128,512`. `each`: the type of one."""
+
+    name = "numbers"
+
+    def __init__(self, each: type[Number], *, above: Number, most: Number) -> None:
+        self._each: type[Number] = each
+        self._above: Number = above
+        self._most: Number = most
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Number, ...]:
+        """Read them."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = {self._each(part) for part in str(value).split(",")}
+        except ValueError:
+            found = set()
+        if not found or not all(self._above < number <= self._most for number in found):
+            kind = "whole numbers" if self._each is int else "numbers"
+            self.fail(
+                f"got {value!r}, expected {kind} above {self._above}, at most {self._most}, with"
+                " commas",
+                param,
+                ctx,
+            )
+        return tuple(sorted(found))
+
+
+# Sizes, in tokens or sequences.
+COUNTS: Numbers[int] = Numbers(int, above=0, most=2**31 - 1)
+
 _NO_SETTINGS = ("config", "help", "version")
 
 

@@ -52,7 +52,8 @@ class View:
     `traces`: what reached one service, a trace a session; `policy`, `served`: the policy, and the
     model directory that the service was given; `search_sessions`, `search_tokens`: how much of the
     traces a search through the public model is to go through, which costs more than a look-up, if
-    it finds anything.
+    it finds anything; `search_candidates`: how many it may run for a token, those that the model
+    expects most; None: all.
     """
 
     traces: tuple[Trace, ...]
@@ -61,6 +62,7 @@ class View:
     served: Path
     search_sessions: int
     search_tokens: int
+    search_candidates: int | None = None
 
     def rows(self, call: Call) -> torch.Tensor:
         """Return the rows of a request as floats [R, I]; integers by the public scales.

@@ -108,6 +108,7 @@ class Laboratory:
                 seed=settings.seed,
                 search_sessions=settings.search_sessions,
                 search_tokens=settings.search_tokens,
+                search_candidates=settings.search_candidates,
             ),
             policies=self._in_order(),
             curves=self._curves(),

@@ -297,6 +297,7 @@ def _read_on(
             ids_N = public.likely(prefix)
             if among is not None:
                 ids_N = ids_N[torch.isin(ids_N, among)]
+            ids_N = ids_N[: view.search_candidates]
             guess, sure = nearest(view, matcher, prefix, observed, token, ids_N, work)
             if not guess:
                 return

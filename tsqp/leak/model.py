@@ -14,6 +14,8 @@ from tsqp.leak.interval import LUCK, by_luck, wilson
 
 # What it is worth in a comparison to have tried both prompts and answers.
 _BOTH_PARTS = 0.1
+# Of a control: fewer show that an attack can work, not how often.
+_LEAST_CONTROL = 20
 # Above chance: what an attack must read to count although its control failed.
 _BEYOND_DOUBT = 0.05
 
@@ -110,7 +112,7 @@ class Control(_Model):
         return self._enough(self.places.get(where, self.rate))
 
     def _enough(self, rate: Rate) -> bool:
-        return rate.n > 0 and rate.hits >= self.published * rate.n
+        return rate.n >= _LEAST_CONTROL and rate.hits >= self.published * rate.n
 
 
 class AttackRun(_Model):
@@ -314,6 +316,7 @@ class Setup(_Model):
     seed: int
     search_sessions: int
     search_tokens: int
+    search_candidates: int | None = None
 
 
 class Report(_Model):

@@ -36,6 +36,7 @@ class LeakSettings:
     seed: int = 0
     search_sessions: int = 2
     search_tokens: int = 64
+    search_candidates: int | None = None
     threads: int = 1
     margin: float | None = None
     cost: BenchReport | str = "none"

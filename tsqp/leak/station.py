@@ -223,6 +223,7 @@ class Station:
             served=recording.served,
             search_sessions=sessions,
             search_tokens=settings.search_tokens,
+            search_candidates=settings.search_candidates,
         )
 
     def _play(self, policy: Policy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Recording:

@@ -145,6 +145,9 @@ def warnings(report: Report) -> list[str]:
 def setup_pairs(report: Report) -> list[tuple[str, str]]:
     """Return what was attacked, and how."""
     setup = report.setup
+    candidates = ""
+    if setup.search_candidates is not None:
+        candidates = f", {setup.search_candidates:,} candidates for each"
     return [
         ("model", f"{setup.model}, {setup.dtype}, hidden size {setup.hidden_size:,}"),
         ("attacker has", f"{setup.public}, its tokenizer, the policy and the code"),
@@ -152,7 +155,7 @@ def setup_pairs(report: Report) -> list[tuple[str, str]]:
         (
             "searches",
             f"through {setup.search_sessions} of {setup.sessions} sessions, {setup.search_tokens}"
-            " tokens of each; look-ups through all",
+            f" tokens of each{candidates}; look-ups, and searches that find nothing, through all",
         ),
         ("seed", str(setup.seed)),
         ("machine", ", ".join(f"{name} {value}" for name, value in setup.machine.items())),

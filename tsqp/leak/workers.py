@@ -126,6 +126,7 @@ class Job(_Line):
     seed: int
     search_sessions: int
     search_tokens: int
+    search_candidates: int | None
     threads: int
     curves: tuple[float, ...]
     folder: Path
@@ -145,6 +146,7 @@ class Job(_Line):
             seed=settings.seed,
             search_sessions=settings.search_sessions,
             search_tokens=settings.search_tokens,
+            search_candidates=settings.search_candidates,
             threads=settings.threads,
             curves=settings.curves,
             folder=folder,
@@ -166,6 +168,7 @@ class Job(_Line):
             seed=self.seed,
             search_sessions=self.search_sessions,
             search_tokens=self.search_tokens,
+            search_candidates=self.search_candidates,
             threads=self.threads,
             curves=self.curves,
         )

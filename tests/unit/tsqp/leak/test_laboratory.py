@@ -203,8 +203,18 @@ def test_none_of_no_tokens_is_no_control_that_worked() -> None:
     none = Rate(hits=0, n=0)
     control = Control(attack="a", policy="tsqp", where=None, rate=none, published=0.9)
     assert not control.worked
-    assert control.model_copy(update={"rate": Rate(hits=9, n=10)}).worked
-    assert not control.model_copy(update={"rate": Rate(hits=8, n=10)}).worked
+    assert control.model_copy(update={"rate": Rate(hits=18, n=20)}).worked
+    assert not control.model_copy(update={"rate": Rate(hits=17, n=20)}).worked
+
+
+def test_a_control_of_few_tokens_is_none_that_worked() -> None:
+    few = Rate(hits=19, n=19)
+    control = Control(attack="a", policy="tsqp", where="here", rate=few, published=0.9)
+    assert not control.worked
+    assert not control.works_at("here")
+    elsewhere = control.model_copy(update={"places": {"there": Rate(hits=20, n=20), "here": few}})
+    assert elsewhere.works_at("there")
+    assert not elsewhere.works_at("here")
 
 
 def test_an_attack_that_does_not_apply_needs_no_control(model: SavedModel, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_a_job_says_all_that_settings_do(model: SavedModel, tmp_path: Path) -> N
         seed=7,
         search_sessions=3,
         search_tokens=5,
+        search_candidates=9,
         threads=2,
     )
     job = Job.model_validate_json(Job.of(settings, tmp_path).model_dump_json())

@@ -1,0 +1,1 @@
+"""The frame that pages of reports have in common: style, tables, pictures."""
