@@ -9,6 +9,7 @@ among all tokens suffices; deeper, a search runs candidates behind what it has r
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ _CERTAIN_ROUNDED = 2e-2
 # So many tokens in a row of which the nearest candidate was hardly nearer than the next one: the
 # prefix is wrong, or this is not the scheme.
 _LOST, _LOST_RATIO = 3, 0.7
+# Of the two nearest candidates' distances: below it the others are not tried.
+_ENOUGH = 0.5
 
 
 @dataclass
@@ -334,9 +337,10 @@ def nearest(
         distances.append(far_if_nan(found_N))
         work.modelled += len(block)
         work.compared += len(block)
-        if float(distances[-1].amin()) <= observed.certain:
+        seen_N = torch.cat(distances)
+        if float(seen_N.amin()) <= observed.certain or _ratio(seen_N) < _ENOUGH:
             break
-    seen_N, all_NI = torch.cat(distances), torch.cat(states)
+    all_NI = torch.cat(states)
     if seen_N.isinf().all():
         return (), False
     certain = (seen_N <= observed.certain).nonzero()
@@ -346,9 +350,16 @@ def nearest(
     first = int(certain[0]) if len(certain) else int(seen_N.argmin())
     matcher.found(observed, token, all_NI[first])
     others = [one for one in best(seen_N, ids_N[: len(seen_N)]) if one != int(ids_N[first])]
-    two = seen_N.topk(min(2, len(seen_N)), largest=False).values
-    stands_out = len(certain) > 0 or float(two[0]) < _LOST_RATIO * float(two[-1])
+    stands_out = len(certain) > 0 or _ratio(seen_N) < _LOST_RATIO
     return (int(ids_N[first]), *others[: TOP - 1]), stands_out
+
+
+def _ratio(distances_N: torch.Tensor) -> float:
+    """Return the smallest distance over the next one; 1 for a single candidate."""
+    if len(distances_N) < 2:
+        return 1.0
+    nearest, next_one = distances_N.topk(2, largest=False).values.tolist()
+    return nearest / next_one if next_one and math.isfinite(next_one) else 1.0
 
 
 def _blocks(count: int) -> Iterator[tuple[int, int]]:
