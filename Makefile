@@ -56,7 +56,9 @@ bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); O
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (30 minutes)
 	@mkdir -p build
 	$(BIN)/tsqp leak demo --cost measure --curves --json build/leakage.json
-	$(BIN)/python -m tsqp.leak.page build/leakage.json docs/leakage.md
+	$(BIN)/python -m tsqp.leak.page build/leakage.json docs/leakage.md demo
+	$(BIN)/tsqp leak --shape llama-3.2-1b $(LEAK_SHAPE) --json build/leakage-shape.json
+	$(BIN)/python -m tsqp.leak.page build/leakage-shape.json docs/leakage.md shape
 
 soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
 	$(BIN)/python -m tests.soak $(addprefix --only ,$(ONLY))

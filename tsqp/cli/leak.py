@@ -68,7 +68,7 @@ _MOST_WORKERS = 8
 @click.option(
     "--prompt-tokens", type=click.IntRange(4, 512), default=48, help="Of each prompt, at most."
 )
-@click.option("--new-tokens", type=click.IntRange(2, 4096), default=64, help="Of each answer.")
+@click.option("--new-tokens", type=click.IntRange(2, 4096), default=52, help="Of each answer.")
 @click.option(
     "--text",
     type=click.Path(dir_okay=False, path_type=Path),

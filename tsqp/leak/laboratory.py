@@ -16,7 +16,6 @@ from tee_side.vocabulary import OPERATORS, PHASES, PRODUCTS
 from tsqp.bench.machine import describe_machine
 from tsqp.bench.model import Report as BenchReport
 from tsqp.leak.cost import cost_in, measure_cost
-from tsqp.leak.curves import curve
 from tsqp.leak.interval import needed
 from tsqp.leak.model import Cost, Curve, PolicyLeak, Report, Setup
 from tsqp.leak.play import KEY, SERVED
@@ -45,7 +44,7 @@ class Laboratory:
         self._check()
         self._costs: dict[str, Cost | None] = {}
         self._found: dict[str, PolicyLeak] = {}
-        self._points: dict[str, list[Noised]] = {}
+        self._curves: dict[str, Curve] = {}
         self._incomplete: str | None = None
 
     @property
@@ -71,11 +70,10 @@ class Laboratory:
                         update={"cost": self._costs[leak.policy]}
                     )
                 else:
-                    self._points.setdefault(found.policy, []).append(found)
+                    self._curves[found.curve.policy] = found.curve
         except BaseException as error:
             reason = str(error) if isinstance(error, TsqpError) else type(error).__name__
-            missing = [policy.name for _, policy in settings.policies]
-            missing = [name for name in missing if name not in self._found]
+            missing = [name for name in self._names if name not in self._found]
             self._incomplete = f"{reason}; not attacked: {', '.join(missing) or 'none'}"
             raise
 
@@ -110,21 +108,14 @@ class Laboratory:
                 search_tokens=settings.search_tokens,
                 search_candidates=settings.search_candidates,
             ),
-            policies=self._in_order(),
-            curves=self._curves(),
+            policies=tuple(self._found[name] for name in self._names if name in self._found),
+            curves=tuple(self._curves[name] for name in self._names if name in self._curves),
             incomplete=self._incomplete,
         )
 
-    def _in_order(self) -> tuple[PolicyLeak, ...]:
-        names = [policy.name for _, policy in self._settings.policies]
-        return tuple(self._found[name] for name in names if name in self._found)
-
-    def _curves(self) -> tuple[Curve, ...]:
-        return tuple(
-            curve(policy, found[0].plain_perplexity, [one.point for one in found])
-            for _, policy in self._settings.policies
-            if (found := self._points.get(policy.name))
-        )
+    @property
+    def _names(self) -> list[str]:
+        return [policy.name for _, policy in self._settings.policies]
 
     def _cost(self, name: str, policy: Policy) -> Cost | None:
         settings = self._settings
@@ -161,8 +152,7 @@ class Laboratory:
             policy.check(self._config.num_hidden_layers)
             _check_products(policy, self._config.num_hidden_layers)
         PublicModel(settings.public or settings.model)
-        names = [policy.name for _, policy in settings.policies]
-        if len(set(names)) < len(names):
+        if len(set(self._names)) < len(self._names):
             raise SettingsError("--policy", got="two of one name", expected="a name for each")
         if settings.new_tokens < 2:
             raise SettingsError(

@@ -1,14 +1,15 @@
 """Writes what `tsqp leak --json` found into docs/leakage.md, with its pictures.
 
-    python -m tsqp.leak.page REPORT docs/leakage.md
+    python -m tsqp.leak.page REPORT docs/leakage.md SECTION
 
-The text of the page is a person's; what stands between two markers is replaced.
+The text of the page is a person's; what stands between the two markers of a section is replaced.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,15 +20,14 @@ from tsqp.leak.plots import cost_against_leakage, curve, harm_of
 from tsqp.leak.reconstruction import panels, svg
 from tsqp.leak.table import NONE, facts, interval_words, judged, percent, verdict
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+BEGIN, END = "<!-- measured {}: begin -->", "<!-- measured {}: end -->"
+# Of the other one tokens are random, and there is nothing to see.
+PICTURES_OF = "demo"
 # What the picture shows: a policy of each kind is enough to see what reading means.
 PICTURED = ("attention-in-tee", "row-mix", "cloak", "float-noise", "shielded", "two-server")
 _PICTURES = "leakage"
+_COSTS = ("overhead a token", "RPCs", "bytes")
 _COLUMNS = (
-    "policy",
-    "overhead a token",
-    "RPCs",
-    "bytes",
     "best attack",
     "where",
     "read",
@@ -39,35 +39,62 @@ _COLUMNS = (
 )
 
 
-def write_page(report: Report, page: Path) -> None:
-    """Replace what is measured in a page, and write its pictures into the folder beside it.
+@dataclass(frozen=True)
+class _Picture:
+    name: str
+    says: str
+    made_by: str
+    svg: str
 
-    Raises SettingsError for a page without the markers.
+
+def write_page(report: Report, page: Path, section: str) -> None:
+    """Replace what is measured in a section of a page, with pictures in a folder beside it.
+
+    Raises SettingsError for a page without the section's markers.
     """
+    begin, end = BEGIN.format(section), END.format(section)
     text = page.read_text(encoding="utf-8")
-    before, begun, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    before, begun, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
     if not begun or not ended:
-        raise SettingsError(str(page), got="no markers", expected=f"{BEGIN} and {END}")
-    folder = page.with_name(_PICTURES)
-    folder.mkdir(exist_ok=True)
-    pictures = dict(_pictures(report))
-    for name, content in pictures.items():
-        (folder / name).write_text(content + "\n", encoding="utf-8")
-    measured = "\n".join(_measured(report))
-    page.write_text(f"{before}{BEGIN}\n{measured}\n{END}{after}", encoding="utf-8")
+        raise SettingsError(str(page), got="no markers", expected=f"{begin} and {end}")
+    pictures = list(_pictures(report)) if section == PICTURES_OF else []
+    page.with_name(_PICTURES).mkdir(exist_ok=True)
+    for one in pictures:
+        page.with_name(_PICTURES).joinpath(one.name).write_text(one.svg + "\n", encoding="utf-8")
+    measured = "\n".join([*_measured(report), *_shown(pictures)])
+    page.write_text(f"{before}{begin}\n{measured}\n{end}{after}", encoding="utf-8")
 
 
-def _pictures(report: Report) -> Iterable[tuple[str, str]]:
+def _pictures(report: Report) -> Iterable[_Picture]:
+    model = report.setup.model.removesuffix("_model")
     if (plot := cost_against_leakage(report)) is not None:
-        yield "cost.svg", plot.svg
-    for made in report.curves:
-        if (plot := curve(made, harm_of(made))) is not None:
-            yield f"curve-{made.policy}.svg", plot.svg
+        made_by = f"tsqp leak {model} --cost measure --plot cost.svg"
+        yield _Picture("cost.svg", "Cost against leakage, a point a policy", made_by, plot.svg)
     shown = report.model_copy(
         update={"policies": tuple(found for found in report.policies if found.policy in PICTURED)}
     )
-    yield "reconstruction.svg", svg(panels(shown))
+    chosen = " ".join(f"--policy {found.policy}" for found in shown.policies)
+    yield _Picture(
+        "reconstruction.svg",
+        "The first session as each policy's best attack reads it, beside what was said",
+        f"tsqp leak {model} {chosen} --picture reconstruction.svg",
+        svg(panels(shown)),
+    )
+    for made in report.curves:
+        if (plot := curve(made, harm_of(made))) is not None:
+            yield _Picture(
+                f"curve-{made.policy}.svg",
+                f"{made.policy}: recovery against {made.parameter}, beside the harm that it does",
+                f"tsqp leak {model} --policy {made.policy} --curves --html curves.html",
+                plot.svg,
+            )
+
+
+def _shown(pictures: Iterable[_Picture]) -> Iterable[str]:
+    for one in pictures:
+        yield from ("", f"{one.says} (`{one.made_by}`):", "")
+        yield f"![{one.says}]({_PICTURES}/{one.name})"
 
 
 def _measured(report: Report) -> Iterable[str]:
@@ -78,10 +105,12 @@ def _measured(report: Report) -> Iterable[str]:
     yield f"Measured with `{setup.command}`, {setup.created[:10]}: {facts(report)}."
     yield f"Machine: {machine}."
     yield ""
-    yield from _row(_COLUMNS)
-    yield from _row(("---",) * len(_COLUMNS))
+    costs = any(found.cost is not None for found in report.policies)
+    columns = ("policy", *(_COSTS if costs else ()), *_COLUMNS)
+    yield from _row(columns)
+    yield from _row(("---",) * len(columns))
     for found in report.policies:
-        yield from _row(_cells(found))
+        yield from _row((f"`{found.policy}`", *(_spent(found) if costs else ()), *_read(found)))
     for made in report.curves:
         yield ""
         yield f"`{made.policy}`, perplexity {made.plain_perplexity:.3g} without noise:"
@@ -108,19 +137,21 @@ def _measured(report: Report) -> Iterable[str]:
             )
 
 
-def _cells(found: PolicyLeak) -> tuple[str, ...]:
-    cost, score = found.cost, judged(found)
-    spent = (NONE,) * 3
-    if cost is not None:
-        sent = cost.bytes_sent + cost.bytes_received
-        spent = (f"{cost.overhead_ms:.2f} ms", f"{cost.rpcs:.0f}", f"{sent:,.0f}")
+def _spent(found: PolicyLeak) -> tuple[str, ...]:
+    cost = found.cost
+    if cost is None:
+        return (NONE,) * len(_COSTS)
+    sent = cost.bytes_sent + cost.bytes_received
+    return (f"{cost.overhead_ms:.2f} ms", f"{cost.rpcs:.0f}", f"{sent:,.0f}")
+
+
+def _read(found: PolicyLeak) -> tuple[str, ...]:
+    score = judged(found)
     if score is None or found.best is None:
-        return (f"`{found.policy}`", *spent, *(NONE,) * 7, verdict(found))
+        return (*(NONE,) * (len(_COLUMNS) - 1), verdict(found))
     run, _ = found.best
     service = f" (service {run.service})" if found.services > 1 else ""
     return (
-        f"`{found.policy}`",
-        *spent,
         run.attack,
         f"{score.where}{service}",
         percent(score.top1.value or 0.0),
@@ -138,18 +169,18 @@ def _row(cells: Iterable[str]) -> Iterable[str]:
 
 def main(arguments: list[str]) -> None:
     """Write the page. Raises SettingsError."""
-    if len(arguments) != 2:
+    if len(arguments) != 3:
         raise SettingsError(
-            "python -m tsqp.leak.page", got=repr(arguments), expected="a report and a page"
+            "python -m tsqp.leak.page", got=repr(arguments), expected="REPORT PAGE SECTION"
         )
-    path, page = map(Path, arguments)
+    path, page, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
         report = Report.model_validate_json(path.read_bytes())
     except ValidationError:
         raise SettingsError(
             str(path), got="something else", expected="a report of tsqp leak --json"
         ) from None
-    write_page(report, page)
+    write_page(report, page, section)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from tee_side.vocabulary import PHASES
 from tsqp.bench import prepare
 from tsqp.catalogue import policy_entry
 from tsqp.leak.attack import Attack, Reading, View, Work
-from tsqp.leak.curves import Harm, harm, point_of, with_sigma
+from tsqp.leak.curves import Harm, curve, harm, point_of, with_sigma
 from tsqp.leak.matching import place_name
-from tsqp.leak.model import AttackRun, Control, Point, PolicyLeak, Rate
+from tsqp.leak.model import AttackRun, Control, Curve, PolicyLeak, Rate
 from tsqp.leak.play import PlaySettings, Recording, logits_of, play
 from tsqp.leak.public import PublicModel
 from tsqp.leak.reading import reconstruct
@@ -36,7 +36,7 @@ from tsqp.leak.trace import Where
 _HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
 _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
-# Of a point of a curve.
+# Of a curve.
 _CURVE_SESSIONS = 12
 
 
@@ -105,31 +105,36 @@ class Station:
         return made.model_copy(update={"reconstruction": shown})
 
     @torch.inference_mode()
-    def point(self, policy: Policy, sigma: float) -> Point:
-        """Try one strength of a policy's noise: what is read, and what becomes of the output."""
-        settings, prompts = self._settings, self._settings.prompts[:_CURVE_SESSIONS]
-        changed = with_sigma(policy, sigma)
-        self._calibrate(changed)
-        self._watch.doing(f"{policy.name}: sigma {sigma:g}")
-        recording = self._play(changed, prompts, settings.new_tokens)
-        view = self._view(recording, 0, settings.search_sessions)
-        runs = [self._attack(attack, view, recording, 0)[0] for attack in settings.attacks]
-        found = self._harm(logits_of(changed, prompts, self._play_settings()))
-        self._watch.step(1)
-        return point_of(changed, sigma, runs, found, self._config)
+    def curve(self, policy: Policy) -> Curve:
+        """Try strengths of a policy's noise: what is read, and what becomes of the output.
 
-    @torch.inference_mode()
-    def plain_perplexity(self) -> float:
-        """Return what it is without noise, of the texts of `point`."""
-        return self._harm(self._plain).perplexity
+        From the weakest on. An attack that reads nothing under some noise is not tried under more.
+        """
+        settings, attacks, points = self._settings, self._settings.attacks, []
+        self._calibrate(policy)
+        for sigma in sorted(settings.curves):
+            changed = with_sigma(policy, sigma)
+            self._watch.doing(f"{policy.name}: sigma {sigma:g}")
+            recording = self._play(changed, self._texts, settings.new_tokens)
+            view = self._view(recording, 0, settings.search_sessions)
+            runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
+            found = self._harm(logits_of(changed, self._texts, self._play_settings()))
+            points.append(point_of(changed, sigma, runs, found, self._config))
+            reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
+            attacks = tuple(one for one in attacks if one.name in reading) or attacks
+            self._watch.step(1)
+        return curve(policy, self._harm(self._plain).perplexity, points)
+
+    @property
+    def _texts(self) -> Sequence[Sequence[int]]:
+        return self._settings.prompts[:_CURVE_SESSIONS]
 
     def _harm(self, noisy: Sequence[torch.Tensor]) -> Harm:
-        return harm(self._settings.prompts[:_CURVE_SESSIONS], self._plain, noisy)
+        return harm(self._texts, self._plain, noisy)
 
     @cached_property
     def _plain(self) -> list[torch.Tensor]:
-        texts = self._settings.prompts[:_CURVE_SESSIONS]
-        return logits_of(load_policy("tee-only"), texts, self._play_settings())
+        return logits_of(load_policy("tee-only"), self._texts, self._play_settings())
 
     def _attack(
         self, kind: type[Attack], view: View, recording: Recording, service: int

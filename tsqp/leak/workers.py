@@ -32,7 +32,7 @@ from protocol.messages import FloatDtype
 from tee_side.policy import load_policy
 from tsqp.bench.job import Failed
 from tsqp.leak.curves import noisy_mask
-from tsqp.leak.model import Point, PolicyLeak
+from tsqp.leak.model import Curve, PolicyLeak
 from tsqp.leak.registry import find_attacks
 from tsqp.leak.settings import LeakSettings, Watch
 from tsqp.leak.station import Station
@@ -64,11 +64,9 @@ class Attacked(_Line):
 
 
 class Noised(_Line):
-    """A strength of a policy's noise is done. `plain_perplexity`: without noise."""
+    """All strengths of a policy's noise are done."""
 
-    policy: str
-    point: Point
-    plain_perplexity: float
+    curve: Curve
 
 
 class Crashed(_Line):
@@ -83,33 +81,32 @@ _ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
 
 @dataclass(frozen=True)
 class Task:
-    """One policy, or one strength of its noise. `policy`: its index in the settings."""
+    """A policy as it is, or with strengths of its noise. `policy`: its index in the settings."""
 
     policy: int
-    sigma: float | None
+    noisy: bool
     steps: int
 
     def done_at(self, station: Station, settings: LeakSettings) -> Attacked | Noised:
         """Do it."""
         _, policy = settings.policies[self.policy]
-        if self.sigma is None:
-            return Attacked(leak=station.attack(policy))
-        return Noised(
-            policy=policy.name,
-            point=station.point(policy, self.sigma),
-            plain_perplexity=station.plain_perplexity(),
-        )
+        if self.noisy:
+            return Noised(curve=station.curve(policy))
+        return Attacked(leak=station.attack(policy))
 
 
 def tasks_of(settings: LeakSettings) -> list[Task]:
-    """Return everything there is to do, in the order in which it is begun."""
-    attacks = len(settings.attacks)
-    whole = [
-        Task(index, None, 1 + policy.services * attacks)
-        for index, (_, policy) in enumerate(settings.policies)
+    """Return everything there is to do; first what takes longest, so that all end together."""
+    policies = [policy for _, policy in settings.policies]
+    curves = [
+        Task(index, noisy=True, steps=len(settings.curves))
+        for index, policy in enumerate(policies)
+        if settings.curves and noisy_mask(policy)
     ]
-    noisy = [index for index, (_, policy) in enumerate(settings.policies) if noisy_mask(policy)]
-    return whole + [Task(index, sigma, 1) for index in noisy for sigma in settings.curves]
+    return curves + [
+        Task(index, noisy=False, steps=1 + policy.services * len(settings.attacks))
+        for index, policy in enumerate(policies)
+    ]
 
 
 class Job(_Line):
