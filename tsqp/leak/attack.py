@@ -74,11 +74,6 @@ class View:
             return rows_RI.float()
         return rows_RI.float() * self.public.input_scale((call.layer, call.operator))
 
-    @property
-    def searched(self) -> range:
-        """Sessions that a search is to go through."""
-        return range(min(self.search_sessions, len(self.traces)))
-
     def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
         """Return where rows of activations crossed, in the order of a forward pass."""
         found = dict.fromkeys(where for trace in self.traces for where in trace.places)

@@ -96,6 +96,7 @@ class Laboratory:
                 machine=describe_machine(),
                 model=settings.model.name,
                 public=(settings.public or settings.model).name,
+                public_layers=self._public_layers,
                 dtype=settings.dtype or config.dtype,
                 vocab_size=config.vocab_size,
                 hidden_size=config.hidden_size,
@@ -151,7 +152,7 @@ class Laboratory:
         for _, policy in settings.policies:
             policy.check(self._config.num_hidden_layers)
             _check_products(policy, self._config.num_hidden_layers)
-        PublicModel(settings.public or settings.model)
+        self._public_layers = PublicModel(settings.public or settings.model).has_layers
         if len(set(self._names)) < len(self._names):
             raise SettingsError("--policy", got="two of one name", expected="a name for each")
         if settings.new_tokens < 2:

@@ -29,8 +29,6 @@ _CERTAIN_ROUNDED = 2e-2
 # So many tokens in a row of which the nearest candidate was hardly nearer than the next one: the
 # prefix is wrong, or this is not the scheme.
 _LOST, _LOST_RATIO = 3, 0.7
-# Of the two nearest candidates' distances: below it the others are not tried.
-_ENOUGH = 0.5
 
 
 @dataclass
@@ -257,8 +255,9 @@ def search(
     did not cross has no beginning, and is not searched. Where nothing stands out among some tokens
     in a row the attack gives up, and has read nothing of the session's rest.
 
-    Where nothing stood out in any of the `view.search_sessions` first sessions, the others are
-    tried as well, for a token each: what shows nothing is to show it of many.
+    Goes through the first `view.search_sessions` sessions, and where nothing stood out in these,
+    through all: what shows nothing is to show it of many. Until something has stood out, a session
+    behind the first is given up with its first token.
     """
     stood_out = False
     for session, trace in enumerate(view.traces):
@@ -269,7 +268,7 @@ def search(
             continue
         limit = min(view.search_tokens, trace.tokens)
         guesses: dict[int, tuple[int, ...]] = {}
-        patience = _LOST if first else 1
+        patience = _LOST if session == 0 or stood_out else 1
         for token, guess, sure in _read_on(
             view, session, matcher, where, limit, patience, present, work
         ):
@@ -337,10 +336,9 @@ def nearest(
         distances.append(far_if_nan(found_N))
         work.modelled += len(block)
         work.compared += len(block)
-        seen_N = torch.cat(distances)
-        if float(seen_N.amin()) <= observed.certain or _ratio(seen_N) < _ENOUGH:
+        if float(distances[-1].amin()) <= observed.certain:
             break
-    all_NI = torch.cat(states)
+    seen_N, all_NI = torch.cat(distances), torch.cat(states)
     if seen_N.isinf().all():
         return (), False
     certain = (seen_N <= observed.certain).nonzero()

@@ -299,13 +299,17 @@ class Curve(_Model):
 
 
 class Setup(_Model):
-    """What was attacked, and how. `search_*`: see `tsqp.leak.attack.View`."""
+    """What was attacked, and how. `search_*`: see `tsqp.leak.attack.View`.
+
+    `public_layers`: whether the attacker has linear weights, and not embedding and norms alone.
+    """
 
     command: str
     created: str
     machine: dict[str, str | int]
     model: str
     public: str
+    public_layers: bool = True
     dtype: str
     vocab_size: int
     hidden_size: int

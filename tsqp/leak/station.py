@@ -108,7 +108,8 @@ class Station:
     def curve(self, policy: Policy) -> Curve:
         """Try strengths of a policy's noise: what is read, and what becomes of the output.
 
-        From the weakest on. An attack that reads nothing under some noise is not tried under more.
+        From the weakest on. An attack that reads nothing under some noise is not tried under more,
+        and where none reads anything the curve ends.
         """
         settings, attacks, points = self._settings, self._settings.attacks, []
         self._calibrate(policy)
@@ -121,8 +122,11 @@ class Station:
             found = self._harm(logits_of(changed, self._texts, self._play_settings()))
             points.append(point_of(changed, sigma, runs, found, self._config))
             reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
-            attacks = tuple(one for one in attacks if one.name in reading) or attacks
+            attacks = tuple(one for one in attacks if one.name in reading)
             self._watch.step(1)
+            if not attacks:
+                break
+        self._watch.step(len(settings.curves) - len(points))
         return curve(policy, self._harm(self._plain).perplexity, points)
 
     @property

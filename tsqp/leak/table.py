@@ -133,6 +133,11 @@ def facts(report: Report) -> str:
 def warnings(report: Report) -> list[str]:
     """Say what must be known before any figure is read, a sentence each."""
     found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
+    if not report.setup.public_layers:
+        found.append(
+            f"{report.setup.public} has no linear weights: attacks that compare with them are not"
+            " tried, and an attacker who has them may read more."
+        )
     found += [
         f"{policy.policy}: {run.attack} {_failure(run)}: what it read says nothing."
         for policy in report.policies

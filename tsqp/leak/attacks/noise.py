@@ -28,6 +28,8 @@ _FEWEST, _MOST = 16, 256
 # behind it less likely, and so is found out. One that is e^25 times less likely is not carried on.
 _KEPT = 4
 _GIVEN_UP = 25.0
+# A search through all places together is one, where others search at each of them.
+_SEARCHES = 4
 # What the first token is expected to be, if a tokenizer puts one in front.
 _FIRST_IS_KNOWN = 0.9
 # Rounding, where there is no noise: relative to activations of unit RMS, more than float32 makes.
@@ -77,8 +79,7 @@ class NoiseAveraging(Attack):
             yield from look_up(view, FeatureMatcher(), work)
         if not view.public.has_layers or not _begins(view.policy, places):
             return
-        for session in view.searched:
-            trace = view.traces[session]
+        for session, trace in enumerate(view.traces[: _SEARCHES * view.search_sessions]):
             if not trace.steps:
                 continue
             limit = min(view.search_tokens, trace.tokens)

@@ -21,12 +21,14 @@ from tests.unit.tsqp.leak.leaks import Models, policy_of, tiny
 from tsqp.bench import prepare
 from tsqp.leak.attack import Attack, Reading, View, Work
 from tsqp.leak.attacks.direct import NearestEmbedding, TokenIds
+from tsqp.leak.attacks.rotations import NormDictionary
 from tsqp.leak.attacks.vocabulary import PlainMatching
 from tsqp.leak.interval import needed
 from tsqp.leak.laboratory import Laboratory
 from tsqp.leak.model import Control, PolicyLeak, Rate, Report
 from tsqp.leak.settings import LeakSettings, Watch
 from tsqp.leak.station import Station
+from tsqp.leak.table import warnings
 
 PROMPTS = tuple(tuple(token_ids(6, seed)) for seed in range(3))
 FIRST = "layer 0 qkv_proj"
@@ -311,6 +313,45 @@ def test_progress_is_told_attack_by_attack(model: SavedModel, tmp_path: Path) ->
     assert curve.points[0].rate.hits > curve.points[1].rate.hits
 
 
+def test_a_curve_begins_with_the_weakest_noise_and_drops_what_reads_nothing(
+    model: SavedModel, tmp_path: Path
+) -> None:
+    """The best of those that are left gives each point."""
+    tried: list[str] = []
+    doing: list[str] = []
+
+    class Counted(Blind):
+        name: ClassVar[str] = "counted"
+
+        def read(self, view: View, work: Work) -> Iterator[Reading]:
+            tried.append(doing[-1])
+            yield from super().read(view, work)
+
+    settings = settings_of(
+        model.directory, ["float-noise"], [Counted, NearestEmbedding], curves=(64.0, 0.1, 0.5)
+    )
+    Laboratory(settings, tmp_path, Watch(doing=doing.append)).run()
+    curve = [line for line in doing if "sigma" in line]
+    assert curve == [f"float-noise: sigma {sigma}" for sigma in ("0.1", "0.5", "64")]
+    assert [line for line in tried if "sigma" in line] == curve[:1]
+
+
+def test_a_curve_ends_where_nothing_is_read(model: SavedModel, tmp_path: Path) -> None:
+    """Its last point shows that; stronger noise is not tried, and counts as done."""
+    steps: list[int] = []
+    settings = settings_of(
+        model.directory, ["float-noise"], [NearestEmbedding], curves=(0.1, 4096, 8192, 16384)
+    )
+    laboratory = Laboratory(settings, tmp_path, Watch(step=steps.append))
+    laboratory.run()
+    (curve,) = laboratory.report().curves
+    assert [point.sigma for point in curve.points] == [0.1, 4096]
+    assert [point.rate.n for point in curve.points] == [30, 30]
+    assert curve.points[0].rate.hits == 30
+    assert curve.points[1].rate.hits <= 3
+    assert sum(steps) == 4 + 2
+
+
 @pytest.mark.usefixtures("here")
 def test_each_service_is_attacked(saved_model: Models, tmp_path: Path) -> None:
     """With integers: scales are made for a model that has none, which is not written to."""
@@ -562,3 +603,25 @@ def test_integers_of_a_model_that_is_not_public(
     (nearest,) = only(report).runs
     assert nearest.scores[0].top1.n == 30
     assert nearest.scores[0].top1.hits >= 27
+
+
+def test_a_public_model_without_linear_weights_is_said_to_be_one(
+    model: SavedModel, base: Path, tmp_path: Path
+) -> None:
+    """Embeddings alone read the first layer; what needs more is not tried, and that is said."""
+    kept = {
+        name: tensor
+        for name, tensor in load_file(base / "model.safetensors").items()
+        if "_proj" not in name
+    }
+    save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+    attacks = [NearestEmbedding, NormDictionary]
+    folder = folder_of(tmp_path)
+    report = run(model.directory, folder, ["attention-in-tee"], attacks, public=base)
+    nearest, norms = only(report).runs
+    assert nearest.scores[0].top1 == Rate(hits=30, n=30)
+    assert norms.refused == "no public weights to compare with"
+    (warning,) = warnings(report)
+    assert warning.startswith("base has no linear weights: attacks that compare with them are not")
+    whole = run(model.directory, folder_of(folder), ["attention-in-tee"], [NearestEmbedding])
+    assert warnings(whole) == []
