@@ -8,6 +8,12 @@ STAMP := $(VENV)/.installed
 TORCH_ARGS ?=
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
+# What is tried on a larger shape: attacks on the first layer, and policies that they are about.
+LEAK_POLICIES := attention-in-tee tsqp tsqp-permuted stip cloak row-mix row-rotation shielded \
+    tsqp/leak/weakened/pad-reused.toml tsqp/leak/weakened/pad-low-dimensional.toml
+LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eigenvectors subspace \
+    attention-keys pad-reuse pad-basis
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format lint types imports docs bench leak soak clean
 
@@ -57,7 +63,9 @@ leak: $(STAMP)  ## attack every policy and write docs/leakage.md (30 minutes)
 	@mkdir -p build
 	$(BIN)/tsqp leak demo --cost measure --curves --json build/leakage.json
 	$(BIN)/python -m tsqp.leak.page build/leakage.json docs/leakage.md demo
-	$(BIN)/tsqp leak --shape llama-3.2-1b $(LEAK_SHAPE) --json build/leakage-shape.json
+	$(BIN)/tsqp leak --shape llama-3.2-1b $(addprefix --policy ,$(LEAK_POLICIES)) \
+	    $(addprefix --attack ,$(LEAK_ATTACKS)) --prompts 6 --prompt-tokens 32 --new-tokens 16 \
+	    --temperature 1 --json build/leakage-shape.json
 	$(BIN)/python -m tsqp.leak.page build/leakage-shape.json docs/leakage.md shape
 
 soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it

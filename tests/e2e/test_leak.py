@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -21,6 +22,28 @@ QUICK = (
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_attack.py"
 
 
+DONE = re.compile(r"tsqp leak: (.+): done, (\d+) of (\d+)")
+BLIND = """
+from tsqp.leak.attack import Attack, Reading
+
+
+class Blind(Attack):
+    name = "blind"
+    reads = "nothing"
+    source = "this test"
+    control = "attention-in-tee"
+    published = 0.9
+
+    def refuses(self, view):
+        return None
+
+    def read(self, view, work):
+        print("looking at", view.policy.name)
+        for session, trace in enumerate(view.traces):
+            yield Reading("layer 0 qkv_proj", session, range(trace.tokens), {})
+"""
+
+
 def leak(*arguments: str) -> tuple[int, str, str]:
     done = run("tsqp", "leak", *arguments, timeout_s=240)
     return done.returncode, done.stdout, done.stderr
@@ -29,6 +52,18 @@ def leak(*arguments: str) -> tuple[int, str, str]:
 def by_name(path: Path) -> dict[str, PolicyLeak]:
     report = Report.model_validate_json(path.read_bytes())
     return {policy.policy: policy for policy in report.policies}
+
+
+def done(err: str) -> set[str]:
+    """Return the policies that stderr says are done, counted; it says nothing else."""
+    found = [DONE.fullmatch(line) for line in err.splitlines()]
+    lines = [line.groups() for line in found if line is not None]
+    assert len(lines) == len(found), err
+    names = {name for name, *_ in lines}
+    assert sorted(lines, key=lambda line: int(line[1])) == [
+        (name, str(number), str(len(names))) for number, (name, *_) in enumerate(lines, start=1)
+    ]
+    return names
 
 
 def test_broken_schemes_are_read_and_the_pad_is_not(tmp_path: Path) -> None:
@@ -41,7 +76,7 @@ def test_broken_schemes_are_read_and_the_pad_is_not(tmp_path: Path) -> None:
         *(part for name in names for part in ("--policy", name)),
         *("--json", str(report), "--html", str(page), "--picture", str(picture)),
     )
-    assert (status, err) == (0, "")
+    assert (status, done(err)) == (0, set(names))
     found = by_name(report)
     assert list(found) == list(names)
     for name in ("row-rotation", "cloak"):
@@ -63,20 +98,59 @@ def test_broken_schemes_are_read_and_the_pad_is_not(tmp_path: Path) -> None:
 
 
 def test_an_attack_of_ones_own_and_the_verdict_of_a_ci(tmp_path: Path) -> None:
+    """A file joins the attacks that names select."""
     report = tmp_path / "report.json"
     status, _, err = leak(
         "demo",
         *("--prompts", "6", "--prompt-tokens", "16", "--new-tokens", "16", "--threads", "1"),
         *("--policy", "attention-in-tee", "--policy", "quantized-clear"),
-        *("--attack", str(EXAMPLE), "--fail-above", "0.05", "--json", str(report)),
+        *("--attack", str(EXAMPLE), "--attack", "nearest-embedding"),
+        *("--fail-above", "0.2", "--json", str(report)),
     )
     assert status == 1
-    assert "policy attention-in-tee: got up to" in err
-    best = by_name(report)["attention-in-tee"].best
-    assert best is not None
-    assert best[0].attack == "largest-features"
-    assert best[1].top1.value is not None
-    assert best[1].top1.value >= 0.9
+    found = by_name(report)["attention-in-tee"]
+    assert [one.attack for one in found.runs] == ["nearest-embedding", "largest-features"]
+    (score,) = found.runs[1].scores
+    assert score.top1.value is not None
+    assert score.top1.value >= 0.9
+    # It says what is read, where, and of how many.
+    (line,) = [one for one in err.splitlines() if "policy attention-in-tee" in one]
+    n = found.runs[0].scores[0].top1.n
+    assert f"of {n} tokens read by " in line
+    assert " at layer " in line
+    assert line.endswith("above chance, expected at most 0.2 above chance")
+
+
+def test_a_file_alone_joins_all_that_are_built_in(tmp_path: Path) -> None:
+    """So that one which has the name of such a one is refused."""
+    path = tmp_path / "again.py"
+    path.write_text(BLIND.replace('"blind"', '"token-ids"'), encoding="utf-8")
+    status, _, err = leak("demo", *QUICK, "--policy", "tee-only", "--attack", str(path))
+    assert (status, err) == (
+        2,
+        "tsqp: error: --attack: got two of one name, expected a name for each\n",
+    )
+
+
+def test_the_verdict_of_a_ci_names_what_failed_and_what_nobody_tried(tmp_path: Path) -> None:
+    """No attack of these looks at the rows. What one prints is seen."""
+    path = tmp_path / "blind.py"
+    path.write_text(BLIND, encoding="utf-8")
+    status, _, err = leak(
+        "demo",
+        *("--prompts", "6", "--prompt-tokens", "16", "--new-tokens", "16", "--workers", "2"),
+        *("--policy", "attention-in-tee", "--policy", "row-rotation", "--fail-above", "0.2"),
+        *("--attack", "token-ids", "--attack", str(path)),
+    )
+    assert status == 1
+    lines = err.splitlines()
+    assert "tsqp leak: looking at row-rotation" in lines
+    (line,) = [one for one in lines if "policy row-rotation" in one]
+    assert "got attacks that did not work on their control (blind) and places that" in line
+    assert "no attack tried (" in line
+    assert "layer 0 qkv_proj (row-rotation" in line
+    assert "1.0000" not in err
+    assert "0 of" not in line
 
 
 def test_what_reads_nothing_passes(tmp_path: Path) -> None:
@@ -87,7 +161,7 @@ def test_what_reads_nothing_passes(tmp_path: Path) -> None:
         *("--policy", "shielded", "--attack", "nearest-embedding", "--fail-above", "0.05"),
         *("--threads", "1"),
     )
-    assert (status, err) == (0, "")
+    assert (status, done(err)) == (0, {"shielded"})
     assert "not above chance" in out
 
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,8 @@ _MOST_WORKERS = 8
     "--attack",
     multiple=True,
     metavar="NAME|FILE",
-    help="Repeatable. Default: all that are built in, and those of installed packages.",
+    help="Repeatable. A NAME selects; default: all that are built in, and those of installed"
+    " packages. The attacks of a FILE join these.",
 )
 @click.option(
     "--prompts", type=click.IntRange(2, 100_000), default=40, help="How many, a session each."
@@ -205,13 +206,13 @@ def leak(
     from tsqp.leak.laboratory import Laboratory
 
     written = True
-    with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
+    with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as (watch, done):
         folder = Path(name)
         with outputs.checked():
             settings = _settings(model, shape, folder, fail_above, options)
             laboratory = Laboratory(settings, folder, watch)
         try:
-            laboratory.run()
+            laboratory.run(done)
         finally:
             if laboratory.measured:
                 report = laboratory.report()
@@ -257,7 +258,7 @@ def _settings(
     from tsqp.leak.curves import noisy_mask
     from tsqp.leak.laboratory import weakened_policies
     from tsqp.leak.prompts import cut_prompts, random_prompts, text_of
-    from tsqp.leak.registry import ATTACKS, find_attacks
+    from tsqp.leak.registry import find_attacks
     from tsqp.leak.settings import LeakSettings
 
     if (model is None) == (shape is None):
@@ -272,7 +273,7 @@ def _settings(
         )
     names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
     policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
-    attack_names = tuple(options["attack"] or ATTACKS.names())
+    attack_names = _attack_names(options["attack"])
     attacks = dict.fromkeys(attack for name in attack_names for attack in find_attacks(name))
     workers = options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     torch.set_num_threads(options["threads"])
@@ -322,6 +323,15 @@ def _settings(
     )
 
 
+def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that were given, or all, and behind them the paths that were given."""
+    from tsqp.leak.registry import ATTACKS
+
+    paths = [one for one in given if "/" in one or one.endswith(".py")]
+    names = [one for one in given if one not in paths]
+    return (*(names or ATTACKS.names()), *paths)
+
+
 def _first_layer(shape: str, folder: Path) -> Path:
     """Write the first layer of a shape, with random weights."""
     from tsqp.bench import prepare
@@ -335,25 +345,41 @@ def _first_layer(shape: str, folder: Path) -> Path:
 def _above(report: Report, share: float) -> list[str]:
     """Say what is not below a share of tokens beyond chance, one line a policy."""
     return [
-        f"policy {found.policy}: got {_reason(found)}, expected at most {share:g} above chance"
+        f"policy {found.policy}: got {_reason(found, share)}, expected at most {share:g} above"
+        " chance"
         for found in report.policies
         if found.nothing is None
         and not (found.excess_high is not None and found.excess_high <= share)
     ]
 
 
-def _reason(found: PolicyLeak) -> str:
-    failed = sorted({run.attack for run in found.runs if run.refused is None and not run.worked})
-    if failed:
-        return f"attacks that did not work on their control ({', '.join(failed)})"
+def _reason(found: PolicyLeak, share: float) -> str:
+    """Name what keeps a policy from passing: attacks that failed, untried places, what is read."""
     if found.excess_high is None:
         return "no attack that applies"
-    return f"up to {found.excess_high:.4f} above chance"
+    reasons = []
+    failed = sorted({run.attack for run in found.runs if run.refused is None and not run.worked})
+    if failed:
+        reasons.append(f"attacks that did not work on their control ({', '.join(failed)})")
+    if found.untried:
+        reasons.append(f"places that no attack tried ({', '.join(found.untried)})")
+    run, widest = max(
+        ((run, score) for run in found.runs for score in run.meaningful),
+        key=lambda one: one[1].excess_high,
+        default=(None, None),
+    )
+    if run is not None and widest is not None and widest.excess_high > share:
+        right = f"{widest.top1.hits:,} of {widest.top1.n:,} tokens"
+        reasons.append(
+            f"{right} read by {run.attack} at {widest.where}, an interval that ends"
+            f" {widest.excess_high:.3g} above chance"
+        )
+    return " and ".join(reasons)
 
 
 @contextmanager
-def _progress() -> Iterator[Watch]:
-    """Show a bar on stderr, where that is a terminal."""
+def _progress() -> Iterator[tuple[Watch, Callable[[str], None]]]:
+    """Show a bar on stderr, where that is a terminal; else a line of what is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -369,12 +395,14 @@ def _progress() -> Iterator[Watch]:
         disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("starting", total=None)
-        yield Watch(
+        watch = Watch(
             total=lambda total: bar.update(task, total=total),
             doing=lambda what: bar.update(task, description=what),
             step=lambda steps: bar.advance(task, steps),
             say=_say,
         )
+        # Jobs of a CI that are silent for long are ended.
+        yield watch, (lambda _line: None) if console.is_terminal else _say
 
 
 def _say(line: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tsqp.leak.play import KEY, SERVED
 from tsqp.leak.public import PublicModel
 from tsqp.leak.settings import LeakSettings, Watch
 from tsqp.leak.station import Station
-from tsqp.leak.workers import Attacked, Noised, side_by_side, tasks_of
+from tsqp.leak.workers import Attacked, Lost, Noised, side_by_side, tasks_of
 
 _HERE = Path(__file__).parent
 # Share of places at which two prompts may have the same token.
@@ -45,46 +46,69 @@ class Laboratory:
         self._costs: dict[str, Cost | None] = {}
         self._found: dict[str, PolicyLeak] = {}
         self._curves: dict[str, Curve] = {}
+        self._lost: list[Lost] = []
         self._incomplete: str | None = None
 
     @property
     def measured(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self._found)
+        return bool(self._found or self._curves)
 
-    def run(self) -> None:
-        """Attack everything. What ends it early is in the report, and raised."""
-        settings = self._settings
+    def run(self, done: Callable[[str], None] = lambda _line: None) -> None:
+        """Attack everything. What goes wrong is in the report, and raised at the end.
+
+        A policy that fails does not end the others; an interrupt does, and a worker that is killed.
+        `done`: told a line of each policy, and of each curve, that is done.
+        """
+        settings, tasks = self._settings, tasks_of(self._settings)
         measured = settings.cost == "measure"
-        self._watch.total(
-            len(settings.policies) * measured + sum(task.steps for task in tasks_of(settings))
-        )
+        self._watch.total(len(settings.policies) * measured + sum(task.steps for task in tasks))
         try:
             # First, and alone: what it costs is not to be measured beside attacks.
             for name, policy in settings.policies:
                 self._costs[policy.name] = self._cost(name, policy)
-            for found in self._attack():
-                if isinstance(found, Attacked):
-                    leak = found.leak
-                    self._found[leak.policy] = leak.model_copy(
-                        update={"cost": self._costs[leak.policy]}
-                    )
+            for number, found in enumerate(self._attack(), start=1):
+                if isinstance(found, Lost):
+                    self._lost.append(found)
+                    self._watch.say(f"{found.task}: {_reason(found.error)}")
                 else:
-                    self._curves[found.curve.policy] = found.curve
+                    done(f"{self._keep(found)}: done, {number} of {len(tasks)}")
+            if self._lost:
+                raise self._lost[0].error
         except BaseException as error:
-            reason = str(error) if isinstance(error, TsqpError) else type(error).__name__
-            missing = [name for name in self._names if name not in self._found]
-            self._incomplete = f"{reason}; not attacked: {', '.join(missing) or 'none'}"
+            self._incomplete = "; not attacked: ".join(
+                filter(None, (_reason(error), ", ".join(self._lacking())))
+            )
             raise
 
-    def _attack(self) -> Iterator[Attacked | Noised]:
+    def _keep(self, found: Attacked | Noised) -> str:
+        """Keep what was found, and return what people call it."""
+        if isinstance(found, Noised):
+            self._curves[found.curve.policy] = found.curve
+            return f"curve of {found.curve.policy}"
+        leak = found.leak
+        self._found[leak.policy] = leak.model_copy(update={"cost": self._costs[leak.policy]})
+        return leak.policy
+
+    def _lacking(self) -> list[str]:
+        """Return the policies and curves of which nothing was found."""
+        settings = self._settings
+        noisy = [task.name(settings) for task in tasks_of(settings) if task.noisy]
+        found = {*self._found, *(f"curve of {name}" for name in self._curves)}
+        return [name for name in (*self._names, *noisy) if name not in found]
+
+    def _attack(self) -> Iterator[Attacked | Noised | Lost]:
         settings = self._settings
         if settings.workers > 1:
             yield from side_by_side(settings, self._folder, self._watch)
-        else:
-            station = Station(settings, self._folder, self._watch)
-            for task in tasks_of(settings):
-                yield task.done_at(station, settings)
+            return
+        station = Station(settings, self._folder, self._watch)
+        for task in tasks_of(settings):
+            found = task.done_at(station, settings)
+            if isinstance(found, Lost) and not isinstance(found.error, TsqpError):
+                # For the attack's author, as workers do.
+                self._watch.say("".join(traceback.format_exception(found.error)).rstrip())
+            yield found
 
     def report(self) -> Report:
         """Return what has been found so far."""
@@ -161,6 +185,12 @@ class Laboratory:
                 got=str(settings.new_tokens),
                 expected="at least 2: the token that is sampled last goes through no model",
             )
+        if settings.workers > 1 and not settings.attack_names:
+            raise SettingsError(
+                "workers",
+                got=f"{settings.workers}, and no names of attacks",
+                expected="one, or names or paths by which each of them finds the attacks",
+            )
         attacks = [attack.name for attack in settings.attacks]
         if len(set(attacks)) < len(attacks):
             raise SettingsError("--attack", got="two of one name", expected="a name for each")
@@ -177,7 +207,8 @@ class Laboratory:
             raise SettingsError(
                 "prompts",
                 got=f"the same token at {alike:.0%} of places in two of them",
-                expected=f"at most {_MOST_ALIKE:.0%}: what they share counts as chance",
+                expected=f"at most {_MOST_ALIKE:.0%}: what they share counts as chance (longer"
+                " --prompt-tokens, or another --text, helps)",
             )
         # Where prefill stays only the answer's tokens cross, the last one of each excepted.
         tokens = len(settings.prompts) * (settings.new_tokens - 1)
@@ -192,12 +223,24 @@ class Laboratory:
 
 
 def agreement(prompts: Sequence[Sequence[int]]) -> float:
-    """Return the share of places at which two prompts have the same token, mean of neighbours."""
+    """Return the share of places at which two prompts have the same token, mean of neighbours.
+
+    Without the token that all begin with, as BOS: it says nothing of the texts.
+    """
+    begun = len({tuple(ids[:1]) for ids in prompts}) == 1
+    rests = [ids[begun:] for ids in prompts]
     same = size = 0
-    for one, other in itertools.pairwise(prompts):
+    for one, other in itertools.pairwise(rests):
         same += sum(a == b for a, b in zip(one, other, strict=False))
         size += min(len(one), len(other))
     return same / size if size else 0.0
+
+
+def _reason(error: BaseException) -> str:
+    """Say in a few words what ended a run; no more than the class of what is no error of ours."""
+    if isinstance(error, TsqpError):
+        return str(error)
+    return type(error).__name__ if isinstance(error, Exception) else "interrupted"
 
 
 def _check_public(public: ModelConfig, config: ModelConfig, directory: Path) -> None:

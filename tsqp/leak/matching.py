@@ -26,9 +26,9 @@ _FIRST_BLOCK, _BLOCK = 32, 256
 # What only the right candidate comes below: by the digits of float32, and of anything shorter.
 _CERTAIN = {torch.float32: 1e-3}
 _CERTAIN_ROUNDED = 2e-2
-# So many tokens in a row of which the nearest candidate was hardly nearer than the next one: the
-# prefix is wrong, or this is not the scheme.
-_LOST, _LOST_RATIO = 3, 0.7
+# So many tokens in a row of which the nearest candidate was hardly nearer than the next one, and
+# none of the first that the model expects: the prefix is wrong, or this is not the scheme.
+_LOST, _LOST_RATIO, _EXPECTED = 3, 0.7, 10
 
 
 @dataclass
@@ -253,27 +253,14 @@ def search(
 
     `present`: candidates are the tokens that the first layer says are there. A session whose prompt
     did not cross has no beginning, and is not searched. Where nothing stands out among some tokens
-    in a row the attack gives up, and has read nothing of the session's rest.
-
-    Goes through the first `view.search_sessions` sessions, and where nothing stood out in these,
-    through all: what shows nothing is to show it of many. Until something has stood out, a session
-    behind the first is given up with its first token.
+    in a row, and what is nearest is nothing that the model expects, the attack gives up: it has no
+    guess for the session's rest.
     """
-    stood_out = False
-    for session, trace in enumerate(view.traces):
-        first = session < view.search_sessions
-        if stood_out and not first:
-            return
+    for session, trace in enumerate(view.traces[: view.search_sessions]):
         if not trace.steps or trace.steps[0].tokens == 1 or trace.steps[0].at(where) is None:
             continue
         limit = min(view.search_tokens, trace.tokens)
-        guesses: dict[int, tuple[int, ...]] = {}
-        patience = _LOST if session == 0 or stood_out else 1
-        for token, guess, sure in _read_on(
-            view, session, matcher, where, limit, patience, present, work
-        ):
-            guesses[token] = guess
-            stood_out = stood_out or sure
+        guesses = dict(_read_on(view, session, matcher, where, limit, present, work))
         yield Reading(place_name(where), session, range(limit), guesses)
 
 
@@ -283,11 +270,9 @@ def _read_on(
     matcher: Matcher,
     where: Where,
     limit: int,
-    patience: int,
     present: Present | None,
     work: Work,
-) -> Iterator[tuple[int, tuple[int, ...], bool]]:
-    """Yield tokens, guesses and whether they stand out, until `patience` in a row do not."""
+) -> Iterator[tuple[int, tuple[int, ...]]]:
     public, prefix, lost = view.public, view.public.nothing(), 0
     for step in view.traces[session].steps:
         observed = observe(view, step, where)
@@ -297,15 +282,16 @@ def _read_on(
         for token in range(min(step.tokens, limit - step.first)):
             work.tick()
             ids_N = public.likely(prefix)
+            expected = ids_N[:_EXPECTED].tolist() if prefix.tokens else []
             if among is not None:
                 ids_N = ids_N[torch.isin(ids_N, among)]
             ids_N = ids_N[: view.search_candidates]
             guess, sure = nearest(view, matcher, prefix, observed, token, ids_N, work)
             if not guess:
                 return
-            yield step.first + token, guess, sure
-            lost = 0 if sure else lost + 1
-            if lost >= patience:
+            yield step.first + token, guess
+            lost = 0 if sure or guess[0] in expected else lost + 1
+            if lost >= _LOST:
                 return
             prefix = public.extend(prefix, guess[0])
 
@@ -325,31 +311,41 @@ def nearest(
     Of several that are certain the one that is expected most is first: a token that repeats the one
     before it has a state that crossed already.
     """
-    distances, states = [], []
+    distances: list[torch.Tensor] = []
+    # Of each block one state alone: all of them are as large as the vocabulary.
+    chosen: list[tuple[int, torch.Tensor]] = []
     for start, end in _blocks(len(ids_N)):
-        block = ids_N[start:end]
+        block_N = ids_N[start:end]
         # What stands at the beginning is asked for at every place.
         keep = start == 0 or prefix.tokens == 0
-        computed = view.public.states(prefix, block.tolist(), keep=keep)
-        states.append(computed.inputs[observed.where])
-        found_N = matcher.distances(observed, token, states[-1])
-        distances.append(far_if_nan(found_N))
-        work.modelled += len(block)
-        work.compared += len(block)
-        if float(distances[-1].amin()) <= observed.certain:
+        computed = view.public.states(prefix, block_N.tolist(), keep=keep)
+        states_NI = computed.inputs[observed.where]
+        found_N = far_if_nan(matcher.distances(observed, token, states_NI))
+        one = _choose(found_N, block_N, prefix, observed.certain)
+        distances.append(found_N)
+        chosen.append((start + one, states_NI[one].clone()))
+        work.modelled += len(block_N)
+        work.compared += len(block_N)
+        if float(found_N.amin()) <= observed.certain:
             break
-    seen_N, all_NI = torch.cat(distances), torch.cat(states)
+    seen_N = torch.cat(distances)
     if seen_N.isinf().all():
         return (), False
-    certain = (seen_N <= observed.certain).nonzero()
-    if len(certain) > 1 and prefix.token_ids:
-        # Behind a token the same one again has a state that crossed already.
-        certain = certain[ids_N[certain[:, 0]] != prefix.token_ids[-1]]
-    first = int(certain[0]) if len(certain) else int(seen_N.argmin())
-    matcher.found(observed, token, all_NI[first])
+    certain = float(seen_N.amin()) <= observed.certain
+    first, state_I = chosen[-1] if certain else min(chosen, key=lambda one: float(seen_N[one[0]]))
+    matcher.found(observed, token, state_I)
     others = [one for one in best(seen_N, ids_N[: len(seen_N)]) if one != int(ids_N[first])]
-    stands_out = len(certain) > 0 or _ratio(seen_N) < _LOST_RATIO
+    stands_out = certain or _ratio(seen_N) < _LOST_RATIO
     return (int(ids_N[first]), *others[: TOP - 1]), stands_out
+
+
+def _choose(found_N: torch.Tensor, ids_N: torch.Tensor, prefix: Prefix, certain: float) -> int:
+    """Return the first candidate that is certain, the nearest one if none is."""
+    sure = (found_N <= certain).nonzero()[:, 0]
+    if len(sure) > 1 and prefix.token_ids:
+        # Behind a token the same one again has a state that crossed already.
+        sure = sure[ids_N[sure] != prefix.token_ids[-1]]
+    return int(sure[0]) if len(sure) else int(found_N.argmin())
 
 
 def _ratio(distances_N: torch.Tensor) -> float:

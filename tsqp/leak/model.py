@@ -14,6 +14,8 @@ from tsqp.leak.interval import LUCK, by_luck, wilson
 
 # What it is worth in a comparison to have tried both prompts and answers.
 _BOTH_PARTS = 0.1
+# Of the tokens that an attack tried: with fewer guesses it gave up.
+_ENOUGH_GUESSED = 0.5
 # Of a control: fewer show that an attack can work, not how often.
 _LEAST_CONTROL = 20
 # Above chance: what an attack must read to count although its control failed.
@@ -65,9 +67,11 @@ class Score(_Model):
     """What an attack read at one place, of all sessions that it tried to read there.
 
     `where`: "layer 0 qkv_proj"; `top1`: tokens whose first guess is right, and of them those of
-    prompts and of answers; `top5`: tokens that are among the first five guesses; `whole`: sessions
-    in which every token that was tried is right. `chance`: the share that the same guesses would
-    get right in the other sessions, whose texts they have nothing to do with.
+    prompts and of answers; `top5`: tokens that are among the first five guesses; `whole`: prompts
+    of which every token is right, of those that were tried to their end. `chance`: the share that
+    the same guesses would get right in the other sessions, whose texts they have nothing to do
+    with. `guessed`: tokens for which there was a guess; `kinds`: different tokens among those that
+    were right.
     """
 
     where: str
@@ -77,6 +81,13 @@ class Score(_Model):
     answer: Rate
     whole: Rate
     chance: float
+    guessed: int
+    kinds: int
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether there were too few guesses for a low rate to say anything."""
+        return self.guessed < _ENOUGH_GUESSED * self.top1.n
 
     @property
     def excess_high(self) -> float:
@@ -145,14 +156,28 @@ class AttackRun(_Model):
 
     @property
     def meaningful(self) -> tuple[Score, ...]:
-        """Scores of places at which it works where it must, or that are beyond doubt."""
+        """Scores of places at which it works where it must, or that are beyond doubt.
+
+        Not of those at which it gave up: what it did not guess it did not fail to read.
+        """
         control = self.control
         if control is None:
             return ()
         return tuple(
             score
             for score in self.scores
-            if control.works_at(score.where) or score.excess_low > _BEYOND_DOUBT
+            if (control.works_at(score.where) and not score.gave_up)
+            or score.excess_low > _BEYOND_DOUBT
+        )
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it works where it must, and gave up here, wherever it looked."""
+        return (
+            self.control is not None
+            and self.control.worked
+            and bool(self.scores)
+            and all(score.gave_up for score in self.scores)
         )
 
 
@@ -246,12 +271,15 @@ class PolicyLeak(_Model):
         """Whether any attack reads more than luck explains, for all places together.
 
         Of a hundred places one is lucky: each gets its part of `LUCK` (Bonferroni). A guess that
-        was right nowhere else may still be lucky: no chance is smaller than a blind one.
+        was right nowhere else may still be lucky: no chance is smaller than a blind one. Under a
+        mask that stays the same a token is guessed alike wherever it stands: what counts is how
+        many different ones are right. A large share is no luck in any case.
         """
         scores = [score for run in self.runs for score in run.meaningful]
         part = LUCK / max(1, len(scores))
         return any(
-            by_luck(score.top1.hits, score.top1.n, max(score.chance, self.blind)) < part
+            by_luck(score.kinds, score.top1.n, max(score.chance, self.blind)) < part
+            or score.excess_low > _BEYOND_DOUBT
             for score in scores
         )
 
@@ -261,10 +289,13 @@ class PolicyLeak(_Model):
         """How far above chance the rate may be at most, of every attack and place.
 
         None if nothing was attacked. 1 where an attack that applies did not work, or something
-        crossed that none tried.
+        crossed that none tried, or none without giving up.
         """
         found = [score.excess_high for run in self.runs for score in run.meaningful]
-        if self.untried or any(run.refused is None and not run.worked for run in self.runs):
+        applied = [run for run in self.runs if run.refused is None]
+        if self.untried or any(not run.worked and not run.gave_up for run in applied):
+            found.append(1.0)
+        if applied and not found:
             found.append(1.0)
         return max(found, default=None)
 

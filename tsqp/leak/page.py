@@ -34,7 +34,7 @@ _COLUMNS = (
     "n",
     "95 % interval",
     "chance",
-    "whole sessions",
+    "whole prompts",
     "verdict",
 )
 

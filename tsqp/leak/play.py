@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,25 +12,29 @@ import torch
 from gpu_side.weights import load_weights
 from protocol.errors import PromptError
 from protocol.model.checkpoint import Checkpoint, light_tensors
-from protocol.model.config import read_config
-from protocol.model.weights import CPU
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.weights import CPU, row_layout
 from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.batch import Batch, Chunk
 from tee_side.engine import DEFAULT_STEP_TOKENS, Engine
 from tee_side.kv_cache import KVCache
+from tee_side.masks.mask import Mask, RowMask
 from tee_side.model import TeeModel, load_tee_model
 from tee_side.operators import PlacedOperators
 from tee_side.policy import Policy
 from tee_side.provisioning import provision
+from tee_side.randomness import Randomness
 from tee_side.sampling import SamplingSettings
 from tee_side.step import run_step
+from tee_side.vocabulary import LAYERLESS, OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
 from tsqp.leak.recording import RecordingChannel
-from tsqp.leak.trace import Trace, TraceError
+from tsqp.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
 
 Progress = Callable[[int, int], None]
 
-# What a feature mask's services are given, and the key that they are not, in `PlaySettings.folder`.
+# What a feature mask's services are given, and the key that they are not, in `PlaySettings.folder`:
+# it is there until the trusted side has read it.
 SERVED, KEY = "served", "key"
 
 
@@ -103,10 +107,13 @@ def play(
         raise PromptError("prompts", got="none", expected="at least one")
     with _stage(policy, settings) as stage:
         engine = Engine(stage.model, stage.lanes)
+        added = added_rows(policy, stage.model.config)
         sessions = []
         for done, prompt in enumerate(prompts):
             sampling = SamplingSettings(temperature=settings.temperature, seed=settings.seed + done)
-            sessions.append(_session(engine, stage.channels, prompt, settings.new_tokens, sampling))
+            sessions.append(
+                _session(engine, stage.channels, added, prompt, settings.new_tokens, sampling)
+            )
             progress(done + 1, len(prompts))
     return Recording(policy, stage.served, stage.model.dtype, tuple(sessions))
 
@@ -128,6 +135,40 @@ def logits_of(
     return found
 
 
+def added_rows(policy: Policy, config: ModelConfig) -> Added:
+    """Return what a policy sends, and how many rows its masks add: public, as the policy is.
+
+    Found by masking one row, as a mask may call its option what it likes.
+    """
+    counts: dict[tuple[Operator, Mask | None], int] = {}
+    found: dict[tuple[Where, Phase], int] = {}
+    for operator in OPERATORS:
+        for layer in (None,) if operator in LAYERLESS else range(config.num_hidden_layers):
+            for phase in PHASES:
+                placement = policy.at(operator, layer or 0, phase)
+                if placement.place == "tee":
+                    continue
+                key = operator, placement.mask
+                if key not in counts:
+                    counts[key] = _sent_rows(operator, placement.mask, config) - 1
+                found[(layer, operator), phase] = counts[key]
+    return found
+
+
+def _sent_rows(operator: Operator, mask: Mask | None, config: ModelConfig) -> int:
+    """Return how many rows cross for one. Only row masks add some."""
+    # The rows of products are of heads and tokens, which nothing counts.
+    if not isinstance(mask, RowMask) or operator in PRODUCTS:
+        return 1
+    randomness = Randomness()
+    if operator == "embedding":
+        ids_1 = torch.zeros(1, dtype=torch.int64)
+        return len(mask.mask_ids(ids_1, config.vocab_size, randomness).sent[0])
+    _, size = row_layout(config, operator)[1] if is_linear(operator) else (0, config.hidden_size)
+    dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
+    return len(mask.mask(torch.ones(1, size, dtype=dtype), randomness).sent[0])
+
+
 @dataclass(frozen=True)
 class _Stage:
     """The trusted side, put together as `Runner` does, over services that record."""
@@ -143,14 +184,23 @@ def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
     config, checkpoint = read_config(settings.model), Checkpoint(settings.model)
     dtype = torch_dtype(settings.dtype or config.dtype)
     checkpoint.require(light_tensors(config))
-    served, masks = settings.model, settings.masks
-    if policy.feature_mask is not None:
-        served, key = settings.folder / SERVED, settings.folder / KEY
-        if not key.exists():
-            provision(settings.model, policy.feature_mask, served, key)
-        masks = MaskSettings(calibration=masks.calibration, key=key)
     model = load_tee_model(config, checkpoint, dtype)
-    assembly = Assembly(policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS)
+
+    def assembled(masks: MaskSettings) -> Assembly:
+        steps = DEFAULT_STEP_TOKENS
+        return Assembly(policy, config, checkpoint, model, masks, step_tokens=steps)
+
+    served = settings.model
+    if policy.feature_mask is None:
+        assembly = assembled(settings.masks)
+    else:
+        served, key = settings.folder / SERVED, settings.folder / KEY
+        provision(settings.model, policy.feature_mask, served, key)
+        try:
+            assembly = assembled(replace(settings.masks, key=key))
+        finally:
+            # It has been read. An attack is given `served`, and would find the key beside it.
+            key.unlink()
     try:
         channels = _services(served, policy, dtype)
         yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
@@ -170,6 +220,7 @@ def _services(served: Path, policy: Policy, dtype: torch.dtype) -> tuple[Recordi
 def _session(
     engine: Engine,
     channels: Sequence[RecordingChannel],
+    added: Added,
     prompt: Sequence[int],
     new_tokens: int,
     sampling: SamplingSettings,
@@ -186,7 +237,7 @@ def _session(
                 parts.append((start, sequence.cache.length))
     finally:
         engine.remove(sequence)
-    traces = tuple(channel.take() for channel in channels)
+    traces = tuple(PolicyTrace(channel.take().messages, added) for channel in channels)
     every = [*sequence.prompt_ids, *sequence.token_ids]
     positions = [position for part in _crossed(parts, traces) for position in part]
     for channel, trace in zip(channels, traces, strict=True):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, silu
 
+from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_tensors, lm_head_name
 from protocol.model.config import ModelConfig, read_config
@@ -73,6 +74,10 @@ class States:
 class PublicModel:
     """The model as anybody can load it, in float32. `directory`: weights and tokenizer.
 
+    `served`: a model whose linear weights a service holds in the clear, None where it does not. An
+    attacker there has these, whatever else is public: linear weights are those of `served`, with
+    its biases; embedding, norms, LM head and tokenizer stay those of `directory`.
+
     `calibration`: a file of scales for integers, None for the one in the directory. They are public
     also where the weights are not: a file beside another model is checked against that one.
 
@@ -80,11 +85,15 @@ class PublicModel:
     Raises ModelError.
     """
 
-    def __init__(self, directory: Path, calibration: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path, calibration: Path | None = None, served: Path | None = None
+    ) -> None:
         self.directory = directory
         self.config: ModelConfig = read_config(directory)
         self.checkpoint = Checkpoint(directory)
         self._calibration = calibration
+        self._linear_config = self.config if served is None else read_config(served)
+        self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
         self._linears: dict[Site, FusedLinear] = {}
         self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], States] = OrderedDict()
         self._kept_bytes = 0
@@ -96,8 +105,9 @@ class PublicModel:
 
     @property
     def has_layers(self) -> bool:
-        """Whether the linear weights are public, too."""
-        return self.checkpoint.holds(linear_tensors(self.config, FUSED_MODULES))
+        """Whether the attacker has the linear weights, too."""
+        tensors = linear_tensors(self._linear_config, FUSED_MODULES)
+        return self._linear_checkpoint.holds(tensors)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -108,6 +118,18 @@ class PublicModel:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ModelError."""
         return Tokenizer(self.directory)
+
+    @property
+    def first_id(self) -> int | None:
+        """What the tokenizer puts in front of every text; None if there is nothing or no tokenizer.
+
+        None also for a token that the model does not have.
+        """
+        try:
+            front = self.tokenizer.encode("")
+        except ModelError:
+            return None
+        return front[0] if front and front[0] < self.vocab_size else None
 
     @cached_property
     def light(self) -> TeeModel:
@@ -156,7 +178,12 @@ class PublicModel:
         site = (layer, operator)
         if site not in self._linears:
             self._linears[site] = load_linear(
-                self.checkpoint, self.config, layer, operator, dtype=torch.float32, device=CPU
+                self._linear_checkpoint,
+                self._linear_config,
+                layer,
+                operator,
+                dtype=torch.float32,
+                device=CPU,
             )
         return self._linears[site]
 
@@ -226,10 +253,16 @@ class PublicModel:
         return linear(normed_ND, self.lm_head_VD)
 
     def likely(self, prefix: Prefix) -> torch.Tensor:
-        """Return all token ids, those that the public model expects first."""
-        if prefix.logits_V is None:
-            return torch.arange(self.vocab_size)
-        return prefix.logits_V.argsort(descending=True)
+        """Return all token ids, those that the public model expects first.
+
+        With no token read, that is the one that every text begins with; the others are in order.
+        """
+        if prefix.logits_V is not None:
+            return prefix.logits_V.argsort(descending=True)
+        ids_V, first = torch.arange(self.vocab_size), self.first_id
+        if first is not None:
+            ids_V[: first + 1] = ids_V[: first + 1].roll(1)
+        return ids_V
 
     def _rope(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         cos_1C, sin_1C = self.light.rope.cos_sin(

@@ -1,4 +1,4 @@
-"""Compares what an attack read with what was said. The one place that sees both."""
+"""Compares what an attack read with what was said, after it has ended."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class _Tally:
     answer: list[int] = field(default_factory=lambda: [0, 0])
     whole: list[int] = field(default_factory=lambda: [0, 0])
     by_chance: float = 0.0
+    guessed: int = 0
+    hit: set[int] = field(default_factory=set)
 
 
 def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, ...]:
@@ -38,6 +40,8 @@ def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, 
             answer=_rate(tally.answer),
             whole=_rate(tally.whole),
             chance=tally.by_chance / max(1, tally.top1[1]),
+            guessed=tally.guessed,
+            kinds=len(tally.hit),
         )
         for where, tally in tallies.items()
     )
@@ -68,20 +72,24 @@ def _count(tally: _Tally, reading: Reading, streams: Sequence[list[tuple[int, bo
     own = streams[reading.session]
     others = [one for index, one in enumerate(streams) if index != reading.session]
     tried = [index for index in reading.tokens if index < len(own)]
-    right = 0
+    right = set()
     for index in tried:
         token, is_answer = own[index]
         guesses = reading.guesses.get(index, ())[:TOP]
         hit = bool(guesses) and guesses[0] == token
-        right += hit
         _add(tally.top1, hit)
         _add(tally.top5, token in guesses)
         _add(tally.answer if is_answer else tally.prompt, hit)
+        if hit:
+            right.add(index)
+            tally.hit.add(token)
         if guesses:
+            tally.guessed += 1
             there = [one[index][0] for one in others if index < len(one)]
             tally.by_chance += sum(t == guesses[0] for t in there) / max(1, len(there))
-    if tried:
-        _add(tally.whole, right == len(tried))
+    prompt = {index for index, (_, is_answer) in enumerate(own) if not is_answer}
+    if prompt and prompt.issubset(tried):
+        _add(tally.whole, prompt <= right)
 
 
 def _add(pair: list[int], hit: bool) -> None:

@@ -51,7 +51,7 @@ class Station:
         self._folder = folder
         self._watch = watch or Watch()
         self._config = read_config(settings.model)
-        self._public = PublicModel(settings.public or settings.model)
+        self._publics: dict[bool, PublicModel] = {}
         self._controls: dict[str, Recording] = {}
         self._results: dict[tuple[str, str], Control] = {}
         self._model = settings.model
@@ -100,7 +100,11 @@ class Station:
             return made
         run, best = made.best
         shown = reconstruct(
-            readings[run.attack, run.service - 1], run.attack, best.where, truths, self._public
+            readings[run.attack, run.service - 1],
+            run.attack,
+            best.where,
+            truths,
+            self._public_beside(policy),
         )
         return made.model_copy(update={"reconstruction": shown})
 
@@ -199,6 +203,22 @@ class Station:
             )
         return self._results[key]
 
+    def _public_beside(self, policy: Policy) -> PublicModel:
+        """Return what an attacker knows of the model, beside a service of the policy.
+
+        Which holds the linear weights of a model that is not public, unless they are transformed.
+        """
+        base = self._settings.public
+        # The same model where it is public as a whole: it remembers what it computed.
+        clear = base is None or policy.feature_mask is None
+        if clear not in self._publics:
+            self._publics[clear] = PublicModel(
+                base or self._model,
+                self._model / CALIBRATION_FILE if self._calibrated else None,
+                self._model if base is not None and clear else None,
+            )
+        return self._publics[clear]
+
     def _calibrate(self, policy: Policy) -> None:
         """Have scales for integers; they are no secret, and the attacker gets them, too."""
         if policy.arithmetic != "int8" or self._calibrated:
@@ -206,9 +226,7 @@ class Station:
         self._watch.doing("choosing scales")
         self._calibrated = True
         self._model = prepare.calibration(self._model, self._folder)
-        self._public = PublicModel(
-            self._settings.public or self._model, self._model / CALIBRATION_FILE
-        )
+        self._publics.clear()
 
     def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
         path = _control_path(kind, name)
@@ -227,7 +245,7 @@ class Station:
         settings = self._settings
         return View(
             traces=tuple(session.traces[service] for session in recording.sessions),
-            public=self._public,
+            public=self._public_beside(recording.policy),
             policy=recording.policy,
             served=recording.served,
             search_sessions=sessions,

@@ -87,6 +87,8 @@ def verdict(policy: PolicyLeak) -> str:
     if names:
         return names
     widest = _widest(policy)
+    if widest is None and any(run.gave_up for run in policy.runs):
+        return "every search gave up"
     if widest is None:
         return "no attack applies" if policy.runs else "not attacked"
     return _bounds(policy, widest)
@@ -97,7 +99,7 @@ def _bounds(policy: PolicyLeak, widest: Score) -> str:
     if policy.untried:
         count = len(policy.untried)
         return f"not tried: {count} place{'s'[: count != 1]}, such as {policy.untried[0]}"
-    # Look-ups have the most tokens; searches, of a few sessions, leave more open.
+    # Look-ups have the most tokens; what was searched leaves more open.
     most = max(score.top1.n for run in policy.runs for score in run.meaningful)
     broad = max(
         (one for run in policy.runs for one in run.meaningful if one.top1.n == most),
@@ -135,8 +137,8 @@ def warnings(report: Report) -> list[str]:
     found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
     if not report.setup.public_layers:
         found.append(
-            f"{report.setup.public} has no linear weights: attacks that compare with them are not"
-            " tried, and an attacker who has them may read more."
+            f"{report.setup.public} has no linear weights: where those that are served are"
+            " transformed, attacks that compare both are not tried."
         )
     found += [
         f"{policy.policy}: {run.attack} {_failure(run)}: what it read says nothing."
@@ -160,7 +162,7 @@ def setup_pairs(report: Report) -> list[tuple[str, str]]:
         (
             "searches",
             f"through {setup.search_sessions} of {setup.sessions} sessions, {setup.search_tokens}"
-            f" tokens of each{candidates}; look-ups, and searches that find nothing, through all",
+            f" tokens of each{candidates}; look-ups through all",
         ),
         ("seed", str(setup.seed)),
         ("machine", ", ".join(f"{name} {value}" for name, value in setup.machine.items())),
@@ -183,7 +185,7 @@ def _widest(policy: PolicyLeak) -> Score | None:
 
 def _meaningless(run: AttackRun) -> bool:
     """Whether an attack that applies did not work; one that gave no reading did not, either."""
-    return run.refused is None and not run.worked
+    return run.refused is None and not run.worked and not run.gave_up
 
 
 def _failure(run: AttackRun) -> str:
@@ -259,7 +261,7 @@ def attacks_grid(policy: PolicyLeak) -> Grid | None:
     """Show what each attack read at each place; None where none gave a reading."""
     columns = (
         *("attack", "where", "top-1", "top-5", "n", "95% interval", "chance"),
-        *("prompt", "answer", "whole sessions"),
+        *("prompt", "answer", "whole prompts"),
     )
     rows: list[Row] = []
     for run in policy.runs:
@@ -277,6 +279,9 @@ def _cells_of(policy: PolicyLeak, run: AttackRun, score: Score) -> tuple[str, ..
     """Render a place; no rate where the attack does not work at that place of its control."""
     if score in run.meaningful:
         return _score_cells(policy, run, score)
+    if score.gave_up:
+        words = f"gave up, with {score.guessed:,} guesses for {score.top1.n:,} tokens"
+        return (f"{_place(policy, run, score)}: {words}", *(NONE,) * 8)
     return (f"{_place(policy, run, score)}: did not work on its control", *(NONE,) * 8)
 
 
@@ -361,8 +366,10 @@ def curve_grid(curve: Curve) -> Grid:
     columns = (curve.parameter, "best attack", *_READ, *noise, "perplexity", "output error")
     note = (
         f"Perplexity without noise: {curve.plain_perplexity:.4g}. Output error: of logits, relative"
-        " (root of the mean square)."
+        " (root of the mean square). A curve ends where no attack reads anything."
     )
+    if noise:
+        note += " Attacked place by place: who puts all places together may read more."
     title = f"{curve.policy}: recovery against {curve.parameter}"
     return Grid(title, columns, tuple(rows), texts=2, note=note)
 
@@ -413,10 +420,10 @@ def _details(policy: PolicyLeak, width: int) -> Iterator[RenderableType]:
 
     grid = attacks_grid(policy)
     if grid is not None:
-        split = ("attack", "where", "prompt", "answer", "whole sessions")
+        split = ("attack", "where", "prompt", "answer", "whole prompts")
         narrow = (
             grid.select(grid.title, grid.columns[:7], texts=2),
-            grid.select(f"{policy.policy}: prompts, answers, sessions", split, texts=2),
+            grid.select(f"{policy.policy}: prompts and answers", split, texts=2),
         )
         yield from _fitting(grid, narrow, width, least=150)
     grid = work_grid(policy)

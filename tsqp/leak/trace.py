@@ -5,8 +5,8 @@ Nothing else is known to an attack. A trace is one session: the requests of one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -27,10 +27,13 @@ from protocol.messages import (
     RingLinearRequest,
 )
 from protocol.tensors import WireTensor, to_torch
-from tee_side.vocabulary import OPERATORS, Operator
+from tee_side.vocabulary import OPERATORS, PHASES, PRODUCTS, Operator, Phase
 
 # A layer (None: the operator belongs to none) and an operator.
 Where: TypeAlias = tuple[int | None, Operator]
+
+# What a policy sends away in a phase, and how many rows each request's mask adds.
+Added: TypeAlias = Mapping[tuple[Where, Phase], int]
 
 _OPERATOR_OF: dict[ModuleName, Operator] = {
     module: operator for operator, modules in FUSED_MODULES.items() for module in modules
@@ -97,15 +100,17 @@ class Trace:
         A step begins where the order of operators begins anew. A decoded token is one row, so the
         smallest step tells how many rows a mask adds to each.
         """
-        groups = list(_groups(self.calls))
-        # One step alone may be a prompt: then nothing tells.
-        added = min(map(_rows, groups)) - 1 if len(groups) > 1 else 0
+        groups, sizes = self._cut()
         steps, first = [], 0
-        for group in groups:
-            tokens = max(1, _rows(group) - added)
+        for group, tokens in zip(groups, sizes, strict=True):
             steps.append(Step(first, tokens, tuple(group)))
             first += tokens
         return tuple(steps)
+
+    def _cut(self) -> tuple[list[list[Call]], list[int]]:
+        """Return the requests of each step, and its tokens."""
+        groups = list(_groups(self.calls, {}))
+        return groups, _guessed(groups)
 
     @property
     def tokens(self) -> int:
@@ -121,6 +126,20 @@ class Trace:
     def payload_bytes(self) -> int:
         """Bytes of all frames."""
         return sum(len(frame) for message in self.messages for frame in message)
+
+
+@dataclass(frozen=True)
+class PolicyTrace(Trace):
+    """A trace, as who knows the policy reads it: no smallest step has to tell what a mask adds.
+
+    `added`: what the policy says about the rows of every request. It is as public as the policy.
+    """
+
+    added: Added = field(repr=False, compare=False)
+
+    def _cut(self) -> tuple[list[list[Call]], list[int]]:
+        groups = list(_groups(self.calls, self.added))
+        return groups, _counted(groups, self.added)
 
 
 def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
@@ -156,20 +175,31 @@ def _named(request: Request, layer: int | None, products: int) -> tuple[Operator
     return ("attn_values" if products % 2 else "attn_scores"), layer
 
 
-def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:
+def _groups(calls: Sequence[Call], added: Added) -> Iterator[list[Call]]:
     group: list[Call] = []
     for call in calls:
         # The same module of the same layer again, or an earlier one: another step.
-        if (
-            group
+        again = (
+            bool(group)
             and forward_order(call.where) <= forward_order(group[-1].where)
             and not _goes_on(group, call)
-        ):
+        )
+        if again or _turns(group, call, added):
             yield group
             group = []
         group.append(call)
     if group:
         yield group
+
+
+def _turns(group: Sequence[Call], call: Call, added: Added) -> bool:
+    """Whether decode begins here: it alone sends this, and prefill alone something before it."""
+    return _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
+
+
+def _only(call: Call, phase: Phase, added: Added) -> bool:
+    other: Phase = "decode" if phase == "prefill" else "prefill"
+    return (call.where, phase) in added and (call.where, other) not in added
 
 
 def _goes_on(group: Sequence[Call], call: Call) -> bool:
@@ -187,9 +217,37 @@ def forward_order(where: Where) -> tuple[int, int]:
     return layer, OPERATORS.index(operator)
 
 
-def _rows(group: Sequence[Call]) -> int:
-    """Rows of a step: the most of any request that has one a token. The LM head has fewer."""
-    sizes = [
-        len(c.rows) for c in group if c.operator not in ("attn_scores", "attn_values", "lm_head")
-    ]
-    return max(sizes, default=1)
+def _guessed(groups: Sequence[Sequence[Call]]) -> list[int]:
+    """Return the tokens of steps whose masks add as many rows to each request, in each step."""
+    rows = [max((len(call.rows) for call in _each(group)), default=1) for group in groups]
+    # One step alone may be a prompt: then nothing tells.
+    added = min(rows) - 1 if len(rows) > 1 else 0
+    return [max(1, count - added) for count in rows]
+
+
+def _counted(groups: Sequence[Sequence[Call]], added: Added) -> list[int]:
+    """Return the tokens of steps under masks that are known."""
+    sizes: list[int] = []
+    phase: Phase = "prefill" if any(phase == "prefill" for _, phase in added) else "decode"
+    for group in groups:
+        prompt, decoded = (_tokens(group, phase, added) for phase in PHASES)
+        # The first step is of the prompt. Behind it, one of one token is decode: only the rest of
+        # a prompt could be mistaken for it.
+        if prompt is None or (sizes and decoded == {1}):
+            phase = "decode"
+        found = decoded if phase == "decode" else prompt
+        sizes.append(max(1, *(found or {1})))
+    return sizes
+
+
+def _tokens(group: Sequence[Call], phase: Phase, added: Added) -> set[int] | None:
+    """Return how many tokens requests are about in a phase, None where not all are sent in it."""
+    calls = _each(group)
+    if any((call.where, phase) not in added for call in calls):
+        return None
+    return {len(call.rows) - added[call.where, phase] for call in calls}
+
+
+def _each(group: Sequence[Call]) -> list[Call]:
+    """Return the requests that have a row for each token of a step: the LM head has fewer."""
+    return [call for call in group if call.operator not in (*PRODUCTS, "lm_head")]

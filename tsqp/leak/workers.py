@@ -2,8 +2,8 @@
 
     python -m tsqp.leak.workers < JOB
 
-Each worker reads the whole `Job` from stdin, takes the next task that nobody has, and prints
-`Answer`s, one a line.
+Each worker reads the whole `Job` from stdin, takes the next task that nobody has, and writes
+`Answer`s to what was its stdout, one a line. What an attack prints is one of them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 # Read once, when torch is imported; see tsqp/cli/program.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+import io
 import queue
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from protocol.errors import TsqpError
 from protocol.messages import FloatDtype
 from tee_side.policy import load_policy
-from tsqp.bench.job import Failed
 from tsqp.leak.curves import noisy_mask
 from tsqp.leak.model import Curve, PolicyLeak
 from tsqp.leak.registry import find_attacks
@@ -69,14 +69,38 @@ class Noised(_Line):
     curve: Curve
 
 
-class Crashed(_Line):
-    """What ended a worker is no error of ours: an attack's, maybe, whose author needs to see it."""
+class Said(_Line):
+    """A line that an attack printed."""
 
+    said: str
+
+
+class Failed(_Line):
+    """An error of ours, in its three parts, that ended `task`; None: the worker."""
+
+    task: str | None
+    where: str
+    got: str
+    expected: str
+
+
+class Crashed(_Line):
+    """What ended `task` is no error of ours: an attack's, maybe, whose author needs to see it."""
+
+    task: str | None
     traceback: str
 
 
-Answer = Doing | Steps | Attacked | Noised | Failed | Crashed
+Answer = Doing | Steps | Attacked | Noised | Said | Failed | Crashed
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A task that ended with an error; the others go on. `task`: its name."""
+
+    task: str
+    error: Exception
 
 
 @dataclass(frozen=True)
@@ -87,12 +111,20 @@ class Task:
     noisy: bool
     steps: int
 
-    def done_at(self, station: Station, settings: LeakSettings) -> Attacked | Noised:
-        """Do it."""
+    def name(self, settings: LeakSettings) -> str:
+        """Return what people call it: the policy, or the curve of one."""
+        name = settings.policies[self.policy][1].name
+        return f"curve of {name}" if self.noisy else name
+
+    def done_at(self, station: Station, settings: LeakSettings) -> Attacked | Noised | Lost:
+        """Do it. An error of its own, or of an attack, ends this task alone."""
         _, policy = settings.policies[self.policy]
-        if self.noisy:
-            return Noised(curve=station.curve(policy))
-        return Attacked(leak=station.attack(policy))
+        try:
+            if self.noisy:
+                return Noised(curve=station.curve(policy))
+            return Attacked(leak=station.attack(policy))
+        except Exception as error:  # noqa: BLE001 - of anybody's attack; raised when all is done
+            return Lost(self.name(settings), error)
 
 
 def tasks_of(settings: LeakSettings) -> list[Task]:
@@ -174,10 +206,12 @@ class Job(_Line):
 # ------------------------------------------------------------------------- who has the work done
 
 
-def side_by_side(settings: LeakSettings, folder: Path, watch: Watch) -> Iterator[Attacked | Noised]:
+def side_by_side(
+    settings: LeakSettings, folder: Path, watch: Watch
+) -> Iterator[Attacked | Noised | Lost]:
     """Have everything done by `settings.workers` processes; yields in the order of completion.
 
-    All of them end with the first that fails. Raises ProcessError.
+    All of them end with the first that ends early. Raises ProcessError.
     """
     job, said = Job.of(settings, folder), queue.SimpleQueue[tuple[int, bytes | None]]()
     with ExitStack() as running:
@@ -211,37 +245,88 @@ def _pass_on(
         said.put((index, None))
 
 
-def _taken(answer: Answer, watch: Watch) -> Iterable[Attacked | Noised]:
+def _taken(answer: Answer, watch: Watch) -> Iterable[Attacked | Noised | Lost]:
     if isinstance(answer, Doing):
         watch.doing(answer.doing)
     elif isinstance(answer, Steps):
         watch.step(answer.steps)
-    elif isinstance(answer, Failed):
-        raise ProcessError(answer.where, got=answer.got, expected=answer.expected)
-    elif isinstance(answer, Crashed):
-        watch.say(answer.traceback)
-        *_, last = answer.traceback.splitlines()
-        raise ProcessError("a worker", got=last, expected="no error (its traceback is above)")
+    elif isinstance(answer, Said):
+        watch.say(answer.said)
+    elif isinstance(answer, Failed | Crashed):
+        error = _error_of(answer, watch)
+        if answer.task is None:
+            raise error
+        return (Lost(answer.task, error),)
     else:
         return (answer,)
     return ()
 
 
+def _error_of(answer: Failed | Crashed, watch: Watch) -> ProcessError:
+    if isinstance(answer, Failed):
+        return ProcessError(answer.where, got=answer.got, expected=answer.expected)
+    watch.say(answer.traceback)
+    *_, last = answer.traceback.splitlines()
+    return ProcessError("a worker", got=last, expected="no error (its traceback is above)")
+
+
 # ----------------------------------------------------------------------------------- who does it
 
 
-def _work(job: Job) -> None:
+Tell = Callable[[Answer], None]
+
+
+class _Printed(io.TextIOBase):
+    """A stdout whose lines are told: those of an attack's author, to see what it does."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._rest = ""
+
+    def writable(self) -> bool:
+        """Say that it can be written to."""
+        return True
+
+    def write(self, text: str, /) -> int:
+        """Tell the lines that are whole."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._tell(Said(said=_sendable(line)))
+        return len(text)
+
+    def end(self) -> None:
+        """Tell what has no end of line yet."""
+        if self._rest:
+            self.write("\n")
+
+
+def _work(job: Job, tell: Tell, printed: _Printed) -> None:
     settings = job.settings()
     torch.set_num_threads(settings.threads)
     own = job.folder / f"worker-{os.getpid()}"
     own.mkdir()
     watch = Watch(
-        doing=lambda doing: _tell(Doing(doing=doing)), step=lambda steps: _tell(Steps(steps=steps))
+        doing=lambda doing: tell(Doing(doing=doing)), step=lambda steps: tell(Steps(steps=steps))
     )
     station = Station(settings, own, watch)
     for number, task in enumerate(tasks_of(settings)):
         if _claimed(job.folder / f"task-{number}"):
-            _tell(task.done_at(station, settings))
+            found = task.done_at(station, settings)
+            printed.end()
+            tell(_ended(found.error, found.task) if isinstance(found, Lost) else found)
+
+
+def _ended(error: Exception, task: str | None) -> Failed | Crashed:
+    """Return what is told of an error."""
+    if isinstance(error, TsqpError):
+        return Failed(task=task, where=error.where, got=error.got, expected=error.expected)
+    text = "".join(traceback.format_exception(error))
+    return Crashed(task=task, traceback=_sendable(text))
+
+
+def _sendable(text: str) -> str:
+    """Return a text without lone surrogates, as of file names, which JSON has no bytes for."""
+    return text.encode(errors="replace").decode()
 
 
 def _claimed(path: Path) -> bool:
@@ -253,24 +338,28 @@ def _claimed(path: Path) -> bool:
     return True
 
 
-def _tell(answer: Answer) -> None:
-    sys.stdout.write(answer.model_dump_json() + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     """Do tasks of the job that stdin has, until none is left."""
     # An interrupt from the keyboard is for who started us, and ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     job = Job.model_validate_json(sys.stdin.read())
-    try:
-        _work(job)
-    except TsqpError as error:
-        _tell(Failed(where=error.where, got=error.got, expected=error.expected))
-        sys.exit(1)
-    except Exception:
-        _tell(Crashed(traceback=traceback.format_exc()))
-        raise
+    # No print of an attack, nor of a library below it, comes between the answers.
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+
+        def tell(answer: Answer) -> None:
+            answers.write(answer.model_dump_json().encode() + b"\n")
+            answers.flush()
+
+        sys.stdout = printed = _Printed(tell)
+        try:
+            _work(job, tell, printed)
+        except Exception as error:
+            printed.end()
+            tell(_ended(error, None))
+            raise
+        finally:
+            sys.stdout = sys.__stdout__
 
 
 if __name__ == "__main__":

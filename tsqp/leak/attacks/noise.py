@@ -15,7 +15,6 @@ from tee_side.masks.mask import AdditiveMask
 from tee_side.policy import Policy
 from tee_side.vocabulary import Phase, is_linear
 from tsqp.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.leak.attacks.pads import known_first
 from tsqp.leak.matching import FIRST, FeatureMatcher, look_up
 from tsqp.leak.public import Prefix
 from tsqp.leak.trace import Step, Trace, Where
@@ -208,7 +207,7 @@ def _prior(view: View, prefix: Prefix) -> torch.Tensor:
     if prefix.logits_V is not None:
         return prefix.logits_V.double().log_softmax(-1)
     p_V = torch.full((view.public.vocab_size,), 1 / view.public.vocab_size, dtype=torch.float64)
-    if (first := known_first(view.public)) is not None:
+    if (first := view.public.first_id) is not None:
         p_V *= 1 - _FIRST_IS_KNOWN
         p_V[first] += _FIRST_IS_KNOWN
     return p_V.log()

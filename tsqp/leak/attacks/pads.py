@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import torch
 
-from protocol.errors import ModelError
 from tee_side.functional import rms_norm
 from tsqp.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.leak.matching import FIRST, place_name
@@ -68,7 +67,7 @@ class PadReuse(Attack):
         for members in _under_one_pad(crossed.rows_RI, bound):
             work.tick()
             away_MI = crossed.rows_RI[members] - crossed.rows_RI[members[0]]
-            token_I = _that_fits(away_MI, tables_BVI, known_first(view.public), work)
+            token_I = _that_fits(away_MI, tables_BVI, view.public.first_id, work)
             if token_I is not None:
                 plain_RI[members] = away_MI + token_I
         # A row under a pad of its own is looked up as it is: some token is the nearest.
@@ -93,7 +92,7 @@ class LowDimensionalPads(Attack):
         """No integers of the first layer crossed, or too few of a known token."""
         if refusal := _refusal(view):
             return refusal
-        if known_first(view.public) is None:
+        if view.public.first_id is None:
             return "the tokenizer puts no token in front"
         known = len(_known_rows(view))
         if not known:
@@ -106,7 +105,7 @@ class LowDimensionalPads(Attack):
         basis = PadBasis.learn(known_NI[1:] - known_NI[0])
         work.tick()
         # Relative to the known row, which takes its pad out of all others.
-        first = known_first(view.public)
+        first = view.public.first_id
         outside_RI = basis.outside(crossed.rows_RI - known_NI[0])
         outside_BVI = basis.outside(tables_BVI - tables_BVI[:, first, None])
         for reading in _looked_up(view, crossed, outside_RI, outside_BVI, work):
@@ -171,15 +170,6 @@ def _reduce(rows_NI: torch.Tensor, row: int, to: int, column: int) -> None:
     factors_N1 = rows_NI[:, column, None].clone()
     factors_N1[to] = 0
     rows_NI -= factors_N1 * rows_NI[to]
-
-
-def known_first(public: PublicModel) -> int | None:
-    """Return the token that the tokenizer puts in front of every text; None if there is none."""
-    try:
-        front = public.tokenizer.encode("")
-    except ModelError:
-        return None
-    return front[0] if front else None
 
 
 def _refusal(view: View) -> str | None:

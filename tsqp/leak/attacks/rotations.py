@@ -4,13 +4,14 @@ The rotation is not undone here, and its weights are not taken apart: the servic
 was asked for, and looks at how long the results are.
 
 Shape suffixes: R rows, N candidates, I in_features, M what is measured of a row, V vocabulary size,
-S tokens before.
+S tokens before, T tokens that were not read before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -28,7 +29,6 @@ _STRICTER = 50.0
 _BEAM = 16
 # With so many tokens read there are enough inner products to tell beginnings apart.
 _BEGUN, _KEPT = 12, 2
-_SMALL_VOCABULARY = 8192
 _REFERENCES = 256
 
 
@@ -136,13 +136,17 @@ class GramDictionary(Attack):
             return "no session's beginning crossed"
         if not view.public.has_layers:
             return "no public weights to compare with"
-        return None if _first_ids(view) else "no token that every prompt begins with"
+        if view.public.first_id is None:
+            return "no token that every prompt begins with"
+        return None
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Read each session from its beginning on."""
         fold_I = Weights(view).fold(linear_site(FIRST)).float()
         table_VI = view.public.dictionary_VD / fold_I
-        (first,) = _first_ids(view)
+        first = view.public.first_id
+        if first is None:  # which it refuses
+            return
         for session, trace in enumerate(view.traces):
             if not any(step.at(FIRST) for step in trace.steps):
                 continue
@@ -150,11 +154,6 @@ class GramDictionary(Attack):
             best = follow(rows_RI, table_VI, first, work)
             guesses = dict(zip(tokens, best.guesses, strict=True))
             yield Reading(place_name(FIRST), session, range(trace.tokens), guesses)
-
-
-def _first_ids(view: View) -> list[int]:
-    """Return what an empty prompt becomes: BOS, or nothing."""
-    return view.public.tokenizer.encode("")[:1] if view.public.has_tokenizer else []
 
 
 def _rows(view: View, trace: Trace) -> tuple[torch.Tensor, list[int]]:
@@ -171,24 +170,49 @@ def _rows(view: View, trace: Trace) -> tuple[torch.Tensor, list[int]]:
     return torch.cat(rows), tokens
 
 
+class Products:
+    """Inner products of tokens that were read with all tokens: `known`, a [V] for each.
+
+    A beginning shares all but its last token with the one that it grew from.
+    """
+
+    def __init__(self, table_VI: torch.Tensor) -> None:
+        self._table_VI = table_VI
+        self.known: dict[int, torch.Tensor] = {}
+
+    def need(self, ids: Iterable[int]) -> None:
+        """Have those of these tokens, and forget all others."""
+        wanted = set(ids)
+        self.known = {one: known_V for one, known_V in self.known.items() if one in wanted}
+        if new := sorted(wanted.difference(self.known)):
+            # Together, since most of it is reading the table. Then apart, or one that is kept
+            # would hold the others' memory.
+            products_TV = self._table_VI[new] @ self._table_VI.t()
+            self.known |= {one: new_V.clone() for one, new_V in zip(new, products_TV, strict=True)}
+
+    def of(self, ids_S: Sequence[int]) -> torch.Tensor:
+        """Return those of some tokens: [S, V], a copy."""
+        return torch.stack([self.known[one] for one in ids_S])
+
+
 def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work) -> Beginning:
     """Return the tokens whose inner products are those of the rows, as far as the beam finds."""
     scale = 1 / rows_RI.shape[1]
     gram_RR = rows_RI @ rows_RI.t() * scale
     lengths_V = table_VI.square().sum(1) * scale
-    # Of a small vocabulary all at once, and not for every row again.
-    table_VV = table_VI @ table_VI.t() if len(table_VI) <= _SMALL_VOCABULARY else None
+    products = Products(table_VI)
     beam = [Beginning((first,), ((first,),), 0.0)]
     for row in range(1, len(rows_RI)):
         work.tick()
         references = range(max(0, row - _REFERENCES), row)
         own_V = (lengths_V - gram_RR[row, row]).square()
         grown: list[Beginning] = []
-        for before in beam:
-            ids_S = [before.token_ids[at] for at in references]
-            products_SV = table_VI[ids_S] @ table_VI.t() if table_VV is None else table_VV[ids_S]
-            errors_SV = products_SV * scale - gram_RR[row, references, None]
-            errors_V = own_V + errors_SV.square().sum(0)
+        read = [before.token_ids[references.start :] for before in beam]
+        products.need(chain.from_iterable(read))
+        for before, ids_S in zip(beam, read, strict=True):
+            # In place: of a large vocabulary this is the largest that there is, next to the table.
+            errors_SV = products.of(ids_S).mul_(scale).sub_(gram_RR[row, references, None])
+            errors_V = own_V + errors_SV.square_().sum(0)
             work.compared += len(table_VI)
             grown += _grown(before, errors_V)
         kept = _BEAM if row < _BEGUN else _KEPT

@@ -66,6 +66,7 @@ class SubspaceMembership(Attack):
     reads: ClassVar[str] = "which candidates lie in the space that a call's rows span"
     source: ClassVar[str] = "row space of any invertible mixing; checked on synthetic rows, V 6000"
     control: ClassVar[str] = "row-rotation"
+    integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.95
 
     def refuses(self, view: View) -> str | None:

@@ -34,6 +34,8 @@ def score(
         answer=Rate(hits=hits - hits // 2, n=n - n // 2),
         whole=Rate(hits=whole, n=max(1, n // 128)),
         chance=chance,
+        guessed=n,
+        kinds=hits,
     )
 
 

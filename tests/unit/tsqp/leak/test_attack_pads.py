@@ -17,8 +17,7 @@ from tests.support import SavedModel
 from tsqp.cli.program import model_directory
 from tsqp.leak import weakened
 from tsqp.leak.attack import TOP, Attack, View, Work
-from tsqp.leak.attacks import pads
-from tsqp.leak.attacks.pads import LowDimensionalPads, PadBasis, PadReuse, known_first
+from tsqp.leak.attacks.pads import LowDimensionalPads, PadBasis, PadReuse
 from tsqp.leak.play import PlaySettings, Recording, play
 from tsqp.leak.public import PublicModel
 from tsqp.leak.trace import Trace
@@ -145,7 +144,7 @@ def test_a_pad_bank_that_was_restored_gives_pairs_of_rows_which_are_read(
 def test_where_all_rows_of_a_pad_are_one_token_it_is_taken_for_bos(
     public: PublicModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pads, "known_first", lambda _public: 7)
+    monkeypatch.setattr(PublicModel, "first_id", 7)
     ids = sessions(3, 5)
     ids[:, 0] = 7
     # Only the first pad of each session is the same.
@@ -242,7 +241,7 @@ def test_a_basis_needs_rows_of_a_known_token(public: PublicModel) -> None:
 def test_without_a_tokenizer_no_token_is_known(saved_model: Callable[..., SavedModel]) -> None:
     saved = saved_model()
     bare = PublicModel(saved.directory, saved.calibration)
-    assert known_first(bare) is None
+    assert bare.first_id is None
     ids = sessions(4, 20)
     seen = view(bare, integers(bare, ids) + ring(FEATURES))
     assert LowDimensionalPads().refuses(seen) == "the tokenizer puts no token in front"

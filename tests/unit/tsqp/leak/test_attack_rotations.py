@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tee_side.masks.feature_rotation import FeatureRotation
 from tee_side.policy import Policy, load_policy
 from tests.support import make_model, token_ids
 from tsqp.cli.program import model_directory
 from tsqp.leak.attack import Attack, View, Work
-from tsqp.leak.attacks.rotations import GramDictionary, ModuleNorms, NormDictionary, follow
+from tsqp.leak.attacks import rotations
+from tsqp.leak.attacks.rotations import (
+    GramDictionary,
+    ModuleNorms,
+    NormDictionary,
+    Products,
+    follow,
+)
 from tsqp.leak.attacks.static_cloak import Weights
 from tsqp.leak.model import Score
 from tsqp.leak.play import PlaySettings, Recording, play
@@ -146,6 +154,73 @@ def test_a_second_token_that_fits_as_well_is_given_up_later() -> None:
     for second in (4, 9):
         found = follow(rotated(table_VI[[0, second, 20]], 1), table_VI, 0, Work())
         assert found.token_ids == (0, second, 20)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.2])
+def test_a_beginning_is_what_all_products_together_give(
+    monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    """The table's products with itself, whatever of them is remembered.
+
+    Under much noise tokens are mistaken for others, of which some were read and forgotten.
+    """
+    size = 6
+    monkeypatch.setattr(rotations, "_REFERENCES", 5)
+    table = random_rows(200, size, seed=1)
+    gram = table @ table.t() / size
+    ids = [7, *token_ids(15, 2, 200), *token_ids(15, 2, 200)]
+    rows = rotated(table[ids], seed=3) + noise * random_rows(len(ids), size, seed=4)
+    observed = rows @ rows.t() / size
+    beam: list[tuple[float, list[int]]] = [(0.0, [7])]
+    for row in range(1, len(ids)):
+        back = range(max(0, row - 5), row)
+        grown = []
+        for error, read in beam:
+            away = gram[[read[at] for at in back]] - observed[row, back, None]
+            errors = (gram.diagonal() - observed[row, row]).square() + away.square().sum(0)
+            best = errors.topk(16, largest=False)
+            for more, one in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                grown.append((error + more, [*read, one]))
+        beam = sorted(grown, key=lambda one: one[0])[: 16 if row < 12 else 2]
+    found = follow(rows, table, 7, Work())
+    assert list(found.token_ids) == beam[0][1]
+    assert found.error == pytest.approx(beam[0][0], rel=1e-3)
+    assert (beam[0][1] == ids) == (noise < 0.1)
+
+
+def test_a_row_costs_a_product_for_each_new_beginning() -> None:
+    """Not one for each of the rows before it."""
+    vocabulary, size = 600, 16
+    table = random_rows(vocabulary, size, seed=1)
+    ids = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(2))[:160]
+    rows = rotated(table[ids], seed=3)
+
+    def products(count: int) -> float:
+        with FlopCounterMode(display=False) as counter:
+            follow(rows[:count], table, int(ids[0]), Work())
+        between_rows = 2 * size * count**2
+        return (counter.get_total_flops() - between_rows) / (2 * size * vocabulary)
+
+    begun = products(12)
+    assert 0 < begun <= 11 * 16
+    for more in (30, 60, 148):
+        assert 0 < products(12 + more) - begun <= 2 * more + 14
+
+
+def test_products_are_forgotten_with_their_tokens() -> None:
+    """And what is kept holds no memory of what is not."""
+    table = random_rows(50, 8, seed=1)
+    products = Products(table)
+    products.need([4, 9, 4])
+    kept = products.known[9]
+    products.need([30, 9])
+    assert list(products.known) == [9, 30]
+    assert products.known[9] is kept
+    held = [known.untyped_storage().nbytes() for known in products.known.values()]
+    assert held == [50 * 4, 50 * 4]
+    assert torch.allclose(products.of([30, 9, 30]), table[[30, 9, 30]] @ table.t(), atol=1e-5)
+    products.of([9]).zero_()
+    assert products.known[9].any()
 
 
 @pytest.mark.parametrize("policy", ["attention-in-tee", "cloak", "stip"])

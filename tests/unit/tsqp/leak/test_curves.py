@@ -43,6 +43,8 @@ def run(name: str, *rates: tuple[int, int], worked: bool = True, chance: float =
             answer=Rate(hits=hits, n=n),
             whole=Rate(hits=0, n=1),
             chance=chance,
+            guessed=n,
+            kinds=hits,
         )
         for number, (hits, n) in enumerate(rates)
     )

@@ -24,7 +24,7 @@ from tsqp.leak.attacks.direct import NearestEmbedding, TokenIds
 from tsqp.leak.attacks.rotations import NormDictionary
 from tsqp.leak.attacks.vocabulary import PlainMatching
 from tsqp.leak.interval import needed
-from tsqp.leak.laboratory import Laboratory
+from tsqp.leak.laboratory import Laboratory, agreement
 from tsqp.leak.model import Control, PolicyLeak, Rate, Report
 from tsqp.leak.settings import LeakSettings, Watch
 from tsqp.leak.station import Station
@@ -75,7 +75,7 @@ class Refuses(_Mine):
 
 
 class Interrupts(_Mine):
-    """Ends the run at the second policy."""
+    """Raises an error under one policy."""
 
     name: ClassVar[str] = "interrupts"
     error: ClassVar[BaseException] = KeyboardInterrupt()
@@ -425,8 +425,23 @@ def test_prompts_that_are_alike_are_refused(model: SavedModel, tmp_path: Path) -
     """What they share would count as chance, and hide that it is read."""
     prompts = tuple((1, 2, 3, 4, 5, number) for number in range(10, 13))
     settings = replace(settings_of(model.directory, ["tsqp"], [Blind]), prompts=prompts)
-    with pytest.raises(SettingsError, match="the same token at 83% of places in two of them"):
+    with pytest.raises(SettingsError, match="the same token at 80% of places in two of them") as no:
         Laboratory(settings, tmp_path)
+    assert "longer --prompt-tokens, or another --text, helps" in no.value.expected
+
+
+def test_a_token_that_all_prompts_begin_with_is_no_likeness(
+    model: SavedModel, tmp_path: Path
+) -> None:
+    """It is BOS, and a quarter of a short prompt; one that some begin with is their text."""
+    short = [(1, 10 * number, 10 * number + 1, 10 * number + 2) for number in range(1, 5)]
+    assert agreement(short) == 0
+    settings = settings_of(model.directory, ["tsqp"], [Blind])
+    Laboratory(replace(settings, prompts=tuple(short)), tmp_path)
+    other = (5, 6, 7, 8)
+    assert agreement([*short, other]) == 3 / 16
+    assert agreement([(1, 2), (1, 2)]) == 1
+    assert agreement([(1,), (1,)]) == 0
 
 
 def test_two_attacks_of_one_name_are_refused(model: SavedModel, tmp_path: Path) -> None:
@@ -507,17 +522,39 @@ def test_a_policy_or_a_model_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (ModelError("x", got="y", expected="z"), "x: got y"),
+        (ModelError("x", got="y", expected="z"), "x: got y, expected z"),
+        (ValueError("a secret"), "ValueError"),
     ],
 )
-def test_an_interrupted_run_keeps_what_it_has(
+def test_a_policy_that_fails_leaves_the_others(
     model: SavedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
+    error: Exception,
     reason: str,
 ) -> None:
+    """The very error is raised when all is done."""
+    monkeypatch.setattr(Interrupts, "error", error)
+    said: list[str] = []
+    done: list[str] = []
+    policies = ["attention-in-tee", "row-rotation", "row-mix"]
+    settings = settings_of(model.directory, policies, [Interrupts])
+    laboratory = Laboratory(settings, tmp_path, Watch(say=said.append))
+    with pytest.raises(type(error)) as caught:
+        laboratory.run(done.append)
+    assert caught.value is error
+    report = laboratory.report()
+    assert [found.policy for found in report.policies] == ["attention-in-tee", "row-mix"]
+    assert report.incomplete == f"{reason}; not attacked: row-rotation"
+    assert said[-1] == f"row-rotation: {reason}"
+    assert done == ["attention-in-tee: done, 1 of 3", "row-mix: done, 3 of 3"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(130)])
+def test_an_interrupted_run_keeps_what_it_has(
+    model: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """And ends at once."""
     monkeypatch.setattr(Interrupts, "error", error)
     policies = ["attention-in-tee", "row-rotation", "row-mix"]
     laboratory = Laboratory(settings_of(model.directory, policies, [Interrupts]), tmp_path)
@@ -526,9 +563,7 @@ def test_an_interrupted_run_keeps_what_it_has(
     assert laboratory.measured
     report = laboratory.report()
     assert [found.policy for found in report.policies] == ["attention-in-tee"]
-    assert report.incomplete is not None
-    assert report.incomplete.startswith(reason)
-    assert report.incomplete.endswith("not attacked: row-rotation, row-mix")
+    assert report.incomplete == "interrupted; not attacked: row-rotation, row-mix"
 
 
 def test_a_run_that_has_nothing_says_so(
@@ -540,6 +575,27 @@ def test_a_run_that_has_nothing_says_so(
         laboratory.run()
     assert not laboratory.measured
     assert laboratory.report().incomplete == "ValueError; not attacked: row-rotation"
+
+
+@pytest.mark.parametrize("part", ["curve", "attack"])
+def test_a_curve_is_something_and_is_missed(
+    model: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Of a policy and its curve one fails."""
+
+    def fails(self: Station, policy: Any) -> None:
+        raise ModelError("x", got="y", expected="z")
+
+    monkeypatch.setattr(Station, part, fails)
+    settings = settings_of(model.directory, ["float-noise"], [NearestEmbedding], curves=(0.5,))
+    laboratory = Laboratory(settings, tmp_path)
+    with pytest.raises(ModelError):
+        laboratory.run()
+    assert laboratory.measured
+    report = laboratory.report()
+    lacks = "curve of float-noise" if part == "curve" else "float-noise"
+    assert report.incomplete == f"x: got y, expected z; not attacked: {lacks}"
+    assert (len(report.policies), len(report.curves)) == ((1, 0) if part == "curve" else (0, 1))
 
 
 # -------------------------------------------------------------------- a model that is not public
@@ -608,7 +664,7 @@ def test_integers_of_a_model_that_is_not_public(
 def test_a_public_model_without_linear_weights_is_said_to_be_one(
     model: SavedModel, base: Path, tmp_path: Path
 ) -> None:
-    """Embeddings alone read the first layer; what needs more is not tried, and that is said."""
+    """Beside a service that holds them in the clear they are known; where not, that is said."""
     kept = {
         name: tensor
         for name, tensor in load_file(base / "model.safetensors").items()
@@ -617,11 +673,14 @@ def test_a_public_model_without_linear_weights_is_said_to_be_one(
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
     attacks = [NearestEmbedding, NormDictionary]
     folder = folder_of(tmp_path)
-    report = run(model.directory, folder, ["attention-in-tee"], attacks, public=base)
-    nearest, norms = only(report).runs
+    report = run(model.directory, folder, ["attention-in-tee", "stip"], attacks, public=base)
+    clear, transformed = report.policies
+    nearest, norms = clear.runs
     assert nearest.scores[0].top1 == Rate(hits=30, n=30)
-    assert norms.refused == "no public weights to compare with"
-    (warning,) = warnings(report)
-    assert warning.startswith("base has no linear weights: attacks that compare with them are not")
+    assert norms.refused is None
+    assert norms.scores[0].top1 == Rate(hits=30, n=30)
+    assert transformed.runs[1].refused == "no public weights to compare with"
+    warning = warnings(report)[0]
+    assert warning.startswith("base has no linear weights: where those that are served are")
     whole = run(model.directory, folder_of(folder), ["attention-in-tee"], [NearestEmbedding])
     assert warnings(whole) == []

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tests.unit.tsqp.leak.reports import policy, run, sample, score
 from tsqp.leak.interval import wilson
-from tsqp.leak.model import Point, Rate, Report
+from tsqp.leak.model import Point, Rate, Report, Score
 
 
 def test_a_report_can_be_read_again() -> None:
@@ -82,3 +82,43 @@ def test_a_control_counts_place_by_place() -> None:
     # What is beyond doubt counts all the same.
     sure = score(2000, where=deep.where)
     assert tried.model_copy(update={"scores": (shallow, sure)}).meaningful == (shallow, sure)
+
+
+def given_up(hits: int = 1, where: str = "layer 1 o_proj") -> Score:
+    return score(hits, n=192, where=where).model_copy(update={"guessed": 6})
+
+
+def test_what_an_attack_gave_up_on_is_no_low_rate() -> None:
+    """Nothing was read of 192 tokens, for six of which there was a guess."""
+    looked_up = score(0, n=2000)
+    searched = run("a", looked_up, given_up())
+    assert searched.meaningful == (looked_up,)
+    assert not searched.gave_up
+    found = policy("p", searched)
+    assert found.excess_high == looked_up.excess_high
+    alone = run("a", given_up(), given_up(where="layer 2 o_proj"))
+    assert alone.gave_up
+    assert not alone.worked
+    assert policy("p", alone).excess_high == 1.0
+    # Beside one that did not, it takes nothing away.
+    assert policy("p", alone, run("b", looked_up)).excess_high == looked_up.excess_high
+    # Where it fails on its control, it does.
+    assert policy("p", run("a", given_up(), worked=False)).excess_high == 1.0
+
+
+def test_what_was_read_before_it_gave_up_counts() -> None:
+    half = score(90, n=192).model_copy(update={"guessed": 93})
+    assert half.gave_up
+    assert run("a", half).meaningful == (half,)
+    assert policy("p", run("a", half)).above_chance
+
+
+def test_one_token_that_is_guessed_alike_everywhere_is_one_stroke_of_luck() -> None:
+    """Under a mask that stays the same: ten of 860, nine of them the same word."""
+    hits = score(10, n=860, chance=0.0)
+    assert policy("p", run("a", hits)).above_chance
+    lucky = hits.model_copy(update={"kinds": 2})
+    assert not policy("p", run("a", lucky)).model_copy(update={"blind": 1 / 1024}).above_chance
+    # So much of the text is no luck.
+    much = score(172, n=860, chance=0.0).model_copy(update={"kinds": 1})
+    assert policy("p", run("a", much)).above_chance

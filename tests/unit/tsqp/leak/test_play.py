@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from protocol.errors import CalibrationError, PromptError
+from protocol.errors import CalibrationError, FeatureKeyError, PromptError
 from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
 from tee_side.assembly import MaskSettings
+from tee_side.feature_key import FeatureKey
+from tee_side.masks.mask import Masked, RowMask
 from tee_side.policy import Policy, builtin_policies, load_policy
+from tee_side.randomness import Randomness
+from tee_side.vocabulary import OPERATORS, Operator
 from tests.support import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import Models, policy_of, tiny
-from tsqp.leak.play import KEY, SERVED, PlaySettings, Recording, logits_of, play
+from tsqp.leak.play import KEY, SERVED, PlaySettings, Recording, added_rows, logits_of, play
+from tsqp.leak.trace import PolicyTrace
 
 PROMPTS = [token_ids(5), token_ids(8, seed=1)]
 POLICIES = {name: load_policy(name) for name in builtin_policies()}
@@ -120,17 +127,54 @@ def test_a_feature_masks_service_gets_other_weights_and_no_key(
 ) -> None:
     recording = played(model, name, tmp_path)
     assert recording.served == tmp_path / SERVED
-    assert (tmp_path / KEY).exists()
     assert not list(recording.served.rglob("*key*"))
     weight = "model.layers.0.self_attn.q_proj.weight"
     plain, served = (Checkpoint(d).rows(weight, 0, 4) for d in (model.directory, recording.served))
     assert plain.shape == served.shape
     assert not torch.allclose(plain, served, atol=1e-2)
-    key = (tmp_path / KEY).read_bytes()
-    again = played(model, name, tmp_path)
-    # Made once: the same weights for every prompt of a recording, and for more of them.
-    assert (tmp_path / KEY).read_bytes() == key
-    assert again.served == recording.served
+
+
+@pytest.mark.parametrize("name", ["cloak", "stip"])
+def test_no_key_is_left_beside_what_is_served(model: SavedModel, tmp_path: Path, name: str) -> None:
+    """Nor is it there while prompts run."""
+    chosen, beside = load_policy(name), list[list[str]]()
+    play(
+        chosen,
+        PROMPTS,
+        settings(model, chosen, tmp_path, 2),
+        lambda _done, _total: beside.append([path.name for path in tmp_path.iterdir()]),
+    )
+    assert beside == [[SERVED], [SERVED]]
+    assert [path.name for path in tmp_path.iterdir()] == [SERVED]
+    # Nor in a link or a copy by another name.
+    assert not [path for path in tmp_path.rglob("*") if "key" in path.name.lower()]
+
+
+def test_no_key_is_left_where_logits_were_asked_for(model: SavedModel, tmp_path: Path) -> None:
+    logits_of(load_policy("cloak"), PROMPTS, PlaySettings(model.directory, tmp_path, 2))
+    assert [path.name for path in tmp_path.iterdir()] == [SERVED]
+
+
+def test_no_key_is_left_where_it_was_refused(
+    model: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        assert (tmp_path / KEY).exists()
+        raise FeatureKeyError("key", got="this one", expected="another")
+
+    monkeypatch.setattr(FeatureKey, "check", refuse)
+    with pytest.raises(FeatureKeyError):
+        played(model, "cloak", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [SERVED]
+
+
+@pytest.mark.parametrize("policy", ["tsqp", "tee-only"])
+def test_a_file_of_that_name_stays_where_no_key_was_made(
+    model: SavedModel, tmp_path: Path, policy: str
+) -> None:
+    (tmp_path / KEY).write_text("of somebody else")
+    played(model, policy, tmp_path)
+    assert (tmp_path / KEY).read_text() == "of somebody else"
 
 
 def test_without_a_feature_mask_the_service_has_the_model(
@@ -200,3 +244,91 @@ def test_logits_behind_every_token(model: SavedModel, tmp_path: Path, name: str)
     found = logits_of(load_policy(name), PROMPTS, chosen)
     for ids, logits_TV in zip(PROMPTS, found, strict=True):
         assert torch.allclose(logits_TV, model.logits(ids), atol=2e-3)
+
+
+# ------------------------------------------------------------------------------------ added rows
+
+
+class Chaff(RowMask):
+    """A mask of one's own, whose option is called as no other's."""
+
+    name: ClassVar[str] = "chaff"
+    hides: ClassVar[str] = "nothing"
+    known_break: ClassVar[str] = "none needed"
+    broken: ClassVar[bool] = True
+    source: ClassVar[str] = "a test"
+    tolerance: ClassVar[float] = 0.0
+    cost: ClassVar[str] = "more rows"
+
+    straws: int = 3
+
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
+        """Put rows of ones behind."""
+        behind = torch.ones(self.straws, x_TI.shape[1], dtype=x_TI.dtype)
+        return Masked((torch.cat([x_TI, behind]),), lambda y_RO: y_RO[: len(x_TI)])
+
+
+def placed(**operators: Any) -> Policy:
+    """Return a policy of some placements; all else stays."""
+    every = {name: operators.get(name, "tee") for name in OPERATORS}
+    return Policy.model_validate({"name": "own", "summary": "own", "operators": every})
+
+
+def test_added_rows_are_those_of_each_mask(model: SavedModel) -> None:
+    policy = placed(
+        embedding={"place": "gpu", "mask": {"name": "row-permutation", "dummy_rows": 6}},
+        qkv_proj=[
+            {"place": "gpu", "layers": "0", "mask": Chaff(straws=5)},
+            {"place": "gpu", "layers": "1", "phase": "prefill", "mask": "row-mix"},
+            {"place": "tee", "layers": "1", "phase": "decode"},
+        ],
+        down_proj=[
+            {"place": "gpu", "phase": "prefill", "mask": {"name": "row-rotation"}},
+            {"place": "gpu", "phase": "decode"},
+        ],
+        lm_head={"place": "gpu", "mask": Chaff()},
+    )
+    expected: dict[tuple[int | None, Operator, str], int] = {
+        (None, "embedding", "prefill"): 6,
+        (None, "embedding", "decode"): 6,
+        (0, "qkv_proj", "prefill"): 5,
+        (0, "qkv_proj", "decode"): 5,
+        (1, "qkv_proj", "prefill"): 0,
+        (0, "down_proj", "prefill"): 8,
+        (1, "down_proj", "prefill"): 8,
+        (0, "down_proj", "decode"): 0,
+        (1, "down_proj", "decode"): 0,
+        (None, "lm_head", "prefill"): 3,
+        (None, "lm_head", "decode"): 3,
+    }
+    found = added_rows(policy, read_config(model.directory))
+    assert {(*where, phase): rows for (where, phase), rows in found.items()} == expected
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].needs_service])
+def test_a_trace_is_told_what_was_added(model: SavedModel, tmp_path: Path, name: str) -> None:
+    """To each request that is counted, and to nothing that the policy does not send."""
+    recording = played(model, name, tmp_path)
+    expected = added_rows(POLICIES[name], read_config(model.directory))
+    for session in recording.sessions:
+        for trace in session.traces:
+            assert isinstance(trace, PolicyTrace)
+            assert trace.added == expected
+            assert set(trace.places) == {where for where, _ in expected}
+            for step in trace.steps:
+                for call in step.calls:
+                    if call.operator not in ("attn_scores", "attn_values", "lm_head"):
+                        assert len(call.rows) == step.tokens + expected[call.where, "decode"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_mask_of_ones_own_may_add_rows_in_one_phase(
+    model: SavedModel, tmp_path: Path, phase: str
+) -> None:
+    other = "decode" if phase == "prefill" else "prefill"
+    masked = {"place": "gpu", "phase": phase, "mask": Chaff(straws=4)}
+    policy = placed(qkv_proj=[masked, {"place": "gpu", "phase": other}])
+    for session, prompt in zip(played(model, policy, tmp_path).sessions, PROMPTS, strict=True):
+        assert [step.tokens for step in session.traces[0].steps] == [len(prompt), 1, 1, 1]
+        assert session.truth.sent == (*session.truth.prompt, *session.truth.answer[:-1])
+        assert list(session.truth.answer) == model.greedy(prompt, 4)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError
-from tests.support import ARCHITECTURES, SavedModel, token_ids
+from tests.support import ARCHITECTURES, SavedModel, make_model, token_ids
 from tests.unit.tsqp.leak.leaks import Models
+from tsqp.cli.program import model_directory
 from tsqp.leak import public as public_module
 from tsqp.leak.public import Prefix, PublicModel, States
 from tsqp.leak.trace import Where
@@ -158,6 +164,96 @@ def test_what_is_likely_comes_first(model: SavedModel) -> None:
     assert likely.tolist() == model.logits(TEXT)[-1].argsort(descending=True).tolist()
 
 
+def beginning_with(model: SavedModel, folder: Path, ids: list[int]) -> PublicModel:
+    """Return a model whose tokenizer puts these in front of every text."""
+    shutil.copytree(model.directory, folder)
+    content = json.loads((model_directory("demo") / "tokenizer.json").read_text(encoding="utf-8"))
+    (bos,) = content["post_processor"]["special_tokens"].values()
+    bos |= {"ids": ids, "tokens": [bos["id"]] * len(ids)}
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return PublicModel(folder)
+
+
+@pytest.mark.parametrize("first", [0, 5, 319])
+def test_a_text_begins_with_what_the_tokenizer_puts_in_front(
+    model: SavedModel, tmp_path: Path, first: int
+) -> None:
+    public = beginning_with(model, tmp_path / "model", [first, 7])
+    assert public.first_id == first
+    others = [one for one in range(320) if one != first]
+    assert public.likely(public.nothing()).tolist() == [first, *others]
+    likely = public.likely(prefix_of(public, TEXT))
+    assert likely.tolist() == model.logits(TEXT)[-1].argsort(descending=True).tolist()
+
+
+@pytest.mark.parametrize("front", [[], [320]])
+def test_no_text_begins_with_nothing_or_with_what_the_model_lacks(
+    model: SavedModel, tmp_path: Path, front: list[int]
+) -> None:
+    public = beginning_with(model, tmp_path / "model", front)
+    assert public.tokenizer.encode("") == front
+    assert public.first_id is None
+    assert public.likely(public.nothing()).tolist() == list(range(320))
+
+
+# ------------------------------------------------------------------------ another model's weights
+
+
+def without_linears(model: SavedModel, folder: Path) -> Path:
+    """Return a directory that has everything of a model but its linear weights."""
+    shutil.copytree(model.directory, folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if "_proj" not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def served_at(folder: Path, **overrides: Any) -> SavedModel:
+    """Return a model that a service holds, with other weights than the one that is public."""
+    return SavedModel(folder, make_model(folder, seed=1, num_hidden_layers=2, **overrides))
+
+
+def test_linear_weights_are_those_that_a_service_holds(model: SavedModel, tmp_path: Path) -> None:
+    """And embedding, norms and LM head are not: those were not given to it."""
+    served = served_at(tmp_path / "served")
+    mixed = copy.deepcopy(model.reference)
+    theirs = dict(served.reference.named_parameters())
+    with torch.no_grad():
+        for name, parameter in mixed.named_parameters():
+            if "_proj" in name:
+                parameter.copy_(theirs[name])
+    public = PublicModel(model.directory, model.calibration, served.directory)
+    states = public.states(prefix_of(public, TEXT[:-1]), TEXT[-1:])
+    inputs, hidden_TD = reference(mixed, TEXT)
+    for where, ours_1I in states.inputs.items():
+        assert torch.allclose(ours_1I[0], inputs[where][-1], atol=2e-4), where
+    assert torch.allclose(states.hidden_ND[0], hidden_TD[-1], atol=2e-4)
+    head = model.reference.get_output_embeddings().weight
+    assert torch.equal(public.lm_head_VD, head)
+    # Scales are the attacker's own file's, checked against the attacker's own model.
+    own = PublicModel(model.directory, model.calibration)
+    assert public.input_scale((1, "o_proj")) == own.input_scale((1, "o_proj"))
+
+
+def test_biases_are_those_that_a_service_holds(model: SavedModel, tmp_path: Path) -> None:
+    served = served_at(tmp_path / "served", attention_bias=True)
+    assert PublicModel(model.directory).linear(1, "o_proj").bias is None
+    found = PublicModel(model.directory, served=served.directory).linear(1, "o_proj").bias
+    expected = served.reference.get_submodule("model.layers.1.self_attn.o_proj").bias
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+def test_a_service_decides_whether_there_are_linear_weights(
+    model: SavedModel, tmp_path: Path
+) -> None:
+    light = without_linears(model, tmp_path / "light")
+    served = served_at(tmp_path / "served")
+    assert not PublicModel(light).has_layers
+    assert PublicModel(light, served=served.directory).has_layers
+    assert not PublicModel(model.directory, served=light).has_layers
+
+
 # --------------------------------------------------------------------------------- what is kept
 
 
@@ -227,5 +323,6 @@ def test_scales_are_those_of_the_calibration(model: SavedModel) -> None:
 def test_a_model_without_tokenizer_says_so(model: SavedModel) -> None:
     public = PublicModel(model.directory)
     assert not public.has_tokenizer
+    assert public.first_id is None
     assert public.has_layers
     assert public.vocab_size == 320

@@ -69,7 +69,7 @@ def test_only_what_was_tried_counts() -> None:
         "top5": (2, 2),
         "prompt": (1, 1),
         "answer": (1, 1),
-        "whole": (1, 1),
+        "whole": (0, 0),
     }
     # Even where there is a guess.
     assert one(reading(right(range(6)), range(1))).top1 == Rate(hits=1, n=1)
@@ -97,15 +97,33 @@ def test_the_first_guess_counts_and_the_first_five() -> None:
     assert (found.top1.hits, found.top5.hits, found.top1.n, found.top5.n) == (1, 3, 5, 5)
 
 
-def test_one_wrong_token_is_no_whole_session() -> None:
-    truths = (TRUTH, OTHER)
+@pytest.mark.parametrize(("wrong", "whole"), [(2, 1), (3, 2), (5, 2)])
+def test_one_wrong_token_is_no_whole_prompt(wrong: int, whole: int) -> None:
+    """Of the answer none is asked for."""
     found = one(
-        reading({**right(range(6)), 5: (99,)}),
+        reading({**right(range(6)), wrong: (99,)}),
         reading(right(range(6), OTHER), session=1),
-        truths=truths,
+        truths=(TRUTH, OTHER),
     )
-    assert found.whole == Rate(hits=1, n=2)
+    assert found.whole == Rate(hits=whole, n=2)
     assert found.top1 == Rate(hits=11, n=12)
+
+
+def test_a_prompt_that_was_not_tried_to_its_end_is_not_counted() -> None:
+    assert one(reading(right(range(2)), range(2))).whole == Rate(hits=0, n=0)
+    assert one(reading(right(range(3)), range(3))).whole == Rate(hits=1, n=1)
+    # It was tried, and given up.
+    assert one(reading(right(range(2)), range(3))).whole == Rate(hits=0, n=1)
+
+
+def test_guesses_and_different_tokens_are_counted() -> None:
+    """What repeats is one of a kind; what was given up is no guess."""
+    truth = Truth((7, 7, 8), (9, 9), (7, 7, 8, 9), (False, False, False, True), 9)
+    guesses: dict[int, tuple[int, ...]] = {0: (7,), 1: (7,), 2: (1,), 3: (9,)}
+    found = one(reading(guesses, range(5)), truths=(truth,))
+    assert (found.top1.hits, found.kinds) == (3, 2)
+    assert (found.guessed, found.top1.n, found.gave_up) == (4, 5, False)
+    assert one(reading({0: (7,), 1: ()}, range(3)), truths=(truth,)).gave_up
 
 
 @pytest.mark.parametrize(
@@ -115,8 +133,9 @@ def test_what_is_behind_the_last_token_is_left_out(tokens: range, counted: int) 
     """Such as rows that a mask added: they are no tokens."""
     found = one(reading(right(range(6)), tokens))
     assert found.top1 == Rate(hits=counted, n=counted)
-    # A session of which nothing was tried is none.
-    assert found.whole == Rate(hits=min(1, counted), n=min(1, counted))
+    # The prompt of a session that was not tried from its beginning is none.
+    whole = int(counted == 6)
+    assert found.whole == Rate(hits=whole, n=whole)
     assert found.chance == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from protocol.tensors import from_torch
 from tee_side.assembly import MaskSettings
 from tee_side.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy import Policy, builtin_policies, load_policy
+from tee_side.vocabulary import OPERATORS
 from tests.support import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import Models, embedding, linear, message, policy_of, tiny
 from tsqp.leak.play import PlaySettings, Recording, play
-from tsqp.leak.trace import Trace, TraceError, Where
+from tsqp.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
 
 ROWS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 WORDS = torch.arange(16, dtype=torch.int32).reshape(2, 8)
@@ -42,6 +44,28 @@ def played(
     """Run prompts under a policy."""
     masks = MaskSettings(calibration=model.calibration if policy.arithmetic == "int8" else None)
     return play(policy, prompts, PlaySettings(model.directory, folder, new_tokens, masks=masks))
+
+
+def sent(phase: str | None = None, mask: Any = None, **more: Any) -> dict[str, Any]:
+    """Return how an operator leaves, in one phase or both."""
+    masked = {} if mask is None else {"mask": mask}
+    return {"place": "gpu", **masked, **more} | ({} if phase is None else {"phase": phase})
+
+
+def stays(phase: str | None = None, **more: Any) -> dict[str, Any]:
+    """Return that it does not."""
+    return {"place": "tee", **more} | ({} if phase is None else {"phase": phase})
+
+
+def policy_with(**operators: Any) -> Policy:
+    """Return a policy of some placements; all else stays."""
+    placed = {name: operators.get(name, "tee") for name in OPERATORS}
+    return Policy.model_validate({"name": "own", "summary": "own", "operators": placed})
+
+
+def rotation(rows: int) -> dict[str, Any]:
+    """Return a mask that adds rows."""
+    return {"name": "row-rotation", "shield_rows": rows}
 
 
 # ------------------------------------------------------------------------------------- requests
@@ -243,6 +267,133 @@ def test_steps_of_a_policy_of_ones_own(model: SavedModel, tmp_path: Path, policy
     (trace,) = session.traces
     assert trace.tokens == len(session.truth.sent)
     assert {call.operator for call in trace.calls} == {one for one, _ in policy.leaving()}
+
+
+PREFILL_ALONE = [sent("prefill", "row-rotation"), stays("decode")]
+DECODE_ALONE = [stays("prefill"), sent("decode")]
+PREFILL_MASKED = [sent("prefill", "row-rotation"), sent("decode")]
+DECODE_MASKED = [sent("prefill"), sent("decode", "row-rotation")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        (policy_with(qkv_proj=PREFILL_ALONE), [5]),
+        (policy_with(qkv_proj=PREFILL_ALONE, o_proj=PREFILL_ALONE), [5]),
+        (policy_with(qkv_proj=PREFILL_MASKED), [5, 1, 1, 1]),
+        (policy_with(qkv_proj=PREFILL_MASKED, lm_head=sent(mask=rotation(3))), [5, 1, 1, 1]),
+        (policy_with(qkv_proj=DECODE_MASKED), [5, 1, 1, 1]),
+        (policy_with(qkv_proj=[stays("prefill"), sent("decode", rotation(3))]), [1, 1, 1]),
+        (
+            policy_with(o_proj=[sent("prefill", rotation(2)), sent("decode", rotation(6))]),
+            [5, 1, 1, 1],
+        ),
+        (policy_with(qkv_proj=sent(mask=rotation(8)), down_proj=sent()), [5, 1, 1, 1]),
+        (policy_with(qkv_proj=sent(), down_proj=sent(mask=rotation(8))), [5, 1, 1, 1]),
+        (
+            policy_with(
+                qkv_proj=[sent(mask=rotation(8), layers="0"), sent(layers="1")], o_proj="gpu"
+            ),
+            [5, 1, 1, 1],
+        ),
+        (
+            policy_with(
+                qkv_proj=[
+                    sent("prefill", rotation(8), layers="0"),
+                    stays("prefill", layers="1"),
+                    stays("decode", layers="0"),
+                    sent("decode", rotation(2), layers="1"),
+                ]
+            ),
+            [5, 1, 1, 1],
+        ),
+        (policy_with(qkv_proj=PREFILL_ALONE, o_proj=DECODE_ALONE), [5, 1, 1, 1]),
+        (policy_with(qkv_proj=PREFILL_MASKED, o_proj=DECODE_ALONE), [5, 1, 1, 1]),
+        (policy_with(embedding=sent(mask="row-permutation")), [5, 1, 1, 1]),
+        (
+            policy_with(embedding=[sent("prefill", "row-permutation"), sent("decode")]),
+            [5, 1, 1, 1],
+        ),
+    ],
+    ids=[
+        "prefill alone",
+        "two operators of prefill alone",
+        "prefill",
+        "prefill and an LM head",
+        "decode",
+        "decode alone",
+        "other masks by phase",
+        "first operator",
+        "last operator",
+        "one layer",
+        "another layer by phase",
+        "another operator by phase",
+        "one more operator at decode",
+        "token ids",
+        "token ids of prefill",
+    ],
+)
+def test_rows_that_a_mask_adds_are_known_by_the_policy(
+    model: SavedModel, tmp_path: Path, policy: Policy, sizes: list[int]
+) -> None:
+    """Wherever it adds them, though no smallest step tells."""
+    for session in played(model, policy, tmp_path, token_ids(5)).sessions:
+        (trace,) = session.traces
+        assert [step.tokens for step in trace.steps] == sizes
+        assert [step.first for step in trace.steps] == [sum(sizes[:n]) for n in range(len(sizes))]
+        every = [*session.truth.prompt, *session.truth.answer[:-1]]
+        start = 0 if sizes[0] == 5 else 5
+        assert list(session.truth.sent) == every[start : start + sum(sizes)]
+
+
+def test_a_prompt_of_as_many_rows_as_decode_sends_is_no_decode(
+    model: SavedModel, tmp_path: Path
+) -> None:
+    """Nine rows: a prompt in the clear, and then one token behind eight rows that were added."""
+    policy = policy_with(qkv_proj=DECODE_MASKED)
+    (session,) = played(model, policy, tmp_path, token_ids(9)).sessions
+    assert [step.tokens for step in session.traces[0].steps] == [9, 1, 1, 1]
+
+
+@pytest.mark.parametrize("new_tokens", [1, 4])
+def test_one_step_is_enough_to_know_it(model: SavedModel, tmp_path: Path, new_tokens: int) -> None:
+    policy = policy_with(qkv_proj=PREFILL_ALONE)
+    (session,) = played(model, policy, tmp_path, token_ids(5), new_tokens=new_tokens).sessions
+    ((step,),) = (trace.steps for trace in session.traces)
+    assert (step.tokens, {len(call.rows) for call in step.calls}) == (5, {13})
+
+
+@pytest.mark.parametrize(
+    ("placed", "sizes"),
+    [
+        (PREFILL_ALONE, [DEFAULT_STEP_TOKENS, 5]),
+        (PREFILL_MASKED, [DEFAULT_STEP_TOKENS, 5, 1, 1]),
+        (DECODE_MASKED, [DEFAULT_STEP_TOKENS, 5, 1, 1]),
+    ],
+    ids=["prefill alone", "prefill", "decode"],
+)
+def test_the_rest_of_a_long_prompt_is_not_decode(
+    saved_model: Models, tmp_path: Path, placed: list[dict[str, Any]], sizes: list[int]
+) -> None:
+    """It has fewer rows than what is decoded, where that has rows added."""
+    model = tiny(saved_model, max_position_embeddings=1024)
+    prompt = token_ids(DEFAULT_STEP_TOKENS + 5)
+    policy = policy_with(down_proj=placed)
+    (session,) = played(model, policy, tmp_path, prompt, new_tokens=3).sessions
+    assert [step.tokens for step in session.traces[0].steps] == sizes
+
+
+def test_what_is_added_is_no_part_of_what_crossed() -> None:
+    """Bytes alone are read as before; who knows what is added reads more in them."""
+    where: Where = (0, "o_proj")
+    messages = tuple(linear(where, torch.ones(rows, 8)) for rows in (9, 6))
+    added: Added = {(where, "prefill"): 2, (where, "decode"): 5}
+    assert [step.tokens for step in Trace(messages).steps] == [4, 1]
+    known = PolicyTrace(messages, added)
+    assert [step.tokens for step in known.steps] == [7, 1]
+    assert known == PolicyTrace(messages, {})
+    assert hash(known) == hash(PolicyTrace(messages, {}))
+    assert known.payload_bytes == Trace(messages).payload_bytes
 
 
 def test_nothing_sent_is_no_step() -> None:
