@@ -36,8 +36,8 @@ from tsqp.leak.trace import Where
 _HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
 _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
-# Of a curve.
-_CURVE_SESSIONS = 12
+# Of a curve, whose points are many: under noise no candidate is certain, and all would be run.
+_CURVE_SESSIONS, _CURVE_SEARCHES, _CURVE_CANDIDATES = 12, 1, 256
 
 
 class Station:
@@ -121,7 +121,10 @@ class Station:
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
             recording = self._play(changed, self._texts, settings.new_tokens)
-            view = self._view(recording, 0, settings.search_sessions)
+            view = replace(
+                self._view(recording, 0, _CURVE_SEARCHES),
+                search_candidates=settings.search_candidates or _CURVE_CANDIDATES,
+            )
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
             found = self._harm(logits_of(changed, self._texts, self._play_settings()))
             points.append(point_of(changed, sigma, runs, found, self._config))

@@ -366,7 +366,8 @@ def curve_grid(curve: Curve) -> Grid:
     columns = (curve.parameter, "best attack", *_READ, *noise, "perplexity", "output error")
     note = (
         f"Perplexity without noise: {curve.plain_perplexity:.4g}. Output error: of logits, relative"
-        " (root of the mean square). A curve ends where no attack reads anything."
+        " (root of the mean square). Searches go through one session, with the 256 most expected"
+        " candidates for a token. A curve ends where no attack reads anything."
     )
     if noise:
         note += " Attacked place by place: who puts all places together may read more."
