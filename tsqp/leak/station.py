@@ -227,8 +227,8 @@ class Station:
         if policy.arithmetic != "int8" or self._calibrated:
             return
         self._watch.doing("choosing scales")
-        self._calibrated = True
         self._model = prepare.calibration(self._model, self._folder)
+        self._calibrated = True
         self._publics.clear()
 
     def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
