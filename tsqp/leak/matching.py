@@ -26,9 +26,10 @@ _FIRST_BLOCK, _BLOCK = 32, 256
 # What only the right candidate comes below: by the digits of float32, and of anything shorter.
 _CERTAIN = {torch.float32: 1e-3}
 _CERTAIN_ROUNDED = 2e-2
-# So many tokens in a row of which the nearest candidate was hardly nearer than the next one, and
-# none of the first that the model expects: the prefix is wrong, or this is not the scheme.
-_LOST, _LOST_RATIO, _EXPECTED = 3, 0.7, 10
+# So many tokens in a row whose guess is not to be believed: the prefix is wrong, or this is not the
+# scheme. One is believed that is much nearer than the next candidate, or nearer and among the first
+# that the model expects. Of rows that are nothing but noise all are as far.
+_LOST, _MUCH_NEARER, _NEARER, _EXPECTED = 3, 0.7, 0.98, 10
 
 
 @dataclass
@@ -282,15 +283,17 @@ def _read_on(
         for token in range(min(step.tokens, limit - step.first)):
             work.tick()
             ids_N = public.likely(prefix)
-            expected = ids_N[:_EXPECTED].tolist() if prefix.tokens else []
+            # Not the same again: what is nearest to any row would go on being it.
+            expected = set(ids_N[:_EXPECTED].tolist()) - set(prefix.token_ids[-1:])
             if among is not None:
                 ids_N = ids_N[torch.isin(ids_N, among)]
             ids_N = ids_N[: view.search_candidates]
-            guess, sure = nearest(view, matcher, prefix, observed, token, ids_N, work)
+            guess, ratio = nearest(view, matcher, prefix, observed, token, ids_N, work)
             if not guess:
                 return
             yield step.first + token, guess
-            lost = 0 if sure or guess[0] in expected else lost + 1
+            believed = ratio < _MUCH_NEARER or (ratio < _NEARER and guess[0] in expected)
+            lost = 0 if believed else lost + 1
             if lost >= _LOST:
                 return
             prefix = public.extend(prefix, guess[0])
@@ -304,8 +307,10 @@ def nearest(
     token: int,
     ids_N: torch.Tensor,
     work: Work,
-) -> tuple[tuple[int, ...], bool]:
-    """Return the candidates that come nearest, best first, and whether the first stands out.
+) -> tuple[tuple[int, ...], float]:
+    """Return the candidates that come nearest, best first, and how near the first one is.
+
+    Its distance over that of the next one: 0 for one that is certain, 1 for none.
 
     `ids_N`: those that are expected first. Ends with the first block that has one which is certain.
     Of several that are certain the one that is expected most is first: a token that repeats the one
@@ -330,13 +335,12 @@ def nearest(
             break
     seen_N = torch.cat(distances)
     if seen_N.isinf().all():
-        return (), False
+        return (), 1.0
     certain = float(seen_N.amin()) <= observed.certain
     first, state_I = chosen[-1] if certain else min(chosen, key=lambda one: float(seen_N[one[0]]))
     matcher.found(observed, token, state_I)
     others = [one for one in best(seen_N, ids_N[: len(seen_N)]) if one != int(ids_N[first])]
-    stands_out = certain or _ratio(seen_N) < _LOST_RATIO
-    return (int(ids_N[first]), *others[: TOP - 1]), stands_out
+    return (int(ids_N[first]), *others[: TOP - 1]), 0.0 if certain else _ratio(seen_N)
 
 
 def _choose(found_N: torch.Tensor, ids_N: torch.Tensor, prefix: Prefix, certain: float) -> int:
