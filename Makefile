@@ -59,7 +59,7 @@ bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); O
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md; exit $$status
 
-leak: $(STAMP)  ## attack every policy and write docs/leakage.md (30 minutes)
+leak: $(STAMP)  ## attack every policy and write docs/leakage.md (25 minutes)
 	@mkdir -p build
 	$(BIN)/tsqp leak demo --cost measure --curves --json build/leakage.json
 	$(BIN)/python -m tsqp.leak.page build/leakage.json docs/leakage.md demo

@@ -154,15 +154,21 @@ def test_the_verdict_of_a_ci_names_what_failed_and_what_nobody_tried(tmp_path: P
 
 
 def test_what_reads_nothing_passes(tmp_path: Path) -> None:
+    """Whatever luck there is: so many tokens are asked for that it ends below the share."""
+    report = tmp_path / "report.json"
     tokens = -(-needed(0.05, 1 / 1024) // 12) + 1
     status, out, err = leak(
         "demo",
         *("--prompts", "12", "--prompt-tokens", "24", "--new-tokens", str(tokens)),
         *("--policy", "shielded", "--attack", "nearest-embedding", "--fail-above", "0.05"),
-        *("--threads", "1"),
+        *("--threads", "1", "--json", str(report)),
     )
     assert (status, done(err)) == (0, {"shielded"})
-    assert "not above chance" in out
+    assert "nearest-embedding" in out
+    found = by_name(report)["shielded"]
+    assert not found.above_chance
+    assert found.excess_high is not None
+    assert found.excess_high <= 0.05
 
 
 @pytest.mark.parametrize(
