@@ -52,6 +52,11 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
+def is_path(name: str) -> bool:
+    """Say whether a person means a file, and nothing by its name."""
+    return "/" in name or name.endswith(".py")
+
+
 def loaded_files() -> list[Path]:
     """Return the files that this process has loaded, for one that is to unpickle their classes."""
     return [

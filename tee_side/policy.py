@@ -49,7 +49,7 @@ from tee_side.disclosure import disclosure
 from tee_side.layer_range import LayerRange
 from tee_side.masks.mask import FeatureMask, Mask
 from tee_side.masks.registry import find_mask
-from tee_side.plugins import PluginError, load_entry_point, load_object
+from tee_side.plugins import PluginError, is_path, load_entry_point, load_object
 from tee_side.refusals import first_problem, refusal
 from tee_side.vocabulary import (
     LAYERLESS,
@@ -372,7 +372,7 @@ def load_policy(name_or_path: str) -> Policy:
     what you trust. No package is imported for a built-in name. Raises PolicyError that names file,
     policy, operator and field, and PluginError for a Python file or package that does not load.
     """
-    if "/" in name_or_path or name_or_path.endswith((_SUFFIX, ".py")):
+    if is_path(name_or_path) or name_or_path.endswith(_SUFFIX):
         path = Path(name_or_path)
         if path.suffix == ".py":
             return _checked(load_object(str(path), "POLICY"), str(path))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from protocol.errors import MaskError
 from tee_side.masks.mask import Mask
-from tee_side.plugins import Kind, load_module
+from tee_side.plugins import Kind, is_path, load_module
 
 MASKS: Kind[Mask] = Kind(
     Mask, "mask", "a mask kind", MaskError, package="tee_side.masks", group="tsqp.masks"
@@ -22,7 +22,7 @@ def find_mask(name_or_path: str, folder: Path | None = None) -> type[Mask]:
     Raises MaskError, and PluginError for a file or package that does not load.
     """
     path_text, _, wanted = name_or_path.partition(":")
-    if "/" not in path_text and not path_text.endswith(".py"):
+    if not is_path(path_text):
         return MASKS.named(name_or_path)
     path = (folder or Path()) / path_text
     found = [mask for mask in MASKS.in_module(load_module(path)) if wanted in ("", mask.__name__)]

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from tsqp.extras import needing
 
 if TYPE_CHECKING:
     from tsqp.bench.plot_style import Plot
-    from tsqp.leak.model import PolicyLeak, Report
+    from tsqp.leak.model import Report
     from tsqp.leak.settings import LeakSettings, Watch
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -184,7 +184,8 @@ def leak(
         from tsqp.leak.html import render_html
         from tsqp.leak.plots import cost_against_leakage
         from tsqp.leak.reconstruction import panels, render, svg
-        from tsqp.leak.table import show, verdict
+        from tsqp.leak.table import show
+        from tsqp.leak.words import above, verdict
     from tsqp.bench.plot_style import check_installed
 
     if html_path is not None or plot_path is not None:
@@ -206,13 +207,13 @@ def leak(
     from tsqp.leak.laboratory import Laboratory
 
     written = True
-    with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as (watch, done):
+    with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
         folder = Path(name)
         with outputs.checked():
             settings = _settings(model, shape, folder, fail_above, options)
             laboratory = Laboratory(settings, folder, watch)
         try:
-            laboratory.run(done)
+            laboratory.run()
         finally:
             if laboratory.measured:
                 report = laboratory.report()
@@ -227,7 +228,7 @@ def leak(
                     written = outputs.write(report)
             else:
                 outputs.remove()
-    failed = [] if fail_above is None else _above(report, fail_above)
+    failed = [] if fail_above is None else above(report, fail_above)
     for line in failed:
         _say(line)
     if failed or not written:
@@ -325,10 +326,11 @@ def _settings(
 
 def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
     """Return the names that were given, or all, and behind them the paths that were given."""
+    from tee_side.plugins import is_path
     from tsqp.leak.registry import ATTACKS
 
-    paths = [one for one in given if "/" in one or one.endswith(".py")]
-    names = [one for one in given if one not in paths]
+    paths = [one for one in given if is_path(one)]
+    names = [one for one in given if not is_path(one)]
     return (*(names or ATTACKS.names()), *paths)
 
 
@@ -342,43 +344,8 @@ def _first_layer(shape: str, folder: Path) -> Path:
     return directory
 
 
-def _above(report: Report, share: float) -> list[str]:
-    """Say what is not below a share of tokens beyond chance, one line a policy."""
-    return [
-        f"policy {found.policy}: got {_reason(found, share)}, expected at most {share:g} above"
-        " chance"
-        for found in report.policies
-        if found.nothing is None
-        and not (found.excess_high is not None and found.excess_high <= share)
-    ]
-
-
-def _reason(found: PolicyLeak, share: float) -> str:
-    """Name what keeps a policy from passing: attacks that failed, untried places, what is read."""
-    if found.excess_high is None:
-        return "no attack that applies"
-    reasons = []
-    failed = sorted({run.attack for run in found.runs if run.refused is None and not run.worked})
-    if failed:
-        reasons.append(f"attacks that did not work on their control ({', '.join(failed)})")
-    if found.untried:
-        reasons.append(f"places that no attack tried ({', '.join(found.untried)})")
-    run, widest = max(
-        ((run, score) for run in found.runs for score in run.meaningful),
-        key=lambda one: one[1].excess_high,
-        default=(None, None),
-    )
-    if run is not None and widest is not None and widest.excess_high > share:
-        right = f"{widest.top1.hits:,} of {widest.top1.n:,} tokens"
-        reasons.append(
-            f"{right} read by {run.attack} at {widest.where}, an interval that ends"
-            f" {widest.excess_high:.3g} above chance"
-        )
-    return " and ".join(reasons)
-
-
 @contextmanager
-def _progress() -> Iterator[tuple[Watch, Callable[[str], None]]]:
+def _progress() -> Iterator[Watch]:
     """Show a bar on stderr, where that is a terminal; else a line of what is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -395,14 +362,14 @@ def _progress() -> Iterator[tuple[Watch, Callable[[str], None]]]:
         disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("starting", total=None)
-        watch = Watch(
+        yield Watch(
             total=lambda total: bar.update(task, total=total),
             doing=lambda what: bar.update(task, description=what),
             step=lambda steps: bar.advance(task, steps),
+            # Jobs of a CI that are silent for long are ended.
+            done=(lambda _line: None) if console.is_terminal else _say,
             say=_say,
         )
-        # Jobs of a CI that are silent for long are ended.
-        yield watch, (lambda _line: None) if console.is_terminal else _say
 
 
 def _say(line: str) -> None:

@@ -100,11 +100,20 @@ def point_of(
     )
 
 
-def curve(policy: Policy, plain_perplexity: float, points: Sequence[Point]) -> Curve:
+def curve(
+    policy: Policy,
+    plain_perplexity: float,
+    points: Sequence[Point],
+    *,
+    search_sessions: int,
+    search_candidates: int,
+) -> Curve:
     """Put the points together, by growing strength."""
     return Curve(
         policy=policy.name,
         parameter=parameter(policy),
         plain_perplexity=plain_perplexity,
+        search_sessions=search_sessions,
+        search_candidates=search_candidates,
         points=tuple(sorted(points, key=lambda point: point.strength)),
     )

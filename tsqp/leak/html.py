@@ -21,15 +21,12 @@ from tsqp.leak.reconstruction import (
 from tsqp.leak.table import (
     attacks_grid,
     curve_grid,
-    facts,
     lengths_grid,
     refusals,
-    setup_pairs,
     summary_grid,
-    verdict,
-    warnings,
     work_grid,
 )
+from tsqp.leak.words import facts, setup_pairs, verdict, warnings
 from tsqp.page.render import picture, render
 
 

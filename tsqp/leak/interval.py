@@ -57,12 +57,17 @@ def needed(margin: float, chance: float = 0.0) -> int:
     Where guesses are right by chance alone; luck may still end higher, in one of 1 / `LUCK` runs
     through a hundred places. With a chance of 0 nothing is ever right.
     """
-    hits = 0
-    while True:
-        n = _fewest(hits, margin, chance)
-        if by_luck(hits + 1, n, chance) <= LUCK / _PLACES:
-            return n
-        hits += 1
+
+    def enough(hits: int) -> bool:
+        return by_luck(hits + 1, _fewest(hits, margin, chance), chance) <= LUCK / _PLACES
+
+    low, high = -1, 0
+    while not enough(high):
+        low, high = high, 2 * high + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return _fewest(high, margin, chance)
 
 
 def _fewest(hits: int, margin: float, chance: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,11 +54,10 @@ class Laboratory:
         """Whether there is anything to report."""
         return bool(self._found or self._curves)
 
-    def run(self, done: Callable[[str], None] = lambda _line: None) -> None:
+    def run(self) -> None:
         """Attack everything. What goes wrong is in the report, and raised at the end.
 
         A policy that fails does not end the others; an interrupt does, and a worker that is killed.
-        `done`: told a line of each policy, and of each curve, that is done.
         """
         settings, tasks = self._settings, tasks_of(self._settings)
         measured = settings.cost == "measure"
@@ -72,7 +71,7 @@ class Laboratory:
                     self._lost.append(found)
                     self._watch.say(f"{found.task}: {_reason(found.error)}")
                 else:
-                    done(f"{self._keep(found)}: done, {number} of {len(tasks)}")
+                    self._watch.done(f"{self._keep(found)}: done, {number} of {len(tasks)}")
             if self._lost:
                 raise self._lost[0].error
         except BaseException as error:

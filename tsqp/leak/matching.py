@@ -283,8 +283,8 @@ def _read_on(
         for token in range(min(step.tokens, limit - step.first)):
             work.tick()
             ids_N = public.likely(prefix)
-            # Not the same again: what is nearest to any row would go on being it.
-            expected = set(ids_N[:_EXPECTED].tolist()) - set(prefix.token_ids[-1:])
+            # Of a beginning one alone is expected.
+            expected = ids_N[: _EXPECTED if prefix.tokens else 1].tolist()
             if among is not None:
                 ids_N = ids_N[torch.isin(ids_N, among)]
             ids_N = ids_N[: view.search_candidates]

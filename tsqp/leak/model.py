@@ -320,12 +320,14 @@ class Curve(_Model):
     """Recovery against the strength of a mask's noise.
 
     `parameter`: "sigma" or "epsilon"; `plain_perplexity`: without noise. `output_error`: of logits,
-    relative, root of the mean square.
+    relative, root of the mean square. `search_*`: see `tsqp.leak.attack.View`.
     """
 
     policy: str
     parameter: str
     plain_perplexity: float
+    search_sessions: int
+    search_candidates: int
     points: tuple[Point, ...]
 
 

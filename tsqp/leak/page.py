@@ -18,7 +18,7 @@ from protocol.errors import SettingsError
 from tsqp.leak.model import PolicyLeak, Report
 from tsqp.leak.plots import cost_against_leakage, curve, harm_of
 from tsqp.leak.reconstruction import panels, svg
-from tsqp.leak.table import NONE, facts, interval_words, judged, percent, verdict
+from tsqp.leak.words import NONE, facts, interval_words, judged, percent, verdict
 
 BEGIN, END = "<!-- measured {}: begin -->", "<!-- measured {}: end -->"
 # Of the other one tokens are random, and there is nothing to see.

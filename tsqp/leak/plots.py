@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from tsqp.bench.plot_style import Plot, new_figure, to_svg
 from tsqp.bench.units import figures
 from tsqp.leak.model import Curve, Point, PolicyLeak, Rate, Report
-from tsqp.leak.table import failed, judged, percent, rate_words
+from tsqp.leak.words import failed, judged, percent, rate_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from xml.sax.saxutils import escape
 
 from tsqp.leak.model import Piece, Reconstruction, Report
-from tsqp.leak.table import judged, verdict
+from tsqp.leak.words import judged, verdict
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tee_side.plugins import Kind, load_module
+from tee_side.plugins import Kind, is_path, load_module
 from tsqp.leak.attack import Attack, AttackError
 
 ATTACKS: Kind[Attack] = Kind(
@@ -17,7 +17,7 @@ def find_attacks(name_or_path: str) -> list[type[Attack]]:
 
     Raises AttackError, and PluginError for a file or package that does not load.
     """
-    if "/" not in name_or_path and not name_or_path.endswith(".py"):
+    if not is_path(name_or_path):
         return [ATTACKS.named(name_or_path)]
     found = ATTACKS.in_module(load_module(Path(name_or_path)))
     if not found:

@@ -47,9 +47,13 @@ class LeakSettings:
 
 @dataclass
 class Watch:
-    """What is told of the progress: `doing` says what, `step` how many of `total` are done."""
+    """What is told of the progress: `doing` says what, `step` how many of `total` are done.
+
+    `done`: a line of each policy, and of each curve, that is done; `say`: what a person must know.
+    """
 
     total: Callable[[int], None] = field(default=lambda _total: None)
     doing: Callable[[str], None] = field(default=lambda _what: None)
     step: Callable[[int], None] = field(default=lambda _steps: None)
+    done: Callable[[str], None] = field(default=lambda _line: None)
     say: Callable[[str], None] = field(default=lambda _line: None)

@@ -116,15 +116,14 @@ class Station:
         and where none reads anything the curve ends.
         """
         settings, attacks, points = self._settings, self._settings.attacks, []
+        candidates = settings.search_candidates or _CURVE_CANDIDATES
         self._calibrate(policy)
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
             recording = self._play(changed, self._texts, settings.new_tokens)
-            view = replace(
-                self._view(recording, 0, _CURVE_SEARCHES),
-                search_candidates=settings.search_candidates or _CURVE_CANDIDATES,
-            )
+            view = self._view(recording, 0, _CURVE_SEARCHES)
+            view = replace(view, search_candidates=candidates)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
             found = self._harm(logits_of(changed, self._texts, self._play_settings()))
             points.append(point_of(changed, sigma, runs, found, self._config))
@@ -134,7 +133,13 @@ class Station:
             if not attacks:
                 break
         self._watch.step(len(settings.curves) - len(points))
-        return curve(policy, self._harm(self._plain).perplexity, points)
+        return curve(
+            policy,
+            self._harm(self._plain).perplexity,
+            points,
+            search_sessions=_CURVE_SEARCHES,
+            search_candidates=candidates,
+        )
 
     @property
     def _texts(self) -> Sequence[Sequence[int]]:

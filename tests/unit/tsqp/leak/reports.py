@@ -205,6 +205,8 @@ def curve() -> Curve:
         policy="float-noise",
         parameter="sigma",
         plain_perplexity=12.0,
+        search_sessions=1,
+        search_candidates=256,
         points=tuple(point(sigma, sigma, hits, worse) for sigma, hits, worse in made),
     )
 
@@ -215,6 +217,8 @@ def epsilon_curve() -> Curve:
         policy="cloak-noise",
         parameter="epsilon",
         plain_perplexity=12.0,
+        search_sessions=1,
+        search_candidates=256,
         points=(
             point(1.7, 64.0, 0, 2.0e6, n=0),
             point(27.5, 8.0, 19, 890.0),

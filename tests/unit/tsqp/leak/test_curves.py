@@ -207,7 +207,7 @@ def test_an_attack_that_did_not_work_makes_no_point() -> None:
 
 def test_points_are_sorted_by_strength() -> None:
     points = [point(run("a", (1, 100)), sigma=sigma) for sigma in (4.0, 0.5, 2.0)]
-    found = curve(load_policy("float-noise"), 3.5, points)
+    found = curve(load_policy("float-noise"), 3.5, points, search_sessions=2, search_candidates=64)
     assert [one.sigma for one in found.points] == [0.5, 2.0, 4.0]
     assert (found.policy, found.parameter, found.plain_perplexity) == ("float-noise", "sigma", 3.5)
 
@@ -219,4 +219,5 @@ def test_the_size_that_epsilon_is_about_is_the_hidden_one(saved_model: Models) -
     cloak = with_sigma(load_policy("cloak"), 4.0)
     found = point_of(cloak, 4.0, [run("a", (1, 100))], HARM, config)
     assert found.strength == FeatureRotation(sigma=4.0).epsilon(config.hidden_size)
-    assert curve(cloak, HARM.perplexity, [found]).parameter == "epsilon"
+    made = curve(cloak, HARM.perplexity, [found], search_sessions=1, search_candidates=9)
+    assert (made.parameter, made.search_sessions, made.search_candidates) == ("epsilon", 1, 9)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tsqp.leak.html import render_html
-from tsqp.leak.table import verdict
+from tsqp.leak.words import verdict
 
 from ..bench.test_html import Page
 from .reports import piece, policy, reconstruction, report, run, sample, score, shielded, unjudged

@@ -93,3 +93,11 @@ def test_luck_is_the_binomial_tail(hits: int, n: int, chance: float, expected: f
 def test_luck_of_thousands_is_finite() -> None:
     assert by_luck(4440, 4440, 0.03) == 0.0
     assert 0.4 < by_luck(133, 4440, 0.03) < 0.6
+
+
+@pytest.mark.parametrize("margin", [1e-3, 1e-4, 1e-6])
+def test_the_tokens_of_a_tiny_margin_are_found_at_once(margin: float) -> None:
+    """Of millions of lucky hits not each number is tried."""
+    n = needed(margin, 1 / 1024)
+    assert n > 1 / margin
+    assert needed(margin / 2, 1 / 1024) > 3 * n

@@ -28,7 +28,7 @@ from tsqp.leak.laboratory import Laboratory, agreement
 from tsqp.leak.model import Control, PolicyLeak, Rate, Report
 from tsqp.leak.settings import LeakSettings, Watch
 from tsqp.leak.station import Station
-from tsqp.leak.table import warnings
+from tsqp.leak.words import warnings
 
 PROMPTS = tuple(tuple(token_ids(6, seed)) for seed in range(3))
 FIRST = "layer 0 qkv_proj"
@@ -539,9 +539,9 @@ def test_a_policy_that_fails_leaves_the_others(
     done: list[str] = []
     policies = ["attention-in-tee", "row-rotation", "row-mix"]
     settings = settings_of(model.directory, policies, [Interrupts])
-    laboratory = Laboratory(settings, tmp_path, Watch(say=said.append))
+    laboratory = Laboratory(settings, tmp_path, Watch(say=said.append, done=done.append))
     with pytest.raises(type(error)) as caught:
-        laboratory.run(done.append)
+        laboratory.run()
     assert caught.value is error
     report = laboratory.report()
     assert [found.policy for found in report.policies] == ["attention-in-tee", "row-mix"]

@@ -389,9 +389,9 @@ def test_noise_that_hides_what_stands_out_does_not_end_a_search_that_reads(
 
 
 def test_rows_that_are_nothing_but_noise_end_a_search_soon(public: PublicModel) -> None:
-    """A large one is as near to all candidates but for the longest, which is named again and again.
+    """A large one is as near to all candidates; the longest is named again and again.
 
-    That the model expects it, too, behind such a prefix, is no reason to believe it.
+    That the model expects it behind such a prefix is no reason to believe it.
     """
 
     def uniform(rows_RI: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 from protocol.errors import SettingsError
 from tests.unit.tsqp.leak.reports import sample
 from tsqp.leak.page import BEGIN, END, PICTURES_OF, main, write_page
-from tsqp.leak.table import verdict
+from tsqp.leak.words import verdict
 
 DEMO, SHAPE = PICTURES_OF, "shape"
 

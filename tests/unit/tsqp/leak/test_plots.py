@@ -9,7 +9,6 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tsqp.bench.plot_style import Plot
-from tsqp.leak.model import Curve
 from tsqp.leak.plots import _arranged, cost_against_leakage, curve, plots
 
 from .reports import curve as noise
@@ -134,12 +133,9 @@ def test_where_no_attack_worked_nothing_is_drawn() -> None:
     assert "No attack worked at epsilon 1.7: nothing is drawn there." in plot.caption
     assert "Perplexity at epsilon 1.7 is beyond the axis." in plot.caption
     assert "not above chance at epsilon 27.5" in plot.caption
-    points = epsilon_curve().points
-    assert (
-        curve(Curve(policy="p", parameter="epsilon", plain_perplexity=9.0, points=points[:1]))
-        is None
-    )
-    assert curve(Curve(policy="p", parameter="epsilon", plain_perplexity=9.0, points=())) is None
+    made = epsilon_curve()
+    assert curve(made.model_copy(update={"points": made.points[:1]})) is None
+    assert curve(made.model_copy(update={"points": ()})) is None
 
 
 def test_equal_reports_give_equal_plots() -> None:

@@ -8,20 +8,8 @@ from io import BytesIO, TextIOWrapper
 import pytest
 
 from tsqp.leak.model import Control, Rate, Report
-from tsqp.leak.table import (
-    attacks_grid,
-    control_words,
-    curve_grid,
-    interval_words,
-    lengths_grid,
-    percent,
-    rate_words,
-    refusals,
-    show,
-    summary_grid,
-    verdict,
-    warnings,
-)
+from tsqp.leak.table import attacks_grid, curve_grid, lengths_grid, refusals, show, summary_grid
+from tsqp.leak.words import control_words, interval_words, percent, rate_words, verdict, warnings
 
 from .reports import (
     control,

@@ -155,9 +155,9 @@ def test_a_policy_that_fails_leaves_the_others(
     done: list[str] = []
     (tmp_path / "run").mkdir()
     settings = settings_of(model, "nearest-embedding", written(tmp_path, what))
-    laboratory = Laboratory(settings, tmp_path / "run", Watch(say=said.append))
+    laboratory = Laboratory(settings, tmp_path / "run", Watch(say=said.append, done=done.append))
     with pytest.raises(ProcessError) as caught:
-        laboratory.run(done.append)
+        laboratory.run()
     assert str(caught.value) == message
     report = laboratory.report()
     assert [policy.policy for policy in report.policies] == ["attention-in-tee", "stip"]
