@@ -10,7 +10,6 @@ import torch
 from tee_side.policy import Policy, load_policy
 from tests.support import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import (
-    Models,
     embedding,
     inputs_of,
     linear,
@@ -20,7 +19,6 @@ from tests.unit.tsqp.leak.leaks import (
     recorded_scores,
     scores_of,
     share,
-    tiny,
     truth_of,
     view_of,
 )
@@ -33,11 +31,6 @@ from tsqp.leak.trace import Trace
 
 IDS = token_ids(9)
 PROMPT = 6
-
-
-@pytest.fixture
-def model(saved_model: Models) -> SavedModel:
-    return tiny(saved_model)
 
 
 @pytest.fixture

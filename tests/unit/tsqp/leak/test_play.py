@@ -18,7 +18,7 @@ from tee_side.policy import Policy, builtin_policies, load_policy
 from tee_side.randomness import Randomness
 from tee_side.vocabulary import OPERATORS, Operator
 from tests.support import SavedModel, token_ids
-from tests.unit.tsqp.leak.leaks import Models, policy_of, tiny
+from tests.unit.tsqp.leak.leaks import policy_of
 from tsqp.leak.play import KEY, SERVED, PlaySettings, Recording, added_rows, logits_of, play
 from tsqp.leak.trace import PolicyTrace
 
@@ -29,11 +29,6 @@ EXACT = [
     name for name, one in POLICIES.items() if one.arithmetic == "float" and name != "float-noise"
 ]
 INTEGER = [name for name, one in POLICIES.items() if one.arithmetic == "int8"]
-
-
-@pytest.fixture
-def model(saved_model: Models) -> SavedModel:
-    return tiny(saved_model)
 
 
 def settings(model: SavedModel, policy: Policy, folder: Path, new_tokens: int) -> PlaySettings:

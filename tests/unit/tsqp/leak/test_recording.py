@@ -22,7 +22,6 @@ from protocol.messages import (
 from protocol.model.weights import CPU
 from protocol.tensors import from_torch, to_torch
 from tests.support import SavedModel, token_ids
-from tests.unit.tsqp.leak.leaks import Models, tiny
 from tsqp.leak.recording import RecordingChannel
 from tsqp.leak.trace import Trace
 
@@ -31,11 +30,6 @@ LINEAR = LinearRequest(layer_idx=1, module_names=("o_proj",), hidden_states=from
 IDS = EmbeddingRequest(input_ids=from_torch(torch.tensor([3, 5])), dtype="float32")
 LATER = EmbeddingRequest(input_ids=from_torch(torch.tensor([9])), dtype="float32")
 TOO_DEEP = LINEAR.model_copy(update={"layer_idx": 9})
-
-
-@pytest.fixture
-def model(saved_model: Models) -> SavedModel:
-    return tiny(saved_model)
 
 
 @pytest.fixture

@@ -33,11 +33,6 @@ WORDS = torch.arange(16, dtype=torch.int32).reshape(2, 8)
 SEND = [name for name in builtin_policies() if load_policy(name).needs_service]
 
 
-@pytest.fixture
-def model(saved_model: Models) -> SavedModel:
-    return tiny(saved_model)
-
-
 def played(
     model: SavedModel, policy: Policy, folder: Path, *prompts: list[int], new_tokens: int = 4
 ) -> Recording:

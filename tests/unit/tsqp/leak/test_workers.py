@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from protocol.errors import SettingsError
 from tee_side.policy import load_policy
 from tests.support import SavedModel, token_ids
-from tests.unit.tsqp.leak.leaks import Models, tiny
 from tsqp.leak import workers
 from tsqp.leak.laboratory import Laboratory
 from tsqp.leak.model import Rate, Report
@@ -48,11 +47,6 @@ class Mine(Attack):
             {what}
         yield from ()
 """
-
-
-@pytest.fixture
-def model(saved_model: Models) -> SavedModel:
-    return tiny(saved_model)
 
 
 def settings_of(model: SavedModel, *attacks: str, **changed: Any) -> LeakSettings:
