@@ -18,7 +18,16 @@ from protocol.errors import SettingsError
 from tsqp.leak.model import PolicyLeak, Report
 from tsqp.leak.plots import cost_against_leakage, curve, harm_of
 from tsqp.leak.reconstruction import panels, svg
-from tsqp.leak.words import NONE, facts, interval_words, judged, percent, verdict
+from tsqp.leak.words import (
+    NONE,
+    count_words,
+    facts,
+    interval_words,
+    judged,
+    percent,
+    rate_words,
+    verdict,
+)
 
 BEGIN, END = "<!-- measured {}: begin -->", "<!-- measured {}: end -->"
 # Of the other one tokens are random, and there is nothing to see.
@@ -34,6 +43,8 @@ _COLUMNS = (
     "n",
     "95 % interval",
     "chance",
+    "of prompts",
+    "of answers",
     "whole prompts",
     "verdict",
 )
@@ -158,7 +169,9 @@ def _read(found: PolicyLeak) -> tuple[str, ...]:
         f"{score.top1.n:,}",
         interval_words(score.top1),
         percent(score.chance),
-        f"{score.whole.hits} of {score.whole.n}",
+        rate_words(score.prompt),
+        rate_words(score.answer),
+        count_words(score.whole),
         verdict(found),
     )
 

@@ -11,7 +11,7 @@ import pytest
 from protocol.errors import SettingsError
 from tests.unit.tsqp.leak.reports import sample
 from tsqp.leak.page import BEGIN, END, PICTURES_OF, main, write_page
-from tsqp.leak.words import verdict
+from tsqp.leak.words import count_words, judged, rate_words, verdict
 
 DEMO, SHAPE = PICTURES_OF, "shape"
 
@@ -38,6 +38,9 @@ def test_what_was_measured_stands_between_the_markers(page: Path) -> None:
         assert row[-1].removesuffix(" |") == verdict(policy)
         # No rate without its n.
         assert (row[6] == "-") == (row[7] == "-")
+        if (score := judged(policy)) is not None:
+            parts = [rate_words(score.prompt), rate_words(score.answer), count_words(score.whole)]
+            assert row[-4:-1] == parts
 
 
 def test_writing_twice_changes_nothing(page: Path) -> None:

@@ -248,19 +248,25 @@ def test_a_curve_begins_with_the_weakest_noise_and_drops_what_reads_nothing(
 
 
 def test_a_curve_ends_where_nothing_is_read(model: SavedModel, tmp_path: Path) -> None:
-    """Its last point shows that; stronger noise is not tried, and counts as done."""
+    """Its last point shows that; stronger noise is not tried, and counts as done.
+
+    Of 30 tokens one guess in 320 is right by luck: a point of noise alone reads one now and then,
+    and the curve goes on, but not through six of them.
+    """
     steps: list[int] = []
+    noise = (4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0)
     settings = settings_of(
-        model.directory, ["float-noise"], [NearestEmbedding], curves=(0.1, 4096, 8192, 16384)
+        model.directory, ["float-noise"], [NearestEmbedding], curves=(0.1, *noise)
     )
     laboratory = Laboratory(settings, tmp_path, Watch(step=steps.append))
     laboratory.run()
     (curve,) = laboratory.report().curves
-    assert [point.sigma for point in curve.points] == [0.1, 4096]
-    assert [point.rate.n for point in curve.points] == [30, 30]
-    assert curve.points[0].rate.hits == 30
-    assert curve.points[1].rate.hits <= 3
-    assert sum(steps) == 4 + 2
+    first, *others = curve.points
+    assert (first.sigma, first.rate) == (0.1, Rate(hits=30, n=30))
+    assert 1 <= len(others) < len(noise)
+    assert tuple(point.sigma for point in others) == noise[: len(others)]
+    assert all(point.rate.n == 30 and point.rate.hits <= 4 for point in others)
+    assert sum(steps) == 1 + len(noise) + 2
 
 
 # ----------------------------------------------------------------------- a model that is not public
