@@ -64,7 +64,7 @@ leak: $(STAMP)  ## attack every policy and write docs/leakage.md (25 minutes)
 	$(BIN)/tsqp leak demo --cost measure --curves --json build/leakage.json
 	$(BIN)/python -m tsqp.leak.page build/leakage.json docs/leakage.md demo
 	$(BIN)/tsqp leak --shape llama-3.2-1b $(addprefix --policy ,$(LEAK_POLICIES)) \
-	    $(addprefix --attack ,$(LEAK_ATTACKS)) --prompts 6 --prompt-tokens 32 --new-tokens 16 \
+	    $(addprefix --attack ,$(LEAK_ATTACKS)) --prompts 4 --prompt-tokens 32 --new-tokens 16 \
 	    --temperature 1 --json build/leakage-shape.json
 	$(BIN)/python -m tsqp.leak.page build/leakage-shape.json docs/leakage.md shape
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from tsqp.leak.settings import LeakSettings, Watch
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
-# With their noise, which is what each curve is about.
-_SIGMAS = "1,4,8,16,32"
+# From noise under which a model still works on.
+_SIGMAS = "0.3,1,4,8,16,32"
 # Enough for a search among tokens that the first layer says are there.
 _FEW_CANDIDATES = 64
 # Each holds the public model, what it computed, and a recording.

@@ -76,6 +76,30 @@ class Matcher(ABC):
         return
 
 
+class Squares:
+    """Squared lengths of candidates: of a dictionary once, and not for every row."""
+
+    def __init__(self) -> None:
+        self._known: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, states_NX: torch.Tensor) -> torch.Tensor:
+        """Return |x|^2 of each candidate: [N]."""
+        if self._known is None or self._known[0] is not states_NX:
+            lengths_N = torch.linalg.vector_norm(states_NX, dim=-1)
+            self._known = (states_NX, lengths_N.square().clamp(min=1e-30))
+        return self._known[1]
+
+
+def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor) -> torch.Tensor:
+    """Return the Euclidean distance of every candidate from every row: [R, N].
+
+    As `torch.cdist`, which copies the dictionary each time that it is asked.
+    """
+    squares_R1 = rows_RX.square().sum(-1, keepdim=True)
+    apart_RN = torch.addmm(squares_N, rows_RX, table_NX.T, alpha=-2.0)
+    return apart_RN.add_(squares_R1).clamp_(min=0).sqrt_()
+
+
 class FeatureMatcher(Matcher):
     """Rows are compared one with one, by features that the mask leaves alone.
 
@@ -84,7 +108,8 @@ class FeatureMatcher(Matcher):
 
     def __init__(self, *, ordered: bool = True) -> None:
         self.ordered = ordered
-        self._memo: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._features: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._squares = Squares()
 
     def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return what is compared of candidates: [N, ...]."""
@@ -115,8 +140,7 @@ class FeatureMatcher(Matcher):
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """Return how far every candidate is from every row: [R, N], relative to the row."""
         sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
-        distances_RN: torch.Tensor = torch.cdist(rows_RX, table_NX) / sizes_R1
-        return distances_RN
+        return apart(rows_RX, table_NX, self._squares.of(table_NX)).div_(sizes_R1)
 
     def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
         """Use up the row that is nearest to what was taken."""
@@ -140,9 +164,9 @@ class FeatureMatcher(Matcher):
 
     def memoised(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
         """Return `of_candidates`: of the dictionary once, and not for every row."""
-        if self._memo is None or self._memo[0] is not states_NI:
-            self._memo = (states_NI, self.of_candidates(where, states_NI))
-        return self._memo[1]
+        if self._features is None or self._features[0] is not states_NI:
+            self._features = (states_NI, self.of_candidates(where, states_NI))
+        return self._features[1]
 
 
 def observe(view: View, step: Step, where: Where) -> Observed | None:

@@ -18,6 +18,8 @@ _BOTH_PARTS = 0.1
 _ENOUGH_GUESSED = 0.5
 # Of a control: fewer show that an attack can work, not how often.
 _LEAST_CONTROL = 20
+# With so little left open, one that read every token it tried is as good as another.
+_ALL_READ = 0.95
 # Above chance: what an attack must read to count although its control failed.
 _BEYOND_DOUBT = 0.05
 
@@ -250,16 +252,21 @@ class PolicyLeak(_Model):
         """The attack and place farthest above chance, at least, of attacks that mean something.
 
         One that tried both prompts and answers, as far as these were sent, counts a little more:
-        it says more, but must not hide that all of one part is read.
+        it says more, but must not hide that all of one part is read. Of those that read every token
+        the one that tried most is best, and then the one that took the least work.
         """
         scored = [(run, score) for run in self.runs for score in run.meaningful]
-        return max(
-            scored,
-            key=lambda one: (
-                one[1].excess_low + _BOTH_PARTS * self._tried_all(one[1]),
-                one[1].top1.n,
-            ),
-            default=None,
+        return max(scored, key=self._rank, default=None)
+
+    def _rank(self, found: tuple[AttackRun, Score]) -> tuple[float, int, int, int]:
+        run, score = found
+        everything = score.top1.hits == score.top1.n and score.top1.low > _ALL_READ
+        read = 1.0 if everything else score.excess_low
+        return (
+            read + _BOTH_PARTS * self._tried_all(score),
+            score.top1.n,
+            -run.modelled,
+            -run.compared,
         )
 
     def _tried_all(self, score: Score) -> bool:

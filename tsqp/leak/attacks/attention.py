@@ -23,9 +23,9 @@ from tee_side.masks.row_mix import RowMix
 from tee_side.masks.row_permutation import RowPermutation
 from tee_side.vocabulary import PHASES
 from tsqp.leak.attack import Attack, Reading, View, Work
-from tsqp.leak.matching import best, place_name
+from tsqp.leak.matching import Squares, apart, best, place_name
 from tsqp.leak.public import PublicModel
-from tsqp.leak.trace import Trace, Where
+from tsqp.leak.trace import Where
 
 _FIRST: Where = (0, "attn_scores")
 
@@ -101,12 +101,29 @@ class AttentionKeys(Attack):
         return None if view.public.has_layers else "no public weights to compare with"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Look up what each step appends."""
-        keys = Keys(view.public)
-        left = _left(view)
-        for session, trace in enumerate(view.traces):
-            guesses = dict(_session(trace, keys, left, work))
-            yield Reading(place_name(_FIRST), session, range(trace.tokens), guesses)
+        """Look up what each step appends: of all sessions together, a position at a time."""
+        keys, left = Keys(view.public), _left(view)
+        guesses: list[dict[int, tuple[int, ...]]] = [{} for _ in view.traces]
+        for position, appended in sorted(_appended(view).items()):
+            work.tick()
+            k_VKC = keys.at(position)
+            ids_V = torch.arange(len(k_VKC))
+            for prefill in {one.prefill for one in appended}:
+                stays, squares = left[prefill], Squares()
+                table_VX = stays.of(k_VKC)
+                for one in appended:
+                    if one.prefill != prefill:
+                        continue
+                    rows_SX = stays.of(one.k_SKC)
+                    if stays.ordered:
+                        rows_SX = rows_SX[position : position + 1]
+                    distances_V = apart(rows_SX, table_VX, squares.of(table_VX)).amin(0)
+                    work.compared += len(ids_V)
+                    guesses[one.session][one.token] = best(distances_V, ids_V)
+        for session, found in enumerate(guesses):
+            yield Reading(
+                place_name(_FIRST), session, range(view.traces[session].tokens), dict(found)
+            )
 
 
 def _left(view: View) -> dict[bool, Invariant]:
@@ -117,24 +134,29 @@ def _left(view: View) -> dict[bool, Invariant]:
     }
 
 
-def _session(
-    trace: Trace, keys: Keys, left: dict[bool, Invariant], work: Work
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for step in trace.steps:
-        call = step.at(_FIRST)
-        if call is None:
-            continue
-        _, b_KCS = call.tensors
-        observed_SKC = b_KCS.permute(2, 0, 1).float()
-        stays = left[step.tokens > 1]
-        compared_SX = stays.of(observed_SKC)
-        # A step appends to a cache that holds the whole context, in a sliding window, too.
-        start = len(compared_SX) - step.tokens
-        for token in range(step.tokens if start >= 0 else 0):
-            work.tick()
-            position = start + token
-            rows_SX = compared_SX[position : position + 1] if stays.ordered else compared_SX
-            table_VX = stays.of(keys.at(position))
-            distances_V = torch.cdist(rows_SX, table_VX).amin(0)
-            work.compared += len(table_VX)
-            yield step.first + token, best(distances_V, torch.arange(len(table_VX)))
+@dataclass(frozen=True, eq=False)
+class _Appended:
+    """A token whose key a step appended to the cache, and all keys that crossed then."""
+
+    session: int
+    token: int
+    prefill: bool
+    k_SKC: torch.Tensor
+
+
+def _appended(view: View) -> dict[int, list[_Appended]]:
+    """Return the tokens at each position."""
+    found: dict[int, list[_Appended]] = {}
+    for session, trace in enumerate(view.traces):
+        for step in trace.steps:
+            call = step.at(_FIRST)
+            if call is None:
+                continue
+            _, b_KCS = call.tensors
+            k_SKC = b_KCS.permute(2, 0, 1).float()
+            # A step appends to a cache that holds the whole context, in a sliding window, too.
+            start = len(k_SKC) - step.tokens
+            for token in range(step.tokens if start >= 0 else 0):
+                one = _Appended(session, step.first + token, step.tokens > 1, k_SKC)
+                found.setdefault(start + token, []).append(one)
+    return found

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from tsqp.leak.attack import Attack, Reading, View, Work
-from tsqp.leak.matching import FIRST, Matcher, Observed, Present, look_up, search
+from tsqp.leak.matching import FIRST, Matcher, Observed, Present, Squares, look_up, search
 
 # Of the largest singular value: what is below is rounding, of float32 or of bfloat16.
 _RANK_TOLERANCE = 1e-5
@@ -22,29 +22,22 @@ class RowSpace(Matcher):
 
     def __init__(self) -> None:
         self._memo: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._sizes: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._squares = Squares()
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.distances`. Rows that span everything say nothing: then all are far."""
         basis_BI = self._basis(observed.rows_RI)
         if len(basis_BI) >= observed.rows_RI.shape[1]:
             return torch.full((len(states_NI),), float("inf"))
-        sizes_N = self._squares(states_NI)
-        inside_N = (states_NI @ basis_BI.T).square().sum(-1) / sizes_N
+        squares_N = self._squares.of(states_NI)
+        inside_N = (states_NI @ basis_BI.T).square().sum(-1) / squares_N
         distances_N = (1 - inside_N).clamp(min=0).sqrt()
         # Near 0 most digits have cancelled: what is left over tells more, and takes more memory.
         near = distances_N < _NEAR
         near_MI = states_NI[near]
         outside_MI = near_MI - (near_MI @ basis_BI.T) @ basis_BI
-        distances_N[near] = torch.linalg.vector_norm(outside_MI, dim=-1) / sizes_N[near].sqrt()
+        distances_N[near] = torch.linalg.vector_norm(outside_MI, dim=-1) / squares_N[near].sqrt()
         return distances_N
-
-    def _squares(self, states_NI: torch.Tensor) -> torch.Tensor:
-        """Of a dictionary once, and not for every step."""
-        if self._sizes is None or self._sizes[0] is not states_NI:
-            lengths_N = torch.linalg.vector_norm(states_NI, dim=-1)
-            self._sizes = (states_NI, lengths_N.square().clamp(min=1e-30))
-        return self._sizes[1]
 
     def _basis(self, rows_RI: torch.Tensor) -> torch.Tensor:
         if self._memo is None or self._memo[0] is not rows_RI:

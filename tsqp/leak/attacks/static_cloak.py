@@ -161,9 +161,21 @@ def directions(
 
 
 def _eigenvectors(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return singular values [I] of a weight, the largest first, and their directions [I, I]."""
-    squares_I, basis_II = torch.linalg.eigh(weight_OI.t() @ weight_OI)
-    return squares_I.flip(0).clamp(min=0).sqrt(), basis_II.flip(1)
+    """Return singular values [I] of a weight, the largest first, and directions [I, min(O, I)].
+
+    Of a weight with fewer outputs than inputs by way of the outputs, whose products are smaller:
+    an eighth of the work where there are half as many. Those behind are 0.
+    """
+    O, I = weight_OI.shape  # noqa: E741
+    if O >= I:
+        squares_I, basis_II = torch.linalg.eigh(weight_OI.t() @ weight_OI)
+        return squares_I.flip(0).clamp(min=0).sqrt(), basis_II.flip(1)
+    squares_O, outputs_OO = torch.linalg.eigh(weight_OI @ weight_OI.t())
+    sizes_O = squares_O.flip(0).clamp(min=0).sqrt()
+    basis_IO = (
+        weight_OI.t() @ outputs_OO.flip(1) / sizes_O.clamp(min=torch.finfo(sizes_O.dtype).tiny)
+    )
+    return torch.cat([sizes_O, sizes_O.new_zeros(I - O)]), basis_IO
 
 
 def _angles(sizes_I: torch.Tensor, served_I: torch.Tensor, kept: int) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
 import pytest
 from pydantic import ValidationError
 
-from tests.unit.tsqp.leak.reports import policy, run, sample, score
+from tests.unit.tsqp.leak.reports import N, policy, run, sample, score
 from tsqp.leak.interval import wilson
 from tsqp.leak.model import Point, Rate, Report, Score
 
@@ -66,6 +67,23 @@ def test_what_is_read_of_one_part_is_not_hidden_by_who_tried_both() -> None:
     assert made.best is not None
     assert made.best[0].attack == "logits"
     assert made.above_chance
+
+
+def test_of_those_that_read_everything_the_simplest_is_best() -> None:
+    """A lower chance, as of one that leaves out what is easy, makes no attack a better one."""
+    dear = run("dear", score(N)).model_copy(update={"compared": 10**9})
+    searched = run("searched", score(N)).model_copy(update={"modelled": 10**6, "compared": 0})
+    fewer = run("fewer", score(N - 100, n=N - 100, chance=0.0)).model_copy(update={"modelled": 0})
+    almost = run("almost", score(N - 1, chance=0.0)).model_copy(update={"compared": 0})
+    for order in itertools.permutations((dear, run("plain", score(N)), searched, fewer, almost)):
+        made = policy("p", *order)
+        assert made.best is not None
+        assert made.best[0].attack == "plain"
+    # Of few tokens, all is not everything.
+    few = run("few", score(3, n=3, chance=0.0))
+    made = policy("p", few, almost)
+    assert made.best is not None
+    assert made.best[0].attack == "almost"
 
 
 def test_a_control_counts_place_by_place() -> None:
