@@ -69,7 +69,7 @@ _MOST_WORKERS = 8
 @click.option(
     "--prompt-tokens", type=click.IntRange(4, 512), default=48, help="Of each prompt, at most."
 )
-@click.option("--new-tokens", type=click.IntRange(2, 4096), default=52, help="Of each answer.")
+@click.option("--new-tokens", type=click.IntRange(2, 4096), default=72, help="Of each answer.")
 @click.option(
     "--text",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -105,8 +105,9 @@ _MOST_WORKERS = 8
 @click.option(
     "--search-candidates",
     type=click.IntRange(min=1),
-    help="That it may run for a token, those that the public model expects most. Default: all; with"
-    f" --shape {_FEW_CANDIDATES}, as random weights expect nothing.",
+    help="That it may run for a token, those that the public model expects most. Default: all;"
+    f" 256 under noise, where none is certain; with --shape {_FEW_CANDIDATES}, as random weights"
+    " expect nothing.",
 )
 @click.option(
     "--cost",

@@ -30,6 +30,12 @@ def noisy_mask(policy: Policy) -> Mask | None:
     return next((mask for mask in policy.masks if _SIGMA in type(mask).model_fields), None)
 
 
+def is_noisy(policy: Policy) -> bool:
+    """Whether what crosses under a policy has noise in it."""
+    mask = noisy_mask(policy)
+    return mask is not None and getattr(mask, _SIGMA) > 0
+
+
 def with_sigma(policy: Policy, sigma: float) -> Policy:
     """Return a policy with another strength of noise. Raises ValidationError out of bounds."""
 

@@ -131,6 +131,7 @@ class Laboratory:
                 search_sessions=settings.search_sessions,
                 search_tokens=settings.search_tokens,
                 search_candidates=settings.search_candidates,
+                noisy_candidates=settings.noisy_candidates,
             ),
             policies=tuple(self._found[name] for name in self._names if name in self._found),
             curves=tuple(self._curves[name] for name in self._names if name in self._curves),

@@ -341,6 +341,7 @@ class Curve(_Model):
 class Setup(_Model):
     """What was attacked, and how. `search_*`: see `tsqp.leak.attack.View`.
 
+    `noisy_candidates`: `search_candidates` where there was noise in what crossed.
     `public_layers`: whether the attacker has linear weights, and not embedding and norms alone.
     """
 
@@ -361,6 +362,7 @@ class Setup(_Model):
     search_sessions: int
     search_tokens: int
     search_candidates: int | None = None
+    noisy_candidates: int | None = None
 
 
 class Report(_Model):

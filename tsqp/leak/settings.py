@@ -11,6 +11,9 @@ from tee_side.policy import Policy
 from tsqp.bench.model import Report as BenchReport
 from tsqp.leak.attack import Attack
 
+# Under noise no candidate is certain, and each would be run for every token at every place.
+_NOISY_CANDIDATES = 256
+
 
 @dataclass(frozen=True)
 class LeakSettings:
@@ -43,6 +46,11 @@ class LeakSettings:
     curves: tuple[float, ...] = ()
     workers: int = 1
     attack_names: tuple[str, ...] = ()
+
+    @property
+    def noisy_candidates(self) -> int:
+        """As `search_candidates`, of what crossed with noise."""
+        return self.search_candidates or _NOISY_CANDIDATES
 
 
 @dataclass

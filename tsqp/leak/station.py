@@ -22,7 +22,7 @@ from tee_side.vocabulary import PHASES
 from tsqp.bench import prepare
 from tsqp.catalogue import policy_entry
 from tsqp.leak.attack import Attack, Reading, View, Work
-from tsqp.leak.curves import Harm, curve, harm, point_of, with_sigma
+from tsqp.leak.curves import Harm, curve, harm, is_noisy, point_of, with_sigma
 from tsqp.leak.matching import place_name
 from tsqp.leak.model import AttackRun, Control, Curve, PolicyLeak, Rate
 from tsqp.leak.play import PlaySettings, Recording, logits_of, play
@@ -36,8 +36,8 @@ from tsqp.leak.trace import Where
 _HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
 _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
-# Of a curve, whose points are many: under noise no candidate is certain, and all would be run.
-_CURVE_SESSIONS, _CURVE_SEARCHES, _CURVE_CANDIDATES = 12, 1, 256
+# Of a curve, whose points are many.
+_CURVE_SESSIONS, _CURVE_SEARCHES = 12, 1
 
 
 class Station:
@@ -116,14 +116,12 @@ class Station:
         and where none reads anything the curve ends.
         """
         settings, attacks, points = self._settings, self._settings.attacks, []
-        candidates = settings.search_candidates or _CURVE_CANDIDATES
         self._calibrate(policy)
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
             recording = self._play(changed, self._texts, settings.new_tokens)
             view = self._view(recording, 0, _CURVE_SEARCHES)
-            view = replace(view, search_candidates=candidates)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
             found = self._harm(logits_of(changed, self._texts, self._play_settings()))
             points.append(point_of(changed, sigma, runs, found, self._config))
@@ -138,7 +136,7 @@ class Station:
             self._harm(self._plain).perplexity,
             points,
             search_sessions=_CURVE_SEARCHES,
-            search_candidates=candidates,
+            search_candidates=settings.noisy_candidates,
         )
 
     @property
@@ -250,7 +248,7 @@ class Station:
         return self._controls[path]
 
     def _view(self, recording: Recording, service: int, sessions: int) -> View:
-        settings = self._settings
+        settings, noisy = self._settings, is_noisy(recording.policy)
         return View(
             traces=tuple(session.traces[service] for session in recording.sessions),
             public=self._public_beside(recording.policy),
@@ -258,7 +256,7 @@ class Station:
             served=recording.served,
             search_sessions=sessions,
             search_tokens=settings.search_tokens,
-            search_candidates=settings.search_candidates,
+            search_candidates=settings.noisy_candidates if noisy else settings.search_candidates,
         )
 
     def _play(self, policy: Policy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Recording:

@@ -19,6 +19,7 @@ from tsqp.leak.curves import (
     Harm,
     curve,
     harm,
+    is_noisy,
     noisy_mask,
     parameter,
     point_of,
@@ -74,6 +75,9 @@ def sigmas(policy: Policy) -> set[float]:
 def test_which_policies_have_noise() -> None:
     noisy = {name for name in builtin_policies() if noisy_mask(load_policy(name)) is not None}
     assert noisy == {"float-noise", "cloak"}
+    # A cloak could have some, and has none until it is told to.
+    assert {name for name in builtin_policies() if is_noisy(load_policy(name))} == {"float-noise"}
+    assert is_noisy(with_sigma(load_policy("cloak"), 0.5))
 
 
 @pytest.mark.parametrize("name", ["float-noise", "cloak"])

@@ -31,6 +31,8 @@ from tsqp.leak.matching import (
     Matcher,
     Observed,
     Present,
+    Squares,
+    apart,
     best,
     look_up,
     nearest,
@@ -118,6 +120,30 @@ def test_the_nearest_come_first_and_what_is_no_number_last() -> None:
     assert set(best(distances, ids)[3:]) == {10, 13}
     assert best(distances[1:3], ids[1:3]) == (12, 11)
     assert len(best(torch.rand(50), torch.arange(50))) == TOP
+
+
+@pytest.mark.parametrize(("rows", "candidates", "features"), [(1, 400, 2048), (40, 7, 3)])
+def test_distances_are_euclidean(rows: int, candidates: int, features: int) -> None:
+    """A candidate's from itself is below what only the right one comes below."""
+    generator = torch.Generator().manual_seed(0)
+    table_NX = 30 * torch.randn(candidates, features, generator=generator)
+    rows_RX = torch.randn(rows, features, generator=generator)
+    squares = Squares()
+    exact_RN = torch.cdist(rows_RX.double(), table_NX.double())
+    found_RN = apart(rows_RX, table_NX, squares.of(table_NX))
+    assert torch.allclose(found_RN.double(), exact_RN, rtol=1e-5)
+    same_NN = FeatureMatcher().pairwise(table_NX, table_NX)
+    assert same_NN.diagonal().max() < 1e-3
+    assert (same_NN + torch.eye(candidates)).min() > 0.01
+
+
+def test_lengths_are_those_of_the_candidates_asked_about() -> None:
+    """Of a dictionary once; another one has others, though it is as large."""
+    one_NX, other_NX, squares = torch.eye(3), 2 * torch.eye(3), Squares()
+    known = squares.of(one_NX)
+    assert squares.of(one_NX) is known
+    assert squares.of(other_NX).tolist() == [4.0, 4.0, 4.0]
+    assert squares.of(one_NX).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,32 @@ def test_what_no_attack_tried_is_no_evidence(model: SavedModel, tmp_path: Path) 
 # ------------------------------------------------------------------------------------------- curves
 
 
+@pytest.mark.parametrize(("asked", "clear", "noisy"), [(None, None, 256), (9, 9, 9)])
+def test_searches_in_noise_end_with_what_is_expected(
+    model: SavedModel, tmp_path: Path, asked: int | None, clear: int | None, noisy: int
+) -> None:
+    """No candidate is certain there, and each would be run. At every strength of a curve, too."""
+    told: dict[str, set[int | None]] = {}
+
+    class Told(Blind):
+        name: ClassVar[str] = "told"
+
+        def read(self, view: View, work: Work) -> Iterator[Reading]:
+            told.setdefault(view.policy.name, set()).add(view.search_candidates)
+            yield from super().read(view, work)
+
+    settings = settings_of(
+        model.directory, ["float-noise", "cloak"], [Told], search_candidates=asked, curves=(2.0,)
+    )
+    laboratory = Laboratory(settings, tmp_path)
+    laboratory.run()
+    # The cloak without noise, and with that of its curve; the control is in the clear.
+    assert told == {"attention-in-tee": {clear}, "cloak": {clear, noisy}, "float-noise": {noisy}}
+    report = laboratory.report()
+    assert (report.setup.search_candidates, report.setup.noisy_candidates) == (asked, noisy)
+    assert {curve.search_candidates for curve in report.curves} == {noisy}
+
+
 def test_a_curve_begins_with_the_weakest_noise_and_drops_what_reads_nothing(
     model: SavedModel, tmp_path: Path
 ) -> None:
