@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tsqp.leak.settings import LeakSettings, Watch
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
-# From noise under which a model still works on.
+# From noise that a model survives.
 _SIGMAS = "0.3,1,4,8,16,32"
 # Enough for a search among tokens that the first layer says are there.
 _FEW_CANDIDATES = 64
@@ -106,8 +106,8 @@ _MOST_WORKERS = 8
     "--search-candidates",
     type=click.IntRange(min=1),
     help="That it may run for a token, those that the public model expects most. Default: all;"
-    f" 256 under noise, where none is certain; with --shape {_FEW_CANDIDATES}, as random weights"
-    " expect nothing.",
+    f" 256 under noise, where none is certain; with --shape {_FEW_CANDIDATES}, as"
+    " random weights expect nothing.",
 )
 @click.option(
     "--cost",

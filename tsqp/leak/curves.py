@@ -32,8 +32,8 @@ def noisy_mask(policy: Policy) -> Mask | None:
 
 def is_noisy(policy: Policy) -> bool:
     """Whether what crosses under a policy has noise in it."""
-    mask = noisy_mask(policy)
-    return mask is not None and getattr(mask, _SIGMA) > 0
+    sigmas = [getattr(mask, _SIGMA, None) for mask in policy.masks]
+    return any(isinstance(sigma, int | float) and sigma > 0 for sigma in sigmas)
 
 
 def with_sigma(policy: Policy, sigma: float) -> Policy:
@@ -91,7 +91,7 @@ def point_of(
     scored = [(run, run.best) for run in runs if run.worked]
     best = max(
         ((run, one) for run, one in scored if one is not None),
-        key=lambda pair: (pair[1].excess_low, pair[1].top1.n),
+        key=lambda pair: pair[1].strength,
         default=None,
     )
     return Point(

@@ -26,6 +26,8 @@ _FIRST_BLOCK, _BLOCK = 32, 256
 # What only the right candidate comes below: by the digits of float32, and of anything shorter.
 _CERTAIN = {torch.float32: 1e-3}
 _CERTAIN_ROUNDED = 2e-2
+# Of a row's length: distances below are mostly rounding where they come from products.
+_NEAR = 0.02
 # So many tokens in a row whose guess is not to be believed: the prefix is wrong, or this is not the
 # scheme. One is believed that is much nearer than the next candidate, or nearer and among the first
 # that the model expects. Of rows that are nothing but noise all are as far.
@@ -76,6 +78,12 @@ class Matcher(ABC):
         return
 
 
+def squares(states_NX: torch.Tensor) -> torch.Tensor:
+    """Return |x|^2 of each candidate: [N], above 0."""
+    lengths_N: torch.Tensor = torch.linalg.vector_norm(states_NX, dim=-1)
+    return lengths_N.square().clamp(min=1e-30)
+
+
 class Squares:
     """Squared lengths of candidates: of a dictionary once, and not for every row."""
 
@@ -83,21 +91,24 @@ class Squares:
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def of(self, states_NX: torch.Tensor) -> torch.Tensor:
-        """Return |x|^2 of each candidate: [N]."""
+        """Return `squares` of candidates: [N]."""
         if self._known is None or self._known[0] is not states_NX:
-            lengths_N = torch.linalg.vector_norm(states_NX, dim=-1)
-            self._known = (states_NX, lengths_N.square().clamp(min=1e-30))
+            self._known = (states_NX, squares(states_NX))
         return self._known[1]
 
 
 def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor) -> torch.Tensor:
     """Return the Euclidean distance of every candidate from every row: [R, N].
 
-    As `torch.cdist`, which copies the dictionary each time that it is asked.
+    By one product, and near 0, where its digits cancel, by subtraction. `torch.cdist` copies the
+    dictionary each time that it is asked.
     """
     squares_R1 = rows_RX.square().sum(-1, keepdim=True)
     apart_RN = torch.addmm(squares_N, rows_RX, table_NX.T, alpha=-2.0)
-    return apart_RN.add_(squares_R1).clamp_(min=0).sqrt_()
+    apart_RN = apart_RN.add_(squares_R1).clamp_(min=0).sqrt_()
+    row_M, near_M = (apart_RN < _NEAR * squares_R1.sqrt()).nonzero(as_tuple=True)
+    apart_RN[row_M, near_M] = torch.linalg.vector_norm(rows_RX[row_M] - table_NX[near_M], dim=-1)
+    return apart_RN
 
 
 class FeatureMatcher(Matcher):

@@ -18,8 +18,6 @@ _BOTH_PARTS = 0.1
 _ENOUGH_GUESSED = 0.5
 # Of a control: fewer show that an attack can work, not how often.
 _LEAST_CONTROL = 20
-# With so little left open, one that read every token it tried is as good as another.
-_ALL_READ = 0.95
 # Above chance: what an attack must read to count although its control failed.
 _BEYOND_DOUBT = 0.05
 
@@ -92,6 +90,16 @@ class Score(_Model):
         return self.guessed < _ENOUGH_GUESSED * self.top1.n
 
     @property
+    def strength(self) -> tuple[float, int]:
+        """What scores are compared by: how much was read at least, then of how many tokens.
+
+        Beyond doubt, by the rate's lower end alone: a smaller chance, as of an attack that leaves
+        out what is easy, makes no better one. Otherwise by how far that is above chance.
+        """
+        sure = self.excess_low > _BEYOND_DOUBT
+        return (1.0 + self.top1.low if sure else self.excess_low, self.top1.n)
+
+    @property
     def excess_high(self) -> float:
         """Upper end of the interval less chance."""
         return self.top1.high - self.chance
@@ -147,9 +155,9 @@ class AttackRun(_Model):
 
     @property
     def best(self) -> Score | None:
-        """The place that is farthest above chance, at least; of those that mean something."""
+        """The place of which most was read, of those that mean something."""
         scores = self.meaningful or self.scores
-        return max(scores, key=lambda score: (score.excess_low, score.top1.n), default=None)
+        return max(scores, key=lambda score: score.strength, default=None)
 
     @property
     def worked(self) -> bool:
@@ -249,25 +257,20 @@ class PolicyLeak(_Model):
 
     @property
     def best(self) -> tuple[AttackRun, Score] | None:
-        """The attack and place farthest above chance, at least, of attacks that mean something.
+        """The attack and place of which most was read, of attacks that mean something.
 
         One that tried both prompts and answers, as far as these were sent, counts a little more:
-        it says more, but must not hide that all of one part is read. Of those that read every token
-        the one that tried most is best, and then the one that took the least work.
+        it says more, but must not hide that all of one part is read. Of equals the one that took
+        the least work.
         """
         scored = [(run, score) for run in self.runs for score in run.meaningful]
         return max(scored, key=self._rank, default=None)
 
     def _rank(self, found: tuple[AttackRun, Score]) -> tuple[float, int, int, int]:
         run, score = found
-        everything = score.top1.hits == score.top1.n and score.top1.low > _ALL_READ
-        read = 1.0 if everything else score.excess_low
-        return (
-            read + _BOTH_PARTS * self._tried_all(score),
-            score.top1.n,
-            -run.modelled,
-            -run.compared,
-        )
+        read, n = score.strength
+        both = _BOTH_PARTS * self._tried_all(score)
+        return (read + both, n, -run.modelled, -run.compared)
 
     def _tried_all(self, score: Score) -> bool:
         return (score.prompt.n > 0 or not self.sent_prompt) and score.answer.n > 0

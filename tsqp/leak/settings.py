@@ -12,7 +12,7 @@ from tsqp.bench.model import Report as BenchReport
 from tsqp.leak.attack import Attack
 
 # Under noise no candidate is certain, and each would be run for every token at every place.
-_NOISY_CANDIDATES = 256
+NOISY_CANDIDATES = 256
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LeakSettings:
     @property
     def noisy_candidates(self) -> int:
         """As `search_candidates`, of what crossed with noise."""
-        return self.search_candidates or _NOISY_CANDIDATES
+        return self.search_candidates or NOISY_CANDIDATES
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Station:
         self._config = read_config(settings.model)
         self._publics: dict[bool, PublicModel] = {}
         self._controls: dict[str, Recording] = {}
-        self._results: dict[tuple[str, str], Control] = {}
+        self._results: dict[tuple[str, str, bool], Control] = {}
         self._model = settings.model
         self._calibrated = False
         self._plays = 0
@@ -187,7 +187,8 @@ class Station:
         """Run an attack where it must work, once for each scheme that shows it."""
         integers = policy.arithmetic == "int8" and kind.integer_control is not None
         name = kind.integer_control if integers and kind.integer_control else kind.control
-        key = (kind.name, name)
+        noisy = is_noisy(policy)
+        key = (kind.name, name, noisy)
         if key not in self._results:
             settings = self._settings
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
@@ -195,10 +196,12 @@ class Station:
             found: list[Reading] = []
             if recording.observable:
                 view = self._view(recording, 0, settings.search_sessions)
+                if noisy:  # as few candidates as there
+                    view = replace(view, search_candidates=settings.noisy_candidates)
                 attack = kind()
                 found = [] if attack.refuses(view) else list(attack.read(view, Work()))
             scores = score(found, [session.truth for session in recording.sessions])
-            best = max(scores, key=lambda one: (one.excess_low, one.top1.n), default=None)
+            best = max(scores, key=lambda one: one.strength, default=None)
             self._results[key] = Control(
                 attack=kind.name,
                 policy=recording.policy.name,

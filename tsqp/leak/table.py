@@ -36,9 +36,9 @@ _COST = ("ms/token", "RPCs", "bytes")
 _READ = ("read", "n", "95% interval", "chance")
 _NOTE = (
     "read: tokens whose first guess is right, of n that the best attack tried, with Wilson's 95%"
-    " interval, whose lower end is farthest above chance for the best. chance: what the same"
-    " guesses get right in the other sessions. ms/token, RPCs, bytes: of one decoded token, by tsqp"
-    " bench, without Embedding and LM head in the TEE."
+    " interval, which begins highest for the best. chance: what the same guesses get right in the"
+    " other sessions. ms/token, RPCs, bytes: of one decoded token, by tsqp bench, without Embedding"
+    " and LM head in the TEE."
 )
 
 

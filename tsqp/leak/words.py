@@ -134,7 +134,7 @@ def setup_pairs(report: Report) -> list[tuple[str, str]]:
     if setup.search_candidates is not None:
         candidates = f", {setup.search_candidates:,} candidates for each"
     elif setup.noisy_candidates is not None:
-        candidates = f", of noise {setup.noisy_candidates:,} candidates for each"
+        candidates = f", under noise {setup.noisy_candidates:,} candidates for each"
     return [
         ("model", f"{setup.model}, {setup.dtype}, hidden size {setup.hidden_size:,}"),
         ("attacker has", f"{setup.public}, its tokenizer, the policy and the code"),

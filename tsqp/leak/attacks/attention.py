@@ -6,7 +6,7 @@ or scale them; what they do is the same for all heads of a call, and leaves as m
 needs.
 
 Shape suffixes: T tokens in a step, S positions, N candidates, V vocabulary size, K key/value heads,
-C head dim, X what is compared.
+C head dim, X what is compared, M keys that may be a token's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tee_side.masks.row_mix import RowMix
 from tee_side.masks.row_permutation import RowPermutation
 from tee_side.vocabulary import PHASES
 from tsqp.leak.attack import Attack, Reading, View, Work
-from tsqp.leak.matching import Squares, apart, best, place_name
+from tsqp.leak.matching import apart, best, place_name, squares
 from tsqp.leak.public import PublicModel
 from tsqp.leak.trace import Where
 
@@ -104,20 +104,17 @@ class AttentionKeys(Attack):
         """Look up what each step appends: of all sessions together, a position at a time."""
         keys, left = Keys(view.public), _left(view)
         guesses: list[dict[int, tuple[int, ...]]] = [{} for _ in view.traces]
-        for position, appended in sorted(_appended(view).items()):
+        for position, appended in sorted(_appended(view, left).items()):
             work.tick()
             k_VKC = keys.at(position)
             ids_V = torch.arange(len(k_VKC))
             for prefill in {one.prefill for one in appended}:
-                stays, squares = left[prefill], Squares()
-                table_VX = stays.of(k_VKC)
+                table_VX = left[prefill].of(k_VKC)
+                squares_V = squares(table_VX)
                 for one in appended:
                     if one.prefill != prefill:
                         continue
-                    rows_SX = stays.of(one.k_SKC)
-                    if stays.ordered:
-                        rows_SX = rows_SX[position : position + 1]
-                    distances_V = apart(rows_SX, table_VX, squares.of(table_VX)).amin(0)
+                    distances_V = apart(one.among_MX, table_VX, squares_V).amin(0)
                     work.compared += len(ids_V)
                     guesses[one.session][one.token] = best(distances_V, ids_V)
         for session, found in enumerate(guesses):
@@ -136,15 +133,19 @@ def _left(view: View) -> dict[bool, Invariant]:
 
 @dataclass(frozen=True, eq=False)
 class _Appended:
-    """A token whose key a step appended to the cache, and all keys that crossed then."""
+    """A token whose key a step appended to the cache.
+
+    `prefill`: whether the step appended others, too; `among_MX`: what the mask leaves of the keys
+    that may be the token's.
+    """
 
     session: int
     token: int
     prefill: bool
-    k_SKC: torch.Tensor
+    among_MX: torch.Tensor
 
 
-def _appended(view: View) -> dict[int, list[_Appended]]:
+def _appended(view: View, left: dict[bool, Invariant]) -> dict[int, list[_Appended]]:
     """Return the tokens at each position."""
     found: dict[int, list[_Appended]] = {}
     for session, trace in enumerate(view.traces):
@@ -153,10 +154,15 @@ def _appended(view: View) -> dict[int, list[_Appended]]:
             if call is None:
                 continue
             _, b_KCS = call.tensors
-            k_SKC = b_KCS.permute(2, 0, 1).float()
+            prefill = step.tokens > 1
+            stays = left[prefill]
+            crossed_SX = stays.of(b_KCS.permute(2, 0, 1).float())
             # A step appends to a cache that holds the whole context, in a sliding window, too.
-            start = len(k_SKC) - step.tokens
+            start = len(crossed_SX) - step.tokens
             for token in range(step.tokens if start >= 0 else 0):
-                one = _Appended(session, step.first + token, step.tokens > 1, k_SKC)
+                own = slice(start + token, start + token + 1)
+                # Of its own a copy: a part would keep the whole.
+                among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
+                one = _Appended(session, step.first + token, prefill, among_MX)
                 found.setdefault(start + token, []).append(one)
     return found

@@ -164,7 +164,7 @@ def _eigenvectors(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return singular values [I] of a weight, the largest first, and directions [I, min(O, I)].
 
     Of a weight with fewer outputs than inputs by way of the outputs, whose products are smaller:
-    an eighth of the work where there are half as many. Those behind are 0.
+    an eighth of the work where there are half as many. Values without a direction are 0.
     """
     O, I = weight_OI.shape  # noqa: E741
     if O >= I:
@@ -172,9 +172,7 @@ def _eigenvectors(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return squares_I.flip(0).clamp(min=0).sqrt(), basis_II.flip(1)
     squares_O, outputs_OO = torch.linalg.eigh(weight_OI @ weight_OI.t())
     sizes_O = squares_O.flip(0).clamp(min=0).sqrt()
-    basis_IO = (
-        weight_OI.t() @ outputs_OO.flip(1) / sizes_O.clamp(min=torch.finfo(sizes_O.dtype).tiny)
-    )
+    basis_IO = normalize(weight_OI.t() @ outputs_OO.flip(1), dim=0)
     return torch.cat([sizes_O, sizes_O.new_zeros(I - O)]), basis_IO
 
 

@@ -11,7 +11,7 @@ from tee_side.masks.mask import MaskedProduct, RowMask
 from tee_side.masks.row_mix import RowMix
 from tee_side.masks.row_permutation import RowPermutation
 from tee_side.masks.row_rotation import RowRotation
-from tee_side.policy import load_policy
+from tee_side.policy import Policy, load_policy
 from tee_side.randomness import Randomness
 from tests.support import make_model, token_ids
 from tsqp.cli.program import model_directory
@@ -81,10 +81,11 @@ def view_of(public: PublicModel, played: Recording) -> View:
     return View(traces, public, played.policy, played.served, 0, 0)
 
 
-def run(public: PublicModel, policy: str, folder: Path, prompts: list[list[int]]) -> Score:
+def run(public: PublicModel, policy: str | Policy, folder: Path, prompts: list[list[int]]) -> Score:
     """Play, attack, score."""
     settings = PlaySettings(public.directory, folder, new_tokens=8)
-    played = play(load_policy(policy), prompts, settings)
+    chosen = load_policy(policy) if isinstance(policy, str) else policy
+    played = play(chosen, prompts, settings)
     view, attack = view_of(public, played), AttentionKeys()
     assert attack.refuses(view) is None
     truths = [session.truth for session in played.sessions]
@@ -120,6 +121,28 @@ def test_every_token_is_read(tmp_path: Path, policy: str) -> None:
     assert (found.prompt.hits, found.prompt.n) == (40, 40)
     # The token that is sampled last has no key yet.
     assert (found.answer.hits, found.answer.n) == (21, 21)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("tsqp", "tsqp-permuted"), ("row-mix", "tsqp"), ("tsqp-permuted", "row-mix")],
+)
+def test_phases_have_masks_of_their_own(tmp_path: Path, prefill: str, decode: str) -> None:
+    """What one of them leaves is not what the other does."""
+    make_model(tmp_path)
+    products = {
+        operator: tuple(
+            one.model_copy(update={"phase": phase})
+            for phase, name in (("prefill", prefill), ("decode", decode))
+            for one in load_policy(name).operators[operator]
+        )
+        for operator in ("attn_scores", "attn_values")
+    }
+    tsqp = load_policy("tsqp")
+    policy = tsqp.model_copy(update={"operators": {**tsqp.operators, **products}})
+    prompts = [token_ids(length, seed) for seed, length in enumerate((20, 13, 7))]
+    found = run(PublicModel(tmp_path), policy, tmp_path, prompts)
+    assert (found.prompt.hits, found.answer.hits, found.top1.n) == (40, 21, 61)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -123,6 +123,23 @@ def test_one_module_gives_coordinates_without_signs() -> None:
     assert torch.allclose(ours_RV.abs(), theirs_RV.abs(), atol=1e-9)
 
 
+def test_a_weight_that_says_less_gives_fewer_directions() -> None:
+    """Two outputs are the same: of 8, 7 say something."""
+    public = random_modules(8, in_features=20)
+    public[0][1] = public[0][0]
+    served = [orthogonal(8, 2) @ public[0] @ orthogonal(20, 1)]
+    found = directions(public, served, torch.ones(20, dtype=torch.float64))
+    assert found.public_IV.shape == found.served_IV.shape == (20, 7)
+    # Of a served weight that says less than the public one nothing is infinite.
+    served = [orthogonal(8, 2) @ public[0] @ orthogonal(20, 1)]
+    found = directions(
+        random_modules(8, in_features=20), served, torch.ones(20, dtype=torch.float64)
+    )
+    assert found.served_IV.shape == (20, 8)
+    assert found.served_IV.isfinite().all()
+    assert found.public_IV.isfinite().all()
+
+
 def test_directions_that_rounding_has_mixed_hardly_count() -> None:
     """Two singular values nearly coincide: their eigenvectors are anywhere between the two."""
     sizes = torch.tensor([8, 7, 6, 5.0001, 5, 4, 3, 2], dtype=torch.float64)

@@ -80,6 +80,17 @@ def test_which_policies_have_noise() -> None:
     assert is_noisy(with_sigma(load_policy("cloak"), 0.5))
 
 
+@pytest.mark.parametrize(
+    ("sigmas", "noisy"),
+    [((0.0, 2.0), True), ((0.0, 0.0), False), ((None, "2"), False), ((), False)],
+)
+def test_any_mask_with_noise_makes_a_policy_noisy(sigmas: tuple[object, ...], noisy: bool) -> None:
+    """Whatever the masks of others mean by sigma."""
+    masks = [SimpleNamespace(sigma=sigma) for sigma in sigmas]
+    policy: Any = SimpleNamespace(masks=[SimpleNamespace(), *masks])
+    assert is_noisy(policy) is noisy
+
+
 @pytest.mark.parametrize("name", ["float-noise", "cloak"])
 def test_only_the_strength_changes(name: str) -> None:
     policy = load_policy(name)

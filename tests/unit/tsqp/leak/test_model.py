@@ -79,11 +79,20 @@ def test_of_those_that_read_everything_the_simplest_is_best() -> None:
         made = policy("p", *order)
         assert made.best is not None
         assert made.best[0].attack == "plain"
-    # Of few tokens, all is not everything.
-    few = run("few", score(3, n=3, chance=0.0))
-    made = policy("p", few, almost)
-    assert made.best is not None
-    assert made.best[0].attack == "almost"
+    # All of fewer tokens leaves more open than nearly all of many.
+    for n in (3, 192):
+        made = policy("p", run("few", score(n, n=n, chance=0.0)), almost)
+        assert made.best is not None
+        assert made.best[0].attack == "almost"
+
+
+def test_what_may_be_luck_is_compared_with_chance() -> None:
+    """Of two rates near it the one that is farther above is the stronger."""
+    often = score(40, n=1000, chance=0.03)
+    seldom = score(30, n=1000, chance=0.001)
+    assert often.top1.low > seldom.top1.low
+    assert seldom.strength > often.strength
+    assert score(100, n=1000, chance=0.03).strength > seldom.strength
 
 
 def test_a_control_counts_place_by_place() -> None:

@@ -243,8 +243,13 @@ def test_searches_in_noise_end_with_what_is_expected(
     )
     laboratory = Laboratory(settings, tmp_path)
     laboratory.run()
-    # The cloak without noise, and with that of its curve; the control is in the clear.
-    assert told == {"attention-in-tee": {clear}, "cloak": {clear, noisy}, "float-noise": {noisy}}
+    # The cloak without noise, and with that of its curve. The control, in the clear, has as few
+    # candidates as what it is to vouch for.
+    assert told == {
+        "attention-in-tee": {clear, noisy},
+        "cloak": {clear, noisy},
+        "float-noise": {noisy},
+    }
     report = laboratory.report()
     assert (report.setup.search_candidates, report.setup.noisy_candidates) == (asked, noisy)
     assert {curve.search_candidates for curve in report.curves} == {noisy}
@@ -292,6 +297,8 @@ def test_a_curve_ends_where_nothing_is_read(model: SavedModel, tmp_path: Path) -
     assert 1 <= len(others) < len(noise)
     assert tuple(point.sigma for point in others) == noise[: len(others)]
     assert all(point.rate.n == 30 and point.rate.hits <= 4 for point in others)
+    above = [point.rate.low > point.chance for point in curve.points]
+    assert above == [True] * len(others) + [False]
     assert sum(steps) == 1 + len(noise) + 2
 
 
