@@ -17,6 +17,7 @@ from tee_side.vocabulary import OPERATORS, PHASES, PRODUCTS
 from tsqp.bench.machine import describe_machine
 from tsqp.bench.model import Report as BenchReport
 from tsqp.leak.cost import cost_in, measure_cost
+from tsqp.leak.curves import is_noisy
 from tsqp.leak.interval import needed
 from tsqp.leak.model import Cost, Curve, PolicyLeak, Report, Setup
 from tsqp.leak.play import KEY, SERVED
@@ -109,6 +110,12 @@ class Laboratory:
                 self._watch.say("".join(traceback.format_exception(found.error)).rstrip())
             yield found
 
+    @property
+    def _noisy(self) -> bool:
+        """Whether anything crosses with noise."""
+        policies = [policy for _, policy in self._settings.policies]
+        return bool(self._settings.curves) or any(map(is_noisy, policies))
+
     def report(self) -> Report:
         """Return what has been found so far."""
         settings, config = self._settings, self._config
@@ -131,7 +138,7 @@ class Laboratory:
                 search_sessions=settings.search_sessions,
                 search_tokens=settings.search_tokens,
                 search_candidates=settings.search_candidates,
-                noisy_candidates=settings.noisy_candidates,
+                noisy_candidates=settings.noisy_candidates if self._noisy else None,
             ),
             policies=tuple(self._found[name] for name in self._names if name in self._found),
             curves=tuple(self._curves[name] for name in self._names if name in self._curves),

@@ -118,9 +118,7 @@ class AttentionKeys(Attack):
                     work.compared += len(ids_V)
                     guesses[one.session][one.token] = best(distances_V, ids_V)
         for session, found in enumerate(guesses):
-            yield Reading(
-                place_name(_FIRST), session, range(view.traces[session].tokens), dict(found)
-            )
+            yield Reading(place_name(_FIRST), session, range(view.traces[session].tokens), found)
 
 
 def _left(view: View) -> dict[bool, Invariant]:

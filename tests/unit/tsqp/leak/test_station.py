@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from tee_side.policy import load_policy
@@ -26,13 +27,14 @@ from tests.unit.tsqp.leak.runs import (
     run,
     settings_of,
 )
+from tsqp.cli.leak import leak
 from tsqp.leak.attack import Reading, View, Work
 from tsqp.leak.attacks.direct import NearestEmbedding, TokenIds
 from tsqp.leak.attacks.rotations import NormDictionary
 from tsqp.leak.attacks.vocabulary import PlainMatching
 from tsqp.leak.laboratory import Laboratory
 from tsqp.leak.model import Control, Rate
-from tsqp.leak.settings import Watch
+from tsqp.leak.settings import NOISY_CANDIDATES, Watch
 from tsqp.leak.station import Station
 from tsqp.leak.words import warnings
 
@@ -253,6 +255,24 @@ def test_searches_in_noise_end_with_what_is_expected(
     report = laboratory.report()
     assert (report.setup.search_candidates, report.setup.noisy_candidates) == (asked, noisy)
     assert {curve.search_candidates for curve in report.curves} == {noisy}
+
+
+@pytest.mark.parametrize(
+    ("policy", "curves", "noisy"),
+    [("cloak", (), None), ("cloak", (2.0,), 256), ("float-noise", (), 256)],
+)
+def test_where_nothing_is_noisy_no_bound_is_named(
+    model: SavedModel, tmp_path: Path, policy: str, curves: tuple[float, ...], noisy: int | None
+) -> None:
+    """A cloak has noise in its curve alone."""
+    settings = settings_of(model.directory, [policy], [NearestEmbedding], curves=curves)
+    assert Laboratory(settings, tmp_path).report().setup.noisy_candidates == noisy
+
+
+def test_the_help_names_the_bound_under_noise() -> None:
+    """It is written there as a number, since the settings are imported late."""
+    text = " ".join(CliRunner().invoke(leak, ["--help"], terminal_width=200).output.split())
+    assert f"{NOISY_CANDIDATES} under noise" in text
 
 
 def test_a_curve_begins_with_the_weakest_noise_and_drops_what_reads_nothing(
