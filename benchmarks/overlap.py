@@ -174,8 +174,8 @@ class Contender:
             gpu=(endpoint,),
             threads=threads,
             micro_batches=micro_batches,
-            # A prompt is one step, whatever its length.
-            step_tokens=max(case.tokens, case.batch),
+            # One step for the prompts, whatever their length: all begin to decode in the same one.
+            step_tokens=case.tokens * case.batch,
         )
         self._runner = runner = closing.enter_context(Runner(settings))
         generator = torch.Generator().manual_seed(0)
@@ -188,10 +188,9 @@ class Contender:
         running = [
             runner.generate(prompt, max_new_tokens=steps + 1, with_text=False) for prompt in prompts
         ]
-        while not all(one.arrived for one in running):
-            runner.step()
         for one in running:
             closing.callback(one.close)
+        runner.step()
 
     def _prompt(self, prompt: list[int]) -> None:
         for _ in self._runner.generate(prompt, max_new_tokens=1, with_text=False).steps():

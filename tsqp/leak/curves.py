@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig
+from protocol.validation import validate_file
 from tee_side.masks.feature_rotation import FeatureRotation
 from tee_side.masks.mask import Mask
 from tee_side.policy import Policy
@@ -37,12 +39,17 @@ def is_noisy(policy: Policy) -> bool:
 
 
 def with_sigma(policy: Policy, sigma: float) -> Policy:
-    """Return a policy with another strength of noise. Raises ValidationError out of bounds."""
+    """Return a policy with another strength of noise.
+
+    Raises SettingsError if its mask does not take it.
+    """
 
     def changed(mask: Mask | None) -> Mask | None:
         if mask is None or _SIGMA not in type(mask).model_fields:
             return mask
-        return type(mask)(**{**mask.model_dump(), _SIGMA: sigma})
+        strong = {**mask.model_dump(), _SIGMA: sigma}
+        where = f"--sigma for policy {policy.name}"
+        return validate_file(type(mask), strong, where, SettingsError)
 
     return policy.model_copy(
         update={

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
+from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig
 from tee_side.masks.feature_rotation import FeatureRotation
 from tee_side.policy import Policy, builtin_policies, load_policy
@@ -122,7 +122,7 @@ def test_masks_without_noise_stay() -> None:
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, 1e5])
 def test_a_strength_that_the_mask_does_not_take_is_refused(sigma: float) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(SettingsError, match=r"^--sigma for policy float-noise: sigma: got "):
         with_sigma(load_policy("float-noise"), sigma)
 
 

@@ -104,6 +104,11 @@ def test_too_few_tokens_for_the_margin_are_refused_with_both_numbers(
             "--policy",
             "two of one name",
         ),
+        (
+            {"policies": (("n", load_policy("float-noise")),), "curves": (1.0, 20_000.0)},
+            "--sigma for policy float-noise: sigma",
+            "20000.0",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(
