@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 from tee_side.runner import Runner
 from tests.soak.row import RowResult, is_full, note, percentile, progress
@@ -26,24 +28,32 @@ MINUTES = 3
 ALONE = True
 
 NEW_TOKENS = 24
-_PATIENT_S, _IMPATIENT_S = 60.0, 1.5
-# At least and at most, by how long a session waits. In the short form the service comes back at
-# once, or after whoever waits for less has given up.
-_AWAY_S = {_PATIENT_S: (0.0, 5.0), _IMPATIENT_S: (0.0, 5.0)}
-_AWAY_SHORT_S = {_PATIENT_S: (0.0, 0.2), _IMPATIENT_S: (2.0, 2.2)}
+_PATIENT_S, _IMPATIENT_S = 60.0, 3.0
+# How long the service is away. In the short form it comes back at once, or only after whoever
+# waits for less has given up.
+_AWAY_S = (0.0, 5.0)
+_AWAY_SHORT_S = (0.0, 0.2)
 _GRACE_S = 1.0
 _SIDE_BY_SIDE = 4
 _TRIES = 4
 
 
+@dataclass(frozen=True)
+class _Undisturbed:
+    """A generation whose service is well: its requests, and the seconds that one takes."""
+
+    requests: int
+    request_s: float
+
+
 class Sessions:
     """Sessions side by side, each with a service of its own, and what came of them."""
 
-    def __init__(self, workers: Workers, away_s: dict[float, tuple[float, float]]) -> None:
+    def __init__(self, workers: Workers, *, full: bool) -> None:
         self.hits = self.resumed = self.errors = self.wrong = self.late = self.stuck = 0
         self.overdue_s: list[float] = []
         self._workers = workers
-        self._away_s = away_s
+        self._full = full
         self._texts = prompts(8, 6)
         # Counters are counted by several threads.
         self._lock = threading.Lock()
@@ -52,57 +62,88 @@ class Sessions:
         """Kill one session's service so often."""
         chance = random.Random(seed)
         worker = start(self._workers)
+        undisturbed = self._undisturbed(worker)
         for place in range(count):
             patient = (seed + place) % 2 == 0
             timeout_s = _PATIENT_S if patient else _IMPATIENT_S
-            # A generation may be over when the service is killed: it is judged, and is no hit.
+            # Who waits for less may give up before anything was killed: that is no hit.
             for _ in range(_TRIES):
                 with Runner(settings([worker.endpoint], request_timeout_s=timeout_s)) as runner:
-                    worker, hit = self._kill_once(runner, worker, timeout_s, chance)
+                    worker, hit = self._kill_once(runner, worker, timeout_s, undisturbed, chance)
                 if hit:
                     done()
                     break
             else:
-                note(f"got {_TRIES} kills that hit nothing, expected one that does")
+                note(f"got {_TRIES} generations that ended before the kill, expected one kill")
+
+    def _undisturbed(self, worker: Worker) -> _Undisturbed:
+        """Generate, see that it is right, and count the requests that it takes."""
+        ids = self._texts[0]
+        with Runner(settings([worker.endpoint], request_timeout_s=_PATIENT_S)) as runner:
+            sent: list[bool] = []
+            _watch(runner, sent.append)
+            said = generate(runner, ids, NEW_TOKENS)
+        if not said.is_right(ids, NEW_TOKENS):
+            raise RuntimeError(f"undisturbed: got {said}, expected the tokens of the model")
+        requests = sum(sent)
+        return _Undisturbed(requests, said.total_s / requests)
 
     def _kill_once(
-        self, runner: Runner, worker: Worker, timeout_s: float, chance: random.Random
+        self,
+        runner: Runner,
+        worker: Worker,
+        timeout_s: float,
+        undisturbed: _Undisturbed,
+        chance: random.Random,
     ) -> tuple[Worker, bool]:
-        """Return the service that came back, and whether the session had to do without it."""
+        """Return the service that came back, and whether it was killed."""
         ids = chance.choice(self._texts)
-        usual = generate(runner, ids, NEW_TOKENS)
-        if not usual.is_right(ids, NEW_TOKENS):
-            raise RuntimeError(f"undisturbed: got {usual}, expected the tokens of the model")
-        session = _session(runner)
-        kill_after_s = chance.uniform(0, usual.total_s)
-        back_after_s = chance.uniform(*self._away_s[timeout_s])
-        back: list[Worker] = []
+        # Not the last request: its reply may be there already, and nobody would miss the service.
+        point, sent = chance.randrange(undisturbed.requests - 1), chance.random() < 0.5
+        kill_after_s = chance.uniform(0, undisturbed.request_s)
+        gives_up = timeout_s == _IMPATIENT_S and not self._full
+        away_s = chance.uniform(*(_AWAY_S if self._full else _AWAY_SHORT_S))
+        killed, ended = threading.Event(), threading.Event()
+        asked = 0
 
-        def kill() -> None:
-            worker.kill()
-            time.sleep(back_after_s)
-            back.append(self._workers.restart(worker))
+        def kill(is_sent: bool) -> None:
+            nonlocal asked
+            if (asked, is_sent) == (point, sent) and not killed.is_set():
+                time.sleep(kill_after_s)
+                worker.kill()
+                killed.set()
+            asked += is_sent
 
-        timer = threading.Timer(kill_after_s, kill)
-        timer.start()
-        said = generate(runner, ids, NEW_TOKENS)
-        # Nobody looks at a connection between two generations: a lost one was lost in this one.
-        hit = _session(runner) is not session
-        timer.join()
-        after = generate(runner, ids, NEW_TOKENS)
-        with self._lock:
-            self._count(said, after, ids, timeout_s, hit=hit)
-        return back[0], hit
+        def restart() -> Worker:
+            killed.wait()
+            if gives_up:
+                ended.wait()
+            else:
+                time.sleep(away_s)
+            return worker if worker.is_running else self._workers.restart(worker)
 
-    def _count(
-        self, said: Said, after: Said, ids: tuple[int, ...], timeout_s: float, *, hit: bool
-    ) -> None:
+        _watch(runner, kill)
+        with ThreadPoolExecutor(1) as restarting:
+            back = restarting.submit(restart)
+            try:
+                said = generate(runner, ids, NEW_TOKENS)
+            finally:
+                hit = killed.is_set()
+                ended.set()
+                killed.set()  # or nobody would end the thread
+        if hit:
+            after = generate(runner, ids, NEW_TOKENS)
+            with self._lock:
+                self._count(said, after, ids, timeout_s)
+        return back.result(), hit
+
+    def _count(self, said: Said, after: Said, ids: tuple[int, ...], timeout_s: float) -> None:
         right = said.is_right(ids, NEW_TOKENS)
-        # Only who was hit, and does not wait for long enough, may end with an error.
-        allowed = said.error is not None and hit and timeout_s == _IMPATIENT_S
-        self.hits += hit
-        self.resumed += hit and right
-        self.errors += hit and said.error is not None
+        # Only who does not wait for long enough may end with an error.
+        allowed = said.error is not None and timeout_s == _IMPATIENT_S
+        self.hits += 1
+        self.resumed += right
+        self.errors += said.error is not None
         self.wrong += not right and not allowed
         overdue_s = said.longest_s - timeout_s
         if said.error is not None:
@@ -115,10 +156,19 @@ class Sessions:
             note(f"after {said}: got {after}, expected the right tokens")
 
 
-def _session(runner: Runner) -> object:
-    """Return the connection to the only service, which is another once it was lost."""
+def _watch(runner: Runner, told: Callable[[bool], None]) -> None:
+    """Have somebody told, in this thread, before (False) and after (True) each request is sent."""
     (member,) = runner._services.at(0)[0].members  # type: ignore[attr-defined]
-    return member.session
+    channel = member.session.channel
+    submit = channel.submit
+
+    def told_submit(*arguments: Any, **more: Any) -> int:
+        told(False)
+        request_id: int = submit(*arguments, **more)
+        told(True)
+        return request_id
+
+    channel.submit = told_submit
 
 
 def run(count: int) -> RowResult:
@@ -128,7 +178,7 @@ def run(count: int) -> RowResult:
     lanes = min(_SIDE_BY_SIDE, count)
     finished: list[None] = []
     with Workers() as workers, ThreadPoolExecutor(lanes) as pool:
-        sessions = Sessions(workers, _AWAY_S if full else _AWAY_SHORT_S)
+        sessions = Sessions(workers, full=full)
 
         def done() -> None:
             finished.append(None)
