@@ -143,6 +143,11 @@ def _is_frozen(pid: int) -> bool:
     return set(states) == {"T"}
 
 
+# Of heartbeats, where they are not the subject: a busy machine must not end a connection.
+CALM_S = 60.0
+CALM = ("--heartbeat-timeout-s", str(CALM_S))
+
+
 @contextmanager
 def running_service(
     model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32"
@@ -158,6 +163,7 @@ def running_service(
         endpoint,
         "--dtype",
         dtype,
+        *CALM,
         *arguments,
     ]
     process = subprocess.Popen(

@@ -64,18 +64,14 @@ class Services:
         """
         deadline = time.monotonic() + timeout_s
         grace = deadline
-        while missing := [
-            (group, member)
-            for group in self._groups
-            for member in group.members
-            if member.session is None
-        ]:
+        late = False
+        while (missing := self._missing()) and not late:
             enough = all(group.is_ready for group in self._groups)
             if enough:
                 grace = min(grace, time.monotonic() + _GRACE_S)
             until = grace if enough else deadline
-            if time.monotonic() >= until:
-                break
+            # Once more: what has come while this process was stopped was not seen yet.
+            late = time.monotonic() >= until
             for group, member in missing:
                 turn = time.monotonic() + TURN_S
                 group.try_connect(member, until if len(missing) == 1 else min(until, turn))
@@ -90,6 +86,14 @@ class Services:
             error = member.error or _silent(member.endpoint)
             fields = {"endpoint": member.endpoint, "detail": str(error)}
             log.warning("service_missing", extra={"fields": fields})
+
+    def _missing(self) -> list[tuple[Replicas, Member]]:
+        return [
+            (group, member)
+            for group in self._groups
+            for member in group.members
+            if member.session is None
+        ]
 
     def close(self) -> None:
         """Disconnect from all."""

@@ -224,7 +224,8 @@ class Replicas:
         if left_s <= 0:
             return
         failures = in_flight.failures
-        for member in self._in_order():
+        # Whoever had no room for it is asked again only where nobody else is left to ask.
+        for member in sorted(self._in_order(), key=failures.busy.__contains__):
             free_at, _ = failures.busy.get(member, (0.0, 0.0))
             ready = member.session is not None and free_at <= now
             if ready and member not in failures.refused and self._send(in_flight, member, left_s):

@@ -22,7 +22,7 @@ from protocol.zmq_channel import ZmqChannel
 from tests import support
 from tests.fault.test_service_limits import slow_device, submit_until_some_wait
 from tests.fault.wire import header, inline
-from tests.support import Service, make_model, run, running_service
+from tests.support import CALM_S, Service, make_model, run, running_service
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
 
@@ -288,8 +288,8 @@ def test_a_key_that_is_taken_off_the_list_is_cut_off(model: Path, files: Files) 
     options = files.options("friend", "other")
     with (
         running_service(model, "tcp://127.0.0.1:*", *options) as service,
-        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
-        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("other")) as other,
+        _calm(service, files) as friend,
+        _calm(service, files, "other") as other,
     ):
         friend.call(InitRequest())
         other.call(InitRequest())
@@ -321,8 +321,8 @@ def test_what_was_taken_from_a_revoked_key_is_not_answered(
     options = (*files.options("friend", "other"), "--device", slow_device(tmp_path, 1.0))
     with (
         running_service(model, "tcp://127.0.0.1:*", *options) as service,
-        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend,
-        ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("other")) as other,
+        _calm(service, files) as friend,
+        _calm(service, files, "other") as other,
     ):
         submit_until_some_wait(other)
         files.allow("friend")
@@ -335,19 +335,14 @@ def test_what_was_taken_from_a_revoked_key_is_not_answered(
     assert " client_gone " not in "\n".join(service.log)
 
 
-# Of heartbeats, where they are not the subject: a busy machine must not end a connection.
-CALM_S = 60.0
-CALM = ("--heartbeat-timeout-s", str(CALM_S))
-
-
-def _calm(service: Service, files: Files) -> ZmqChannel:
-    keys = files.client("friend")
+def _calm(service: Service, files: Files, name: str = "friend") -> ZmqChannel:
+    keys = files.client(name)
     return ZmqChannel(service.endpoint, timeout_s=60, keys=keys, heartbeat_timeout_s=CALM_S)
 
 
 def test_a_damaged_list_changes_nothing_and_is_told(model: Path, files: Files) -> None:
     with (
-        running_service(model, "tcp://127.0.0.1:*", *files.options("friend"), *CALM) as service,
+        running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service,
         _calm(service, files) as friend,
     ):
         friend.call(InitRequest())
@@ -365,7 +360,7 @@ def test_a_damaged_list_changes_nothing_and_is_told(model: Path, files: Files) -
         friend.call(InitRequest())
         assert friend._connection == 0
         with (
-            ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("other")) as other,
+            _calm(service, files, "other") as other,
             pytest.raises(EndpointError, match="got a refusal of our key"),
         ):
             other.call(InitRequest())
@@ -377,7 +372,7 @@ def test_many_hangups_and_then_the_end(model: Path, files: Files) -> None:
         for _ in range(50):
             service.process.send_signal(signal.SIGHUP)
         _log_until(service, " allow_list ")
-        with ZmqChannel(service.endpoint, timeout_s=60, keys=files.client("friend")) as friend:
+        with _calm(service, files) as friend:
             friend.call(InitRequest())
         assert service.stop() == 0
 
@@ -516,7 +511,7 @@ def test_a_runner_does_not_start_with_wrong_keys(
 
 def test_refusals_do_not_keep_a_service_from_its_work(model: Path, files: Files) -> None:
     with (
-        running_service(model, "tcp://127.0.0.1:*", *files.options("friend"), *CALM) as service,
+        running_service(model, "tcp://127.0.0.1:*", *files.options("friend")) as service,
         ExitStack() as stack,
         _calm(service, files) as friend,
     ):

@@ -23,12 +23,12 @@ from protocol.pending import PendingChannel
 from tee_side import runner as runner_module
 from tee_side.policy import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import SavedModel, run
+from tests.support import CALM, CALM_S, SavedModel, run
 from tests.tools.workers import Worker, Workers
 
 PROMPT = [1, 5, 9, 13, 2, 7]
 NEW_TOKENS = 6
-CALM = "two-server"
+SHARES = "two-server"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def start(workers: Workers, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
         bind = "tcp://127.0.0.1:*"
         if transport != "tcp":
             bind = f"{transport}://{tmp_path}/{len(started)}"
-        made = workers.start(str(model), "--bind", bind, "--dtype", "float32", *arguments)
+        made = workers.start(str(model), "--bind", bind, "--dtype", "float32", *CALM, *arguments)
         started.append(made)
         return made
 
@@ -100,7 +100,12 @@ def _is_init(request: Request) -> bool:
 
 def _settings(model: SavedModel, policy: str, *gpu: str, **more: Any) -> RunnerSettings:
     chosen = load_policy(policy)
-    settings: dict[str, Any] = {"dtype": "float32", "request_timeout_s": 30.0, **more}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "request_timeout_s": 30.0,
+        "heartbeat_timeout_s": CALM_S,
+        **more,
+    }
     return RunnerSettings(model.directory, chosen, gpu, masks=model.masks(chosen), **settings)
 
 
@@ -297,7 +302,7 @@ def test_no_service_ever_gets_the_other_share(
 ) -> None:
     model = saved_model("llama")
     workers = [start(model.directory) for _ in range(4)]
-    settings = _settings(model, CALM, *(worker.endpoint for worker in workers))
+    settings = _settings(model, SHARES, *(worker.endpoint for worker in workers))
     undisturbed = _generate(settings)
     record.sent.clear()
 
@@ -348,7 +353,7 @@ def test_a_restart_does_not_give_a_process_another_share(
 
     monkeypatch.setattr(runner_module, "open_channel", moving)
     record.at = kill
-    settings = _settings(model, CALM, first.endpoint, second.endpoint)
+    settings = _settings(model, SHARES, first.endpoint, second.endpoint)
     with pytest.raises(SettingsError, match="one and the same, expected two that do not collude"):
         _generate(settings)
     to_first = _elements(record.to(first.endpoint))

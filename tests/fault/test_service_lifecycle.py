@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import struct
+import time
 from pathlib import Path
 
 import msgpack
@@ -80,8 +81,11 @@ def test_signal_while_requests_wait_unread(model: Path) -> None:
     ):
         assert is_healthy(service.endpoint)
         service.freeze()
+        sent_bytes = 0
         for request_id in range(1, 31):
+            sent_bytes += len(header(request_id=request_id)) + HIDDEN_BYTES
             client.send_multipart([header(request_id=request_id), bytes(HIDDEN_BYTES)])
+        _wait_until_received(service.endpoint, sent_bytes)
         service.process.send_signal(signal.SIGTERM)
         service.thaw()
         assert service.stop() == 0
@@ -92,6 +96,19 @@ def test_signal_while_requests_wait_unread(model: Path) -> None:
         assert [reply["request_id"] for reply in replies] == list(range(1, 31))
         assert {reply.get("error") for reply in replies} <= {None, "SHUTTING_DOWN"}
         assert not client.poll(0)
+
+
+def _wait_until_received(endpoint: str, size: int) -> None:
+    """Wait until the kernel has so many bytes for a service that does not read."""
+    port = f":{int(endpoint.rpartition(':')[2]):04X}"
+    until = time.monotonic() + 30
+    waiting = 0
+    while waiting < size:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+        lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+        fields = [line.split() for line in lines]
+        waiting = sum(int(f[4].partition(":")[2], 16) for f in fields if f[1].endswith(port))
 
 
 def test_two_services_do_not_share_an_endpoint(model: Path, tmp_path: Path) -> None:

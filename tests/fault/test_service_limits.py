@@ -33,7 +33,7 @@ from protocol.messages import (
 from protocol.tensors import from_torch
 from tests.fault.test_service_lifecycle import CANARIES, CANARY_BYTES, CANARY_FLOAT, LINE
 from tests.fault.wire import HIDDEN, HIDDEN_BYTES, exchange, framed_linear, header, inline
-from tests.support import Service, make_model, run, running_service
+from tests.support import CALM_S, Service, make_model, run, running_service
 
 TRANSPORTS = ["tcp", "unix"]
 
@@ -62,7 +62,7 @@ def slow_device(folder: Path, seconds: float) -> str:
 
 @contextmanager
 def _connected(service: Service) -> Iterator[Channel]:
-    channel = open_channel(service.endpoint, timeout_s=60)
+    channel = open_channel(service.endpoint, timeout_s=60, heartbeat_timeout_s=CALM_S)
     try:
         yield channel
     finally:
@@ -178,6 +178,7 @@ def test_what_was_taken_is_finished_after_sigterm(
         _connected(service) as client,
         _connected(service) as other,
     ):
+        _health(other)  # a new connection would have to be made while the service drains
         ids = submit_until_some_wait(client)
         service.process.send_signal(signal.SIGTERM)
         assert _wait_until_it_drains(other).status == "draining"

@@ -120,6 +120,10 @@ def test_swallowed_bytes_never_come(proxy: Proxy) -> None:
         proxy.set(to_service=SWALLOW)
         client.sendall(b"abc")
         assert stays_silent(client)
+        until = time.monotonic() + 30
+        while proxy.bytes["to_service"] < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
         proxy.set()
         client.sendall(b"def")
         assert receive(client, 3) == b"def"

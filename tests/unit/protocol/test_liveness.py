@@ -148,11 +148,11 @@ def test_a_service_that_is_busy_is_not_taken_for_dead(
 
     Long enough for a service that gives no signs of life to be given up.
     """
-    with StreamChannel(endpoint, timeout_s=2.5) as channel:
+    with StreamChannel(endpoint, timeout_s=60) as channel:
         if known:
             _one_round_trip(listener, channel)
         with pytest.raises(DeadlineExceededError):
-            channel.call(InitRequest())
+            channel.call(InitRequest(), 2.5)
         # And is of use afterwards.
         late = channel.submit(InitRequest())
         received = []
@@ -226,6 +226,8 @@ def test_replies_that_come_at_once_ask_nothing(
                 opened = open_request(incoming.frames, 2**30)
                 listener.send(incoming.route, tensor_reply(opened.request_id, torch.zeros(LARGE)))
 
+    # Longer than this machine ever stops: what is asked is asked without a wait.
+    monkeypatch.setattr(stream, "PROBE_AFTER_S", 60.0)
     asked: list[float] = []
     monkeypatch.setattr(LivenessProbe, "is_alive", lambda _, waited_s: not asked.append(waited_s))
     thread = threading.Thread(target=serve)

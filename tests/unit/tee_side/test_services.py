@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import permutations
@@ -43,15 +42,6 @@ PASSING = [
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    for services in made.made:
-        services.close()
-    assert all(connection.closed for connection in made.opened)
-
-
-@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The only clock that anything here goes by: sleeping sets it forward, and takes no time."""
     found = SimpleNamespace(now=1000.0, slept=[])
@@ -66,6 +56,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for module in (member, replicas, connected, services_fakes):
         monkeypatch.setattr(module, "time", found)
     return found
+
+
+@pytest.fixture
+def world(clock: SimpleNamespace) -> Iterator[World]:
+    made = World()
+    yield made
+    for services in made.made:
+        services.close()
+    assert all(connection.closed for connection in made.opened)
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
@@ -128,6 +127,17 @@ def test_a_request_that_a_lone_service_does_not_take_is_refused_at_once(world: W
     with pytest.raises(OversizedRequestError):
         replicas.submit(ask(elements=26))
     replicas.call(ask(elements=25))
+
+
+def test_who_was_stopped_looks_at_what_has_come_before_giving_up(
+    world: World, clock: SimpleNamespace
+) -> None:
+    world.add("a", "b")
+    times = iter([1000.0])
+    clock.monotonic = lambda: next(times, 1060.0)  # for a minute, right after it began to wait
+    connected = world.connect(ReplicaGroup(1, 0, 0, ("a", "b")))
+    clock.monotonic = lambda: 1060.0
+    assert connected.at(0)[0].call(ask()).endpoint == "a"
 
 
 # ------------------------------------------------------------------------------------ failover
@@ -218,10 +228,12 @@ def test_a_full_queue_until_the_deadline_is_a_deadline_exceeded(
     assert clock.now == pytest.approx(1001.0, abs=1e-3)
 
 
-def test_a_lone_service_that_comes_back_is_asked_after_a_new_handshake(world: World) -> None:
+def test_a_lone_service_that_comes_back_is_asked_after_a_new_handshake(
+    world: World, clock: SimpleNamespace
+) -> None:
     (a,) = world.add("a")
     replicas = world.replicas("a")
-    a.answers, a.up, a.comes_back = deque(["lost"]), False, time.monotonic() + 0.1
+    a.answers, a.up, a.comes_back = deque(["lost"]), False, clock.now + 0.1
     request = ask(7)
     assert replicas.call(request).endpoint == "a"
     assert a.got == [request, request]
@@ -257,20 +269,35 @@ def test_whoever_refuses_is_not_asked_first_any_more(world: World, code: ErrorCo
     assert len(b.got) == 5
 
 
+def test_whoever_had_no_room_is_asked_after_those_who_were_not_asked(
+    world: World, clock: SimpleNamespace
+) -> None:
+    """However long this process was kept from asking them: longer than the pause, here."""
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([service_error(ErrorCode.QUEUE_FULL)] * 100)
+
+    def slow() -> float:
+        clock.now += 0.05
+        return float(clock.now)
+
+    clock.monotonic = slow
+    assert replicas.call(ask()).endpoint == "b"
+    assert (len(a.got), len(b.got)) == (1, 1)
+
+
 @pytest.mark.parametrize("fault", ["lost", "lost at submit"])
 def test_a_request_that_ends_every_connection_is_given_up(
-    world: World, monkeypatch: pytest.MonkeyPatch, fault: str
+    world: World, clock: SimpleNamespace, fault: str
 ) -> None:
     (a,) = world.add("a")
     replicas = world.replicas("a")
     a.answers = deque([fault] * 1000)
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(EndpointError, match="lost"):
         replicas.call(ask(), 60.0)
     assert len(a.answers) == 1000 - 5
     # Between attempts, and not for what cannot come.
-    assert max(slept) < 1.0
+    assert max(clock.slept) < 1.0
     # It is about that request alone.
     a.answers.clear()
     assert replicas.call(ask()).endpoint == "a"
@@ -706,26 +733,30 @@ def test_one_process_at_two_endpoints_is_refused_at_start(
     assert str(caught.value) == "--gpu: got a and b, one and the same, expected each service once"
 
 
-def test_a_caught_liar_is_not_asked_under_another_name(world: World) -> None:
+def test_a_caught_liar_is_not_asked_under_another_name(
+    world: World, clock: SimpleNamespace
+) -> None:
     _, b, c = world.add("a", "b", "c")
     replicas = world.replicas("a", "b", "c")
     replicas.distrust(replicas.call(ask()), wrong())
     # Where b was, whoever was caught at a answers now.
     b.answers, b.instance = deque(["lost"]), "a"
     assert replicas.call(ask()).endpoint == "c"
-    c.answers, c.up, c.comes_back = deque(["lost"]), False, time.monotonic() + 0.2
+    c.answers, c.up, c.comes_back = deque(["lost"]), False, clock.now + 0.2
     assert replicas.call(ask()).endpoint == "c"
     assert len(b.got) == 1
     assert b.events[-1] == "Init"
 
 
-def test_a_claimed_name_is_held_against_the_newcomer_alone(world: World) -> None:
+def test_a_claimed_name_is_held_against_the_newcomer_alone(
+    world: World, clock: SimpleNamespace
+) -> None:
     a, b = world.add("a", "b")
     replicas = world.replicas("a", "b")
     a.answers, a.instance = deque(["lost", "lost"]), "b"
     assert replicas.call(ask()).endpoint == "b"
     # b is lost once: a is tried, claims to be b, and is left out; b comes back under its own name.
-    b.answers, b.up, b.comes_back = deque(["lost"]), False, time.monotonic() + 0.2
+    b.answers, b.up, b.comes_back = deque(["lost"]), False, clock.now + 0.2
     assert replicas.call(ask()).endpoint == "b"
     assert replicas.call(ask()).endpoint == "b"
     assert a.events == ["Init", "request", "Init"]

@@ -541,7 +541,8 @@ def test_a_tolerance_is_that_of_dtype_and_mask() -> None:
 def test_honest_products_of_activations_pass_and_wrong_ones_do_not(
     dtype: torch.dtype, rows: int
 ) -> None:
-    tolerance, randomness = Tolerance.of(dtype, None), Randomness()
+    # Always the same vectors: one row leaves a lie of a tenth a chance of 1 in 3,000 in bfloat16.
+    tolerance, randomness = Tolerance.of(dtype, None), Randomness(bytes(32))
     for seed in range(20):
         a, b = _floats((2, rows, 16), dtype, seed), _floats((2, 16, 50), dtype, 100 + seed)
         if seed % 2:

@@ -189,7 +189,10 @@ def test_closing_serves_who_reads_beside_who_does_not(
     assert received == HUGE_BYTES
 
 
-def test_closing_while_a_wakeup_is_readable_still_sends(endpoint: str) -> None:
+def test_closing_while_a_wakeup_is_readable_still_sends(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_listener, "_CLOSING_S", 60.0)
     listener = StreamListener(endpoint)
     reader, writer = socket.socketpair()
     with raw_socket(endpoint) as raw, reader, writer:
