@@ -221,6 +221,14 @@ def measure(model: Path, case: Case, transport: str, *, repeats: int, threads: i
     """Measure one case over one transport. Raises TsqpError."""
     config = read_config(model)
     steps = 2 * (_WARM_UP + repeats) + _OBSERVED + 2
+    needed = case.tokens + (1 if case.phase == "prefill" else steps + 1)
+    if needed > config.context_length:
+        # A sequence that has ended leaves its step to the others, or empty.
+        raise SettingsError(
+            f"overlap: {case.name}",
+            got=f"{config.context_length} positions",
+            expected=f"at least {needed} for {repeats} repeats",
+        )
     with ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-overlap-")))
 

@@ -84,6 +84,20 @@ def test_measures_a_case(
     assert min(found.vocabulary_ms) > 0
 
 
+@pytest.mark.parametrize(
+    ("case", "repeats"),
+    [
+        (Case("p", "prefill", 256, 1, "arithmetic"), 1),
+        (Case("d", "decode", 5, 8, "memory"), 1000),
+    ],
+)
+def test_a_sequence_that_would_end_before_it_is_measured_is_refused(
+    saved_model: Callable[..., SavedModel], case: Case, repeats: int
+) -> None:
+    with pytest.raises(SettingsError, match=rf"overlap: {case.name}: got \d+ positions"):
+        measure(saved_model().directory, case, "unix", repeats=repeats, threads=1)
+
+
 def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "_WARM_UP", 1)
     turns: list[str] = []

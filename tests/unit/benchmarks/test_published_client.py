@@ -79,7 +79,7 @@ def test_measures_and_prints_json(
 ) -> None:
     _, endpoint = served
     arguments = ["--tokens", "1,6", "--new-tokens", "4", "--sampled", "2", "--repeats", "2"]
-    main([endpoint, *arguments, "--threads", "1", "--against", "null"])
+    main([endpoint, *arguments, "--threads", "1", "--against", "null", "--case-s", "1000"])
     one, six, new = json.loads(capsys.readouterr().out)
     assert [(b["phase"], b["tokens"], b["new_tokens"]) for b in (one, six, new)] == [
         ("prefill", 1, 0),

@@ -31,7 +31,7 @@ def test_measures_and_prints_json(
 
     monkeypatch.setattr(transformers_baseline, "_step", recorded)
     arguments = ["--tokens", "5,9", "--new-tokens", "3", "--repeats", "2", "--threads", "1"]
-    main([str(saved_model().directory), *arguments, "--dtype", "float32"])
+    main([str(saved_model().directory), *arguments, "--dtype", "float32", "--case-s", "1000"])
     five, nine, decode = json.loads(capsys.readouterr().out)
     assert (five["phase"], five["tokens"], five["step_ms"]["runs"]) == ("prefill", 5, 2)
     assert (nine["phase"], nine["tokens"], nine["new_tokens"]) == ("prefill", 9, 0)
