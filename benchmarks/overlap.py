@@ -191,6 +191,8 @@ class Contender:
         for one in running:
             closing.callback(one.close)
         runner.step()
+        if not all(one.arrived for one in running):
+            raise RuntimeError(f"{case.name}: got no token of some, expected one step for all")
 
     def _prompt(self, prompt: list[int]) -> None:
         for _ in self._runner.generate(prompt, max_new_tokens=1, with_text=False).steps():
@@ -217,18 +219,26 @@ class Contender:
         )
 
 
+def _steps(repeats: int) -> int:
+    """Return how many steps a contender runs at most: the first one has two medians."""
+    return 2 * (_WARM_UP + repeats) + _OBSERVED + 2
+
+
+def check_positions(config: ModelConfig, case: Case, repeats: int) -> None:
+    """Raise SettingsError if sequences would end early: an empty step takes no time."""
+    needed = case.tokens + (1 if case.phase == "prefill" else _steps(repeats) + 1)
+    if needed > config.context_length:
+        raise SettingsError(
+            case.name,
+            got=f"{config.context_length} positions",
+            expected=f"at least {needed} for {repeats} steps of each",
+        )
+
+
 def measure(model: Path, case: Case, transport: str, *, repeats: int, threads: int) -> Result:
     """Measure one case over one transport. Raises TsqpError."""
     config = read_config(model)
-    steps = 2 * (_WARM_UP + repeats) + _OBSERVED + 2
-    needed = case.tokens + (1 if case.phase == "prefill" else steps + 1)
-    if needed > config.context_length:
-        # A sequence that has ended leaves its step to the others, or empty.
-        raise SettingsError(
-            f"overlap: {case.name}",
-            got=f"{config.context_length} positions",
-            expected=f"at least {needed} for {repeats} repeats",
-        )
+    check_positions(config, case, repeats)
     with ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-overlap-")))
 
@@ -243,7 +253,7 @@ def measure(model: Path, case: Case, transport: str, *, repeats: int, threads: i
                 endpoint,
                 micro_batches=micro_batches,
                 threads=threads,
-                steps=steps,
+                steps=_steps(repeats),
             )
 
         null = contender("null", "null", 1)
@@ -312,20 +322,27 @@ def _cases(names: Sequence[str] | None) -> list[Case]:
     return [case for case in CASES if not names or case.name in names]
 
 
+def _repeats(case: Case, options: argparse.Namespace) -> int:
+    repeats: int = options.repeats if case.phase == "prefill" else options.decode_steps
+    return repeats
+
+
 def _measure_all(options: argparse.Namespace) -> list[Result]:
     transports = options.transports.split(",")
     for transport in transports:
         if transport not in BINDS:
             raise SettingsError("--transports", got=repr(transport), expected=f"of {list(BINDS)}")
-    find_shape(options.shape)
+    config = find_shape(options.shape).config()
+    cases = [(case, _repeats(case, options)) for case in _cases(options.case)]
+    for case, repeats in cases:
+        check_positions(config, case, repeats)
     results = []
     with tempfile.TemporaryDirectory(prefix="tsqp-overlap-") as folder:
         _say(f"making random weights of {options.shape}")
         prepare.random_model(Path(folder), options.shape, linear=False)
-        for case in _cases(options.case):
+        for case, repeats in cases:
             for transport in transports:
                 _say(f"{case.name} over {transport}")
-                repeats = options.repeats if case.phase == "prefill" else options.decode_steps
                 results.append(
                     measure(Path(folder), case, transport, repeats=repeats, threads=options.threads)
                 )

@@ -154,7 +154,8 @@ def running_service(
 ) -> Iterator[Service]:
     """Start a real gpu-service process and wait for its ready line; stop it by its process id.
 
-    `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which.
+    `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which. Its
+    heartbeats are calm, unless `arguments` say otherwise.
     """
     command = [
         str(Path(sys.executable).parent / "gpu-service"),

@@ -59,6 +59,7 @@ class Services:
         """Connect to all, and check what they hold before anything secret is sent.
 
         A service that is not there is left out, with a warning, where another stands in for it.
+        When the time is up, each that is missing gets a last turn, of a moment.
         Raises ModelMismatchError, ReplyError, ProtocolError, SettingsError (one process at two
         endpoints) whoever stands in, and where nobody does DeadlineExceededError or EndpointError.
         """
@@ -70,8 +71,10 @@ class Services:
             if enough:
                 grace = min(grace, time.monotonic() + _GRACE_S)
             until = grace if enough else deadline
-            # Once more: what has come while this process was stopped was not seen yet.
-            late = time.monotonic() >= until
+            now = time.monotonic()
+            if late := now >= until:
+                # What has come while this process was stopped was not looked at yet.
+                until = now + TURN_S
             for group, member in missing:
                 turn = time.monotonic() + TURN_S
                 group.try_connect(member, until if len(missing) == 1 else min(until, turn))

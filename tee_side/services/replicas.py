@@ -224,7 +224,7 @@ class Replicas:
         if left_s <= 0:
             return
         failures = in_flight.failures
-        # Whoever had no room for it is asked again only where nobody else is left to ask.
+        # Whoever could not do it in time is asked again only where nobody else can be asked.
         for member in sorted(self._in_order(), key=failures.busy.__contains__):
             free_at, _ = failures.busy.get(member, (0.0, 0.0))
             ready = member.session is not None and free_at <= now

@@ -19,11 +19,13 @@ from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import EndpointError, ErrorCode, ServiceError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
+from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tests.support import ENVIRONMENT, Service, make_model, run, running_service
 
 # Nothing here takes as long: what is noticed in time was noticed by heartbeats.
 LONG_S = 3600.0
 pytestmark = pytest.mark.timeout(60)
+USUAL = ("--heartbeat-timeout-s", str(DEFAULT_HEARTBEAT_TIMEOUT_S))
 # Twice as long as a heartbeat may stay away.
 BUSY_S = 2.0
 
@@ -38,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["tcp", "ipc"])
 def service(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Service]:
     endpoint = "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/s"
-    with running_service(model, endpoint, "--threads", "1") as made:
+    with running_service(model, endpoint, "--threads", "1", *USUAL) as made:
         yield made
         # However the test ended: a stopped process does not end by itself.
         made.thaw()
@@ -74,7 +76,7 @@ def test_with_keys_it_is_the_same(model: Path, tmp_path: Path) -> None:
     options = ("--identity", str(tmp_path / "service.key"), "--allow", str(tmp_path / "runner.pub"))
     keys = ClientKeys.read(tmp_path / "runner.key", tmp_path / "service.pub")
     with (
-        running_service(model, "tcp://127.0.0.1:*", *options) as service,
+        running_service(model, "tcp://127.0.0.1:*", *options, *USUAL) as service,
         ZmqChannel(service.endpoint, timeout_s=LONG_S, keys=keys) as channel,
     ):
         channel.call(InitRequest())

@@ -17,7 +17,7 @@ from typing import Any
 
 from tee_side.runner import Runner
 from tests.soak.row import RowResult, is_full, note, percentile, progress
-from tests.soak.sessions import Said, generate, prompts, settings, start
+from tests.soak.sessions import Said, expected, generate, prompts, settings, start
 from tests.tools.workers import Worker, Workers
 
 NAME = "only worker killed, restarted within 5 s"
@@ -54,7 +54,8 @@ class Sessions:
         self.overdue_s: list[float] = []
         self._workers = workers
         self._full = full
-        self._texts = prompts(8, 6)
+        # All of the same length: as many requests each.
+        self._texts = [ids for ids in prompts(8, 6) if len(expected(ids, NEW_TOKENS)) == NEW_TOKENS]
         # Counters are counted by several threads.
         self._lock = threading.Lock()
 
@@ -66,7 +67,8 @@ class Sessions:
         for place in range(count):
             patient = (seed + place) % 2 == 0
             timeout_s = _PATIENT_S if patient else _IMPATIENT_S
-            # Who waits for less may give up before anything was killed: that is no hit.
+            # A generation may be over when the service is killed, or before; who waits for less may
+            # have given up. It is judged, and is no hit.
             for _ in range(_TRIES):
                 with Runner(settings([worker.endpoint], request_timeout_s=timeout_s)) as runner:
                     worker, hit = self._kill_once(runner, worker, timeout_s, undisturbed, chance)
@@ -74,7 +76,7 @@ class Sessions:
                     done()
                     break
             else:
-                note(f"got {_TRIES} generations that ended before the kill, expected one kill")
+                note(f"got {_TRIES} kills that hit nothing, expected one that does")
 
     def _undisturbed(self, worker: Worker) -> _Undisturbed:
         """Generate, see that it is right, and count the requests that it takes."""
@@ -96,54 +98,63 @@ class Sessions:
         undisturbed: _Undisturbed,
         chance: random.Random,
     ) -> tuple[Worker, bool]:
-        """Return the service that came back, and whether it was killed."""
+        """Return the service that came back, and whether the session had to do without it."""
         ids = chance.choice(self._texts)
-        # Not the last request: its reply may be there already, and nobody would miss the service.
-        point, sent = chance.randrange(undisturbed.requests - 1), chance.random() < 0.5
+        point, sent = chance.randrange(undisturbed.requests * 3 // 4), chance.random() < 0.5
         kill_after_s = chance.uniform(0, undisturbed.request_s)
         gives_up = timeout_s == _IMPATIENT_S and not self._full
         away_s = chance.uniform(*(_AWAY_S if self._full else _AWAY_SHORT_S))
-        killed, ended = threading.Event(), threading.Event()
+        due, over = threading.Event(), threading.Event()
         asked = 0
 
-        def kill(is_sent: bool) -> None:
+        def count(is_sent: bool) -> None:
             nonlocal asked
-            if (asked, is_sent) == (point, sent) and not killed.is_set():
-                time.sleep(kill_after_s)
-                worker.kill()
-                killed.set()
+            if (asked, is_sent) == (point, sent):
+                if not sent:
+                    worker.kill()
+                due.set()
             asked += is_sent
 
-        def restart() -> Worker:
-            killed.wait()
+        def outage() -> Worker:
+            due.wait()
+            if over.is_set() and not worker.ended:
+                return worker
+            if sent:
+                # While the session waits for the reply, or goes on.
+                time.sleep(kill_after_s)
+                worker.kill()
             if gives_up:
-                ended.wait()
+                over.wait()
             else:
                 time.sleep(away_s)
-            return worker if worker.is_running else self._workers.restart(worker)
+            return self._workers.restart(worker)
 
-        _watch(runner, kill)
-        with ThreadPoolExecutor(1) as restarting:
-            back = restarting.submit(restart)
+        _watch(runner, count)
+        session = _session(runner)
+        with ThreadPoolExecutor(1) as other:
+            back = other.submit(outage)
             try:
                 said = generate(runner, ids, NEW_TOKENS)
+                # Nobody looks at a connection between generations: it was lost in this one.
+                lost = _session(runner) is not session
             finally:
-                hit = killed.is_set()
-                ended.set()
-                killed.set()  # or nobody would end the thread
-        if hit:
-            after = generate(runner, ids, NEW_TOKENS)
-            with self._lock:
-                self._count(said, after, ids, timeout_s)
-        return back.result(), hit
+                over.set()
+                due.set()
+        came_back, hit = back.result(), lost and worker.ended
+        after = generate(runner, ids, NEW_TOKENS)
+        with self._lock:
+            self._count(said, after, ids, timeout_s, hit=hit)
+        return came_back, hit
 
-    def _count(self, said: Said, after: Said, ids: tuple[int, ...], timeout_s: float) -> None:
+    def _count(
+        self, said: Said, after: Said, ids: tuple[int, ...], timeout_s: float, *, hit: bool
+    ) -> None:
         right = said.is_right(ids, NEW_TOKENS)
         # Only who does not wait for long enough may end with an error.
         allowed = said.error is not None and timeout_s == _IMPATIENT_S
-        self.hits += 1
-        self.resumed += right
-        self.errors += said.error is not None
+        self.hits += hit
+        self.resumed += hit and right
+        self.errors += hit and said.error is not None
         self.wrong += not right and not allowed
         overdue_s = said.longest_s - timeout_s
         if said.error is not None:
@@ -156,10 +167,15 @@ class Sessions:
             note(f"after {said}: got {after}, expected the right tokens")
 
 
+def _session(runner: Runner) -> Any:
+    """Return the connection to the only service, which is another once it was lost."""
+    (member,) = runner._services.at(0)[0].members  # type: ignore[attr-defined]
+    return member.session
+
+
 def _watch(runner: Runner, told: Callable[[bool], None]) -> None:
     """Have somebody told, in this thread, before (False) and after (True) each request is sent."""
-    (member,) = runner._services.at(0)[0].members  # type: ignore[attr-defined]
-    channel = member.session.channel
+    channel = _session(runner).channel
     submit = channel.submit
 
     def told_submit(*arguments: Any, **more: Any) -> int:

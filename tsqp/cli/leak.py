@@ -121,7 +121,8 @@ _MOST_WORKERS = 8
     "--sigma",
     type=Numbers(float, above=0.0, most=1e4),
     metavar="NUMBER,...",
-    help=f"The strengths to try with --curves. Default: {_SIGMAS}.",
+    help="The strengths to try with --curves, which every mask that has any has to take. Default:"
+    f" {_SIGMAS}.",
 )
 @click.option(
     "--margin",

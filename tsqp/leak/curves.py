@@ -48,7 +48,7 @@ def with_sigma(policy: Policy, sigma: float) -> Policy:
         if mask is None or _SIGMA not in type(mask).model_fields:
             return mask
         strong = {**mask.model_dump(), _SIGMA: sigma}
-        where = f"--sigma for policy {policy.name}"
+        where = f"sigma of a curve, policy {policy.name}"
         return validate_file(type(mask), strong, where, SettingsError)
 
     return policy.model_copy(

@@ -17,7 +17,7 @@ from tee_side.vocabulary import OPERATORS, PHASES, PRODUCTS
 from tsqp.bench.machine import describe_machine
 from tsqp.bench.model import Report as BenchReport
 from tsqp.leak.cost import cost_in, measure_cost
-from tsqp.leak.curves import is_noisy, noisy_mask, with_sigma
+from tsqp.leak.curves import is_noisy, with_sigma
 from tsqp.leak.interval import needed
 from tsqp.leak.model import Cost, Curve, PolicyLeak, Report, Setup
 from tsqp.leak.play import KEY, SERVED
@@ -183,7 +183,7 @@ class Laboratory:
         for _, policy in settings.policies:
             policy.check(self._config.num_hidden_layers)
             _check_products(policy, self._config.num_hidden_layers)
-            for sigma in settings.curves if noisy_mask(policy) else ():
+            for sigma in settings.curves:
                 with_sigma(policy, sigma)
         self._public_layers = PublicModel(settings.public or settings.model).has_layers
         if len(set(self._names)) < len(self._names):

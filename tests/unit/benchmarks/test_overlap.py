@@ -94,7 +94,7 @@ def test_measures_a_case(
 def test_a_sequence_that_would_end_before_it_is_measured_is_refused(
     saved_model: Callable[..., SavedModel], case: Case, repeats: int
 ) -> None:
-    with pytest.raises(SettingsError, match=rf"overlap: {case.name}: got \d+ positions"):
+    with pytest.raises(SettingsError, match=rf"^{case.name}: got \d+ positions"):
         measure(saved_model().directory, case, "unix", repeats=repeats, threads=1)
 
 

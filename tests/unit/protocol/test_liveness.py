@@ -226,7 +226,7 @@ def test_replies_that_come_at_once_ask_nothing(
                 opened = open_request(incoming.frames, 2**30)
                 listener.send(incoming.route, tensor_reply(opened.request_id, torch.zeros(LARGE)))
 
-    # Longer than this machine ever stops: what is asked is asked without a wait.
+    # Longer than this machine ever stops, so that only what is asked without a wait counts.
     monkeypatch.setattr(stream, "PROBE_AFTER_S", 60.0)
     asked: list[float] = []
     monkeypatch.setattr(LivenessProbe, "is_alive", lambda _, waited_s: not asked.append(waited_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import permutations
 from types import SimpleNamespace
@@ -129,15 +129,28 @@ def test_a_request_that_a_lone_service_does_not_take_is_refused_at_once(world: W
     replicas.call(ask(elements=25))
 
 
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
 def test_who_was_stopped_looks_at_what_has_come_before_giving_up(
-    world: World, clock: SimpleNamespace
+    world: World, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    world.add("a", "b")
-    times = iter([1000.0])
-    clock.monotonic = lambda: next(times, 1060.0)  # for a minute, right after it began to wait
-    connected = world.connect(ReplicaGroup(1, 0, 0, ("a", "b")))
-    clock.monotonic = lambda: 1060.0
-    assert connected.at(0)[0].call(ask()).endpoint == "a"
+    """For a minute, while the reply to its first Init was on its way."""
+    world.add(*names)
+    arrived = services_fakes.FakeConnection.arrived
+    looks = Counter[str]()
+
+    def stopped(connection: services_fakes.FakeConnection, *arguments: Any) -> bool:
+        looks[connection.endpoint] += 1
+        if looks.total() == 1:
+            clock.now += 60.0
+            return False
+        return arrived(connection, *arguments)
+
+    # The handshake itself has more time than that.
+    monkeypatch.setattr(member, "_HANDSHAKE_S", 3600.0)
+    monkeypatch.setattr(services_fakes.FakeConnection, "arrived", stopped)
+    replicas = world.replicas(*names)
+    assert [one.session is not None for one in replicas.members] == [True] * len(names)
+    assert looks["a"] == 2
 
 
 # ------------------------------------------------------------------------------------ failover

@@ -122,7 +122,7 @@ def test_masks_without_noise_stay() -> None:
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, 1e5])
 def test_a_strength_that_the_mask_does_not_take_is_refused(sigma: float) -> None:
-    with pytest.raises(SettingsError, match=r"^--sigma for policy float-noise: sigma: got "):
+    with pytest.raises(SettingsError, match=r"^sigma of a curve, policy float-noise: sigma: got "):
         with_sigma(load_policy("float-noise"), sigma)
 
 

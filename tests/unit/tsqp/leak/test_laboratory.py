@@ -106,7 +106,7 @@ def test_too_few_tokens_for_the_margin_are_refused_with_both_numbers(
         ),
         (
             {"policies": (("n", load_policy("float-noise")),), "curves": (1.0, 20_000.0)},
-            "--sigma for policy float-noise: sigma",
+            "sigma of a curve, policy float-noise: sigma",
             "20000.0",
         ),
     ],

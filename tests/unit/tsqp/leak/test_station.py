@@ -301,8 +301,8 @@ def test_a_curve_begins_with_the_weakest_noise_and_drops_what_reads_nothing(
 def test_a_curve_ends_where_nothing_is_read(model: SavedModel, tmp_path: Path) -> None:
     """Its last point shows that; stronger noise is not tried, and counts as done.
 
-    Of 30 tokens one guess in 320 is right by luck: one point of noise alone in about fifteen reads
-    a token, and the curve goes on, but not through six of them.
+    A guess is right by luck once in 320. A point of noise alone reads more than chance once in
+    twenty (seen: 3 of 60), and the curve goes on, but not through six of them.
     """
     steps: list[int] = []
     noise = (5000.0, 6000.0, 7000.0, 8000.0, 9000.0, 10000.0)
