@@ -154,8 +154,19 @@ def served(state: Doorkeeping, stack: ExitStack) -> tuple[dict[str, bool], bool]
     got_in = live.is_served(_SERVED_S if state == "up" else _UNSERVED_S)
     if got_in != (state == "up"):
         note(f"before it was revoked, ZAP {state}: got served {got_in}")
+    cut, cut_connections = threading.Event(), service.listener._cut_connections
+
+    def cutting() -> None:
+        cut_connections()
+        cut.set()
+
+    stack.enter_context(patch.object(service.listener, "_cut_connections", cutting))
     service.listener.allow(frozenset({right.public}))
     live.ask(2)
+    # All connections are cut when the listener is next used: what somebody else had asked by then
+    # would have to be asked again.
+    if got_in and not cut.wait(_SERVED_S):
+        raise TimeoutError("got connections as before, expected them cut")
     clients = [client(kind) for kind in CLIENTS]
     for one in clients:
         one.ask(3)
