@@ -121,7 +121,7 @@ _MOST_WORKERS = 8
     "--sigma",
     type=Numbers(float, above=0.0, most=1e4),
     metavar="NUMBER,...",
-    help="The strengths to try with --curves, which every mask that has any has to take. Default:"
+    help="The strengths to try with --curves, within the bounds of every mask with noise. Default:"
     f" {_SIGMAS}.",
 )
 @click.option(

@@ -98,6 +98,17 @@ def test_a_sequence_that_would_end_before_it_is_measured_is_refused(
         measure(saved_model().directory, case, "unix", repeats=repeats, threads=1)
 
 
+def test_too_few_positions_are_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def made(*_: object, **__: object) -> None:
+        raise AssertionError("made weights, expected a refusal")
+
+    monkeypatch.setattr("benchmarks.overlap.prepare.random_model", made)
+    with pytest.raises(SystemExit, match=r"^overlap: error: decode-8: got 131072 positions"):
+        main(["--decode-steps", "100000"])
+
+
 def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "_WARM_UP", 1)
     turns: list[str] = []
