@@ -6,19 +6,20 @@ STAMP := $(VENV)/.installed
 # Options for installing torch. Where pip would take a build with CUDA and none is wanted, name the
 # index of CPU builds: make demo TORCH_ARGS='--index-url URL'.
 TORCH_ARGS ?=
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 SOURCES := protocol tee_side gpu_side tsqp benchmarks tests
 
 # What is tried on a larger shape: attacks on the first layer, and policies that they are about.
 LEAK_POLICIES := attention-in-tee tsqp tsqp-permuted stip cloak row-mix row-rotation shielded \
-    tsqp/leak/weakened/pad-reused.toml
+    tsqp/lab/leak/weakened/pad-reused.toml
 LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eigenvectors subspace \
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types imports docs bench leak soak clean
+.PHONY: help setup demo test test-more mutations check format lint types imports docs site bench leak soak clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create the virtual environment in .venv
 
@@ -33,8 +34,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## watch a model generate text across two processes, and check it
 	@$(BIN)/tsqp demo
 
-test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+test: $(STAMP)  ## run the tests of every change, in minutes
+	$(PYTEST) -m 'not more'
+
+test-more: $(STAMP)  ## run the others: whole products, short soaks, fuzzing, bench, leak
+	$(PYTEST) -m more
+
+mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice (20 minutes); ONLY=NAME: one of them
+	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
 
 check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
 
@@ -54,6 +61,9 @@ docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from w
 	$(BIN)/python -m tsqp.catalogue docs/masks.md
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
+site: $(STAMP)  ## build docs/ into build/site; a link that leads nowhere is an error
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/site
+
 bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); ONLY=NAME: one of it
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
@@ -62,11 +72,12 @@ bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); O
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
 	@mkdir -p build
 	$(BIN)/tsqp leak demo --cost measure --curves --json build/leakage.json
-	$(BIN)/python -m tsqp.leak.page build/leakage.json docs/leakage.md demo
+	$(BIN)/python -m tsqp.lab.leak.page build/leakage.json docs/leakage.md demo \
+	    benchmarks/results/bench_null_unix.json
 	$(BIN)/tsqp leak --shape llama-3.2-1b $(addprefix --policy ,$(LEAK_POLICIES)) \
 	    $(addprefix --attack ,$(LEAK_ATTACKS)) --prompts 4 --prompt-tokens 32 --new-tokens 16 \
 	    --temperature 1 --json build/leakage-shape.json
-	$(BIN)/python -m tsqp.leak.page build/leakage-shape.json docs/leakage.md shape
+	$(BIN)/python -m tsqp.lab.leak.page build/leakage-shape.json docs/leakage.md shape
 
 soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (60 minutes); ONLY=ROW: one of it
 	$(BIN)/python -m tests.soak $(addprefix --only ,$(ONLY))

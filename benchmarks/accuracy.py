@@ -35,22 +35,21 @@ from protocol.model.quantized import QuantizedLinear, load_quantized, load_quant
 from protocol.model.weights import CPU, load_linear, load_tensor
 from protocol.zmq_channel import ZmqChannel
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.batch import Batch, Chunk
-from tee_side.calibration import Calibration, SiteScales, calibration_path
-from tee_side.forward import forward, logits
-from tee_side.kv_cache import KVCache
-from tee_side.light import LightOperators
-from tee_side.local_operators import LocalOperators
-from tee_side.model import TeeModel, load_tee_model
-from tee_side.operators import Operators
-from tee_side.overlap import run
-from tee_side.policy import load_policy
-from tee_side.tokenizer import Tokenizer
-from tee_side.vocabulary import Site
-from tsqp.bench.machine import describe_machine
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.model.batch import Batch, Chunk
+from tee_side.model.forward import forward, logits
+from tee_side.model.kv_cache import KVCache
+from tee_side.model.layers import TeeModel, load_tee_model
+from tee_side.model.local_operators import LocalOperators
+from tee_side.model.operators import Operators, local_operators
+from tee_side.policy.placement import load_policy
+from tee_side.protect.calibration import Calibration, SiteScales, calibration_path
+from tee_side.remote.overlap import run
+from tee_side.words import Site
 from tsqp.calibrate import STEPS
 from tsqp.cli.program import model_directory
-from tsqp.train_demo.evaluation import VALIDATION_FILE
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -81,7 +80,6 @@ class Bench:
             model_digest(self.config, self.checkpoint),
             linear_digest(self.config, self.checkpoint),
         )
-        self._light = LightOperators(self.config.rms_norm_eps)
         tokenizer = Tokenizer(directory)
         lines = (directory / VALIDATION_FILE).read_text("utf-8").splitlines()[:documents]
         self.documents = [
@@ -105,8 +103,8 @@ class Bench:
             chunk = Chunk(cache, slice(0, len(ids)), len(ids))
             batch = Batch(torch.tensor(ids), (chunk,), tuple(range(len(ids))))
             with torch.inference_mode():
-                h_TD = run(forward(batch, self.model, ops, self._light))
-                logits_TV = run(logits(h_TD, self.model, ops, self._light))
+                h_TD = run(forward(batch, self.model, ops))
+                logits_TV = run(logits(h_TD, self.model, ops))
             wanted_T = batch.token_ids_T[1:]
             nats += cross_entropy(logits_TV[:-1].double(), wanted_T, reduction="sum").item()
             tokens += len(wanted_T)
@@ -115,7 +113,8 @@ class Bench:
 
     def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
         """Return operators that run here."""
-        return LocalOperators(self.config, linears, self._embedding, lm_head)
+        local = LocalOperators(linears, self._embedding, lm_head)
+        return local_operators(local, self.config.num_hidden_layers)
 
     def float_linears(self) -> dict[Site, Product]:
         """Linear operators in float32."""

@@ -4,7 +4,7 @@
         [--calls 20] [--json FILE]
 
 Three ways to the same two services (`--device null`, which answers at once): a plain channel to the
-first, one service that nobody stands in for (`Replicas` of one), and two that stand in for each
+first, one service without a stand-in (`Replicas` of one), and two that stand in for each
 other. They take turns: `calls` small RPCs each, then the next; and one decoded token each, of one
 sequence (as many after one another as the rounds need), in one engine, whose operators alone are
 exchanged. Beside it, with turns of its own, stands another plain channel to the first.
@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 # Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -55,14 +56,15 @@ from protocol.messages import (
     TensorReply,
 )
 from protocol.model.config import ModelConfig, read_config
+from protocol.pending import PendingChannel
 from protocol.tensors import from_torch, short_name
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
+from tee_side.remote.services.member import ConnectOptions, Instances, Member, Session
+from tee_side.remote.services.plan import ReplicaGroup
+from tee_side.remote.services.replicas import Replicas
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.services.member import Connection, ConnectOptions, Instances, Member, Session
-from tee_side.services.plan import ReplicaGroup
-from tee_side.services.replicas import Replicas
-from tsqp.bench.machine import describe_machine
 from tsqp.cli.program import model_directory
+from tsqp.lab.bench.machine import describe_machine
 from tsqp.processes import start_service
 
 POLICY = "attention-in-tee"
@@ -177,7 +179,7 @@ def bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     group = ReplicaGroup(1, 0, 0, ("nowhere",))
     options = ConnectOptions(_nobody, _unchecked)
     member = Member("nowhere", group, options, Instances(), Traffic())
-    member.session = Session(member, channel, channel)
+    member.session = Session(member, cast(PendingChannel, channel), channel)
     replicas = Replicas([member], timeout_s=60.0, traffic=Traffic())
     found: list[float] = []
     for asked in (channel, replicas):
@@ -191,7 +193,7 @@ def bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     return found[1] - found[0]
 
 
-class _AtOnce:
+class _AtOnce(Channel):
     """A connection whose replies are there before they are waited for."""
 
     endpoint = "nowhere"
@@ -210,9 +212,6 @@ class _AtOnce:
     def wait(self, request_id: int) -> Exchange:
         return self._exchange
 
-    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
-        return self._exchange
-
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
         return True
 
@@ -227,7 +226,7 @@ class _AtOnce:
     def close(self) -> None: ...
 
 
-def _nobody(endpoint: str) -> Connection:
+def _nobody(endpoint: str) -> PendingChannel:
     raise EndpointError(endpoint, got="nobody", expected="nobody to be asked")
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.float_shift [MODEL] [--positions 24] [--steps 8] [--json FILE]
 
-Products of floats are verified within a tolerance (`tee_side.verification.FloatCheck`); a service
-that knows it may add an error of that length to every row of every product. This searches for the
-worst one: at each linear operator and at the LM head, for every position of the context, an error
-along the gradient of the objective, as long as the limit lets through, projected back to that
+Products of floats are verified within a tolerance (`tee_side.protect.verification.FloatCheck`); a
+service that knows it may add an error of that length to every row of every product. This searches
+for the worst one: at each linear operator and at the LM head, for every position of the context, an
+error along the gradient of the objective, as long as the limit lets through, projected back to that
 length in each of `--steps` iterations (projected gradient ascent, the first of which starts from no
 error). The objective is the logit of the runner-up less that of the likeliest token, at the last
 position. What is found is a lower bound of what can be reached; lengths are those whose expected
@@ -34,11 +34,11 @@ from transformers import AutoModelForCausalLM
 
 from protocol.errors import SettingsError, TsqpError
 from protocol.tensors import torch_dtype
-from tee_side.tokenizer import Tokenizer
-from tee_side.verification import Tolerance
-from tsqp.bench.machine import describe_machine
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.protect.verification import Tolerance
 from tsqp.cli.program import model_directory
-from tsqp.train_demo.evaluation import VALIDATION_FILE
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 DTYPES = ("float32", "float16", "bfloat16")
 _CONTEXT = 64

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tsqp.bench.machine import describe_machine
+from tsqp.lab.bench.machine import describe_machine
 
 
 def timed(command: list[str], folder: Path) -> tuple[float, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tsqp.bench.grids import Grid
+from tsqp.lab.bench.tables import Grid
 
 # From left to right: cells of one row.
 Cells = Sequence[str]

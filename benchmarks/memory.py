@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tsqp.bench.machine import describe_machine
-from tsqp.bench.random_model import write_random_model
-from tsqp.bench.shapes import find_shape
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.shapes import find_shape
 
 SHAPE = find_shape("llama-3.2-1b")
 PROMPT = ",".join(str(1000 + 7 * i) for i in range(64))

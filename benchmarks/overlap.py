@@ -42,13 +42,13 @@ from protocol.errors import SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import ITEMSIZE
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.vocabulary import Phase
-from tsqp.bench import prepare
-from tsqp.bench.collect import Collector
-from tsqp.bench.machine import describe_machine
-from tsqp.bench.shapes import find_shape
+from tee_side.words import Phase
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.collect import Collector
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import start_service
 
 Bound: TypeAlias = Literal["arithmetic", "memory"]

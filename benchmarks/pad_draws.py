@@ -34,20 +34,17 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tee_side.pads.bank import BankFile
-from tee_side.pads.layout import PadLayout, SiteShape
-from tee_side.randomness import Keystream
-from tsqp.bench.machine import describe_machine
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.randomness import Keystream
+from tsqp.lab.bench.machine import describe_machine
 
 CAPACITY = 8192
 WEIGHT = 12345
-LAYOUT = PadLayout((SiteShape(0, 0, "qkv_proj", 1, 1),))
-IDENTITY: dict[str, Any] = {
-    "layout": LAYOUT,
-    "mask": "pad",
-    "model_digest": "0" * 64,
-    "linear_digest": "1" * 64,
-}
+LAYOUT = PadLayout((SiteShape(0, "qkv_proj", 1, 1),))
+PURPOSE = Purpose.of(LAYOUT, mask="pad", model_digest="0" * 64, linear_digest="1" * 64)
 SYSTEM_CALLS = ("open", "write", "fsync", "replace", "pwrite")
 ENDS = ("abandoned", "from outside", *SYSTEM_CALLS)
 # A large block makes a million draws feasible, the default one is tested with them.
@@ -55,6 +52,11 @@ BLOCKS = (16, 256, 1024, 1024)
 _TOTALS = struct.Struct("=QQQQ")  # as `Ledger.totals`
 # Lost tokens take an index too, a block a life at most.
 INDICES_PER_DRAW = 4
+
+
+def place(folder: Path) -> BankPlace:
+    """Return where the bank is: it protects nothing, and its files are beside each other."""
+    return BankPlace.at(folder / "bank", beside_bank=True)
 
 
 class Ledger:
@@ -91,7 +93,7 @@ Life: TypeAlias = "Callable[[Path, Ledger, str, random.Random, int], None]"
 def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
     """Run one life to its end, in a process of its own."""
     draws = prepare_end(end, choose)
-    bank = BankFile.open(folder / "bank", **IDENTITY, block=choose.choice(BLOCKS))
+    bank = BankFile.open(place(folder), PURPOSE, block=choose.choice(BLOCKS))
     for _ in range(draws):
         if ledger.totals()[0] >= until:
             break
@@ -142,17 +144,16 @@ def crash_and_draw(
     seed: int,
     *,
     run_life: Life = live,
-    identity: dict[str, Any] | None = None,
+    purpose: Purpose = PURPOSE,
     indices_per_draw: int = INDICES_PER_DRAW,
     on_progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Draw `draws` times over as many lives as it takes; return what was counted.
 
-    `run_life`, `identity`: another way to draw, from another bank.
+    `run_life`, `purpose`: another way to draw, from another bank.
     """
-    identity = identity or IDENTITY
     choose = random.Random(seed)  # noqa: S311 - when to crash, not what to hide
-    BankFile.create(folder / "bank", **identity, capacity=CAPACITY).close()
+    BankFile.create(place(folder), purpose, capacity=CAPACITY).close()
     ledger = Ledger(draws, indices_per_draw)
     ends: Counter[str] = Counter()
     started = time.monotonic()
@@ -177,7 +178,7 @@ def crash_and_draw(
     elapsed_s = time.monotonic() - started
     counts = ledger.counts()
     total, tokens, backwards, _ = ledger.totals()
-    with BankFile.open(folder / "bank", **identity) as bank:
+    with BankFile.open(place(folder), purpose) as bank:
         used = bank.status().next_index
     return {
         "draws": total,
@@ -196,11 +197,11 @@ def time_one_site(folder: Path, in_features: int, out_features: int) -> dict[str
     """Return microseconds of one row's draw at a site, and of the cryptography in it alone."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
 
-    layout = PadLayout((SiteShape(0, 0, "qkv_proj", in_features, out_features),))
+    layout = PadLayout((SiteShape(0, "qkv_proj", in_features, out_features),))
     repeats = 500
-    made = BankFile.create(
-        folder / "timed", **{**IDENTITY, "layout": layout}, capacity=repeats, block=16
-    )
+    purpose = Purpose.of(layout, mask="pad", model_digest="0" * 64, linear_digest="1" * 64)
+    timed = BankPlace.at(folder / "timed", beside_bank=True)
+    made = BankFile.create(timed, purpose, capacity=repeats, block=16)
     with made as bank:
         with bank.begin(repeats) as batch:
             words = torch.zeros(repeats, out_features, dtype=torch.int32)

@@ -29,14 +29,17 @@ from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU
-from tee_side.masks.pad import Pad
-from tee_side.pads.bank import BankFile
-from tee_side.pads.layout import PadLayout
-from tee_side.pads.maker import PadMaker, product_operations, read_weights
-from tee_side.randomness import Keystream
-from tsqp.bench.machine import describe_machine
-from tsqp.bench.random_model import write_random_model
-from tsqp.bench.shapes import find_shape
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout
+from tee_side.protect.pads.maker import PadMaker, read_weights
+from tee_side.protect.randomness import Keystream
+from tsqp.cli.pads import product_operations
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.shapes import find_shape
 
 SHAPE = find_shape("llama-3.2-1b")
 REPEATS = 3
@@ -91,14 +94,14 @@ def measure_making(model: Path, tokens: int) -> dict[str, float]:
     """Make pads for `tokens` tokens into a bank on disk."""
     config, checkpoint = read_config(model), Checkpoint(model)
     layout, mask = PadLayout.of(config), Pad()
-    with BankFile.create(
-        model / "bank",
-        layout=layout,
+    purpose = Purpose.of(
+        layout,
         mask=mask.described(),
         model_digest=model_digest(config, checkpoint),
         linear_digest=linear_digest(config, checkpoint) or "",
-        capacity=(REPEATS + 1) * tokens,
-    ) as bank:
+    )
+    place = BankPlace.at(model / "bank", beside_bank=True)
+    with BankFile.create(place, purpose, capacity=(REPEATS + 1) * tokens) as bank:
         maker = PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
         elapsed_s = _median_s(lambda: maker.fill(bank, tokens))
     return {

@@ -23,16 +23,16 @@ from pathlib import Path
 import torch
 
 from gpu_side.profiles import DeviceProfile, find_profile
-from protocol.link import Link
-from tee_side.policy import load_policy
-from tee_side.vocabulary import PHASES, Phase
-from tsqp.bench.job import Plan
-from tsqp.bench.machine import describe_machine
-from tsqp.bench.model import PolicyRun
-from tsqp.bench.run import Bench
-from tsqp.bench.settings import BenchSettings
-from tsqp.plan.model import PolicyPlan
-from tsqp.plan.run import Planning, PlanSettings
+from tee_side.policy.placement import load_policy
+from tee_side.words import PHASES, Phase
+from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.model import PolicyRun
+from tsqp.lab.bench.run import Bench
+from tsqp.lab.bench.settings import BenchSettings
+from tsqp.lab.link import Link
+from tsqp.lab.plan.model import PolicyPlan
+from tsqp.lab.plan.run import Planning, PlanSettings
 
 # As slow as a few cores, so that it matters beside them.
 SLOW = DeviceProfile(

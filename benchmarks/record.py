@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
-from tsqp.bench.machine import describe_machine
-from tsqp.bench.model import Case, OperatorCost, Report
-from tsqp.bench.summary import by_operator
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.model import Case, OperatorCost, Report
+from tsqp.lab.bench.summary import by_operator
 from tsqp.processes import ProcessError, program
 
 RESULTS = Path(__file__).parent / "results"
@@ -110,7 +110,7 @@ class Recording:
 
     @property
     def shown(self) -> str:
-        """The command as somebody would type it."""
+        """The command as a user would type it."""
         return shlex.join(self.command)
 
 
@@ -119,11 +119,19 @@ def _bench(name: str, *options: str) -> Recording:
     return Recording(name, command, without_layers, talks=False)
 
 
+# Of recordings whose module is not named as they are.
+_MODULES = {
+    "plan": "benchmarks.plan_check",
+    "ping_pong": "tsqp.lab.bench.ping_pong",
+    "ping_pong_spin": "tsqp.lab.bench.ping_pong",
+}
+
+
 def _script(
     name: str, *options: str, shorten: Shorten = as_it_is, may_miss: bool = False
 ) -> Recording:
-    module = {"plan": "plan_check", "ping_pong_spin": "ping_pong"}.get(name, name)
-    command = ("python", "-m", f"benchmarks.{module}", *options)
+    module = _MODULES.get(name, f"benchmarks.{name}")
+    command = ("python", "-m", module, *options)
     return Recording(name, command, shorten, may_miss=may_miss)
 
 

@@ -17,41 +17,34 @@ MEMORY_TARGET_BYTES = 300e6
 # Why a target is missed and what the floor is, by the key of its section; shown only then.
 REASONS: Mapping[str, str] = {
     "overhead": (
-        "Where one token's time goes, over a Unix stream with both sides spinning, on a quiet"
-        " machine: light operators 3.1 ms (some 65 calls of torch a layer, each 3 to 5 us where"
-        " other code has run in between, twice to five times what it takes in a loop of its own),"
-        " headers and checks 1.3 ms, sending and the service 2.5 ms, and about 3 ms of Python"
-        " around 64 requests. The floor of the transport is 64 raw round trips; the rest is the"
-        " interpreter, and more of it can go only with less Python in a request. Prompts are"
-        " attention and transport: at 512 tokens 200 to 230 ms and 150 to 180 ms, for 620 MB"
-        " through a socket; at 128 tokens 25 to 32 ms and 37 to 51 ms. With all else free, they"
-        " would be 15 to 16 and 8 to 9 times less than the published client."
+        "One token over a Unix stream, both sides spinning, on a quiet machine: light operators"
+        " 3.1 ms (some 65 calls of torch a layer, each 3 to 5 us, two to five times what it takes"
+        " in a loop of its own), headers and checks 1.3 ms, sending and the service 2.5 ms, and"
+        " about 3 ms of Python around 64 requests. The transport's floor is 64 raw round trips; the"
+        " rest needs less Python per request. Prompts are attention and transport: at 512 tokens"
+        " 200 to 230 ms and 150 to 180 ms, for 620 MB through a socket; at 128 tokens 25 to 32 ms"
+        " and 37 to 51 ms. With all else free, they would be 15 to 16 and 8 to 9 times less than"
+        " the published client."
     ),
     "rpc": (
         "A request costs about 25 us of Python at either end (messages, checks, bookkeeping), of"
         " which headers are 8 us together: less than a raw round trip over ZeroMQ, and more than"
-        " one over a Unix stream. An end that blocks while the other computes for so long goes to"
-        " sleep, and is woken up on another core; a raw ping-pong hands one core to and fro. From"
-        " 1 MiB on, copies count more than that."
+        " one over a Unix stream. An end that blocks sleeps and wakes up on another core; a raw"
+        " ping-pong stays on one core. From 1 MiB on, copies count more than that."
     ),
     "cpu": (
-        "Over ZeroMQ a decoded token has 64 round trips whose hand-offs between threads meet"
+        "Over ZeroMQ, a decoded token has 64 round trips whose hand-offs between threads meet"
         " sleeping cores; over a Unix stream it is as fast as transformers."
     ),
     "overlap": (
-        "Operators take the TEE and the accelerator unequally long (most of a layer is attention in"
-        " the TEE, and gate and up at the accelerator), so a part's turns do not fit into the"
-        " other's waits: played through with measured segments and no cost of transport, two parts"
-        " reach 1.57, three 1.7 and four 1.9, parts of unequal length no more. What is missing to"
-        " that is the first and the last turns, where one part is alone, and the LM head. Of a"
-        " decode step that is half, and it does not overlap."
+        "Operators take the TEE and the accelerator unequally long (attention in the TEE; gate and"
+        " up at the accelerator), so a part's turns do not fit into the other's waits. With"
+        " measured segments and free transport, two parts reach 1.57, three 1.7 and four 1.9;"
+        " unequal parts no more. The difference is the first and last turns, where one part is"
+        " alone, and the LM head, which is half of a decode step and does not overlap."
     ),
-    "verify": (
-        "Most of it is reading the secrets, 25 MB a token, and what they push out of caches."
-    ),
-    "memory": (
-        "The benchmark's process also holds its own measurements, and buffers of 512-token steps."
-    ),
+    "verify": "Most of it is reading the secrets, 25 MB a token, and refilling caches.",
+    "memory": "The benchmark's process also holds its measurements and buffers of 512-token steps.",
 }
 
 

@@ -5,7 +5,7 @@
 
 Policy `shielded`, with pads made ahead, beside the same policy with `verify = "none"`. They take
 turns, a step each, against one service that answers at once with zeros; the model's linear weights
-are zeros, so that zeros are right and pass their checks (`tsqp.bench.prepare.hollow`). A check
+are zeros, so that zeros are right and pass their checks (`tsqp.lab.bench.prepare.hollow`). A check
 costs the same whatever the numbers are.
 
 `tee_ms`: a step with checks less wire, queue and service. `share`: how much longer a step takes
@@ -38,12 +38,14 @@ import torch
 
 from protocol.errors import TsqpError
 from tee_side.assembly import MaskSettings
-from tee_side.policy import Policy, load_policy
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.verification import ExactCheck
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.bench import prepare
-from tsqp.bench.collect import Collector
-from tsqp.bench.machine import describe_machine
-from tsqp.bench.shapes import find_shape
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.collect import Collector
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import start_service
 
 POLICY = "shielded"
@@ -102,7 +104,7 @@ class Contender:
             model=model,
             policy=policy,
             gpu=(endpoint,),
-            masks=MaskSettings(bank=bank),
+            masks=MaskSettings(bank=BankPlace.at(bank, beside_bank=True) if bank else None),
             threads=threads,
         )
         self._runner = runner = closing.enter_context(Runner(settings))
@@ -141,8 +143,8 @@ class Contender:
     @property
     def secrets_bytes(self) -> int:
         """Memory that the secrets take."""
-        secrets = self._runner._assembly._secrets
-        return sum(check.nbytes for check in secrets.exact.values())
+        checks = self._runner._assembly._secrets.vectors.values()
+        return sum(check.nbytes for check in checks if isinstance(check, ExactCheck))
 
 
 def measure(model: Path, folder: Path, *, batch: int, steps: int, threads: int) -> Result:

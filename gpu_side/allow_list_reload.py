@@ -57,13 +57,15 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
 @contextmanager
 def _ignores_the_signal() -> Iterator[None]:
     """Go on whoever sends it: by default it ends the process, and what waits is lost."""
-    # Not by a handler of ours: its number would be written to the loop's socket, and end the loop.
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    log.info("sighup_ignored", extra={"fields": {"detail": "there is no list to read again"}})
+    previous = signal.signal(signal.SIGHUP, _log_ignored)
     try:
         yield
     finally:
         signal.signal(signal.SIGHUP, previous)
+
+
+def _log_ignored(_number: int, _frame: FrameType | None) -> None:
+    log.info("sighup_ignored", extra={"fields": {"detail": "there is no list to read again"}})
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

@@ -57,11 +57,9 @@ class Counters:
 
     def __init__(self) -> None:
         self.methods = {name: MethodCounters() for name in (*REQUEST_TYPES, UNKNOWN_METHOD)}
+        # Of requests with a method that is none of ours.
+        self.unknown = self.methods[UNKNOWN_METHOD]
         self.received_bytes = 0
         self.sent_bytes = 0
         # Replies that nobody got: their client has gone, does not read, or may not any more.
         self.dropped_replies = 0
-
-    def of(self, method: str) -> MethodCounters:
-        """Return a method's counters."""
-        return self.methods.get(method) or self.methods[UNKNOWN_METHOD]

@@ -1,6 +1,6 @@
 """What answers a checked request: torch on a device, or nothing at all.
 
-Checks are the same for both (`gpu_side.plans`) and are done before.
+Checks are the same for both (`gpu_side.tasks`) and are done before.
 """
 
 from __future__ import annotations
@@ -9,40 +9,44 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
 
-from gpu_side.answers import Answer
 from gpu_side.devices import NullDevice
-from gpu_side.holdings import OPERATOR_OF, Holdings
-from gpu_side.plans import Computed, EmbeddingWork, LinearWork, MatmulWork, Plan
 from gpu_side.profiles import DeviceProfile
+from gpu_side.replies import Kernel, Result
+from gpu_side.served_model import OPERATOR_OF, ServedModel
+from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Task
 from gpu_side.transfer import transfer_to
 from gpu_side.weights import ServiceWeights
+from protocol.integer import exact_product
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
+    Request,
     RingLinearRequest,
     TensorReply,
+    tensor_reply,
 )
-from protocol.tensors import ITEMSIZE, WireTensor, from_torch, short_name, to_torch, torch_dtype
+from protocol.tensors import ITEMSIZE, WireTensor, raw_bytes, short_name, to_torch, torch_dtype
 
 T = TypeVar("T")
 
-_KEPT_ANSWERS = 1024
 _SMALLEST_ZEROS = 2**16
 
 
 class Kernels(Protocol):
     """Computes. Stateless between requests."""
 
-    def compute(self, request: Computed, plan: Plan) -> Answer:
-        """Return an output of the plan's shape and dtype, complete once its work has ended."""
+    def prepare(self, request: Computed, task: Task) -> Kernel:
+        """Return what computes all requests that have this one's header.
+
+        Its output has the task's shape and dtype, and is complete once its work has ended.
+        """
         ...
 
 
@@ -59,38 +63,55 @@ class TorchKernels:
         self._transfer = transfer_to(weights.device)
         self._twice = _two_rows_are_faster(weights)
 
-    def compute(self, request: Computed, plan: Plan) -> Answer:
-        """See `Kernels.compute`."""
-        output, work = self._transfer.to_host(self._output(request, plan), torch_dtype(plan.dtype))
-        return Answer(TensorReply(output=from_torch(output)), work)
+    def prepare(self, request: Computed, task: Task) -> Kernel:
+        """See `Kernels.prepare`."""
+        product = self._product(request)
+        to_host, dtype, shape = self._transfer.to_host, torch_dtype(task.dtype), task.shape
 
-    def _output(self, request: Computed, plan: Plan) -> torch.Tensor:
-        weights = self._weights
+        def kernel(request: Request) -> Result:
+            output = product(request)
+            if output.shape != shape:
+                # `_rows` has doubled one.
+                output = output[0].view(shape)
+            output, work = to_host(output, dtype)
+            tensor = WireTensor(task.dtype, shape, raw_bytes(output))
+            return tensor_reply({"output": tensor}), work
+
+        return kernel
+
+    def _product(self, request: Computed) -> Callable[[Any], torch.Tensor]:
+        """Return what gives the output of such requests, on the device."""
+        weights, rows, floats = self._weights, self._rows, self._floats
+        to_device = self._transfer.to_device
         match request:
-            case LinearRequest():
-                output = self._linear(request)
-            case RingLinearRequest():
-                layer = _there(weights.integers)[request.layer_idx]
-                fused = layer[OPERATOR_OF[request.module_names[0]]]
-                elements = self._transfer.to_device(to_torch(request.elements), torch.int32)
-                output = fused.product(elements, request.module_names)
-            case MatmulRequest():
-                output = torch.matmul(self._floats(request.a), self._floats(request.b))
-            case LMHeadRequest():
-                hidden = self._rows(request.hidden_states)
-                output = linear(hidden, _there(weights.lm_head))
-            case EmbeddingRequest():
-                ids = self._transfer.to_device(to_torch(request.input_ids), torch.int64)
-                output = embedding(ids, _there(weights.embedding))
-        # The plan has fewer rows where `_rows` has doubled one.
-        return output if output.shape == plan.shape else output[0].view(plan.shape)
+            case LinearRequest(layer_idx=layer, module_names=names):
+                fused = _there(weights.linears)[layer][OPERATOR_OF[names[0]]]
+                if fused.bias is not None and not request.bias:
+                    fused = replace(fused, bias=None)
+                return lambda request: fused(rows(request.hidden_states), names)
+            case RingLinearRequest(layer_idx=layer, module_names=names):
+                integers = _there(weights.integers)[layer][OPERATOR_OF[names[0]]]
+                weight = integers.weight
+                if names != tuple(integers.rows):
+                    weight = weight[integers.rows[names[0]]]
+                out_features, in_features = weight.shape
 
-    def _linear(self, request: LinearRequest) -> torch.Tensor:
-        layer = _there(self._weights.linears)[request.layer_idx]
-        fused = layer[OPERATOR_OF[request.module_names[0]]]
-        if fused.bias is not None and not request.bias:
-            fused = replace(fused, bias=None)
-        return fused(self._rows(request.hidden_states), request.module_names)
+                def ring(request: RingLinearRequest) -> torch.Tensor:
+                    elements = to_device(to_torch(request.elements), torch.int32)
+                    product = exact_product(elements.view(-1, in_features), weight)
+                    return product.view(*elements.shape[:-1], out_features)
+
+                return ring
+            case MatmulRequest():
+                return lambda request: torch.matmul(floats(request.a), floats(request.b))
+            case LMHeadRequest():
+                head = _there(weights.lm_head)
+                return lambda request: linear(rows(request.hidden_states), head)
+            case EmbeddingRequest():
+                table = _there(weights.embedding)
+                return lambda request: embedding(
+                    to_device(to_torch(request.input_ids), torch.int64), table
+                )
 
     def _rows(self, tensor: WireTensor) -> torch.Tensor:
         """Return what to multiply by a weight: the rows, or a single one twice."""
@@ -116,7 +137,7 @@ def _two_rows_are_faster(weights: ServiceWeights) -> bool:
 
 
 def _there(held: T | None) -> T:
-    """Return what the plan has made sure of."""
+    """Return what the check has made sure of."""
     if held is None:
         raise RuntimeError("a request for what is not held got through the checks")
     return held
@@ -152,50 +173,46 @@ class NullKernels:
         # When the accelerator will have done all that it was given.
         self._free_ns = 0
         self._zeros = memoryview(b"")
-        self._answer: Callable[[Plan], tuple[Answer, int]] = lru_cache(_KEPT_ANSWERS)(
-            self._make_answer
-        )
 
-    def compute(self, request: Computed, plan: Plan) -> Answer:
-        """See `Kernels.compute`."""
-        answer, duration_ns = self._answer(plan)
-        if self._profile is None:
-            return answer
-        self._free_ns = max(self._clock(), self._free_ns) + duration_ns
-        return Answer(answer.response, _Modelled(self._free_ns))
-
-    def _make_answer(self, plan: Plan) -> tuple[Answer, int]:
-        size = plan.output_bytes
+    def prepare(self, request: Computed, task: Task) -> Kernel:
+        """See `Kernels.prepare`."""
+        size = task.output_bytes
         if size > len(self._zeros):
-            # Twice as much as before at least, so that what older answers keep alive stays
-            # bounded.
+            # Twice as much as before at least, so that what older replies keep alive stays bounded.
             zeros = bytearray(max(size, 2 * len(self._zeros), _SMALLEST_ZEROS))
             self._zeros = memoryview(zeros).toreadonly()
-        output = WireTensor(plan.dtype, plan.shape, self._zeros[:size])
-        us = 0.0 if self._profile is None else request_us(self._profile, plan, self._itemsize)
-        return Answer(TensorReply(output=output)), math.ceil(us * 1000)
+        reply = TensorReply(output=WireTensor(task.dtype, task.shape, self._zeros[:size]))
+        if self._profile is None:
+            return lambda _request: (reply, None)
+        duration_ns = math.ceil(request_us(self._profile, task, self._itemsize) * 1000)
+
+        def kernel(_request: Request) -> Result:
+            self._free_ns = max(self._clock(), self._free_ns) + duration_ns
+            return reply, _Modelled(self._free_ns)
+
+        return kernel
 
 
-def request_us(profile: DeviceProfile, plan: Plan, itemsize: int) -> float:
+def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
     """Return how long a service on that accelerator takes for a request, in microseconds.
 
     Copy in, kernels, copy out, one after the other. `itemsize`: bytes of an element of the weights;
     tensors cross the bus in the request's own dtype.
     """
-    match plan.work:
+    match task.work:
         case LinearWork(rows, in_features, out_features, integer):
             kernels_us = profile.linear_us(rows, in_features, out_features, itemsize, integer)
         case MatmulWork(batch, m, k, n):
             kernels_us = profile.matmul_us(batch, m, k, n, itemsize)
         case EmbeddingWork(tokens, hidden_size):
             kernels_us = profile.embedding_us(tokens, hidden_size, itemsize)
-    copies_us = profile.transfer_us(plan.input_bytes) + profile.transfer_us(plan.output_bytes)
+    copies_us = profile.transfer_us(task.input_bytes) + profile.transfer_us(task.output_bytes)
     return kernels_us + copies_us
 
 
 class NullWeights:
-    """A null device in place of weights. `held`: what it says that it holds."""
+    """A null device in place of weights. `model`: what it says that it holds."""
 
-    def __init__(self, held: Holdings, device: NullDevice, dtype: torch.dtype) -> None:
-        self.held = held
+    def __init__(self, model: ServedModel, device: NullDevice, dtype: torch.dtype) -> None:
+        self.model = model
         self.kernels = NullKernels(device, ITEMSIZE[short_name(dtype)])

@@ -22,6 +22,11 @@ LIMITS: dict[str, tuple[int, float]] = {
     "failed": (50, 60.0),  # with a traceback each
 }
 
+# Fields that say why, in one of a few words that no client can choose.
+REASONS = ("reason", "code", "limit")
+# Reasons that are counted apart, of all events together.
+MAX_REASONS = 256
+
 
 class LineLimit:
     """Lets through the first `lines` of every interval, and counts those that it leaves out.
@@ -52,7 +57,11 @@ class LineLimit:
 
 
 class LineFilter(logging.Filter):
-    """Limits each event by its name; the next line of its kind says how many were `left_out`."""
+    """Limits each event, and each reason for it apart: a flood of one does not hide another.
+
+    The next line of its kind says how many were `left_out`. A reason is what the line's fields say
+    under `REASONS`, and the type of its exception.
+    """
 
     def __init__(
         self,
@@ -60,7 +69,8 @@ class LineFilter(logging.Filter):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self._limits = {event: LineLimit(*limit) for event, limit in limits.items()}
+        self._limits = limits
+        self._lines: dict[tuple[object, ...], LineLimit] = {}
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -69,10 +79,15 @@ class LineFilter(logging.Filter):
         limit = self._limits.get(record.msg)
         if limit is None:
             return True
+        fields = getattr(record, "fields", {})
+        failure = record.exc_info[0] if record.exc_info else None
+        kind = (record.msg, failure, *map(fields.get, REASONS))
         with self._lock:
-            left_out = limit.due(self._clock())
+            if kind not in self._lines and len(self._lines) >= MAX_REASONS:
+                kind = (record.msg,)
+            left_out = self._lines.setdefault(kind, LineLimit(*limit)).due(self._clock())
         if left_out:
-            record.fields = {**getattr(record, "fields", {}), "left_out": left_out}
+            record.fields = {**fields, "left_out": left_out}
         return left_out is not None
 
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.transport.listener import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.tensors import frame_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class QueueLimits:
     total_bytes: int = ALL_CLIENTS * DEFAULT_MAX_MESSAGE_BYTES
 
 
-class Refused(NamedTuple):
+class Rejected(NamedTuple):
     """A message that does not wait.
 
     `limit`: which field of the limits it hit; `requested`: what the message needs of it (requests
@@ -74,17 +73,17 @@ class FairQueue:
     def __bool__(self) -> bool:
         return self.requests > 0
 
-    def put(self, incoming: Incoming) -> Sequence[Refused]:
+    def put(self, incoming: Incoming) -> Sequence[Rejected]:
         """Let a message wait; return what does not: this one, or others in its place."""
-        limits, size = self.limits, frame_bytes(incoming.frames)
+        limits, size = self.limits, sum(map(len, incoming.frames))
         name = incoming.client
         client = self._clients.get(name)
         count, held = (0, 0) if client is None else (len(client.messages), client.bytes)
         if count >= limits.requests:
-            return (Refused(incoming, "requests", 1, 0),)
+            return (Rejected(incoming, "requests", 1, 0),)
         if held + size > limits.bytes:
-            return (Refused(incoming, "bytes", size, limits.bytes - held),)
-        refused: Sequence[Refused] = ()
+            return (Rejected(incoming, "bytes", size, limits.bytes - held),)
+        refused: Sequence[Rejected] = ()
         if self.requests >= limits.total_requests or self.bytes + size > limits.total_bytes:
             victims = self._choose_victims(count + 1, held + size, size)
             if victims is None:
@@ -116,20 +115,20 @@ class FairQueue:
         self._served = client.name
         return incoming
 
-    def note_served(self, client: bytes) -> None:
-        """Note that a client (`Incoming.client`) had its turn without waiting."""
-        self._served = client
+    def note_served(self, incoming: Incoming) -> None:
+        """Note that a message's client had its turn without waiting."""
+        self._served = incoming.key or incoming.route[0]
 
     def drain(self) -> Iterator[Incoming]:
         """Take everything."""
         while self:
             yield self.take()
 
-    def _too_much(self, incoming: Incoming, size: int) -> Refused:
+    def _too_much(self, incoming: Incoming, size: int) -> Rejected:
         limits = self.limits
         if self.requests >= limits.total_requests:
-            return Refused(incoming, "total_requests", 1, 0)
-        return Refused(incoming, "total_bytes", size, limits.total_bytes - self.bytes)
+            return Rejected(incoming, "total_requests", 1, 0)
+        return Rejected(incoming, "total_bytes", size, limits.total_bytes - self.bytes)
 
     def _choose_victims(self, count: int, held: int, size: int) -> list[tuple[_Client, str]] | None:
         """Say who must give up its newest message, and for which limit, to let one more wait.
@@ -170,7 +169,7 @@ class FairQueue:
             victims.append((most, "total_requests"))
         return victims
 
-    def _take_newest(self, client: _Client, limit: str) -> Refused:
+    def _take_newest(self, client: _Client, limit: str) -> Rejected:
         incoming, freed = client.messages.pop()
         client.bytes -= freed
         self.requests -= 1
@@ -178,4 +177,4 @@ class FairQueue:
         if not client.messages:
             self._turns.remove(client)
             del self._clients[client.name]
-        return Refused(incoming, limit, freed if limit == "total_bytes" else 1, 0)
+        return Rejected(incoming, limit, freed if limit == "total_bytes" else 1, 0)

@@ -17,28 +17,25 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_side.answers import Answer, Working
+from gpu_side.clock import wait_until
 from gpu_side.counters import SUCCESS
 from gpu_side.defaults import DRAIN_S
-from gpu_side.operators import Operators
-from gpu_side.queues import Refused
+from gpu_side.encoding import (
+    EnvelopeError,
+    OpenedRequest,
+    RequestReader,
+    encode_reply,
+    unread,
+)
+from gpu_side.handler import RequestHandler
+from gpu_side.queues import Rejected
+from gpu_side.replies import Kernel, Result, Working
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.listener import Incoming, Listener
-from protocol.clock import wait_until
 from protocol.codec import MAX_HEADER_BYTES
-from protocol.encoding import (
-    EnvelopeError,
-    Form,
-    OpenedRequest,
-    encode_reply,
-    likely_form,
-    open_request,
-    read_request,
-)
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import HealthRequest, Response, Timing
-from protocol.tensors import frame_bytes
+from protocol.messages import HealthRequest, Request, Response, checked_timing
 
 log = logging.getLogger("gpu_service")
 
@@ -60,19 +57,11 @@ _HEALTH_BYTES = 256
 _LOOK_NS = 200_000
 
 
-class _Origin(NamedTuple):
-    """What a reply says of its request, and where it goes."""
-
-    incoming: Incoming
-    form: Form
-    request_id: int
-    method: str
-
-
 class _Underway(NamedTuple):
     """A request that an accelerator was given, and when (perf_counter_ns)."""
 
-    origin: _Origin
+    incoming: Incoming
+    opened: OpenedRequest
     response: Response
     work: Working
     given_ns: int
@@ -88,13 +77,13 @@ class RequestLoop:
 
     def __init__(
         self,
-        operators: Operators,
+        handler: RequestHandler,
         max_message_bytes: int,
         state: ServiceState | None = None,
         drain_timeout_s: float = DRAIN_S,
     ) -> None:
-        self._operators = operators
-        self._max_message_bytes = max_message_bytes
+        self._handler = handler
+        self._reader = RequestReader(max_message_bytes, self._prepare)
         self._state = state or ServiceState()
         self._queue = self._state.queue
         self._counters = self._state.counters
@@ -124,15 +113,16 @@ class RequestLoop:
     def _run(self, listener: Listener, stop: StopSignal) -> None:
         queue, underway = self._queue, self._underway
         while not stop.requested:
-            if queue and len(underway) < MAX_UNDERWAY:
+            if queue.requests and len(underway) < MAX_UNDERWAY:
                 self._answer(listener, queue.take())
             elif underway:
                 self._wait_for_accelerator(listener, stop)
             elif not listener.wait(wakeup=stop.reader):
-                break
+                stop.forget_wakeup()
+                continue
             elif (incoming := listener.receive()) is not None:
                 # Nothing waits: it need not either.
-                queue.note_served(incoming.client)
+                queue.note_served(incoming)
                 self._answer(listener, incoming)
             if underway:
                 self._send_what_ended(listener)
@@ -188,7 +178,7 @@ class RequestLoop:
         if len(frames) != 1 or frames[0].nbytes > _HEALTH_BYTES:
             return False
         try:
-            return open_request(frames, self._max_message_bytes).method == HealthRequest.method
+            return self._reader.open(frames).method == HealthRequest.method
         except ProtocolError:
             return False  # answered in its turn
 
@@ -219,131 +209,142 @@ class RequestLoop:
             underway.popleft()
         self._state.underway = len(underway)
 
+    def _prepare(self, request: Request) -> Kernel:
+        """Return what computes requests with this one's header. Raises ProtocolError."""
+        return (
+            self._health if isinstance(request, HealthRequest) else self._handler.prepare(request)
+        )
+
+    def _health(self, _request: Request) -> Result:
+        return self._state.health(), None
+
     def _answer(self, listener: Listener, incoming: Incoming) -> None:
         self._began_ns = started_ns = time.perf_counter_ns()
         frames = incoming.frames
-        self._counters.received_bytes += frame_bytes(frames)
-        origin = _Origin(incoming, likely_form(frames), 0, "")
+        self._counters.received_bytes += sum(map(len, frames))
         if not listener.is_allowed(incoming.key):
-            self._drop(origin)
+            self._drop(incoming, unread(frames))
             return
+        opened: OpenedRequest | None = None
         try:
-            opened = open_request(frames, self._max_message_bytes)
-            origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
-            _check_deadline(opened, (started_ns - incoming.received_ns) // 1000)
-            request = read_request(opened)
-            if isinstance(request, HealthRequest):
-                answer = Answer(self._state.health())
-            else:
-                answer = self._operators.apply(request)
+            opened = self._reader.open(frames)
+            queue_us = (started_ns - incoming.received_ns) // 1000
+            if opened.timeout_ms is not None and queue_us > opened.timeout_ms * 1000:
+                raise _too_late(opened.method, queue_us, opened.timeout_ms)
+            request, kernel = self._reader.read(opened)
+            response, work = kernel(request)
         except ProtocolError as error:
-            self._send_refusal(listener, origin, error)
-        except Exception:
+            self._send_refusal(listener, incoming, opened or unread(frames), error)
+        except Exception:  # noqa: BLE001 - it is logged, with a traceback
             # Exhausted memory, a device fault or a mistake of ours: this request fails, the
             # others go on. The traceback stays in our own log.
-            log.exception("failed", extra=_fields(origin, method=origin.method))
-            self._send(listener, origin, ErrorCode.INTERNAL)
+            self._send_failure(listener, incoming, opened or unread(frames))
         else:
-            if answer.work is None:
+            if work is None:
                 ended_ns = time.perf_counter_ns()
-                self._send_result(listener, origin, answer.response, started_ns, ended_ns)
+                self._send(listener, incoming, opened, response, started_ns, ended_ns)
             else:
                 # What was received has been read, or copied: its memory can be used again.
-                origin = origin._replace(incoming=incoming._replace(frames=[]))
-                given = _Underway(origin, answer.response, answer.work, started_ns)
-                self._underway.append(given)
+                incoming, opened = incoming._replace(frames=[]), opened._replace(frames=())
+                self._underway.append(_Underway(incoming, opened, response, work, started_ns))
 
     def _send_ended(self, listener: Listener, underway: _Underway) -> bool:
         """Send a result if the accelerator is done with it, or has failed."""
-        origin, response, work, given_ns = underway
+        incoming, opened, response, work, given_ns = underway
         try:
             ends_ns = work.ends_ns()
         except RuntimeError:
-            log.exception("failed", extra=_fields(origin, method=origin.method))
-            self._send(listener, origin, ErrorCode.INTERNAL)
+            self._send_failure(listener, incoming, opened)
             return True
         if ends_ns > time.perf_counter_ns():
             return False
-        self._send_result(listener, origin, response, max(given_ns, self._free_ns), ends_ns)
+        started_ns = max(given_ns, self._free_ns)
+        self._send(listener, incoming, opened, response, started_ns, ends_ns)
         self._free_ns = ends_ns
         return True
 
-    def _send_result(
-        self,
-        listener: Listener,
-        origin: _Origin,
-        response: Response,
-        started_ns: int,
-        ended_ns: int,
-    ) -> None:
-        queue_ns = max(0, started_ns - origin.incoming.received_ns)
-        compute_ns = max(0, ended_ns - started_ns)
-        timing = Timing(queue_us=queue_ns // 1000, compute_us=compute_ns // 1000)
-        self._send(listener, origin, response, timing)
-        counters = self._counters.of(origin.method)
-        counters.queue.add(queue_ns)
-        counters.compute.add(compute_ns)
+    def _send_failure(self, listener: Listener, incoming: Incoming, opened: OpenedRequest) -> None:
+        """Log the exception that is being handled, and reply that this request has failed."""
+        fields = _fields(incoming, opened, method=opened.method)
+        log.exception("failed", extra=fields)
+        self._send(listener, incoming, opened, ErrorCode.INTERNAL)
 
     def _send(
         self,
         listener: Listener,
-        origin: _Origin,
+        incoming: Incoming,
+        opened: OpenedRequest,
         result: Response | ErrorCode,
-        timing: Timing | None = None,
+        started_ns: int | None = None,
+        ended_ns: int = 0,
     ) -> None:
-        incoming, form, request_id, method = origin
+        """Reply, and count it. `started_ns`, `ended_ns`: of the work; None: there was none."""
+        form, request_id, _, method, *_ = opened
+        counters = self._counters
         if not listener.is_allowed(incoming.key):
-            self._drop(origin)
+            self._drop(incoming, opened)
             return
+        of_method = counters.methods.get(method, counters.unknown)
+        timing = None
+        if started_ns is not None:
+            queue_ns = max(0, started_ns - incoming.received_ns)
+            compute_ns = max(0, ended_ns - started_ns)
+            of_method.queue.add(queue_ns)
+            of_method.compute.add(compute_ns)
+            timing = checked_timing(
+                {"queue_us": queue_ns // 1000, "compute_us": compute_ns // 1000}
+            )
         try:
             frames = encode_reply(form, request_id, method, result, timing)
         except Exception:
-            log.exception("failed", extra=_fields(origin, method=method))
+            log.exception("failed", extra=_fields(incoming, opened, method=method))
             result = ErrorCode.INTERNAL
             frames = encode_reply(form, request_id, method, result)
-        counters = self._counters
-        outcome = result.value if type(result) is ErrorCode else SUCCESS
-        counters.of(method).outcomes[outcome] += 1
+        of_method.outcomes[result.value if type(result) is ErrorCode else SUCCESS] += 1
         if listener.send(incoming.route, frames):
-            counters.sent_bytes += frame_bytes(frames)
+            counters.sent_bytes += sum(map(len, frames))
         else:
             counters.dropped_replies += 1
-            log.warning("client_gone", extra=_fields(origin))
+            log.warning("client_gone", extra=_fields(incoming, opened))
 
     # ------------------------------------------------------------------------------- refusals
 
-    def _drop(self, origin: _Origin) -> None:
+    def _drop(self, incoming: Incoming, opened: OpenedRequest) -> None:
         """Take note of a request that gets no reply: its client's key has been revoked."""
         self._counters.dropped_replies += 1
-        log.warning("dropped", extra=_fields(origin, detail="the key has been revoked"))
+        detail = "the key has been revoked"
+        fields = _fields(incoming, opened, reason="revoked_key", detail=detail)
+        log.warning("dropped", extra=fields)
 
-    def _send_refusal(self, listener: Listener, origin: _Origin, error: ProtocolError) -> None:
+    def _send_refusal(
+        self, listener: Listener, incoming: Incoming, opened: OpenedRequest, error: ProtocolError
+    ) -> None:
         if isinstance(error, EnvelopeError):
-            origin = origin._replace(form=error.form, request_id=error.request_id)
-        fields = _fields(origin, code=error.code.value, detail=str(error))
+            opened = opened._replace(form=error.form, request_id=error.request_id)
+        fields = _fields(incoming, opened, code=error.code.value, detail=str(error))
         log.warning("refused", extra=fields)
-        self._send(listener, origin, error.code)
+        self._send(listener, incoming, opened, error.code)
 
-    def _refuse(self, listener: Listener, incoming: Incoming, code: ErrorCode) -> _Origin:
+    def _refuse(self, listener: Listener, incoming: Incoming, code: ErrorCode) -> OpenedRequest:
         """Answer with a code what is not even looked at, as far as its envelope can be read."""
         frames = incoming.frames
-        self._counters.received_bytes += frame_bytes(frames)
-        origin = _Origin(incoming, likely_form(frames), 0, "")
+        self._counters.received_bytes += sum(map(len, frames))
+        opened = unread(frames)
         # One frame as large as no header is: inline, which has no id that we would have to find.
         if len(frames) > 1 or frames[0].nbytes <= MAX_HEADER_BYTES:
             try:
-                opened = open_request(frames, self._max_message_bytes)
+                opened = self._reader.open(frames)
             except ProtocolError as error:
-                self._send_refusal(listener, origin, error)
-                return origin
-            origin = _Origin(incoming, opened.form, opened.request_id, opened.method)
-        self._send(listener, origin, code)
-        return origin
+                self._send_refusal(listener, incoming, opened, error)
+                return opened
+        self._send(listener, incoming, opened, code)
+        return opened
 
-    def _refuse_full(self, listener: Listener, refused: Refused) -> None:
-        origin = self._refuse(listener, refused.incoming, ErrorCode.QUEUE_FULL)
+    def _refuse_full(self, listener: Listener, refused: Rejected) -> None:
+        opened = self._refuse(listener, refused.incoming, ErrorCode.QUEUE_FULL)
         fields = _fields(
-            origin,
+            refused.incoming,
+            opened,
             code=ErrorCode.QUEUE_FULL.value,
             limit=f"max_queued_{refused.limit}",
             allowed=getattr(self._queue.limits, refused.limit),
@@ -358,12 +359,12 @@ class RequestLoop:
         Requests that arrive in the moment of stopping get an answer, not a passed deadline.
         Bounded, so that a client that goes on sending cannot keep the service from stopping.
         """
-        left = [underway.origin for underway in self._underway]
+        left = list(self._underway)
         if left or self._queue:
             fields = {"refused_requests": len(left) + self._queue.requests}
             log.warning("drain_ended", extra={"fields": fields})
-        for origin in left:
-            self._send(listener, origin, ErrorCode.SHUTTING_DOWN)
+        for incoming, opened, *_ in left:
+            self._send(listener, incoming, opened, ErrorCode.SHUTTING_DOWN)
         for incoming in self._queue.drain():
             self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
         # Not a part of the time since the last request, which may be hours.
@@ -375,16 +376,17 @@ class RequestLoop:
                 break
 
 
-def _fields(origin: _Origin, **more: object) -> dict[str, dict[str, object]]:
+def _fields(
+    incoming: Incoming, opened: OpenedRequest, **more: object
+) -> dict[str, dict[str, object]]:
     """Return what a line of the log says of a request, as `extra`."""
-    return {"fields": {"peer": origin.incoming.peer, "request_id": origin.request_id, **more}}
+    return {"fields": {"peer": incoming.peer, "request_id": opened.request_id, **more}}
 
 
-def _check_deadline(opened: OpenedRequest, queue_us: int) -> None:
-    if opened.timeout_ms is not None and queue_us > opened.timeout_ms * 1000:
-        raise ProtocolError(
-            opened.method,
-            got=f"{queue_us / 1e6:.3f} s in the queue",
-            expected=f"a start within {opened.timeout_ms / 1e3:g} s",
-            code=ErrorCode.DEADLINE_EXCEEDED,
-        )
+def _too_late(method: str, queue_us: int, timeout_ms: int) -> ProtocolError:
+    return ProtocolError(
+        method,
+        got=f"{queue_us / 1e6:.3f} s in the queue",
+        expected=f"a start within {timeout_ms / 1e3:g} s",
+        code=ErrorCode.DEADLINE_EXCEEDED,
+    )

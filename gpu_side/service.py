@@ -18,12 +18,12 @@ from gpu_side.access import ServiceKeys
 from gpu_side.allow_list_reload import rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
-from gpu_side.holdings import BOTH, Holdings, read_holdings
+from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
 from gpu_side.log_limit import limited
-from gpu_side.operators import Operators
 from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import RequestLoop
+from gpu_side.served_model import BOTH, ServedModel, read_served_model
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.bind import open_listener
@@ -233,7 +233,7 @@ class _StoppedWhileLoadingError(Exception):
 
 def _load(
     settings: ServiceSettings, device: Device, state: ServiceState, stop: StopSignal
-) -> Operators | None:
+) -> RequestHandler | None:
     """Read the weights; None if a stop signal came meanwhile."""
     began = time.monotonic()
     config = read_config(settings.model)
@@ -256,13 +256,15 @@ def _load(
     arithmetic = _arithmetic(settings, config, device)
 
     if isinstance(device, NullDevice):
-        held, _ = read_holdings(settings.model, arithmetic, weights=False, layers=layers)
+        held, _ = read_served_model(settings.model, arithmetic, weights=False, layers=layers)
         log.warning(
             "null_device",
             extra={"fields": {"device": str(device), "computes": "nothing", "replies": "zeros"}},
         )
         _log_loaded(held, 0, time.monotonic() - began)
-        return Operators(NullWeights(held, device, torch_dtype(dtype)), limit, state.queue.limits)
+        return RequestHandler(
+            NullWeights(held, device, torch_dtype(dtype)), limit, state.queue.limits
+        )
     logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -285,10 +287,10 @@ def _load(
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    return Operators(weights, limit, state.queue.limits)
+    return RequestHandler(weights, limit, state.queue.limits)
 
 
-def _log_loaded(held: Holdings, weight_bytes: int, load_s: float) -> None:
+def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:
     log.info(
         "loaded",
         extra={

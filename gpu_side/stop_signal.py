@@ -27,9 +27,13 @@ class StopSignal:
         with suppress(BlockingIOError):
             self.writer.send(b"\0")
 
-    def rearm(self) -> None:
-        """Wait for another one."""
-        self.requested = False
+    def forget_wakeup(self) -> None:
+        """Read what has woken the loop: it may be the number of a signal that ends nothing."""
         with suppress(BlockingIOError):
             while self.reader.recv(64):
                 pass
+
+    def rearm(self) -> None:
+        """Wait for another one."""
+        self.requested = False
+        self.forget_wakeup()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from gpu_side.answers import Working
+from gpu_side.replies import Working
 
 # How often to ask whether the device is done.
 _ASK_AGAIN_NS = 50_000
@@ -37,15 +37,14 @@ class Transfer(Protocol):
 class InPlace:
     """The device is the CPU: nothing moves, and only another dtype is a copy."""
 
-    def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `Transfer.to_device`."""
-        return tensor if tensor.dtype is dtype else tensor.to(dtype)
+    # Without a Python call: it is asked for every request.
+    to_device = staticmethod(torch.Tensor.to)
 
     def to_host(
         self, tensor: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Working | None]:
         """See `Transfer.to_host`."""
-        return tensor if tensor.dtype is dtype else tensor.to(dtype), None
+        return tensor.to(dtype), None
 
 
 def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_side.holdings import BOTH, OPERATOR_OF, Holdings, read_holdings
+from gpu_side.served_model import BOTH, OPERATOR_OF, ServedModel, read_served_model
 from protocol.errors import KernelError
 from protocol.integer import MAX_IN_FEATURES, check_kernels
 from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
@@ -29,7 +29,7 @@ IntegerLinears = dict[int, dict[LinearOperator, QuantizedLinear]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceWeights(Holdings):
+class ServiceWeights(ServedModel):
     """Everything that the service multiplies by, on `device`; floats in `dtype`.
 
     `embedding`, `lm_head`: [vocab_size, hidden_size] (one tensor if tied), None where the
@@ -72,10 +72,11 @@ def load_weights(
     """Read a model directory. `progress(done, total)` is called after every layer.
 
     `arithmetic`: which linear weights to hold; a directory for a feature mask has float ones only.
-    `layers`: see `read_holdings`. Raises ModelError that names file and tensor, and SettingsError.
+    `layers`: see `read_served_model`. Raises ModelError that names file and tensor, and
+    SettingsError.
     """
     # Before the weights: the pages that its digests map would come on top of them.
-    held, checkpoint = read_holdings(directory, arithmetic, layers=layers)
+    held, checkpoint = read_served_model(directory, arithmetic, layers=layers)
     config, arithmetic = held.config, held.arithmetic
 
     embedding, lm_head = _read_vocabulary(held, checkpoint, dtype, device)
@@ -125,7 +126,7 @@ def check_integers(config: ModelConfig, device: torch.device | None) -> None:
 
 
 def _read_vocabulary(
-    held: Holdings, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    held: ServedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Read embedding and LM head as far as they are held, one tensor if they are tied."""
     config = held.config

@@ -11,10 +11,14 @@ takes a microsecond and a half longer to make.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from protocol.errors import TsqpError
 from protocol.messages import Request, Response, Timing
+from protocol.prepared import PreparedRequest
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Exchange(NamedTuple):
@@ -46,6 +50,14 @@ class Traffic:
     bytes_received: int = 0
 
 
+class ChannelWrapper(Protocol):
+    """Lays something over a channel, such as the model of a slower link."""
+
+    def __call__(self, channel: Channel, timeout_s: float) -> Channel:
+        """Return the channel to use instead. `timeout_s`: of a request that names no deadline."""
+        ...
+
+
 class Channel(Protocol):
     """A connection to one service."""
 
@@ -55,6 +67,17 @@ class Channel(Protocol):
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Send a request and return its id. Raises EndpointError, ProtocolError (too large)."""
         ...
+
+    def start(
+        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+    ) -> int:
+        """Send a prepared request with this tensor, and return its id. Raises as `submit` does.
+
+        The tensor must be of the prepared shape and dtype (ProtocolError), and must not be written
+        to from now on (`protocol.tensors.raw_bytes`). `PreparedRequest.output` reads the reply. A
+        channel that looks into messages may inherit this, which goes through `submit`.
+        """
+        return self.submit(prepared.request(payload), timeout_s)
 
     def wait(self, request_id: int) -> Exchange:
         """Return the reply to a submitted request.
@@ -67,7 +90,7 @@ class Channel(Protocol):
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """Submit and wait."""
-        ...
+        return self.wait(self.submit(request, timeout_s))
 
     def abandon(self, request_id: int) -> None:
         """Stop waiting for a submitted request; its reply is dropped. Unknown ids do nothing."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -36,11 +36,16 @@ from protocol.errors import KeyFileError, SettingsError
 SECRET_HEADER = "# tsqp secret key"  # noqa: S105 - the first line of a file, not a secret
 PUBLIC_HEADER = "# tsqp public key"
 SECRET_MODE = 0o600
-_MAX_KEY_FILE_BYTES = 1024
+MAX_KEY_FILE_BYTES = 1024
 _KEY_TEXT = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _A_KEY = "a key of 40 Z85 characters"
 
 K = TypeVar("K")
+FileCheck = Callable[[Path, bytes], None]
+
+
+def _unchecked(_path: Path, _content: bytes) -> None:
+    """Accept a file whatever it holds."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,6 @@ class ClientKeys:
         """The client's own public key, which the service must have on its allow-list."""
         return bytes(zmq.curve_public(self.secret))
 
-    @classmethod
-    def read(cls, identity: Path, service_key: Path) -> ClientKeys:
-        """Read both files. Raises KeyFileError."""
-        return cls(read_secret_key(identity), read_public_key(service_key))
-
 
 def require_curve() -> None:
     """Raise SettingsError where this ZeroMQ was built without CURVE."""
@@ -67,24 +67,6 @@ def require_curve() -> None:
         raise SettingsError(
             "keys", got=f"libzmq {zmq.zmq_version()} without CURVE", expected="one built with it"
         )
-
-
-def new_key_pair(name: Path) -> tuple[Path, Path, str]:
-    """Make a key pair: write `name`.key and `name`.pub, and return both paths and the public key.
-
-    Nothing is overwritten, and nothing is left after a failure. Raises KeyFileError.
-    """
-    require_curve()
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    secret_path = name.with_name(f"{name.name}.key")
-    public_path = name.with_name(f"{name.name}.pub")
-    _write_new(secret_path, f"{SECRET_HEADER}\n{secret}\n", SECRET_MODE)
-    try:
-        _write_new(public_path, f"{PUBLIC_HEADER}\n{public}\n", 0o644)
-    except BaseException:
-        secret_path.unlink()
-        raise
-    return secret_path, public_path, public
 
 
 def read_secret_key(path: Path) -> bytes:
@@ -96,20 +78,23 @@ def read_secret_key(path: Path) -> bytes:
     return _read_key(path, secret=True)
 
 
-def read_public_key(path: Path) -> bytes:
-    """Read a public key file. Raises KeyFileError.
+def read_public_key(path: Path, check: FileCheck = _unchecked) -> bytes:
+    """Read a public key file. Raises KeyFileError, and what `check` raises.
 
-    Refused: what anybody may write but us and root, and a secret key in its place.
+    Refused: what anybody may write but us and root, and a secret key in its place. `check` is
+    called with the path and the bytes that were read.
     """
-    return _read_key(path, secret=False)
+    return _read_key(path, secret=False, check=check)
 
 
-def public_key_of(path: Path) -> bytes:
-    """Return the public key of either kind of file. Raises KeyFileError."""
-    text, _ = read_text(path, _MAX_KEY_FILE_BYTES)
-    if text.startswith(SECRET_HEADER):
-        return bytes(zmq.curve_public(read_secret_key(path)))
-    return read_public_key(path)
+def public_key(value_or_path: str, check: FileCheck = _unchecked) -> bytes:
+    """Return a public key (Z85) that is given by value, or by the path of its file.
+
+    A text of 40 Z85 characters is a value unless it ends in `.pub`. Raises as `read_public_key`.
+    """
+    if _KEY_TEXT.fullmatch(value_or_path) and not value_or_path.endswith(".pub"):
+        return checked_key(value_or_path, "public key")
+    return read_public_key(Path(value_or_path), check)
 
 
 def require_zmq_keys(endpoint: str) -> None:
@@ -152,8 +137,8 @@ def one_for_each(
     return list(keys)
 
 
-def _read_key(path: Path, *, secret: bool) -> bytes:
-    text, status = read_text(path, _MAX_KEY_FILE_BYTES)
+def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> bytes:
+    text, status = read_text(path, MAX_KEY_FILE_BYTES, check)
     mode = stat.S_IMODE(status.st_mode)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
@@ -221,8 +206,8 @@ def _value(group: bytes) -> int:
     return value
 
 
-def read_text(path: Path, limit: int) -> tuple[str, os.stat_result]:
-    """Read a small text file, and whose it is. Raises KeyFileError."""
+def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[str, os.stat_result]:
+    """Read a small text file, and whose it is. Raises KeyFileError, and what `check` raises."""
     where = str(path)
     try:
         # Not to wait for whoever writes to a named pipe.
@@ -237,24 +222,8 @@ def read_text(path: Path, limit: int) -> tuple[str, os.stat_result]:
         raise KeyFileError(where, got=reason, expected="a file of keys") from None
     if len(content) > limit:
         raise KeyFileError(where, got="a larger file", expected=f"at most {limit} bytes of keys")
+    check(path, content)
     try:
         return content.decode("utf-8").replace("\r\n", "\n"), status
     except UnicodeDecodeError:
         raise KeyFileError(where, got="bytes that are no text", expected="keys as text") from None
-
-
-def _write_new(path: Path, text: str, mode: int) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise KeyFileError(str(path), got=reason, expected="a new file") from None
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink()
-        raise

@@ -1,10 +1,13 @@
 """Endpoints: where a service listens and a client connects, and over which transport.
 
 tcp://HOST:PORT     ZeroMQ over TCP; HOST may be * and PORT * or 0 to bind
-ipc://PATH          ZeroMQ over a Unix socket; ipc://@NAME is in the abstract namespace
-unix://PATH         a plain Unix stream socket; unix://@NAME is in the abstract namespace
+ipc://PATH          ZeroMQ over a Unix socket
+unix://PATH         a plain Unix stream socket
 vsock://CID:PORT    a stream between a virtual machine and its host; to bind, CID may be any
                     and PORT *
+
+An abstract Unix socket (@NAME) is refused: it has no owner and no mode, so any process of the
+network namespace could take its name.
 """
 
 from __future__ import annotations
@@ -52,8 +55,7 @@ class Endpoint:
         """The path of the Unix socket's file; None where there is no file."""
         if self.scheme not in ("ipc", "unix"):
             return None
-        path = self.text.partition("://")[2]
-        return None if path.startswith("@") else path
+        return self.text.partition("://")[2]
 
 
 def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
@@ -64,15 +66,10 @@ def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
     if scheme == "ipc" and _is_path(endpoint, rest, zmq.IPC_PATH_MAX_LEN):
         return Endpoint(endpoint, "ipc")
     if scheme == "unix" and _is_path(endpoint, rest, UNIX_PATH_MAX_BYTES):
-        return Endpoint(endpoint, "unix", unix_address(rest))
+        return Endpoint(endpoint, "unix", rest)
     if scheme == "vsock" and (address := _vsock_address(endpoint, for_bind)) is not None:
         return Endpoint(endpoint, "vsock", address)
     raise EndpointError("endpoint", got=repr(endpoint), expected=SPELLINGS)
-
-
-def unix_address(path: str) -> str:
-    """Turn a path, or @NAME, into what the socket module takes."""
-    return "\0" + path[1:] if path.startswith("@") else path
 
 
 def _is_tcp(endpoint: str, for_bind: bool) -> bool:
@@ -87,7 +84,11 @@ def _is_path(endpoint: str, path: str, limit: int) -> bool:
     size = len(os.fsencode(path))
     if size > limit:
         raise EndpointError(endpoint, got=f"a path of {size} bytes", expected=f"at most {limit}")
-    return path not in ("", "@") and "\0" not in path
+    if path.startswith(("@", "\0")):
+        raise EndpointError(
+            endpoint, got="an abstract socket, which any process can bind", expected="a path"
+        )
+    return path != "" and "\0" not in path
 
 
 def _vsock_address(endpoint: str, for_bind: bool) -> tuple[int, int] | None:

@@ -70,7 +70,8 @@ def digits_needed(values: torch.Tensor) -> int:
     """Return how many digits (1 to 4) hold every value of an int32 tensor exactly."""
     if not values.numel():
         return 1
-    low, high = (int(bound) for bound in torch.aminmax(values))
+    lowest, highest = torch.aminmax(values)
+    low, high = int(lowest), int(highest)
     for count in range(1, DIGITS):
         # 127 + 127 * 256 + ... at most, -128 - 128 * 256 - ... at least.
         places = (256**count - 1) // 255
@@ -79,33 +80,44 @@ def digits_needed(values: torch.Tensor) -> int:
     return DIGITS
 
 
+def digits_below(bound: float) -> int:
+    """Return how many digits (1 to 4) hold every integer of at most this magnitude."""
+    return next(
+        (count for count in range(1, DIGITS) if bound <= 127 * ((256**count - 1) // 255)), DIGITS
+    )
+
+
 def combine_digits(products: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Add up the products of the digits: sum of 256^i products[i] mod 2^32.
 
     `products`: int32 [D, T, N], overwritten. Returns int32 [T, N], in `out` where it is given.
     """
-    for index in range(len(products) - 2, 0, -1):
+    count = products.shape[0]
+    for index in range(count - 2, 0, -1):
         products[index].add_(products[index + 1], alpha=256)
-    if len(products) == 1:
+    if count == 1:
         return products[0].clone() if out is None else out.copy_(products[0])
     result: torch.Tensor = torch.add(products[0], products[1], alpha=256, out=out)
     return result
 
 
-def ring_product(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def ring_product(
+    elements: torch.Tensor, weight: torch.Tensor, digits: int = DIGITS
+) -> torch.Tensor:
     """Return elements @ weight^T mod 2^32.
 
-    `elements`: int32 [T, K], any values; `weight`: int8 [N, K], best from `empty_weight`. Returns
-    int32 [T, N]. Raises KernelError where K is above MAX_IN_FEATURES.
+    `elements`: int32 [T, K], any values that `digits` digits hold; `weight`: int8 [N, K], best from
+    `empty_weight`. Returns int32 [T, N]. How long it takes does not depend on the values. Raises
+    KernelError where K is above MAX_IN_FEATURES.
     """
-    return _product(elements, weight, DIGITS)
+    return _product(elements, weight, digits)
 
 
 def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the numbers of `ring_product`, with as few digits as the values need.
 
-    Half the work or less for activations, which are small: the product itself where it fits int32,
-    and modulo 2^32 otherwise.
+    Half the work or less for values that are small: the product itself where it fits int32, and
+    modulo 2^32 otherwise. How long it takes depends on the values: not for activations in the TEE.
     """
     # On CUDA, looking at the values would stop the queue of kernels for every request, and those
     # under a mask need all digits anyway.
@@ -193,32 +205,27 @@ def _check_product(elements: torch.Tensor, weight: torch.Tensor) -> None:
 
 def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
     """Multiply in the ring, a block of rows at a time, by the lowest `count` digits."""
-    rows = elements.shape[0]
-    out = torch.empty(rows, weight.shape[0], dtype=torch.int32, device=elements.device)
-    # One scratch for all blocks: fresh memory for each costs as much as a fifth of the product.
-    scratch = None
-    for block in _blocks(rows, count, weight):
-        stacked = to_digits(elements[block], count).flatten(0, 1)
-        if scratch is None:
-            products = scratch = int8_product(stacked, weight)
-        else:  # the last block may be smaller than the first
-            products = int8_product(stacked, weight, scratch[: len(stacked)])
-        combine_digits(products.view(count, -1, weight.shape[0]), out[block])
-    return out
-
-
-def _blocks(rows: int, count: int, weight: torch.Tensor) -> list[slice]:
-    """Cut the rows into equal blocks. Raises KernelError for a K whose sums could overflow."""
+    (rows, K), N = elements.shape, weight.shape[0]
     # With one in_feature the two layouts of a weight cannot be told apart, and `_int_mm` errs.
-    if not 2 <= weight.shape[1] <= MAX_IN_FEATURES:
+    if not 2 <= K <= MAX_IN_FEATURES:
         raise KernelError(
-            "int8 product",
-            got=f"{weight.shape[1]} in_features",
-            expected=f"2 to {MAX_IN_FEATURES}",
+            "int8 product", got=f"{K} in_features", expected=f"2 to {MAX_IN_FEATURES}"
         )
-    most = max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // (count * max(weight.shape)))
+    out = torch.empty(rows, N, dtype=torch.int32, device=elements.device)
+    # Equal blocks, and one scratch for all of them: fresh memory for each costs as much as a fifth
+    # of the product. The last block may be smaller.
+    most = max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // (count * max(K, N)))
     size = -(-rows // -(-rows // most)) if rows else 1
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    scratch: torch.Tensor | None = None
+    for start in range(0, rows, size):
+        block = slice(start, start + size)
+        stacked = to_digits(elements[block], count).flatten(0, 1)
+        products = int8_product(
+            stacked, weight, None if scratch is None else scratch[: stacked.shape[0]]
+        )
+        scratch = products if scratch is None else scratch
+        combine_digits(products.view(count, -1, N), out[block])
+    return out
 
 
 def _to_multiple(size: int) -> int:

@@ -147,7 +147,7 @@ class InitReply(Message):
     `max_message_bytes` is the service's limit for one message, either way; `arithmetic` says which
     linear weights it holds: those for Linear (float), those for RingLinear (int8), or both.
     `provision_id`: None for a model directory; for weights transformed by a feature mask the id of
-    the key that they belong to (`protocol.model.provision`), and then `model_digest` repeats it
+    the key that they belong to (`gpu_side.provision`), and then `model_digest` repeats it
     and `norm_weights` is empty. `instance_id`: random, of this service process, by which a runner
     notices that two endpoints lead to one service. `layers`: whose linear weights it holds; the
     embedding goes with layer 0 and the LM head with the model's last. `max_queued_requests` and
@@ -214,6 +214,10 @@ class Timing(Message):
     queue_us: Annotated[int, Field(ge=0, le=MAX_TIMING_US)]
     compute_us: Annotated[int, Field(ge=0, le=MAX_TIMING_US)]
 
+
+# The same as TensorReply(...) and Timing(...), from their fields, with less Python around it.
+tensor_reply = TensorReply.__pydantic_validator__.validate_python
+checked_timing = Timing.__pydantic_validator__.validate_python
 
 Request: TypeAlias = (
     InitRequest

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from protocol.channel import Exchange, Traffic
 from protocol.encoding import Reply, decode_reply, encode_request
@@ -23,8 +23,21 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
-from protocol.messages import MAX_TIMEOUT_MS, REQUEST_TYPES, Request
-from protocol.tensors import Buffer, frame_bytes
+from protocol.header_numbers import request_header, split_reply
+from protocol.messages import (
+    MAX_TIMEOUT_MS,
+    MAX_TIMING_US,
+    REQUEST_TYPES,
+    Request,
+    Timing,
+    checked_timing,
+    tensor_reply,
+)
+from protocol.prepared import PreparedRequest
+from protocol.tensors import Buffer, WireTensor
+
+if TYPE_CHECKING:
+    import torch
 
 # How long a request may wait for a lost connection to come back before it is sent.
 RECONNECT_S = 2.0
@@ -48,15 +61,22 @@ class Pending:
     """A request that was sent. `deadline`: on the clock of `time.monotonic`, in seconds.
 
     `connection`: which of the channel's connections, one after another, it went out on.
+    `prepared`: what a good reply says; None for a request whose reply is always decoded.
+    `reply`: None until it is there; then also when it had come, and what it cost.
     """
 
     method: str
+    prepared: PreparedRequest | None
     deadline: float
     timeout_s: float
     sent_ns: int
     encode_ns: int
     bytes_sent: int
     connection: int
+    reply: Reply | None = None
+    received_ns: int = 0
+    decode_ns: int = 0
+    bytes_received: int = 0
 
 
 class PendingChannel(ABC):
@@ -77,7 +97,6 @@ class PendingChannel(ABC):
         self._max_reply_bytes = max_message_bytes
         self._first_id = self._last_id = secrets.randbits(_ID_BITS)
         self._pending: dict[int, Pending] = {}
-        self._arrived: dict[int, tuple[Reply, int, int, int]] = {}
         # Counts lost connections: a request that went out on another one than this has no reply
         # to hope for.
         self._connection = 0
@@ -122,41 +141,65 @@ class PendingChannel(ABC):
         send_within_s: float | None = None,
     ) -> int:
         """See `Channel.submit`. `send_within_s`: as long as sending may take, if less than all."""
-        started_ns = time.perf_counter_ns()
+        begun_ns = time.perf_counter_ns()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._last_id = request_id = self._last_id + 1
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
-        frames = encode_request(request, request_id, timeout_ms)
-        size = frame_bytes(frames)
+        frames = encode_request(request, self._last_id + 1, timeout_ms)
+        send_within_s = timeout_s if send_within_s is None else min(timeout_s, send_within_s)
+        return self._begin(request.method, None, frames, begun_ns, timeout_s, send_within_s)
+
+    def start(
+        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+    ) -> int:
+        """See `Channel.start`."""
+        begun_ns = time.perf_counter_ns()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
+        header = request_header(self._last_id + 1, timeout_ms, prepared.template)
+        frames = [header, prepared.payload(payload)]
+        return self._begin(prepared.method, prepared, frames, begun_ns, timeout_s, timeout_s)
+
+    def _begin(
+        self,
+        method: str,
+        prepared: PreparedRequest | None,
+        frames: Sequence[Buffer],
+        begun_ns: int,
+        timeout_s: float,
+        send_within_s: float,
+    ) -> int:
+        """Send a request with the next id, and wait for its reply from now on."""
+        self._last_id = request_id = self._last_id + 1
+        size = sum(map(len, frames)) if prepared is None else prepared.request_bytes
         if size > self._max_message_bytes:
             raise OversizedRequestError(
-                f"{request.method} to {self.endpoint}",
+                f"{method} to {self.endpoint}",
                 got=f"{size} bytes",
                 expected=f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
-        encode_ns = time.perf_counter_ns() - started_ns
+        encode_ns = time.perf_counter_ns() - begun_ns
         deadline = time.monotonic() + timeout_s
-        patience_s = timeout_s if send_within_s is None else min(timeout_s, send_within_s)
-        sent_ns = self._send(request.method, frames, size, patience_s)
+        sent_ns = self._send(method, frames, size, send_within_s)
         self._pending[request_id] = Pending(
-            request.method, deadline, timeout_s, sent_ns, encode_ns, size, self._connection
+            method, prepared, deadline, timeout_s, sent_ns, encode_ns, size, self._connection
         )
         return request_id
 
     def wait(self, request_id: int) -> Exchange:
         """See `Channel.wait`."""
         pending = self._pending[request_id]
-        if request_id not in self._arrived:
-            try:
-                if not self._wait_until_arrived(request_id, pending, pending.deadline):
-                    raise self._too_late(pending)
-            except BaseException:
-                # Given up: should its reply still come, it must not be taken for another's.
-                self.abandon(request_id)
-                raise
-        del self._pending[request_id]
-        reply, received_ns, decode_ns, bytes_received = self._arrived.pop(request_id)
+        try:
+            reply = pending.reply or self._wait_until(pending, pending.deadline)
+        finally:
+            # Also given up: should it still come, it must not be taken for another's.
+            del self._pending[request_id]
+        if reply is None:
+            raise DeadlineExceededError(
+                self.endpoint,
+                got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
+                expected="a gpu-service that answers there",
+            )
         if reply.error is not None or reply.response is None:
             raise ServiceError(
                 f"{pending.method} at {self.endpoint}", code=reply.error or ErrorCode.INTERNAL
@@ -170,14 +213,14 @@ class PendingChannel(ABC):
         traffic = self.traffic
         traffic.round_trips += 1
         traffic.bytes_sent += pending.bytes_sent
-        traffic.bytes_received += bytes_received
+        traffic.bytes_received += pending.bytes_received
         return Exchange(
             reply.response,
             pending.bytes_sent,
-            bytes_received,
+            pending.bytes_received,
             pending.encode_ns,
-            received_ns - pending.sent_ns,
-            decode_ns,
+            pending.received_ns - pending.sent_ns,
+            pending.decode_ns,
             reply.timing,
             pending.sent_ns,
             self.endpoint,
@@ -190,7 +233,6 @@ class PendingChannel(ABC):
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
         self._pending.pop(request_id, None)
-        self._arrived.pop(request_id, None)
 
     def distrust(self, exchange: Exchange, error: TsqpError) -> None:
         """See `Channel.distrust`. A channel to one service has nobody else to ask."""
@@ -207,10 +249,9 @@ class PendingChannel(ABC):
         deadline. Raises EndpointError and ProtocolError as `wait` does, which then raises them
         again.
         """
-        if request_id in self._arrived:
-            return True
         pending = self._pending[request_id]
-        return self._wait_until_arrived(request_id, pending, min(until, pending.deadline))
+        until = min(until, pending.deadline)
+        return (pending.reply or self._wait_until(pending, until)) is not None
 
     def use_one_connection(self) -> None:
         """Never go on with another connection: what is asked after a loss raises EndpointError.
@@ -223,44 +264,28 @@ class PendingChannel(ABC):
         """Take no larger replies than this; to be called before the first request."""
         self._max_reply_bytes = min(self._max_reply_bytes, max_reply_bytes)
 
-    def _wait_until_arrived(self, request_id: int, pending: Pending, until: float) -> bool:
+    def _wait_until(self, pending: Pending, until: float) -> Reply | None:
+        """Receive what comes until the reply to this is there; None at `until`."""
         while True:
             lost = pending.connection != self._connection
             # Its reply may have come before the connection was lost; but nothing more will.
             received = self._receive(0.0 if lost else until)
             if received is not None:
                 self._accept(*received)
-                if request_id in self._arrived:
-                    return True
-            elif lost:
-                raise self._connection_lost(f"while {pending.method} was waiting for its reply")
+                if pending.reply is not None:
+                    return pending.reply
             # Whatever came: a peer that keeps sending what nobody waits for must not hold us past
             # the deadline.
-            if time.monotonic() >= until:
-                if lost and until >= pending.deadline:
-                    raise self._connection_lost(f"while {pending.method} was waiting for its reply")
-                return False
-
-    def _may_be_anothers(self, pending: Pending, received_ns: int) -> bool:
-        """Say whether a reply may have come over another connection than its request went out on.
-
-        Whoever is at its other end was sent the request by ZeroMQ, and may hold another model.
-        """
-        if not self._one_connection or received_ns - pending.sent_ns <= _RECONNECT_NS:
-            return False
-        return self._was_replaced(pending.connection)
+            over = time.monotonic() >= until
+            if lost and (received is None or (over and until >= pending.deadline)):
+                raise self._connection_lost(f"while {pending.method} was waiting for its reply")
+            if over:
+                return None
 
     def _refuse_second_connection(self, method: str) -> None:
         """Raise EndpointError if the only connection that may be used has been lost."""
         if self._one_connection and self._connection:
             raise self._connection_lost(f"before {method} could be sent")
-
-    def _too_late(self, pending: Pending) -> DeadlineExceededError:
-        return DeadlineExceededError(
-            self.endpoint,
-            got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
-            expected="a gpu-service that answers there",
-        )
 
     def _accept(self, frames: Sequence[memoryview], received_ns: int) -> None:
         """Decode a reply and keep it for who waits for it, if anybody does.
@@ -269,7 +294,7 @@ class PendingChannel(ABC):
         that a message answers.
         """
         started_ns = time.perf_counter_ns()
-        size = frame_bytes(frames)
+        size = sum(map(len, frames))
         if size > self._max_reply_bytes:
             raise ProtocolError(
                 f"reply from {self.endpoint}",
@@ -277,13 +302,17 @@ class PendingChannel(ABC):
                 expected=f"at most {self._max_reply_bytes}, which is the largest to ask for",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
-        reply = decode_reply(frames)
+        reply = self._expected_reply(frames) or decode_reply(frames)
         request_id = reply.request_id
         pending = self._pending.get(request_id)
-        if pending is not None and request_id not in self._arrived:
+        if pending is not None and pending.reply is None:
             decode_ns = time.perf_counter_ns() - started_ns
-            if not self._may_be_anothers(pending, received_ns):
-                self._arrived[request_id] = (reply, received_ns, decode_ns, size)
+            # One that took so long may have come over another connection than its request went out
+            # on: the peer there was sent the request by ZeroMQ, and may hold another model.
+            slow = received_ns - pending.sent_ns > _RECONNECT_NS
+            if not (slow and self._one_connection and self._was_replaced(pending.connection)):
+                pending.reply, pending.received_ns = reply, received_ns
+                pending.decode_ns, pending.bytes_received = decode_ns, size
         elif not self._first_id < request_id <= self._last_id:
             raise ProtocolError(
                 f"reply from {self.endpoint}",
@@ -292,6 +321,25 @@ class PendingChannel(ABC):
                 expected="the id of a request that was sent",
                 code=ErrorCode.MALFORMED_MESSAGE,
             )
+
+    def _expected_reply(self, frames: Sequence[memoryview]) -> Reply | None:
+        """Return the reply if it is exactly the one that a prepared request expects, else None."""
+        if len(frames) != 2 or (split := split_reply(frames[0])) is None:
+            return None
+        request_id, queue_us, compute_us, template = split
+        pending = self._pending.get(request_id)
+        prepared = None if pending is None else pending.prepared
+        if (
+            prepared is None
+            or template != prepared.reply_template
+            or frames[1].nbytes != prepared.reply_payload_bytes
+            or queue_us > MAX_TIMING_US
+            or compute_us > MAX_TIMING_US
+        ):
+            return None
+        output = WireTensor(prepared.reply_dtype, prepared.reply_shape, frames[1])
+        timing: Timing = checked_timing({"queue_us": queue_us, "compute_us": compute_us})
+        return Reply(request_id, prepared.method, tensor_reply({"output": output}), None, timing)
 
     def _connection_lost(self, when: str) -> EndpointError:
         return EndpointError(

@@ -8,17 +8,17 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
 
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
-from protocol.errors import DeadlineExceededError, EndpointError
+from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
 from protocol.liveness import PROBE_AFTER_S, LivenessProbe
 from protocol.memory_pool import MemoryPool
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.spin import AdaptiveSpin
-from protocol.stream_wire import MessageReader, MessageWriter, patience_s, prepare
+from protocol.stream_wire import MessageReader, MessageWriter, prepare
 from protocol.tensors import Buffer
 
 # Requests of which some bytes still wait here because the service does not read.
@@ -64,7 +64,6 @@ class StreamChannel(PendingChannel):
         self._socket: socket.socket | None = None
         self._probe: LivenessProbe
         self._was_connected = False
-        self._poll = select.poll()
         self._read_timeout_s = 0.0
         self._reader: MessageReader
         self._writer: MessageWriter
@@ -101,7 +100,6 @@ class StreamChannel(PendingChannel):
         self._reader.messages.extend(late)
         self._writer = MessageWriter(connection)
         self._read_timeout_s = 0.0
-        self._poll = select.poll()
         self._socket, self._was_connected = connection, True
         return connection
 
@@ -126,14 +124,21 @@ class StreamChannel(PendingChannel):
     def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
         give_up = 0.0
         while True:
-            self._refuse_second_connection(method)
+            if self._connection:
+                self._refuse_second_connection(method)
             try:
-                if self._socket is None or self._writer.unsent_messages:
-                    give_up = give_up or time.monotonic() + self._patience_s(timeout_s)
-                    self._make_ready(method, size, timeout_s, give_up)
+                if self._socket is None or self._writer.unsent:
+                    if not give_up:
+                        # A service that was there comes back in a moment, or not.
+                        most_s = RECONNECT_S if self._was_connected else timeout_s
+                        give_up = time.monotonic() + min(most_s, timeout_s)
+                    if self._socket is None:
+                        self._connect(method, timeout_s, give_up)
+                    self._make_room(size, give_up)
                 sent_ns = time.perf_counter_ns()
                 left_s = give_up - time.monotonic() if give_up else timeout_s
-                self._write(frames, min(patience_s(size), left_s))
+                # What is not read by then goes out in `wait`, or before the next request.
+                self._writer.send(frames, left_s)
             except OSError:
                 # The service has not got all of it, so it is safe to send again.
                 self._disconnect()
@@ -141,32 +146,21 @@ class StreamChannel(PendingChannel):
                     if time.monotonic() >= give_up:
                         raise self._nobody_there(method, timeout_s) from None
                     time.sleep(_CONNECT_INTERVAL_S)
+            except TsqpError:
+                raise
+            except BaseException:
+                # How much of it has been written is not known.
+                self._disconnect()
+                raise
             else:
                 return sent_ns
-
-    def _write(self, frames: Sequence[Buffer], patience_s: float) -> None:
-        """Write a request; what is not read by then goes out in `wait`, or before the next one."""
-        try:
-            self._writer.send(frames, patience_s)
-        except BaseException:
-            # How much of it has been written is not known.
-            self._disconnect()
-            raise
-
-    def _patience_s(self, timeout_s: float) -> float:
-        return min(RECONNECT_S, timeout_s) if self._was_connected else timeout_s
-
-    def _make_ready(self, method: str, size: int, timeout_s: float, give_up: float) -> None:
-        if self._socket is None:
-            self._connect(method, timeout_s, give_up)
-        self._make_room(size, give_up)
 
     def _make_room(self, size: int, give_up: float) -> None:
         """Wait for a service that does not read. It may be waiting for us to read: we do."""
         writer = self._writer
-        while writer.unsent_messages:
+        while writer.unsent:
             full = (
-                writer.unsent_messages >= QUEUED_REQUESTS
+                len(writer.unsent) >= QUEUED_REQUESTS
                 or writer.unsent_bytes + size > self._max_message_bytes
             )
             # Replies to requests that wait, and as many that came too late.
@@ -177,7 +171,7 @@ class StreamChannel(PendingChannel):
                 raise ConnectionResetError
             if not full:
                 return
-            if left_s <= 0 and writer.unsent_messages:
+            if left_s <= 0 and writer.unsent:
                 raise EndpointError(
                     self.endpoint, got="a full send queue", expected="a service that reads"
                 )
@@ -187,64 +181,50 @@ class StreamChannel(PendingChannel):
     def _receive(self, deadline: float) -> Received | None:
         messages = self._reader.messages
         if not messages and self._socket is not None:
-            try:
-                self._read_more(deadline)
-            except OSError:
-                self._disconnect()
+            left_s = deadline - time.monotonic() if deadline else 0.0
+            if self._writer.unsent:
+                self._read_and_write(left_s, reading=True)
+            elif not self._spin.is_on:
+                self._read(left_s)
+            else:
+                started_ns = time.perf_counter_ns()
+                if not (self._spin.expects_soon and self._spin.until(self._read_now, left_s)):
+                    self._read(deadline - time.monotonic() if deadline else 0.0)
+                self._spin.waited(started_ns)
         return messages.popleft() if messages else None
 
-    def _read_more(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic() if deadline else 0.0
-        if self._writer.unsent_messages:
-            self._read_and_write(left_s, reading=True)
-        elif not self._spin.is_on:
-            self._read_blocking(deadline, left_s)
-        else:
-            started_ns = time.perf_counter_ns()
-            if not (self._spin.expects_soon and self._spin.until(self._read_now, left_s)):
-                self._read_blocking(deadline, deadline - time.monotonic() if deadline else 0.0)
-            self._spin.waited(started_ns)
-
-    def _read_blocking(self, deadline: float, left_s: float) -> None:
-        if left_s <= 0:
-            self._read_now()
-        elif self._reader.in_large_message:
-            interval_s = min(left_s, PROBE_AFTER_S)
-            give_up = min(deadline, time.monotonic() + interval_s)
-            self._read(lambda: self._reader.read_rest(give_up))
-            if self._reader.in_large_message:
-                self._waited(interval_s)
-        else:
-            # It returns with the first byte that comes, so a peer that sends one now and then
-            # cannot prolong the time-out.
-            if self._read_timeout_s != (timeout_s := min(left_s, PROBE_AFTER_S)):
-                self._set_read_timeout(timeout_s)
-            if not self._read(self._reader.read):
-                self._waited(timeout_s)
-
-    def _waited(self, waited_s: float) -> None:
-        """Take note that so much time has brought no reply, and go on only if the service lives."""
-        if self._socket is not None and not self._probe.is_alive(waited_s):
-            self._disconnect()
-
     def _read_now(self) -> bool:
-        return self._read(self._read_at_once)
+        return self._read(0.0)
 
-    def _read_at_once(self) -> bool:
-        return self._reader.read(socket.MSG_DONTWAIT)
+    def _read(self, left_s: float) -> bool:
+        """Read what comes in so many seconds, or is there; False if nothing was.
 
-    def _read(self, read: Callable[[], bool]) -> bool:
-        """Let the reader read; False if nothing came."""
+        It returns with the first byte that comes, so a peer that sends one now and then cannot
+        prolong the time-out.
+        """
+        flags, timeout_s = int(socket.MSG_DONTWAIT), 0.0
+        if left_s > 0:
+            flags, timeout_s = 0, min(left_s, PROBE_AFTER_S)
+            if timeout_s != self._read_timeout_s:
+                self._set_read_timeout(timeout_s)
         try:
-            if not read():
+            if not self._reader.read(flags):
                 self._disconnect()
         except BlockingIOError:
+            self._note_silence(timeout_s)
             return False
+        except OSError:
+            self._disconnect()
         except BaseException:
             # Where the next message begins is not known any more.
             self._disconnect()
             raise
         return True
+
+    def _note_silence(self, waited_s: float) -> None:
+        """Take note that so much time has brought no reply, and go on only if the service lives."""
+        if waited_s and self._socket is not None and not self._probe.is_alive(waited_s):
+            self._disconnect()
 
     def _set_read_timeout(self, timeout_s: float) -> None:
         """Let the kernel itself end a blocking call: no poll before each one."""
@@ -256,25 +236,25 @@ class StreamChannel(PendingChannel):
             self._read_timeout_s = timeout_s
 
     def _read_and_write(self, timeout_s: float, *, reading: bool) -> None:
+        """Write what waits, and read where `reading`, as soon as either can be done."""
         if self._socket is None:
             return
-        self._poll.register(self._socket, select.POLLOUT | (select.POLLIN if reading else 0))
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT | (select.POLLIN if reading else 0))
         timeout_s = min(max(0.0, timeout_s), PROBE_AFTER_S)
-        ready = self._poll.poll(timeout_s * 1000)
-        if timeout_s and not ready:
-            self._waited(timeout_s)
+        ready = poll.poll(timeout_s * 1000)
+        if not ready:
+            self._note_silence(timeout_s)
         for _, events in ready:
             if reading and events & ~select.POLLOUT:
                 self._read_now()
             if events & select.POLLOUT and self._socket is not None:
-                self._flush()
-
-    def _flush(self) -> None:
-        try:
-            self._writer.flush()
-        except BaseException:
-            self._disconnect()
-            raise
+                try:
+                    self._writer.flush()
+                except BaseException as error:
+                    self._disconnect()
+                    if not isinstance(error, OSError):
+                        raise
 
 
 def _connected_twice(address: StreamAddress, give_up: float) -> tuple[socket.socket, LivenessProbe]:

@@ -8,8 +8,8 @@ the stream; `MessageReader` puts it where its frames lie at multiples of 64 byte
 in a small message), as a processor likes to read a tensor. It checks the number of frames, their
 sizes and their sum before it allocates anything.
 
-Nothing here blocks in the kernel: a call that does begins its time-out anew with every byte that a
-slow peer takes or gives. What has to wait polls, until a time that does not move.
+Writing never blocks in the kernel: a call that does begins its time-out anew with every byte that a
+slow peer takes. It polls instead, until a time that does not move.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from math import ceil
 from typing import NamedTuple
 
@@ -54,7 +54,9 @@ _PATIENCE_S = 0.002
 _READING_BYTES_PER_S = 0.5e9
 
 _COUNT = struct.Struct("<I")
-_PREFIXES = tuple(struct.Struct(f"<I{n}Q") for n in range(9))
+_TWO_FRAMES = struct.Struct("<I2Q")
+# Longer messages' layouts are not remembered: a peer could make them hold much.
+_REMEMBERED_FRAMES = 8
 _ZEROS = bytes(ALIGNMENT)
 
 
@@ -67,59 +69,44 @@ def prepare(connection: socket.socket) -> None:
 class Layout(NamedTuple):
     """Where frames of given sizes lie in a message.
 
-    `places`: begin and end of each. `gaps`: what comes before each: the prefix and its padding
-    before the first, zeros before the others. `total`: size of the message.
+    `places`: the slice of each. `gaps`: what comes before each: the prefix and its padding before
+    the first, zeros before the others. `total`: size of the message.
     """
 
-    places: tuple[tuple[int, int], ...]
+    places: tuple[slice, ...]
     gaps: tuple[bytes, ...]
     total: int
 
 
-def _prefix(count: int) -> struct.Struct:
-    return _PREFIXES[count] if count < len(_PREFIXES) else struct.Struct(f"<I{count}Q")
-
-
 def _lay_out(sizes: tuple[int, ...]) -> Layout:
-    prefix = _prefix(len(sizes))
+    prefix = struct.Struct(f"<I{len(sizes)}Q")
     position = prefix.size
     places, gaps = [], []
     for size in sizes:
         gap = -position % ALIGNMENT
         start = position + gap
         position = start + size
-        places.append((start, position))
+        places.append(slice(start, position))
         gaps.append(_ZEROS[:gap])
     gaps[0] = prefix.pack(len(sizes), *sizes) + gaps[0]
     return Layout(tuple(places), tuple(gaps), position)
 
 
-# Only for short tuples, so that a peer cannot make it hold much.
 _remembered_layout = lru_cache(maxsize=256)(_lay_out)
 
 
 def layout(sizes: tuple[int, ...]) -> Layout:
     """Say how a message with frames of these sizes (at least one frame) is laid out."""
-    return (_remembered_layout if len(sizes) < len(_PREFIXES) else _lay_out)(sizes)
+    return (_remembered_layout if len(sizes) <= _REMEMBERED_FRAMES else _lay_out)(sizes)
 
 
 def to_pieces(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
     """Turn frames into what is written one after another, and say how many bytes that is.
 
-    Small messages are copied into one piece. Of others, frames from the second on are referenced.
+    Small messages are copied into one piece; the frames of others are referenced.
     """
-    sizes = tuple([f.nbytes if isinstance(f, memoryview) else len(f) for f in frames])
-    _, gaps, total = layout(sizes)
-    if len(frames) == 2:
-        head = (gaps[0], frames[0], gaps[1])
-        if total <= JOIN_BYTES:
-            return [b"".join((*head, frames[1]))], total
-        return [b"".join(head), frames[1]], total
-    pieces: list[Buffer] = []
-    for gap, frame in zip(gaps, frames, strict=True):
-        if gap:
-            pieces.append(gap)
-        pieces.append(frame)
+    _, gaps, total = layout(tuple(map(len, frames)))
+    pieces = list(chain.from_iterable(zip(gaps, frames, strict=True)))
     return ([b"".join(pieces)] if total <= JOIN_BYTES else pieces), total
 
 
@@ -128,93 +115,70 @@ def patience_s(size: int) -> float:
     return _PATIENCE_S + size / _READING_BYTES_PER_S
 
 
-def _wait(poll: select.poll, give_up: float) -> bool:
-    """Wait for a registered socket until `give_up` (monotonic); False if that time has come."""
-    left_s = give_up - time.monotonic()
-    return left_s > 0 and bool(poll.poll(ceil(left_s * 1000)))
-
-
 class MessageWriter:
     """The sending half of a connection: what the kernel does not take at once waits here."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+        self._sendmsg = connection.sendmsg
         self._poll = select.poll()
         self._poll.register(connection, select.POLLOUT)
-        self._send = connection.send
-        self._unsent: deque[memoryview] = deque()
-        self._ends: deque[int] = deque()
-        self._queued = 0
-        self._written = 0
-        # Messages of which some bytes have not been written.
-        self.unsent_messages = 0
+        # Of each message that has not been written whole, the pieces that are left.
+        self.unsent: deque[deque[memoryview]] = deque()
+        self.unsent_bytes = 0
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes that have not been written."""
-        return self._queued - self._written
-
-    def send(self, frames: Sequence[Buffer], patience_s: float = 0.0) -> bool:
+    def send(self, frames: Sequence[Buffer], most_s: float = 0.0) -> bool:
         """Send a message behind those that wait; True if all of it is written.
 
-        Takes `patience_s` at most, however slowly the peer reads. Raises OSError where the
-        connection is lost.
+        Takes as long as a peer that reads needs for it, and `most_s` at most, however slowly this
+        one reads. Raises OSError where the connection is lost.
         """
         pieces, total = to_pieces(frames)
         written = 0
-        if not self.unsent_messages:
+        if not self.unsent:
             try:
-                if len(pieces) == 1:
-                    written = self._send(pieces[0], socket.MSG_DONTWAIT)
-                else:
-                    written = self._socket.sendmsg(pieces[:MAX_PIECES], (), socket.MSG_DONTWAIT)
+                written = self._sendmsg(pieces[:MAX_PIECES], (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 written = 0
             if written == total:
                 return True
-        self._keep(pieces, written, total)
-        return patience_s > 0 and self.flush(time.monotonic() + patience_s)
+        self.unsent.append(deque(memoryview(piece) for piece in pieces))
+        self.unsent_bytes += total
+        self._note_written(written)
+        limit_s = min(most_s, patience_s(total))
+        return limit_s > 0 and self.flush(time.monotonic() + limit_s)
 
     def flush(self, give_up: float = 0.0) -> bool:
         """Write what waits, until `give_up` (time.monotonic; 0: only what is taken at once).
 
         True if nothing is left. Raises OSError as `send` does.
         """
-        while self._unsent:
-            pieces = list(islice(self._unsent, MAX_PIECES))
+        while self.unsent:
             try:
-                written = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
+                pieces = list(islice(self.unsent[0], MAX_PIECES))
+                written = self._sendmsg(pieces, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 written = 0
             self._note_written(written)
             # Also after a part: a peer that takes a little again and again is waited for as long.
-            if self._unsent and not (_wait(self._poll, give_up) if give_up else written):
+            if self.unsent and not (self._wait(give_up) if give_up else written):
                 return False
         return True
 
-    def _note_written(self, written: int) -> None:
-        self._written += written
-        while self._ends and self._ends[0] <= self._written:
-            self._ends.popleft()
-            self.unsent_messages -= 1
-        while written:
-            piece = self._unsent.popleft()
-            if piece.nbytes > written:
-                self._unsent.appendleft(piece[written:])
-                break
-            written -= piece.nbytes
+    def _wait(self, give_up: float) -> bool:
+        """Wait until the peer has read something; False if the time has come."""
+        left_s = give_up - time.monotonic()
+        return left_s > 0 and bool(self._poll.poll(ceil(left_s * 1000)))
 
-    def _keep(self, pieces: Sequence[Buffer], written: int, total: int) -> None:
-        skip = written
-        for piece in pieces:
-            view = memoryview(piece).cast("B")
-            if view.nbytes > skip:
-                self._unsent.append(view[skip:])
-            skip = max(0, skip - view.nbytes)
-        self._queued += total
-        self._written += written
-        self._ends.append(self._queued)
-        self.unsent_messages += 1
+    def _note_written(self, written: int) -> None:
+        """Forget so many bytes of the first message."""
+        self.unsent_bytes -= written
+        pieces = self.unsent[0]
+        while pieces and len(pieces[0]) <= written:
+            written -= len(pieces.popleft())
+        if pieces:
+            pieces[0] = pieces[0][written:]
+        else:
+            self.unsent.popleft()
 
 
 class MessageReader:
@@ -239,8 +203,6 @@ class MessageReader:
     ) -> None:
         self.messages: deque[tuple[list[memoryview], int]] = deque()
         self._recv_into = connection.recv_into
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
         self._pool = pool
         self._where = where
         self._max_frames = max_frames
@@ -248,22 +210,12 @@ class MessageReader:
         self._asks_first = asks_first
         self.wants_room = 0
         self._buffer = self._pool.take(BUFFER_BYTES)
-        self._start = self._end = 0
         self._expected = 0
-        # A message too large for the buffer: its memory, how much of it has come, where frames lie.
-        self._large: memoryview | None = None
-        self._filled = 0
-        self._places: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def in_large_message(self) -> bool:
-        """Whether the rest of a message larger than the receive buffer is still to come."""
-        return self._large is not None
-
-    @property
-    def unfinished_bytes(self) -> int:
-        """How much has come of a message that is not complete, in bytes; 0 between messages."""
-        return self._end if self._large is None else self._filled
+        # The memory of a message too large for the buffer, whose rest is still to come.
+        self.large: memoryview | None = None
+        # How much has come of a message that is not complete; 0 between messages.
+        self.unfinished_bytes = 0
+        self._places: tuple[slice, ...] = ()
 
     def read(self, flags: int = 0) -> bool:
         """Receive once; False where the peer has closed the connection.
@@ -273,130 +225,81 @@ class MessageReader:
         than the memory that is left; after that, where the next message begins is unknown, and the
         connection of no use.
         """
+        large = self.large
         try:
-            return self._read(flags)
+            if large is not None:
+                turn = large[self.unfinished_bytes : self.unfinished_bytes + TURN_BYTES]
+                received = self._recv_into(turn, 0, flags)
+                self.unfinished_bytes += received
+                if self.unfinished_bytes == len(large):
+                    self.large, self.unfinished_bytes = None, 0
+                    frames = list(map(large.__getitem__, self._places))
+                    self.messages.append((frames, time.perf_counter_ns()))
+            else:
+                come = self.unfinished_bytes
+                limit = BUFFER_BYTES if self._expected <= BUFFER_BYTES else come + HEAD_BYTES
+                received = self._recv_into(self._buffer[come:limit], 0, flags)
+                self.unfinished_bytes += received
+                self._take_messages()
         except MemoryError:
             raise self._too_large_for_memory() from None
+        return received > 0
 
     def begin_large(self) -> None:
         """Take memory for the large message whose head has come. Raises ProtocolError as `read`."""
         try:
-            self._begin_large()
+            self.large = self._pool.take(self._expected)
         except MemoryError:
             raise self._too_large_for_memory() from None
-
-    def read_rest(self, give_up: float) -> bool:
-        """Receive the rest of a large message, until `give_up` (time.monotonic).
-
-        As `read`, but for BlockingIOError: `in_large_message` says whether it is all there.
-        """
-        while self.in_large_message:
-            try:
-                if not self.read(socket.MSG_DONTWAIT):
-                    return False
-            except BlockingIOError:
-                if not _wait(self._poll, give_up):
-                    return True
-            else:
-                if time.monotonic() >= give_up:
-                    return True
-        return True
-
-    def _read(self, flags: int) -> bool:
-        if self._large is not None:
-            return self._read_large(self._large, flags)
-        if self._end or self._expected > BUFFER_BYTES:
-            limit = BUFFER_BYTES if self._expected <= BUFFER_BYTES else self._end + HEAD_BYTES
-            received = self._recv_into(self._buffer[self._end : limit], 0, flags)
-        else:
-            received = self._recv_into(self._buffer, 0, flags)
-            if _PREFIXES[2].size <= received < COPY_BYTES and self._take_only_message(received):
-                return True
-        self._end += received
-        self._take_messages()
-        return received > 0
-
-    def _take_only_message(self, received: int) -> bool:
-        """Take what nearly always comes: one whole small message of two frames.
-
-        The same as `_take_messages` does with it, in a third of the time.
-        """
-        count, first, second = _PREFIXES[2].unpack_from(self._buffer)
-        if count != 2 or first + second > self._max_message_bytes:
-            return False
-        places, _, total = _remembered_layout((first, second))
-        if total != received:
-            return False
-        memory = memoryview(bytearray(self._buffer[:total]))
-        frames = [memory[begin:end] for begin, end in places]
-        self.messages.append((frames, time.perf_counter_ns()))
-        return True
-
-    def _read_large(self, large: memoryview, flags: int) -> bool:
-        received = self._recv_into(large[self._filled : self._filled + TURN_BYTES], 0, flags)
-        self._filled += received
-        if self._filled == large.nbytes:
-            frames = [large[start:stop] for start, stop in self._places]
-            self.messages.append((frames, time.perf_counter_ns()))
-            self._large = None
-        return received > 0
+        self.wants_room = 0
+        self.large[: self.unfinished_bytes] = self._buffer[: self.unfinished_bytes]
 
     def _take_messages(self) -> None:
-        while (available := self._end - self._start) >= _COUNT.size:
-            (count,) = _COUNT.unpack_from(self._buffer, self._start)
+        """Take every whole message out of the buffer, and move what is left to its beginning."""
+        start = 0
+        while (available := self.unfinished_bytes - start) >= _COUNT.size:
+            (count,) = _COUNT.unpack_from(self._buffer, start)
             if not 1 <= count <= self._max_frames:
                 raise self._refused(f"{count} frames", f"1 to {self._max_frames}")
-            prefix = _prefix(count)
+            prefix = _TWO_FRAMES if count == 2 else struct.Struct(f"<I{count}Q")
             if available < prefix.size:
                 break
-            sizes = prefix.unpack_from(self._buffer, self._start)[1:]
+            sizes = prefix.unpack_from(self._buffer, start)[1:]
             if sum(sizes) > self._max_message_bytes:
                 raise self._refused(
                     f"{sum(sizes)} bytes",
                     f"at most {self._max_message_bytes}",
                     ErrorCode.LIMIT_EXCEEDED,
                 )
-            self._places, _, total = layout(sizes)
-            self._expected = total
-            if available < total:
-                if total > BUFFER_BYTES:
-                    self.wants_room = sum(sizes)
-                    if not self._asks_first:
-                        self._begin_large()
+            self._places, _, self._expected = layout(sizes)
+            if available < self._expected:
+                self.wants_room = sum(sizes) if self._expected > BUFFER_BYTES else 0
                 break
-            self._take_message(total)
-        if self._start:
-            # What is left is the beginning of a message: move it to where there is room for all.
-            left = self._end - self._start
-            if left:
-                self._buffer[:left] = bytes(self._buffer[self._start : self._end])
-            self._start, self._end = 0, left
+            stop = start + self._expected
+            if self._expected < COPY_BYTES:
+                memory, start = memoryview(bytearray(self._buffer[start:stop])), stop
+            else:
+                memory, start = self._take_large(start, stop)
+            frames = list(map(memory.__getitem__, self._places))
+            self.messages.append((frames, time.perf_counter_ns()))
+        if start:
+            left = self.unfinished_bytes - start
+            self._buffer[:left] = bytes(self._buffer[start : self.unfinished_bytes])
+            self.unfinished_bytes = left
+        if self.wants_room and not self._asks_first:
+            self.begin_large()
 
-    def _take_message(self, total: int) -> None:
-        start, stop = self._start, self._start + total
-        if total < COPY_BYTES:
-            memory = memoryview(bytearray(self._buffer[start:stop]))
-            self._start = stop
-        elif start % ALIGNMENT:
-            memory = self._pool.take(total)
+    def _take_large(self, start: int, stop: int) -> tuple[memoryview, int]:
+        """Return the memory of a message in the buffer, and where the next one begins."""
+        if start % ALIGNMENT:
+            memory = self._pool.take(stop - start)
             memory[:] = self._buffer[start:stop]
-            self._start = stop
-        else:
-            whole = self._buffer
-            self._buffer = self._pool.take(BUFFER_BYTES)
-            rest = self._end - stop
-            self._buffer[:rest] = whole[stop : self._end]
-            self._start, self._end = 0, rest
-            memory = whole[start:stop]
-        frames = [memory[begin:end] for begin, end in self._places]
-        self.messages.append((frames, time.perf_counter_ns()))
-
-    def _begin_large(self) -> None:
-        self.wants_room = 0
-        self._large = self._pool.take(self._expected)
-        self._filled = self._end - self._start
-        self._large[: self._filled] = self._buffer[self._start : self._end]
-        self._start = self._end = 0
+            return memory, stop
+        whole, self._buffer = self._buffer, self._pool.take(BUFFER_BYTES)
+        left = self.unfinished_bytes - stop
+        self._buffer[:left] = whole[stop : self.unfinished_bytes]
+        self.unfinished_bytes = left
+        return whole[start:stop], 0
 
     def _too_large_for_memory(self) -> ProtocolError:
         return self._refused(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,6 +17,7 @@ from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 if TYPE_CHECKING:
     import torch
 
+# Bytes; a memoryview of single bytes, whose length is their number.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
@@ -26,14 +26,6 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 MAX_DIMENSIONS = 4
 MAX_DIMENSION = 2**31 - 1
 MAX_TENSOR_BYTES = 2**31
-
-
-def frame_bytes(frames: Sequence[Buffer]) -> int:
-    """Return the size of all frames together."""
-    total = 0
-    for frame in frames:
-        total += frame.nbytes if isinstance(frame, memoryview) else len(frame)
-    return total
 
 
 def dtype_name(name: object, where: str) -> str:
@@ -114,17 +106,11 @@ class WireTensor:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a short name; KeyError-free because names are checked before."""
+    """Return the torch dtype of a short name, one of `ITEMSIZE`."""
     import torch
 
-    dtypes: dict[str, torch.dtype] = {
-        "float32": torch.float32,
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "int32": torch.int32,
-        "int64": torch.int64,
-    }
-    return dtypes[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 @cache
@@ -149,7 +135,12 @@ def to_torch(tensor: WireTensor) -> torch.Tensor:
 
 
 def from_torch(tensor: torch.Tensor) -> WireTensor:
-    """Describe a tensor for sending; no copy if it is contiguous and on the CPU.
+    """Describe a tensor for sending. Its bytes: see `raw_bytes`."""
+    return WireTensor(short_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes; no copy if it is contiguous and on the CPU.
 
     The bytes alias the tensor, which must not be written to as long as the transport refers to
     them. The reply does not say that it has let go: it may come, from a service that answers before
@@ -165,7 +156,7 @@ def from_torch(tensor: torch.Tensor) -> WireTensor:
         held = held.contiguous()
     # numpy has no bfloat16; a view of the same width asks nothing of the strides.
     raw: Any = (held.view(torch.int16) if held.dtype is torch.bfloat16 else held).numpy()
-    return WireTensor(short_name(tensor.dtype), tuple(tensor.shape), memoryview(raw).cast("B"))
+    return memoryview(raw).cast("B")
 
 
 def require_little_endian() -> None:

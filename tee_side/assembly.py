@@ -7,9 +7,10 @@ The order is that of mistakes that show early: the policy against the model, fil
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,30 +22,44 @@ from protocol.model.config import ModelConfig
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear
 from protocol.model.weights import CPU
-from tee_side.calibration import Calibration, calibration_path
-from tee_side.feature_key import FeatureKey
-from tee_side.light import LightOperators
-from tee_side.local_operators import LocalOperators, load_local_operators, sites_here
-from tee_side.masking import linear_masking
-from tee_side.masks.mask import AdditiveMask, Cloak, Mask
-from tee_side.model import TeeModel
-from tee_side.observed import ObservedLight, ObservedRemoteOperators
-from tee_side.observer import Observer, Observers
-from tee_side.operators import Cover, Operators, PlacedOperators, cover_of, place
-from tee_side.pads.bank import BankFile
-from tee_side.pads.layout import PadLayout
-from tee_side.pads.maker import PadMaker, held_or, read_weights
-from tee_side.pads.source import PadLane, Pads, WhenOut
-from tee_side.pads.store import MemoryStore, PadStore
-from tee_side.policy import Policy
-from tee_side.randomness import Randomness
-from tee_side.remote_operators import ChannelsAt, RemoteOperators, RemoteSettings
-from tee_side.sites import FloatSites, IntegerSites, Sites, load_biases, tensors_of
-from tee_side.verifier import UNVERIFIED, Secrets, Weights, check_verifiable
-from tee_side.vocabulary import PHASES, Operator, Site
-
-# A linear operator that leaves so is computed where it goes with its bias and all.
-_ALL_THERE: Cover = (None, "none")
+from tee_side.model.layers import TeeModel
+from tee_side.model.local_operators import (
+    LocalOperators,
+    load_local_operators,
+    sites_here,
+)
+from tee_side.model.operators import Call, MicroBatchOperators, place, staying
+from tee_side.observer import Observer, Observers, timed
+from tee_side.policy.placement import Placement, Policy
+from tee_side.protect.calibration import Calibration, calibration_path
+from tee_side.protect.masking import HideAt, MaskRules, linear_masking
+from tee_side.protect.masks.keyed import TransformKey, load_key
+from tee_side.protect.masks.mask import AdditiveMask, KeyedTransform, Mask
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout
+from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
+from tee_side.protect.pads.source import Pads, WhenOut
+from tee_side.protect.pads.store import MemoryStore, PadStore
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import (
+    FloatSite,
+    FloatSites,
+    IntegerSites,
+    Sites,
+    load_biases,
+    tensors_of,
+)
+from tee_side.protect.verifier import UNVERIFIED, Secrets, Weights, check_verifiable
+from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear
+from tee_side.remote.registered import (
+    RegisteredOperator,
+    RunParts,
+    find_registered,
+    registered_name,
+)
+from tee_side.words import PHASES, Operator, Phase, Site, Verify, is_linear
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
@@ -55,15 +70,12 @@ class MaskSettings:
     """What masks need beside the policy.
 
     `calibration`: None for the file beside the model; `key`: what `tsqp provision` wrote; `bank`:
-    pads on disk, None to make them in memory as the run goes; `bank_key`, `bank_index`: None for
-    the files beside the bank.
+    pads on disk, None to make them in memory as the run goes.
     """
 
     calibration: Path | None = None
     key: Path | None = None
-    bank: Path | None = None
-    bank_key: Path | None = None
-    bank_index: Path | None = None
+    bank: BankPlace | None = None
     when_out: WhenOut = "wait"
 
 
@@ -92,15 +104,21 @@ class Assembly:
         self._settings = settings
         policy.check(config.num_hidden_layers)
         self._local_sites = self._sites_needed_here()
-        padded = {mask: self._under(mask) for mask in policy.masks if _needs_factors(mask)}
-        check_verifiable(policy, config, checkpoint)
+        padded = {
+            mask: self._under(mask) for mask in policy.masks if isinstance(mask, AdditiveMask)
+        }
+        self._verified = sites_where(
+            policy, config.num_hidden_layers, lambda placement: placement.verify != "none"
+        )
+        check_verifiable(policy.name, self._verified, config, checkpoint)
+        self._registered_classes = find_registered(policy)
         self._check_settings(padded)
         checkpoint.require(light_tensors(config) | tensors_of(self._local_sites, config))
         checkpoint.refuse_extra(config)
         self.key = self._load_key()
         self.linear_digest = linear_digest(config, checkpoint)
         self._integers = self._load_integers()
-        self._floats = FloatSites(self._biases()) if policy.arithmetic == "float" else None
+        self._sites: Sites = self._integers or FloatSites(self._biases())
         self.pads: dict[Mask, Pads] = {}
         self._stores: list[PadStore] = []
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
@@ -121,7 +139,7 @@ class Assembly:
         micro_batches: int = 1,
         only: Collection[Operator] | None = None,
         timeout_s: float | None = None,
-    ) -> list[PlacedOperators]:
+    ) -> list[MicroBatchOperators]:
         """Build the tables for each micro-batch of a step.
 
         `channels_at`: the services of each layer. `only`: what the observers are told of, where it
@@ -130,56 +148,72 @@ class Assembly:
         loads the weights that stay, and draws what results are verified with.
         """
         randomness = randomness or Randomness()
-        (local, _), cloaks = self._stays, self._cloaks
-        eps = self._config.rms_norm_eps
-        lanes = []
-        for index in range(micro_batches):
-            told = observers.lane(index) if observers else None
-            told_all = told if only is None else None
-            # Two lanes never draw from one stretch of pads.
-            pads = {mask: found.lane() for mask, found in self.pads.items()}
-            remote: dict[Cover, Operators] = {
-                cover: self._remote(
-                    cover, channels_at, local, cloaks, pads, randomness, told_all, timeout_s
-                )
-                for cover in {cover_of(placement): None for _, placement in self.policy.leaving()}
-            }
-            light = LightOperators(eps) if told_all is None else ObservedLight(eps, told_all)
-            layers = self._config.num_hidden_layers
-            drawn = list(pads.values())
-            lanes.append(place(self.policy, layers, local, remote, light, told, only, drawn))
-        return lanes
+        settings = CallSettings(channels_at, timeout_s, None, torch.get_num_threads())
+        return [
+            self._lane(
+                observers.lane(index) if observers is not None else None, settings, randomness, only
+            )
+            for index in range(micro_batches)
+        ]
 
-    def _remote(
+    def _lane(
         self,
-        cover: Cover,
-        channels_at: ChannelsAt,
-        local: LocalOperators,
-        cloaks: Mapping[Site, Cloak] | None,
-        pads: Mapping[Mask, PadLane],
+        told: Observer | None,
+        settings: CallSettings,
         randomness: Randomness,
-        observer: Observer | None,
-        timeout_s: float | None,
-    ) -> RemoteOperators:
-        mask, verify = cover
-        sites: Sites | None = self._integers
-        if sites is None and cover != _ALL_THERE:
-            sites = self._floats
-        drawn = pads.get(mask) if mask is not None else None
-        settings: RemoteSettings = {
-            "mask": mask,
-            "hide": linear_masking(mask, randomness, pads=drawn, cloaks=cloaks),
-            "verifier": UNVERIFIED if verify == "none" else self._secrets.under(mask),
-            "sites": sites,
-            "randomness": randomness,
-            "without_factors": local,
-            "one_rpc_per_module": self.policy.one_rpc_per_module,
-            "timeout_s": timeout_s,
+        only: Collection[Operator] | None,
+    ) -> MicroBatchOperators:
+        told_all = told if only is None else None
+        settings = replace(settings, observer=told_all)
+        # Two micro-batches never draw from one stretch of pads.
+        pads = {mask: found.lane() for mask, found in self.pads.items()}
+        hides = {
+            mask: linear_masking(
+                mask,
+                randomness,
+                pads=pads.get(mask) if mask is not None else None,
+                transforms=self._transforms,
+            )
+            for mask in (None, *self.policy.masks)
         }
-        config, dtype = self._config, self._model.dtype
-        if observer is None:
-            return RemoteOperators(channels_at, config, dtype, **settings)
-        return ObservedRemoteOperators(channels_at, config, dtype, observer=observer, **settings)
+
+        @cache
+        def remote_linear(site: Site, mask: Mask | None, verify: Verify) -> RemoteLinear:
+            return self._remote_linear(site, mask, verify, settings, hides[mask])
+
+        def local(operator: Operator, layer: int | None) -> Call:
+            observer = told if only is None or operator in only else None
+            function = self._local.function(operator, layer)
+            return staying(timed(function, observer, operator, layer))
+
+        def remote(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
+            if is_linear(operator):
+                placement = self.policy.at(operator, layer, phase)
+                return remote_linear((layer, operator), placement.mask, placement.verify)
+            registered = self._registered[registered_name(operator)]
+            return registered.bind(layer, phase, settings, randomness)
+
+        decode, prefill = place(self.policy, self._config.num_hidden_layers, local, remote)
+        model = self._model.observed(told_all)
+        return MicroBatchOperators(model, prefill, decode, prefill is decode, tuple(pads.values()))
+
+    def _remote_linear(
+        self, site: Site, mask: Mask | None, verify: Verify, settings: CallSettings, hide: HideAt
+    ) -> RemoteLinear:
+        # What is neither masked nor checked is computed with its bias and all.
+        bias_leaves = self._integers is None and mask is None and verify == "none"
+        return RemoteLinear(
+            site,
+            self._config,
+            settings,
+            hide=hide(site),
+            rules=MaskRules(mask),
+            check=UNVERIFIED if verify == "none" else self._secrets.check(site, mask),
+            linear=FloatSite() if bias_leaves else self._sites[site],
+            bias_leaves=bias_leaves,
+            without_factors=staying(self._local.linear(site)),
+            one_rpc_per_module=self.policy.one_rpc_per_module,
+        )
 
     def close(self) -> None:
         """Let go of the pad bank."""
@@ -193,18 +227,16 @@ class Assembly:
             sites += [site for site in under if site not in sites]
         return sites
 
-    def _check_settings(self, padded: Mapping[Mask, Sequence[Site]]) -> None:
+    def _check_settings(self, padded: Mapping[AdditiveMask, Sequence[Site]]) -> None:
         """Refuse files that the policy has no use for, and pads that nothing can come from.
 
         Somebody who names a file relies on it. Raises SettingsError and PolicyError.
         """
         settings, name = self._settings, f"policy {self.policy.name}"
         uses = {
-            "--bank": (settings.bank, bool(padded), "pads"),
+            "--bank": (settings.bank and settings.bank.bank, bool(padded), "pads"),
             "--key": (settings.key, self.policy.feature_mask is not None, "a feature mask"),
             "--calibration": (settings.calibration, self.policy.arithmetic == "int8", "int8"),
-            "--bank-key": (settings.bank_key, settings.bank is not None, "--bank"),
-            "--bank-index": (settings.bank_index, settings.bank is not None, "--bank"),
         }
         for option, (given, used, what) in uses.items():
             if given is not None and not used:
@@ -230,7 +262,7 @@ class Assembly:
             operator
             for operator in FUSED_MODULES
             if self.policy.arithmetic == "int8"
-            or any(cover_of(p) != _ALL_THERE for p in self.policy.operators[operator])
+            or any((p.mask, p.verify) != (None, "none") for p in self.policy.operators[operator])
         ]
         return load_biases(self._checkpoint, self._config, operators, self._model.dtype)
 
@@ -250,7 +282,7 @@ class Assembly:
         self.linear_digest = calibration.linear_digest
         return IntegerSites(calibration, self._biases(), self._model.dtype)
 
-    def _load_key(self) -> FeatureKey | None:
+    def _load_key(self) -> TransformKey | None:
         mask, path = self.policy.feature_mask, self._settings.key
         if mask is None:
             return None
@@ -260,14 +292,13 @@ class Assembly:
                 got="none",
                 expected=f"the key that tsqp provision --mask {mask.name} wrote",
             )
-        key = FeatureKey.load(path)
+        key = load_key(path)
         key.check(self._config, self._checkpoint, mask)
         return key
 
     @cached_property
-    def _stays(self) -> tuple[LocalOperators, Mapping[Site, QuantizedLinear]]:
-        """Load what stays; returns its integers beside what computes with them."""
-        local = load_local_operators(
+    def _local(self) -> LocalOperators:
+        return load_local_operators(
             self._config,
             self._checkpoint,
             self.policy,
@@ -276,29 +307,31 @@ class Assembly:
             integers=self._integers,
             held=self._held,
         )
-        return local, self._held
 
     @cached_property
     def _secrets(self) -> Secrets:
         # What stays is loaded before, and not read again. From a generator of their own, which no
         # caller chooses.
-        _, held = self._stays
-        weights = Weights(self._config, self._checkpoint, self._model.dtype, held)
-        return Secrets.draw(self.policy, weights, self._integers, Randomness())
+        _ = self._local
+        weights = Weights(self._config, self._checkpoint, self._model.dtype, self._held)
+        return Secrets.draw(self._verified, weights, self._integers, Randomness())
 
     @cached_property
-    def _cloaks(self) -> dict[Site, Cloak] | None:
+    def _registered(self) -> dict[str, RegisteredOperator]:
+        parts = RunParts(self.policy, self._config, self._checkpoint, self._model.dtype)
+        return {name: found(parts) for name, found in self._registered_classes.items()}
+
+    @cached_property
+    def _transforms(self) -> dict[Site, KeyedTransform] | None:
         feature = self.policy.feature_mask
         if self.key is None or feature is None:
             return None
         gains = [
             (norms.input_layernorm, norms.post_attention_layernorm) for norms in self._model.norms
         ]
-        return self.key.cloaks(feature, self._config, gains)
+        return self.key.transforms(feature, self._config, gains)
 
-    def _open_pads(self, mask: Mask, sites: Sequence[Site], step_tokens: int) -> Pads:
-        if not isinstance(mask, AdditiveMask):
-            raise PolicyError(f"mask {mask.name}", got="no factors", expected="an additive mask")
+    def _open_pads(self, mask: AdditiveMask, sites: Sequence[Site], step_tokens: int) -> Pads:
         settings, layout = self._settings, PadLayout.of(self._config, sites)
         store: PadStore
         if settings.bank is None:
@@ -306,27 +339,26 @@ class Assembly:
             store = MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens))
         elif mask.arithmetic != "int8":
             raise PolicyError(
-                f"policy {self.policy.name}: pad bank {settings.bank}",
+                f"policy {self.policy.name}: pad bank {settings.bank.bank}",
                 got=f"mask {mask.name}",
                 expected="mask pad: a bank holds ring elements",
             )
         elif self.pads:
             others = " and ".join(other.described() for other in (*self.pads, mask))
             raise PolicyError(
-                f"policy {self.policy.name}: pad bank {settings.bank}",
+                f"policy {self.policy.name}: pad bank {settings.bank.bank}",
                 got=f"masks {others}",
                 expected="one mask with pads: a bank is made for one",
             )
         else:
-            store = BankFile.open(
-                settings.bank,
-                settings.bank_key,
-                layout=layout,
+            purpose = Purpose.of(
+                layout,
                 mask=mask.described(),
+                model=self._checkpoint.directory.resolve().name,
                 model_digest=model_digest(self._config, self._checkpoint),
                 linear_digest=self.linear_digest or "",
-                index_path=settings.bank_index,
             )
+            store = BankFile.open(settings.bank, purpose)
         self._stores.append(store)
         maker = None
         if self._checkpoint.holds(tensors_of(sites, self._config)):
@@ -352,15 +384,16 @@ def _check_own_kernels() -> None:
     check_kernels(CPU)
 
 
-def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
-    """Return the linear operators that are under a mask in some phase."""
+def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
+    """Return the linear operators that are placed so in some phase."""
     return [
         (layer, operator)
-        for operator in FUSED_MODULES
         for layer in range(layers)
-        if any(policy.at(operator, layer, phase).mask == mask for phase in PHASES)
+        for operator in FUSED_MODULES
+        if any(placed(policy.at(operator, layer, phase)) for phase in PHASES)
     ]
 
 
-def _needs_factors(mask: Mask) -> bool:
-    return isinstance(mask, AdditiveMask)
+def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
+    """Return the linear operators that are under a mask in some phase."""
+    return sites_where(policy, layers, lambda placement: placement.mask == mask)

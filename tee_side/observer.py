@@ -1,15 +1,13 @@
-"""What an observer is told, and one that adds everything up per operator."""
+"""What an observer is told of the operators, and how it is told."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from protocol.channel import Exchange
-from tee_side.vocabulary import (
-    LIGHT_OPERATORS,
-    OPERATORS,
+from tee_side.words import (
     LightOperator,
     Operator,
     Place,
@@ -18,6 +16,7 @@ from tee_side.vocabulary import (
 
 # Everything that reports give a row of its own.
 AnyOperator: TypeAlias = Operator | LightOperator
+R = TypeVar("R")
 
 
 class Observer(Protocol):
@@ -49,80 +48,66 @@ class Observer(Protocol):
 
 
 class Observers(Protocol):
-    """One for each micro-batch of a step."""
+    """An observer for each micro-batch of a step."""
 
     def lane(self, index: int) -> Observer:
-        """Return who is told about a micro-batch."""
+        """Return the observer of a micro-batch."""
         ...
 
 
-@dataclass(slots=True)
-class OperatorTotals:
-    """What one operator cost so far.
+def timed(
+    function: Callable[..., R], observer: Observer | None, operator: AnyOperator, layer: int | None
+) -> Callable[..., R]:
+    """Return an operator that is computed in the TEE, timed; the function itself for no observer.
 
-    `place`: both where layers or phases differ. `tee_ns`: computing, masking and checking in the
-    TEE, encoding and decoding messages included. `gpu_ns` and `queue_ns` are the service's own
-    claim; what is left of a round trip is the wire. Of round trips side by side, the slowest is the
-    time that they took.
+    Nothing in the TEE waits: no other micro-batch has its turn in between.
+    """
+    if observer is None:
+        return function
+
+    def call(*arguments: Any) -> R:
+        observer.called(operator, layer, "tee")
+        started_ns = time.perf_counter_ns()
+        result = function(*arguments)
+        observer.spent(operator, layer, "tee", started_ns, time.perf_counter_ns())
+        return result
+
+    return call
+
+
+class StageClock:
+    """Tells an observer of the calls of one remote operator, stage by stage."""
+
+    def __init__(self, observer: Observer, operator: Operator, layer: int | None) -> None:
+        self._observer, self._operator, self._layer = observer, operator, layer
+        self._stage: TeeStage | None = None
+        self._started_ns = 0
+
+    def called(self) -> None:
+        """Tell of a call that begins. Of one that an error ended, the last stage is not told."""
+        self._observer.called(self._operator, self._layer, "gpu")
+        self._stage = None
+
+    def mark(self, stage: TeeStage | None) -> None:
+        """End the stage before, if there is one, and begin another; None: begin none."""
+        now_ns = time.perf_counter_ns()
+        if self._stage is not None:
+            operator, layer = self._operator, self._layer
+            self._observer.spent(operator, layer, self._stage, self._started_ns, now_ns)
+        self._stage, self._started_ns = stage, time.perf_counter_ns()
+
+    def exchanged(self, exchanges: Sequence[Exchange]) -> None:
+        """Tell of round trips made side by side."""
+        self._observer.exchanged(self._operator, self._layer, exchanges)
+
+
+class Untimed:
+    """Stands where a `StageClock` would, without an observer.
+
+    Each method is the built-in `bool`, which enters no Python frame.
     """
 
-    place: Place | Literal["both"] = "tee"
-    calls: int = 0
-    round_trips: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    tee_ns: int = 0
-    round_trip_ns: int = 0
-    queue_ns: int = 0
-    gpu_ns: int = 0
-
-    @property
-    def wire_ns(self) -> int:
-        """Round trips less what the service says it spent."""
-        return max(0, self.round_trip_ns - self.queue_ns - self.gpu_ns)
+    called = mark = exchanged = staticmethod(bool)
 
 
-@dataclass(slots=True)
-class OperatorTable:
-    """Totals per operator. An `Observer` of all micro-batches, which count alike."""
-
-    totals: dict[AnyOperator, OperatorTotals] = field(
-        default_factory=lambda: {name: OperatorTotals() for name in (*OPERATORS, *LIGHT_OPERATORS)}
-    )
-
-    def lane(self, index: int) -> OperatorTable:
-        """See `Observers.lane`."""
-        return self
-
-    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
-        """See `Observer.called`."""
-        totals = self.totals[operator]
-        totals.place = place if totals.calls == 0 or totals.place == place else "both"
-        totals.calls += 1
-
-    def spent(
-        self,
-        operator: AnyOperator,
-        layer: int | None,
-        stage: TeeStage,
-        started_ns: int,
-        ended_ns: int,
-    ) -> None:
-        """See `Observer.spent`."""
-        self.totals[operator].tee_ns += ended_ns - started_ns
-
-    def exchanged(
-        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
-    ) -> None:
-        """See `Observer.exchanged`."""
-        totals = self.totals[operator]
-        for exchange in exchanges:
-            totals.round_trips += 1
-            totals.bytes_sent += exchange.bytes_sent
-            totals.bytes_received += exchange.bytes_received
-            totals.tee_ns += exchange.encode_ns + exchange.decode_ns
-        slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
-        totals.round_trip_ns += slowest.elapsed_ns
-        if slowest.timing is not None:
-            totals.queue_ns += slowest.timing.queue_us * 1000
-            totals.gpu_ns += slowest.timing.compute_us * 1000
+UNTIMED = Untimed()

@@ -1,53 +1,113 @@
 """Masks, policies and whatever else is a user's own, in Python files and installed packages.
 
 Such a file is code that runs in the TEE with everything it knows. Nothing is found by itself: only
-a path that somebody wrote on the command line or in a policy is loaded, or a package installed.
+a path that is written on the command line or in a policy is loaded, or a package installed.
+A file is read once: the bytes that were checked are the ones that run, and no cached bytecode is.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from importlib.abc import ExecutionLoader
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
-from importlib.resources import files
+from importlib.util import decode_source, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeGuard, TypeVar
 
 from pydantic import ValidationError
 
-from protocol.errors import InputError, TsqpError, describe
+from protocol.errors import InputError, ManifestError, TsqpError, describe
 from tee_side.refusals import first_problem
 
 Base = TypeVar("Base")
 _PREFIX = "tsqp_plugin_"
+
+FileCheck = Callable[[Path, bytes], None]
+
+
+def accept_any(_path: Path, _content: bytes) -> None:
+    """Accept a file whatever it holds: where there is no manifest."""
+
+
+_check: ContextVar[FileCheck] = ContextVar("check", default=accept_any)
+# Of modules that were loaded, by name.
+_sources: dict[str, bytes] = {}
 
 
 class PluginError(InputError):
     """A user's own file or package that cannot be loaded, or lacks what it is loaded for."""
 
 
+@contextmanager
+def checking_files(check: FileCheck) -> Iterator[None]:
+    """Have `check` called with each user's file of this block, before it is used.
+
+    A Python file that is run in it may load others, which are checked as well.
+    """
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def read_checked(path: Path) -> bytes:
+    """Read a user's file and have it checked. Raises OSError, and what the check raises."""
+    content = path.read_bytes()
+    _check.get()(path, content)
+    return content
+
+
+class _CheckedSource(ExecutionLoader):
+    """Runs a module from bytes that were read before."""
+
+    def __init__(self, path: str, content: bytes) -> None:
+        self._path = path
+        self._content = content
+
+    def get_filename(self, _fullname: str) -> str:
+        return self._path
+
+    def get_source(self, _fullname: str) -> str:
+        return decode_source(self._content)
+
+
 def load_module(path: Path) -> ModuleType:
-    """Run a Python file as a module, once per process and path. Raises PluginError."""
+    """Run a Python file as a module, once per process and path.
+
+    Raises PluginError, and what the check of `checking_files` raises.
+    """
     resolved = path.resolve()
     # Without dots, which pickle takes for those of packages.
     name = _PREFIX + resolved.as_posix().replace("%", "%25").replace(".", "%2E")
     if name in sys.modules:
+        _check.get()(path, _sources[name])
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    if spec is None or spec.loader is None or not resolved.is_file():
+    if resolved.suffix != ".py" or not resolved.is_file():
         raise PluginError(str(path), got="no such file", expected="a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        content = read_checked(path)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise PluginError(str(path), got=reason, expected="a readable file") from None
+    loader = _CheckedSource(str(resolved), content)
+    module = module_from_spec(ModuleSpec(name, loader, origin=str(resolved)))
+    module.__file__ = str(resolved)
+    sys.modules[name], _sources[name] = module, content
+    try:
+        loader.exec_module(module)
     except Exception as error:
         # Whatever a user's file raises is the user's to read, as one line.
         del sys.modules[name]
+        if isinstance(error, ManifestError):
+            raise
         raise _failure(str(path), error, "a file that runs") from error
     return module
 
@@ -85,43 +145,34 @@ def load_entry_point(entry: EntryPoint) -> object:
     return found
 
 
+def classes_in(module: ModuleType, base: type[Any]) -> list[type[Any]]:
+    """Return the subclasses with a name that a module defines, in the order of its text."""
+    return [
+        found
+        for found in vars(module).values()
+        if _is_one(found, base) and found.__module__ == module.__name__ and "name" in vars(found)
+    ]
+
+
+def _is_one(found: object, base: type[Base]) -> TypeGuard[type[Base]]:
+    return inspect.isclass(found) and issubclass(found, base)
+
+
 @dataclass(frozen=True)
 class Kind(Generic[Base]):
     """Classes that do one thing in different ways: those that ship with us, and a user's own.
 
     `base`: what all are subclasses of, each with a class attribute `name`, which a family of them
-    has not; `word`, `words`: what one is, in an error of class `error`; `package`: ours, a module
-    or more of them; `group`: of the entry points by which installed packages bring theirs.
+    does not have; `word`, `words`: what one is, in an error of class `error`; `group`: of the entry
+    points by which installed packages bring theirs; `builtin`: those that ship with us, by name.
     """
 
     base: type[Any]
     word: str
     words: str
     error: type[TsqpError]
-    package: str
     group: str
-
-    def in_module(self, module: ModuleType) -> list[type[Base]]:
-        """Return those that a module defines, in the order of its text."""
-        return [
-            found
-            for found in vars(module).values()
-            if self._is_one(found) and found.__module__ == module.__name__ and "name" in vars(found)
-        ]
-
-    def _is_one(self, found: object) -> TypeGuard[type[Base]]:
-        return inspect.isclass(found) and issubclass(found, self.base)
-
-    @cached_property
-    def builtin(self) -> dict[str, type[Base]]:
-        """Those that ship with us, by name."""
-        names = sorted(entry.name for entry in files(self.package).iterdir())
-        modules = [
-            importlib.import_module(f"{self.package}.{name.removesuffix('.py')}")
-            for name in names
-            if name.endswith(".py") and name != "__init__.py"
-        ]
-        return {vars(one)["name"]: one for module in modules for one in self.in_module(module)}
+    builtin: Mapping[str, type[Base]]
 
     def names(self) -> list[str]:
         """Return the names of those that ship with us, and that installed packages bring."""
@@ -137,29 +188,24 @@ class Kind(Generic[Base]):
         for entry in entry_points(group=self.group):
             if entry.name == name:
                 found = load_entry_point(entry)
-                if self._is_one(found):
+                if _is_one(found, self.base):
                     return found
+                expected = f"a subclass of {self.words}"
                 raise self.error(
-                    f"entry point {entry.value}",
-                    got=describe(found),
-                    expected=f"a subclass of {self.words}",
+                    f"entry point {entry.value}", got=describe(found), expected=expected
                 )
-        raise self.error(
-            self.word,
-            got=repr(name),
-            expected=f"one of {', '.join(self.names())}, or a path to a .py file",
-        )
+        expected = f"one of {', '.join(self.names())}, or a path to a .py file"
+        raise self.error(self.word, got=repr(name), expected=expected)
 
 
 def _failure(where: str, error: Exception, expected: str) -> PluginError:
     """Say in one line what went wrong: errors of ours and pydantic's keep their own words."""
+    got = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, ValidationError):
         problem = first_problem(error)
-        parts = [where, ".".join(map(str, (error.title, *problem.path))), problem.where]
-        return PluginError(
-            ": ".join(filter(None, parts)), got=problem.got, expected=problem.expected
-        )
-    if isinstance(error, TsqpError):
-        return PluginError(f"{where}: {error.where}", got=error.got, expected=error.expected)
-    text = " ".join(str(error).split())
-    return PluginError(where, got=f"{type(error).__name__}: {text}", expected=expected)
+        field = f"{error.title}.{problem.field}" if problem.path else error.title
+        where = ": ".join(filter(None, (where, field, problem.where)))
+        got, expected = problem.got, problem.expected
+    elif isinstance(error, TsqpError):
+        where, got, expected = f"{where}: {error.where}", error.got, error.expected
+    return PluginError(where, got=got, expected=expected)

@@ -5,43 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from protocol.channel import Traffic
+from protocol.channel import ChannelWrapper, Traffic
 from protocol.connect import open_channel
-from protocol.curve import ClientKeys, one_for_each, require_zmq_keys
+from protocol.curve import ClientKeys, one_for_each
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import PromptError
-from protocol.link import Link
-from protocol.messages import InitReply, Response
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
+from protocol.model.identity import model_digest
 from protocol.model.manifest import Manifest
+from protocol.pending import PendingChannel
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.engine import DEFAULT_STEP_TOKENS, Engine
-from tee_side.engine import Sequence as EngineSequence
-from tee_side.generation import Generation, PadTotals
-from tee_side.handshake import ServiceCheck
-from tee_side.model import TeeModel, load_tee_model
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
+from tee_side.engine.engine import Sequence as EngineSequence
+from tee_side.engine.generation import Generation, PadTotals
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.model.layers import TeeModel, load_tee_model
+from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import Observers
-from tee_side.operators import PlacedOperators
-from tee_side.policy import Policy
-from tee_side.reply_size import largest_reply
-from tee_side.sampling import SamplingSettings
-from tee_side.services.connected import Services
-from tee_side.services.member import Connection, ConnectOptions
-from tee_side.services.plan import (
+from tee_side.policy.placement import Policy
+from tee_side.remote.handshake import ServiceCheck
+from tee_side.remote.reply_size import largest_reply
+from tee_side.remote.services.connected import Services
+from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.plan import (
     ServiceSpec,
     assign_shares,
-    check_shares_apart,
+    check_links,
     plan_services,
 )
-from tee_side.tokenizer import Tokenizer
-from tee_side.vocabulary import Operator
+from tee_side.words import Operator
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,15 @@ class RunnerSettings:
 
     `gpu`: services, as `ServiceSpec.parse` reads them; a policy of which nothing leaves connects to
     none. `connect_timeout_s`: how long they are waited for at the start; `request_timeout_s`: for a
-    result, whoever is asked for it and comes back meanwhile.
+    result, however many services are asked for it.
     `micro_batches`: into how many parts a step is cut that overlap. `spin_us`: how long to look for
-    a reply before sleeping, where the last one came as soon. `link`: a slower one to model.
+    a reply before sleeping, where the last one came as soon. `link`: what each channel is wrapped
+    in, such as the model of a slower link.
     `manifest`: what the model directory must hold, None: as it is. `max_kv_bytes`: for the KV
     caches of all sequences, None: 80 % of the memory available once the weights are loaded.
     `keys`: none, one for all services, or one for each in the order of `gpu`.
-    `heartbeat_timeout_s`: see `protocol.zmq_sockets`.
+    `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
+    shares may use links of this machine without keys, whose observer adds the shares.
     """
 
     model: Path
@@ -68,7 +71,7 @@ class RunnerSettings:
     step_tokens: int = DEFAULT_STEP_TOKENS
     micro_batches: int = 1
     spin_us: float = 0.0
-    link: Link | None = None
+    link: ChannelWrapper | None = None
     connect_timeout_s: float = 10.0
     request_timeout_s: float = 60.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
@@ -76,10 +79,14 @@ class RunnerSettings:
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     manifest: Manifest | None = None
     max_kv_bytes: int | None = None
+    shares_in_the_clear: bool = False
 
 
 class Runner:
     """The trusted side, ready to generate. Use as a context manager.
+
+    `assignments`: a line for each service, of the layers and share that it gets and its key.
+    `leakage_summary`: what the GPU side learns over these links; None if nothing leaves.
 
     Raises, before anything is computed: ModelError, PolicyError, SettingsError, EndpointError,
     DeadlineExceededError (nothing answers) and ModelMismatchError.
@@ -98,19 +105,15 @@ class Runner:
         self._closing = ExitStack()
         self._tokenizer = tokenizer
         self._generations: dict[EngineSequence, Generation] = {}
-        self._model_directory = settings.model
-        self._manifest = settings.manifest
-        self._micro_batches = settings.micro_batches
-        self._timeout_s = settings.request_timeout_s
-        specs = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
-        specs = list(assign_shares(specs, policy))
+        self._settings = settings
+        given = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
+        specs = assign_shares(given, policy)
         endpoints = [spec.endpoint for spec in specs]
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
-        check_shares_apart(specs, keys)
+        allowed = settings.shares_in_the_clear
+        encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
+        self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         self._keys = dict(zip(endpoints, keys, strict=True))
-        for endpoint, own in self._keys.items():
-            if own is not None:
-                require_zmq_keys(endpoint)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         config = read_config(settings.model, settings.manifest)
@@ -119,6 +122,7 @@ class Runner:
         checkpoint.require(light_tensors(config))
         model = load_tee_model(config, checkpoint, dtype)
         self.config, self.dtype = config, dtype
+        self._checkpoint = checkpoint
         try:
             self._assembly = assembly = Assembly(
                 policy,
@@ -131,9 +135,13 @@ class Runner:
             )
             self._closing.callback(assembly.close)
             groups = plan_services(specs, policy, config.num_hidden_layers)
-            self._services = services = Services(
-                groups, config.num_hidden_layers, self._connect_options(settings, model, checkpoint)
+            self.assignments = tuple(
+                f"{endpoint}: {group}, {_key_words(self._keys[endpoint])}"
+                for group in groups
+                for endpoint in group.endpoints
             )
+            options = self._connect_options(model, checkpoint)
+            self._services = services = Services(groups, config.num_hidden_layers, options)
             self._closing.callback(services.close)
             services.connect(settings.connect_timeout_s)
             lanes = self._lanes(observer)
@@ -144,31 +152,26 @@ class Runner:
             model, lanes, step_tokens=settings.step_tokens, max_kv_bytes=settings.max_kv_bytes
         )
 
-    def _connect_options(
-        self, settings: RunnerSettings, model: TeeModel, checkpoint: Checkpoint
-    ) -> ConnectOptions:
+    def _connect_options(self, model: TeeModel, checkpoint: Checkpoint) -> ConnectOptions:
         """Say how services are reached, and what each must hold.
 
         For the first reply some rows of every tensor are read, which the digests cover.
         """
-        policy, assembly = self.policy, self._assembly
+        policy, assembly, settings = self.policy, self._assembly, self._settings
         reply_bytes = largest_reply(policy, self.config, settings.step_tokens, self.dtype)
-        check: ServiceCheck | None = None
 
-        def verify(endpoint: str, reply: Response, layers: tuple[int, int]) -> InitReply:
-            nonlocal check
-            if check is None:
-                check = ServiceCheck(
-                    self.config,
-                    checkpoint,
-                    model,
-                    arithmetic=policy.arithmetic,
-                    key=assembly.key,
-                    linear=assembly.linear_digest,
-                )
-            return check.verify(endpoint, reply, layers)
+        @cache
+        def check() -> ServiceCheck:
+            return ServiceCheck(
+                self.config,
+                checkpoint,
+                model,
+                arithmetic=policy.arithmetic,
+                key=assembly.key,
+                linear=assembly.linear_digest,
+            )
 
-        def connect(endpoint: str) -> Connection:
+        def connect(endpoint: str) -> PendingChannel:
             channel = open_channel(
                 endpoint,
                 timeout_s=settings.request_timeout_s,
@@ -180,7 +183,10 @@ class Runner:
             channel.limit_replies(reply_bytes)
             return channel
 
-        return ConnectOptions(connect, verify, settings.link, settings.request_timeout_s)
+        timeout_s = settings.request_timeout_s
+        return ConnectOptions(
+            connect, lambda *said: check().verify(*said), settings.link, timeout_s
+        )
 
     def __enter__(self) -> Runner:
         return self
@@ -192,8 +198,13 @@ class Runner:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, read when first needed if not given. Raises ModelError."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self._model_directory, self._manifest)
+            self._tokenizer = Tokenizer(self._settings.model, self._settings.manifest)
         return self._tokenizer
+
+    @property
+    def model_digest(self) -> str:
+        """See `protocol.model.identity.model_digest`. Raises ModelError, ManifestError."""
+        return model_digest(self.config, self._checkpoint)
 
     @property
     def traffic(self) -> Traffic:
@@ -207,7 +218,7 @@ class Runner:
         if not found:
             return None
         return PadTotals(
-            available=min(pads.available for pads in found),
+            available=min(pads.left for pads in found),
             waited=sum(pads.waited for pads in found),
             in_tee=sum(pads.in_tee for pads in found),
         )
@@ -228,13 +239,13 @@ class Runner:
 
     def _lanes(
         self, observer: Observers | None, only: Collection[Operator] | None = None
-    ) -> list[PlacedOperators]:
+    ) -> list[MicroBatchOperators]:
         return self._assembly.lanes(
             self._services.at,
             observer,
-            micro_batches=self._micro_batches,
+            micro_batches=self._settings.micro_batches,
             only=only,
-            timeout_s=self._timeout_s,
+            timeout_s=self._settings.request_timeout_s,
         )
 
     def step(self) -> None:
@@ -272,3 +283,7 @@ class Runner:
     def close(self) -> None:
         """Disconnect from the services, and let go of the pad bank."""
         self._closing.close()
+
+
+def _key_words(keys: ClientKeys | None) -> str:
+    return f"key {keys.service.decode()}" if keys else "no key"

@@ -8,7 +8,6 @@ compute: a weight, attention, passes over wide tensors. Switching takes a fifth 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import TracebackType
 
 import torch
@@ -31,8 +30,18 @@ LARGE_FACTOR = 2**15 + 1
 # 4,096.
 LARGE_ATTENTION = 2**22
 
-# One for all calls: there are hundreds a token.
-_AS_BEFORE = nullcontext()
+
+class AsBefore:
+    """A context that changes nothing, and enters no Python frame: there are hundreds a token.
+
+    `"".format` takes any arguments and returns an empty text, which keeps an error as it is.
+    """
+
+    __enter__ = __exit__ = staticmethod("".format)
+
+
+# One for all calls.
+_AS_BEFORE = AsBefore()
 
 
 class TorchThreads:
@@ -57,17 +66,15 @@ class TorchThreads:
         torch.set_num_threads(self._before)
 
 
-def large_attention(multiplications: int, most: int) -> TorchThreads | nullcontext[None]:
+def large_attention(multiplications: int, most: int) -> TorchThreads | AsBefore:
     """Return a context for one product of attention: with `most` threads where it is large."""
     return TorchThreads(most) if multiplications >= LARGE_ATTENTION else _AS_BEFORE
 
 
-def large_tensor(
-    tensor: torch.Tensor, most: int, heavy: bool = False
-) -> TorchThreads | nullcontext[None]:
-    """Return a context for work on a tensor: with `most` threads where it is large.
+def large_tensor(elements: int, most: int, heavy: bool = False) -> TorchThreads | AsBefore:
+    """Return a context for work on a tensor: with `most` threads where it has many elements.
 
     `heavy`: products or factorisations, not only passes over it.
     """
-    large = tensor.numel() >= (LARGE_FACTOR if heavy else LARGE_TENSOR)
+    large = elements >= (LARGE_FACTOR if heavy else LARGE_TENSOR)
     return TorchThreads(most) if large else _AS_BEFORE

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 import torch
+
+from tests.pairwise import covering
 
 if TYPE_CHECKING:
     from tests.support import SavedModel
@@ -26,6 +30,51 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 # How long an example takes is not what these tests are about.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
+
+TESTS = Path(__file__).parent
+
+# What `make test` leaves to `make test-more`, beside what is marked so: tools for people with a
+# slow test each, and short forms of what runs for hours.
+MORE = (
+    "e2e/test_bench.py",
+    "e2e/test_demo.py",
+    "e2e/test_leak.py",
+    "e2e/test_plan.py",
+    "fuzz",
+    "mutations",
+    "soak",
+    "unit/benchmarks",
+    "unit/tsqp/bench",
+    "unit/tsqp/leak",
+    "unit/tsqp/plan",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `more` what is in `MORE`, and what `pairwise` and `each_value` can do without."""
+    products: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if any(item.path.is_relative_to(TESTS / name) for name in MORE):
+            item.add_marker("more")
+        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            for strength, name in enumerate(("each_value", "pairwise"), start=1):
+                if item.get_closest_marker(name) is not None:
+                    products[item.parent, item.originalname, strength].append(item)
+    for (*_, strength), functions in products.items():
+        cases = [_values(function) for function in functions]
+        chosen = covering(cases, min(strength, len(cases[0])))
+        for position in set(range(len(functions))).difference(chosen):
+            functions[position].add_marker("more")
+
+
+def _values(function: pytest.Function) -> list[Hashable]:
+    """Return the values of a case's parameters, or where they cannot be compared their places."""
+    callspec = function.callspec
+    return [
+        value if isinstance(value, Hashable) else callspec.indices[name]
+        for name, value in sorted(callspec.params.items())
+    ]
 
 
 @pytest.fixture(autouse=True)

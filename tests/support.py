@@ -23,21 +23,21 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.batch import Batch, Chunk
-from tee_side.calibration import CALIBRATION_FILE
-from tee_side.engine import DEFAULT_STEP_TOKENS, Engine
-from tee_side.kv_cache import KVCache
-from tee_side.masks.mask import FeatureMask
-from tee_side.model import TeeModel, load_tee_model
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
+from tee_side.engine.step import run_step
+from tee_side.model.batch import Batch, Chunk
+from tee_side.model.kv_cache import KVCache
+from tee_side.model.layers import TeeModel, load_tee_model
+from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import Observers
-from tee_side.operators import PlacedOperators
-from tee_side.policy import Policy, load_policy
-from tee_side.provisioning import provision
-from tee_side.randomness import Randomness
-from tee_side.step import run_step
-from tee_side.vocabulary import Phase, Verify
-from tsqp.calibrate import calibrate_on
-from tsqp.leak.recording import RecordingChannel
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.calibration import CALIBRATION_FILE
+from tee_side.protect.masks.mask import FeatureMask
+from tee_side.protect.randomness import Randomness
+from tee_side.words import Phase, Verify
+from tsqp.calibrate import calibrate_on, save_calibration
+from tsqp.lab.leak.recording import RecordingChannel
+from tsqp.lab.research.provisioning import provision
 
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
@@ -269,7 +269,7 @@ class Tee:
     """The trusted side, put together as `Runner` does, over a `LoopbackChannel`."""
 
     model: TeeModel
-    lanes: list[PlacedOperators]
+    lanes: list[MicroBatchOperators]
     channels: list[LoopbackChannel]
     assembly: Assembly
 
@@ -302,7 +302,7 @@ class Tee:
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
-        logits = run_step(batch, self.model, self.lanes, phase)
+        logits = run_step(batch, self.lanes, phase)
         batch.commit()
         return logits
 
@@ -357,7 +357,7 @@ class SavedModel:
         folder.mkdir()
         config, checkpoint = read_config(self.directory), Checkpoint(self.directory)
         chunks = [token_ids(96, seed, config.vocab_size) for seed in range(4)]
-        calibrate_on(config, checkpoint, chunks).save(folder / CALIBRATION_FILE)
+        save_calibration(calibrate_on(config, checkpoint, chunks), folder / CALIBRATION_FILE)
         return folder / CALIBRATION_FILE
 
     def provisioned(self, mask: FeatureMask) -> tuple[Path, Path]:

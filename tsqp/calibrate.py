@@ -10,6 +10,9 @@ The rule for a site, in units of one integer step of its inputs:
 - The largest row seen, times `HEADROOM`, stays in the ring; where it would not, steps are coarser.
 - A typical input that is left with fewer than `MIN_STEPS` is refused: the ring is too small.
 
+Both sizes are rounded to powers of 2^(1/4) first, so that the file holds the exact size of no row
+of a private text.
+
 Typical is the 90th percentile of |x| in a row, and of all rows the median. Neither a mean nor the
 largest would do: a few outlier channels of 1,000 times the others dominate both, and the others
 would be rounded away. Nor would the median of |x|: inputs of down_proj are products of which most
@@ -24,11 +27,16 @@ per output cannot hold a model whose outliers were moved into them, and that mus
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch.nn.functional import linear
 
 from protocol.errors import CalibrationError, ModelError, PromptError
@@ -39,16 +47,24 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
 from protocol.model.weights import CPU, load_linear, load_tensor
-from tee_side.batch import Batch
-from tee_side.calibration import HEADROOM, Calibration, SiteScales, norm_limit
-from tee_side.forward import forward
-from tee_side.kv_cache import KVCache
-from tee_side.light import LightOperators
-from tee_side.local_operators import LocalOperators
-from tee_side.model import load_tee_model
-from tee_side.overlap import run
-from tee_side.tokenizer import Tokenizer
-from tee_side.vocabulary import Site
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.model.batch import Batch
+from tee_side.model.forward import forward
+from tee_side.model.kv_cache import KVCache
+from tee_side.model.layers import load_tee_model
+from tee_side.model.local_operators import LocalOperators
+from tee_side.model.operators import local_operators
+from tee_side.protect.calibration import (
+    FORMAT,
+    HEADROOM,
+    TABLES,
+    Calibration,
+    SiteScales,
+    norm_limit,
+    weight_scale_name,
+)
+from tee_side.remote.overlap import run
+from tee_side.words import Site
 
 STEPS = 128
 MIN_STEPS = 8
@@ -63,6 +79,7 @@ MAX_CHUNK_TOKENS = 512
 _ERROR_ROWS = 64
 _TYPICAL_ROWS = 256
 _CHAT_WORDS = 60
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -90,19 +107,78 @@ def calibrate(
     text: str | None = None,
     tokens: int = DEFAULT_TOKENS,
     progress: Callable[[SiteResult], None] | None = None,
+    *,
+    chunks: Sequence[list[int]] | None = None,
 ) -> Calibration:
     """Run `tokens` tokens of a text through a model directory and choose its scales.
 
-    `text`: None for ours; where it is shorter, less is run. `progress` is told about every site.
-    Raises ModelError, PromptError for an empty text, and CalibrationError for a model that these
-    integers cannot hold.
+    `text`: None for ours; where it is shorter, less is run. `chunks`: token ids instead of a text,
+    each a sequence of its own, of which the first `tokens` are run; the model then needs no
+    tokenizer. `progress` is told about every site. Raises ModelError, PromptError for an empty text
+    or ids that the model has not, and CalibrationError for a model that these integers cannot hold.
     """
     config, checkpoint = read_config(model), Checkpoint(model)
     checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
     checkpoint.refuse_extra(config)
-    content = default_text() if text is None else text
-    chunks = sequences(Tokenizer(model), content, tokens, config.context_length)
+    if chunks is None:
+        content = default_text() if text is None else text
+        chunks = sequences(Tokenizer(model), content, tokens, config.context_length)
+    else:
+        check_ids(chunks, config)
+        chunks = _first(chunks, tokens, min(MAX_CHUNK_TOKENS, config.context_length))
     return calibrate_on(config, checkpoint, chunks, progress)
+
+
+def parse_ids(content: str, where: str) -> list[list[int]]:
+    """Read token ids: a JSON list of lists, or one sequence of numbers between spaces and lines.
+
+    Raises PromptError that names the position, and quotes nothing of the text.
+    """
+    if content.lstrip().startswith("["):
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            found = None
+        lists = isinstance(found, list) and all(isinstance(part, list) for part in found)
+        chunks = found if lists else []
+    else:
+        chunks = [[int(word) if _NUMBER.fullmatch(word) else word for word in content.split()]]
+    if not any(chunks):
+        raise PromptError(
+            where, got="no token ids", expected="numbers, or a JSON list of lists of numbers"
+        )
+    for row, chunk in enumerate(chunks):
+        for column, token in enumerate(chunk):
+            if type(token) is not int:
+                raise PromptError(
+                    f"{where}: sequence {row}, position {column}",
+                    got="no whole number",
+                    expected="a token id",
+                )
+    return chunks
+
+
+def check_ids(chunks: Sequence[list[int]], config: ModelConfig) -> None:
+    """Check that a model has these tokens. Raises PromptError that names the first it has not."""
+    for row, chunk in enumerate(chunks):
+        for column, token in enumerate(chunk):
+            if not 0 <= token < config.vocab_size:
+                raise PromptError(
+                    f"token ids: sequence {row}, position {column}",
+                    got="a number that is no token",
+                    expected=f"0 .. {config.vocab_size - 1}: a vocabulary of {config.vocab_size}",
+                )
+
+
+def _first(chunks: Sequence[list[int]], tokens: int, size: int) -> list[list[int]]:
+    """Return the first `tokens` ids, in sequences of at most `size`."""
+    cut: list[list[int]] = []
+    for chunk in chunks:
+        for start in range(0, len(chunk), size):
+            if tokens > 0:
+                cut.append(chunk[start : start + min(size, tokens)])
+                tokens -= len(cut[-1])
+    return cut
 
 
 def calibrate_on(
@@ -115,8 +191,7 @@ def calibrate_on(
     check_kernels(CPU)
     surveyor = _Surveyor(config, checkpoint, progress)
     vocabulary = (config.vocab_size, config.hidden_size)
-    ops = LocalOperators(
-        config,
+    local = LocalOperators(
         {site: surveyor.product(site) for site in surveyor.sites},
         load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=torch.float32),
     )
@@ -124,7 +199,7 @@ def calibrate_on(
     parts = [(KVCache(config, len(ids), torch.float32), ids, 1) for ids in chunks]
     model = load_tee_model(config, checkpoint, torch.float32)
     with torch.inference_mode():
-        run(forward(Batch.of(parts), model, ops, LightOperators(config.rms_norm_eps)))
+        run(forward(Batch.of(parts), model, local_operators(local, config.num_hidden_layers)))
     digest = linear_digest(config, checkpoint)
     if digest is None:
         raise LookupError("a directory whose linear weights have been read has none")
@@ -183,7 +258,7 @@ class _Surveyor:
         )
         check_error(error, site)
         self.scales[site] = scales
-        self.max_norms[site] = largest = _largest_norm(x_TI)
+        self.max_norms[site] = largest = coarse(_largest_norm(x_TI))
         if self._progress is not None:
             headroom = scales.norm_limit * scales.input_scale / largest
             self._progress(SiteResult(site, len(self.scales), len(self.sites), headroom, error))
@@ -199,7 +274,7 @@ def choose_scales(
     the int8 weights. Raises CalibrationError where the ring is too small for these inputs.
     """
     where = site_name(site)
-    largest = _largest_norm(x_TI)
+    largest = coarse(_largest_norm(x_TI))
     if not 0 < largest < float("inf"):
         raise CalibrationError(
             f"{where}: largest norm of an input row",
@@ -207,7 +282,7 @@ def choose_scales(
             expected="a positive finite number",
         )
     limit = norm_limit(max_weight_norm)
-    typical = typical_input(x_TI)
+    typical = coarse(typical_input(x_TI), up=False)
     # Rounded up to float32, in which inputs are divided by it, so that the headroom is kept.
     coarsest = _float32_above(HEADROOM * largest / limit)
     scale = max(_float32_above(typical / STEPS), coarsest)
@@ -218,6 +293,52 @@ def choose_scales(
             expected=f"at least {MIN_STEPS} steps of {scale:.4g}",
         )
     return SiteScales(scale, weight_scale_N, limit)
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Write the file, whole or not at all, its norms rounded up by `coarse`. Raises OSError."""
+    layers = 1 + max(layer for layer, _ in calibration.sites)
+    columns: dict[str, Callable[[Site], float]] = {
+        "input_scale": lambda site: calibration.sites[site].input_scale,
+        "norm_limit": lambda site: calibration.sites[site].norm_limit,
+        "max_norm": lambda site: coarse(calibration.max_norms[site]),
+    }
+    tensors = {
+        name: torch.tensor(
+            [[columns[name]((layer, op)) for op in FUSED_MODULES] for layer in range(layers)],
+            dtype=torch.float64,
+        )
+        for name in TABLES
+    }
+    for site, scales in calibration.sites.items():
+        tensors[weight_scale_name(site)] = scales.weight_scale.contiguous()
+    metadata = FORMAT | {
+        "model_digest": calibration.model_digest,
+        "linear_digest": calibration.linear_digest,
+        "tokens": str(calibration.tokens),
+    }
+    # One name per process: of two writers the later wins, and neither writes into the other's.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(save(tensors, metadata))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def coarse(size: float, *, up: bool = True) -> float:
+    """Round a size, at least 0, up or down to a power of 2^(1/4); 0 stays 0.
+
+    An exact one is that of one row of the text, and identifies its token by a dictionary.
+    """
+    if not 0 < size < math.inf:
+        return size
+    step = round(4 * math.log2(size))
+    while up and math.pow(2, step / 4) < size:
+        step += 1
+    while not up and math.pow(2, step / 4) > size:
+        step -= 1
+    return math.pow(2, step / 4)
 
 
 def typical_input(x_TI: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,16 +16,18 @@ from pydantic import BaseModel, ConfigDict
 
 from protocol.errors import InputError, MaskError, SettingsError
 from protocol.messages import Arithmetic
-from tee_side.disclosure import SEEN
-from tee_side.masks.mask import FeatureMask, Kind, Mask
-from tee_side.masks.registry import MASKS, find_mask
-from tee_side.policy import Policy, builtin_policies, load_policy, policy_names
-from tee_side.vocabulary import OPERATORS, Operator, Phase, Verify
+from tee_side.policy.leakage_summary import SEEN
+from tee_side.policy.placement import Policy, builtin_policies, load_policy, policy_names
+from tee_side.protect.masks.mask import FeatureMask, Kind, Mask
+from tee_side.protect.masks.registry import MASKS, find_mask
+from tee_side.words import OPERATORS, Operator, Phase, Verify
 
-Origin = Literal["built in", "package", "file"]
+Origin = Literal["built in", "research", "package", "file"]
 
 # How far a policy is from giving the prompt away; the words are the tables' and the reports'.
 Standing = Literal["nothing leaves", "clear", "broken", "not known to be broken"]
+
+_RESEARCH = "tsqp.lab.research."
 
 E = TypeVar("E")
 
@@ -136,9 +139,21 @@ def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], li
 def find_mask_entry(name_or_path: str) -> MaskEntry:
     """Return a mask by name, or that of a Python file. Raises MaskError and PluginError."""
     mask = find_mask(name_or_path)
-    known = MASKS.builtin.get(mask.name) is mask
     file = "/" in name_or_path or ".py" in name_or_path
-    return mask_entry(mask, "built in" if known else "file" if file else "package")
+    return mask_entry(mask, "file" if file else _origin(mask))
+
+
+def _origin(mask: type[Mask]) -> Origin:
+    if MASKS.builtin.get(mask.name) is mask:
+        return "built in"
+    return "research" if mask.__module__.startswith(_RESEARCH) else "package"
+
+
+def our_masks() -> dict[str, type[Mask]]:
+    """Return the masks that ship with us by name: built in, and the research baselines."""
+    found = entry_points(group=MASKS.group)
+    research = [entry.name for entry in found if entry.module.startswith(_RESEARCH)]
+    return {name: find_mask(name) for name in sorted({*MASKS.builtin, *research})}
 
 
 def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:
@@ -162,7 +177,7 @@ def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:
         masks=tuple(dict.fromkeys(mask.name for mask in policy.masks)),
         leaves=leaves,
         standing=_standing(policy),
-        disclosure=policy.disclosure(),
+        disclosure=policy.leakage_summary(),
         origin=origin,
     )
 
@@ -224,16 +239,18 @@ _HEAD = """\
 # Masks
 
 A mask hides a tensor before it leaves the TEE, and undoes that in the reply. `make docs` writes
-this page from the classes in `tee_side/masks`; `tsqp masks` shows the same, with the masks of
-installed packages. How to add one: [write-a-mask.md](write-a-mask.md).
+this page from the classes: `pad` and `shares` in `tee_side/protect/masks`, the research masks in
+`tsqp/lab/research`. `tsqp masks` also lists masks of installed packages.
+[write-a-mask.md](write-a-mask.md) explains how to add one.
 
-"Broken" means: the known break recovers tokens where the weights are public, and whoever computes
-with them knows the policy and the code. Lengths and timing are visible under every mask. Tolerance:
-largest difference from the plain result, relative to its largest element, in float32; 0 is exact.
-
-A *row* mask acts on the token axis and needs nothing from the server; a *feature* mask acts on the
-hidden axis and needs a server with weights from `tsqp provision`; an *additive* mask needs factors
-made in advance, or a second service.
+- **Kind.** A *row* mask acts on the token axis and needs nothing from the service. A *feature*
+  mask acts on the hidden axis and needs a service with weights from `tsqp provision`. An
+  *additive* mask needs factors made ahead, or a second service.
+- **Broken** means that the known break recovers tokens where the weights are public. The attacker
+  is the service, which also knows the policy and the code. Lengths and timing are visible under
+  every mask.
+- **Tolerance** is the largest difference from the plain result, relative to its largest element,
+  in float32; 0 is exact.
 """
 
 _COLUMNS = (
@@ -250,12 +267,12 @@ _COLUMNS = (
 
 
 def masks_page() -> str:
-    """Return the text of docs/masks.md: built-in masks only, whatever is installed."""
-    entries = [mask_entry(mask) for _, mask in sorted(MASKS.builtin.items())]
+    """Return the text of docs/masks.md: the masks that ship with us, whatever is installed."""
+    entries = [mask_entry(mask) for mask in our_masks().values()]
     lines = [_HEAD, _row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     lines += [_row(_cells(entry)) for entry in entries]
     for entry in entries:
-        lines += ["", f"## {entry.name}", "", entry.about, "", *_options(entry), *_notes(entry)]
+        lines += ["", f"## {entry.name}", "", entry.about, *_options(entry)]
     return "\n".join(lines) + "\n"
 
 
@@ -274,16 +291,13 @@ def _cells(entry: MaskEntry) -> list[str]:
 
 
 def _options(entry: MaskEntry) -> list[str]:
-    if not entry.options:
-        return ["No options."]
-    rows = [
-        _row([f"`{option.name}`", option.values, default_text(option)]) for option in entry.options
+    """List what a policy may set, and what the mask needs, a line each."""
+    options = [
+        f"- option `{option.name}`: {option.values}; default: {default_text(option)}"
+        for option in entry.options
     ]
-    return [_row(["option", "values", "default"]), _row(["---"] * 3), *rows]
-
-
-def _notes(entry: MaskEntry) -> list[str]:
-    return ["", f"Needs: {', '.join(needs)}."] if (needs := needs_of(entry)) else []
+    needs = needs_of(entry)
+    return options + ([f"- needs {', '.join(needs)}"] if needs else [])
 
 
 def needs_of(entry: MaskEntry) -> list[str]:

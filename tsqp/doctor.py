@@ -26,13 +26,23 @@ _PACKAGES = (
     "cryptography",
     "tokenizers",
     "pydantic",
-    "transformers",
+    "jinja2",
+    "click",
+    "prompt_toolkit",
+    "rich",
 )
+_EXTRAS = {
+    "transformers": "tsqp demo, train-demo and a baseline of bench: pip install '.[demo]'",
+    "matplotlib": "pages of tsqp bench and leak: pip install '.[bench]'",
+    "prometheus-client": "gpu-service --metrics: pip install '.[metrics]'",
+}
 _CPU_FEATURES = {
     "avx2": "vector instructions that torch's CPU kernels expect",
     "avx512f": "wider ones",
     "avx512_bf16": "fast bfloat16 products",
-    "avx512_vnni": "fast int8 products",
+    "avx_vnni": "fast int8 products",
+    "avx512_vnni": "fast int8 products, wider",
+    "amx_int8": "fast int8 matrix tiles",
     "amx_bf16": "fast bfloat16 matrix tiles",
 }
 _TEE_DEVICES = {
@@ -44,12 +54,13 @@ _TEE_DEVICES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact. `state`: ok, missing (and somebody will miss it), or a note."""
+    """One fact. `state`: ok, missing (something needs it), or a note; `remedy`: what mends it."""
 
     topic: str
     name: str
     state: State
     detail: str
+    remedy: str = ""
 
 
 def examine() -> list[Finding]:
@@ -76,6 +87,8 @@ def render(findings: list[Finding], *, as_json: bool) -> str:
             topic = finding.topic
             lines.append(f"{topic}:")
         lines.append(f"  {finding.state:<8}{finding.name:<{width}}  {finding.detail}")
+        if finding.remedy:
+            lines.append(f"{'':10}{'':{width}}  -> {finding.remedy}")
     return "\n".join(lines)
 
 
@@ -89,15 +102,13 @@ def _versions() -> list[Finding]:
             f"{python} (3.11 or later is needed)",
         )
     ]
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *_EXTRAS):
         try:
             found = Finding("versions", package, "ok", importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            need = "only tsqp demo and train-demo need it: pip install '.[demo]'"
-            state: State = "note" if package == "transformers" else "missing"
-            found = Finding("versions", package, state, f"not installed; {need}")
-            if package != "transformers":
-                found = Finding("versions", package, state, "not installed")
+            state: State = "note" if package in _EXTRAS else "missing"
+            need = f", only needed for {_EXTRAS[package]}" if package in _EXTRAS else ""
+            found = Finding("versions", package, state, f"not installed{need}")
         findings.append(found)
     return findings
 

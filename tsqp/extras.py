@@ -1,13 +1,14 @@
-"""What is installed only with an extra: said in one line where it is missing."""
+"""What only an extra installs: a missing one is said in one line, before any work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from protocol.errors import SettingsError
 
-_OURS = frozenset({"protocol", "tee_side", "gpu_side", "tsqp", "benchmarks"})
+_OURS = frozenset({"protocol", "tee_side", "gpu_side", "tsqp"})
 
 
 @contextmanager
@@ -22,3 +23,9 @@ def needing(where: str, expected: str) -> Iterator[None]:
         missing = isinstance(error, ModuleNotFoundError)
         got = f"no module {error.name}" if missing else str(error)
         raise SettingsError(where, got=got, expected=expected) from None
+
+
+def require(module: str, where: str, expected: str) -> None:
+    """Raise SettingsError where a module is not installed: `expected` names the extra."""
+    if find_spec(module) is None:
+        raise SettingsError(where, got=f"no module {module}", expected=expected)

@@ -107,9 +107,7 @@ def _child_environment() -> dict[str, str]:
     With a temperature, for example, the demo's tokens would rightly differ from transformers'.
     """
     return {
-        **{
-            k: v for k, v in os.environ.items() if not k.startswith(("TEE_RUNNER_", "GPU_SERVICE_"))
-        },
+        **{k: v for k, v in os.environ.items() if not k.startswith("TSQP_") or k == "TSQP_DEBUG"},
         "PYTHONUNBUFFERED": "1",
     }
 

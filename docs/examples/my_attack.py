@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from tsqp.leak.attack import Attack, Reading, View, Work
-from tsqp.leak.matching import FIRST, FeatureMatcher, look_up
-from tsqp.leak.trace import Where
+from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.matching import FIRST, FeatureMatcher, look_up
+from tsqp.lab.leak.trace import Where
 
 FEATURES = 24
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from protocol.messages import FUSED_MODULES
-from tee_side.layer_range import LayerRange
-from tee_side.masks.registry import find_mask
-from tee_side.policy import Placement, Policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.policy.layer_range import LayerRange
+from tee_side.policy.placement import Placement, Policy
+from tee_side.protect.masks.registry import find_mask
+from tee_side.words import OPERATORS
 
 FIRST_SENT = 2  # the layers before it stay
 
@@ -14,7 +14,12 @@ Reflection = find_mask(str(Path(__file__).with_name("my_row_mask.py")))
 stays = Placement(place="tee")
 leaves = (
     Placement(place="tee", layers=LayerRange(0, FIRST_SENT - 1)),
-    Placement(place="gpu", layers=LayerRange(FIRST_SENT, None), mask=Reflection(reflections=5)),
+    Placement(
+        place="gpu",
+        layers=LayerRange(FIRST_SENT, None),
+        mask=Reflection(reflections=5),
+        verify="none",
+    ),
 )
 
 POLICY = Policy(

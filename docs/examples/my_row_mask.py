@@ -5,8 +5,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from tee_side.masks.mask import Masked, RowMask
-from tee_side.randomness import Randomness
+from tee_side.protect.masks.mask import Masked, RowMask
+from tee_side.protect.randomness import Randomness
+from tsqp.lab.research.draws import signs, uniform
 
 
 class RowReflection(RowMask):
@@ -35,7 +36,7 @@ class RowReflection(RowMask):
         rows = T + self.shield_rows
         size = x_TI.double().square().mean().sqrt()
         shield = randomness.normal(self.shield_rows, in_features) * size
-        d_R1 = randomness.uniform(rows, 1, low=0.5, high=2) * randomness.signs(rows, 1)
+        d_R1 = uniform(randomness, rows, 1, low=0.5, high=2) * signs(randomness, rows, 1)
         v_kR1 = randomness.normal(self.reflections, rows, 1)
         v_kR1 /= v_kR1.norm(dim=1, keepdim=True)
 

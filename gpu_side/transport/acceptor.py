@@ -53,7 +53,8 @@ class Acceptor:
         # What both threads change: `client_closed` and `pause_accepting` belong to the other one.
         self._lock = threading.Lock()
         self._clients = 0
-        self._accepting = True
+        # Whether there is room for another client.
+        self.accepting = True
         self._stopping = False
         self.failed = False
         # When to try again to accept (time.monotonic), where that failed; 0: it did not.
@@ -66,11 +67,6 @@ class Acceptor:
         self._thread = threading.Thread(target=self._run, name="stream-acceptor", daemon=True)
         self._thread.start()
 
-    @property
-    def is_accepting(self) -> bool:
-        """Whether there is room for another client."""
-        return self._accepting
-
     def arrivals(self) -> list[socket.socket]:
         """Return the clients that have come since it was last asked; they are the caller's."""
         with suppress(BlockingIOError):
@@ -81,7 +77,7 @@ class Acceptor:
         """Take note that a client has left."""
         with self._lock:
             self._clients -= 1
-            if not self._accepting:
+            if not self.accepting:
                 self._accept_more(True)
 
     def pause_accepting(self) -> None:
@@ -152,7 +148,7 @@ class Acceptor:
                 self._accept_more(self._clients < self._max_clients)
             if self._accept_again:
                 left_s.append(self._accept_again - now)
-            accepting = self._accepting
+            accepting = self.accepting
         if self._unclassified and not accepting:
             _, since = next(iter(self._unclassified.values()))
             left_s.append(max(0.0, since + SILENT_S - now))
@@ -160,12 +156,13 @@ class Acceptor:
 
     def _make_room(self) -> None:
         """Drop those that have been silent for too long, if that is what keeps others out."""
-        if self._accepting:
+        if self.accepting:
             return
         until = time.monotonic() - SILENT_S
         silent = [file for file, (_, since) in self._unclassified.items() if since <= until]
         if silent:
-            fields = {"clients": len(silent), "detail": f"silent for {SILENT_S:g} s"}
+            detail = f"silent for {SILENT_S:g} s"
+            fields = {"clients": len(silent), "reason": "silent", "detail": detail}
             log.warning("dropped", extra={"fields": fields})
         for file in silent:
             connection, _ = self._unclassified.pop(file)
@@ -176,7 +173,7 @@ class Acceptor:
     def _accept_more(self, accepting: bool) -> None:
         """Change what the thread waits for, whichever thread this is. With the lock."""
         self._accept_again = 0.0
-        self._accepting = accepting
+        self.accepting = accepting
         if not self._stopping:
             self._epoll.modify(self._file, select.EPOLLIN if accepting else 0)
 
@@ -223,7 +220,7 @@ class Acceptor:
         if first and first != PROBE:
             self._epoll.unregister(file)
             del self._unclassified[file]
-            if not self._accepting:
+            if not self.accepting:
                 log.warning("no_more_clients", extra={"fields": {"clients": self._clients}})
             self._arrived.append(connection)
             os.eventfd_write(self.ready_fd, 1)
@@ -238,7 +235,7 @@ class Acceptor:
             idle = next(iter(self._probes))
             self._probes.pop(idle).close()
             detail = f"signs of life: idle longest of {2 * self._max_clients}"
-            log.warning("dropped", extra={"fields": {"detail": detail}})
+            log.warning("dropped", extra={"fields": {"reason": "idle_probe", "detail": detail}})
         self._probes[file] = connection
         self._answer(file)
 
@@ -256,5 +253,5 @@ class Acceptor:
             pass
         if probes not in (b"", PROBE):
             detail = f"signs of life: got {len(probes)} bytes, expected one zero at a time"
-            log.warning("dropped", extra={"fields": {"detail": detail}})
+            log.warning("dropped", extra={"fields": {"reason": "no_probe", "detail": detail}})
         connection.close()

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from protocol.endpoint import Endpoint, unix_address
+from protocol.endpoint import Endpoint
 from protocol.errors import EndpointError
 
 # What connecting says where nobody listens, or there is no file at all.
@@ -19,9 +19,9 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
     A file whose service is dead can be replaced; a live one's must not be taken over silently. What
     cannot be connected to, because it is no stream or not ours, is not for that reason dead.
     """
-    if endpoint.scheme not in ("ipc", "unix"):
+    address = endpoint.socket_path
+    if address is None:
         return
-    address = unix_address(endpoint.text.partition("://")[2])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         # A live service whose backlog is full does not answer, and is no less alive.
         probe.setblocking(False)

@@ -10,10 +10,9 @@ import select
 import socket
 import time
 
-from protocol.encoding import MAX_FRAMES
+from gpu_side.encoding import MAX_FRAMES
 from protocol.memory_pool import MemoryPool
 from protocol.stream_wire import MessageReader, MessageWriter
-from protocol.tensors import frame_bytes
 
 # A client with so many requests, or so many bytes in them, that nobody has taken yet is not read
 # from. Beside them at most one more is being received.
@@ -86,7 +85,7 @@ class Client:
             return True
         if len(messages) >= QUEUED_REQUESTS:
             return False
-        return sum(frame_bytes(frames) for frames, _ in messages) < QUEUED_BYTES
+        return sum(len(frame) for frames, _ in messages for frame in frames) < QUEUED_BYTES
 
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""

@@ -34,7 +34,7 @@ from protocol.stream_wire import (
     patience_s,
     prepare,
 )
-from protocol.tensors import Buffer, frame_bytes
+from protocol.tensors import Buffer
 
 log = logging.getLogger("gpu_service")
 
@@ -103,22 +103,41 @@ class StreamListener:
         """See `Listener.wait`."""
         if wakeup is not self._wakeup:
             self._watch_wakeup(wakeup)
-        if not self._spin.is_on or timeout_ms == 0:
-            return self._wait(timeout_ms)
-        started_ns = time.perf_counter_ns()
-        left_s = None if timeout_ms is None else timeout_ms / 1000
-        arrived = self._spin_for_any(left_s) or self._wait(timeout_ms, started_ns)
-        self._spin.waited(started_ns)
+        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        spins = self._spin.is_on and timeout_ms != 0
+        started_ns = time.perf_counter_ns() if spins else 0
+        arrived = spins and self._spin_for_any(None if timeout_ms is None else timeout_ms / 1000)
+        while not arrived:
+            left_s = None if give_up is None else max(0.0, give_up - time.monotonic())
+            woken = self._look(0 if self._turns else left_s)
+            arrived = not woken and bool(self._turns)
+            if woken or left_s == 0:
+                break
+        if spins:
+            self._spin.waited(started_ns)
         return arrived
 
     def receive(self) -> Incoming | None:
-        """See `Listener.receive`."""
+        """See `Listener.receive`.
+
+        One message of the client whose turn it is: many of one do not hold up another's.
+        """
         if self._handed_out >= _LOOK_AFTER or not (self._turns or self._looked):
             self._look(0)
-        if self._turns:
-            return self._take_turn()
-        self._looked = False
-        return None
+        if not self._turns:
+            self._looked = False
+            return None
+        client = self._turns.popleft()
+        messages = client.reader.messages
+        frames, received_ns = messages.popleft()
+        if messages:
+            self._turns.append(client)
+        else:
+            client.has_turn = False
+        self._handed_out += 1
+        if client.large_bytes:
+            self._count_large(client, -sum(map(len, frames)))
+        return Incoming((client.name,), frames, received_ns)
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
         """See `Listener.send`."""
@@ -126,10 +145,7 @@ class StreamListener:
         if client is None:
             return False
         writer = client.writer
-        if (
-            writer.unsent_messages >= QUEUED_REPLIES
-            or writer.unsent_bytes > self._max_message_bytes
-        ):
+        if len(writer.unsent) >= QUEUED_REPLIES or writer.unsent_bytes > self._max_message_bytes:
             return False
         try:
             if not writer.send(frames):
@@ -137,7 +153,7 @@ class StreamListener:
         except OSError:
             self._drop(client)
             return False
-        if writer.unsent_messages:
+        if writer.unsent:
             self._watch(client)
         return True
 
@@ -157,7 +173,7 @@ class StreamListener:
         self._watch_wakeup(None)
         give_up = time.monotonic() + _CLOSING_S
         for client in list(self._clients.values()):
-            if client.writer.unsent_messages:
+            if client.writer.unsent:
                 self._watch_only(client, select.EPOLLOUT)
             else:
                 self._drop(client)
@@ -202,35 +218,6 @@ class StreamListener:
                     self._watch(client)
                     return
         self._patience.spend(time.monotonic() - began)
-
-    def _take_turn(self) -> Incoming:
-        """Take one message of the client whose turn it is: many of one do not hold up another's."""
-        client = self._turns.popleft()
-        messages = client.reader.messages
-        frames, received_ns = messages.popleft()
-        if messages:
-            self._turns.append(client)
-        else:
-            client.has_turn = False
-        self._handed_out += 1
-        if client.large_bytes:
-            self._count_large(client, -frame_bytes(frames))
-        return Incoming((client.name,), frames, received_ns)
-
-    def _wait(self, timeout_ms: int | None, started_ns: int = 0) -> bool:
-        left_s = give_up = None
-        if timeout_ms is not None:
-            spent_s = (time.perf_counter_ns() - started_ns) / 1e9 if started_ns else 0.0
-            left_s = max(0.0, timeout_ms / 1000 - spent_s)
-            give_up = time.monotonic() + left_s
-        while not self._look(0 if self._turns else left_s):
-            if self._turns:
-                return True
-            if give_up is not None:
-                if left_s == 0:
-                    return False
-                left_s = max(0.0, give_up - time.monotonic())
-        return False
 
     def _spin_for_any(self, left_s: float | None) -> bool:
         """Look for messages without blocking; False where the time is over, or `wakeup` readable.
@@ -293,7 +280,7 @@ class StreamListener:
         stopping = False
         if self._wanting_room:
             self._give_room()
-        kept_out = bool(self._wanting_room) or not self._acceptor.is_accepting
+        kept_out = bool(self._wanting_room) or not self._acceptor.accepting
         if kept_out and (timeout_s is None or timeout_s > _LOOK_FOR_STALLED_S):
             timeout_s = _LOOK_FOR_STALLED_S
         for file, events in self._epoll.poll(timeout_s):
@@ -317,8 +304,20 @@ class StreamListener:
             if events & select.EPOLLOUT:
                 client.writer.flush()
                 self._watch(client)
-            if events & ~select.EPOLLOUT and not self._read(client, events):
-                self._drop(client)
+            if events & ~select.EPOLLOUT:
+                reader, alive = client.reader, True
+                if not (reader.messages or reader.wants_room) or client.may_send_more:
+                    alive = client.read()
+                    if alive and reader.wants_room:
+                        self._want_room(client)
+                    if alive and reader.large is not None:
+                        # Perhaps only its head was read, and the rest is probably there.
+                        alive = client.read()
+                elif reader.wants_room:
+                    # Its going would be reported again and again as long as it is not read from.
+                    alive = not events & (select.EPOLLHUP | select.EPOLLERR)
+                if not alive:
+                    self._drop(client)
         except OSError:
             self._drop(client)
         except ProtocolError as error:
@@ -326,23 +325,6 @@ class StreamListener:
         if client.reader.messages and not client.has_turn:
             client.has_turn = True
             self._turns.append(client)
-
-    def _read(self, client: Client, events: int) -> bool:
-        """Receive what there is; False when the client has gone."""
-        reader = client.reader
-        if not client.may_send_more:
-            # Its going would be reported again and again as long as it is not read from.
-            return not (reader.wants_room and events & (select.EPOLLHUP | select.EPOLLERR))
-        alive = client.read()
-        if alive and reader.wants_room:
-            self._wanting_room[client.name] = client
-            self._give_room()
-            if client.name in self._clients:
-                self._watch(client)
-        if alive and reader.in_large_message:
-            # Perhaps only its head was read, and the rest is probably there.
-            alive = client.read()
-        return alive
 
     def _refuse(self, client: Client, detail: str, code: ErrorCode) -> None:
         fields = {"peer": client.name.hex(), "code": code.value, "detail": detail}
@@ -357,6 +339,13 @@ class StreamListener:
         if abs(size) > BUFFER_BYTES:
             client.large_bytes += size
             self._large_bytes += size
+
+    def _want_room(self, client: Client) -> None:
+        """Let a client wait for room for its large message, where there is none yet."""
+        self._wanting_room[client.name] = client
+        self._give_room()
+        if client.name in self._clients:
+            self._watch(client)
 
     def _give_room(self) -> None:
         """Let those who wait receive their large messages, in turn, as far as there is room."""
@@ -385,7 +374,7 @@ class StreamListener:
         self._look_for_stalled_at = now + _LOOK_FOR_STALLED_S
         stalled = [client for client in self._clients.values() if client.has_stalled(now)]
         for client in sorted(stalled, key=lambda client: client.stalled_since):
-            full = not self._acceptor.is_accepting
+            full = not self._acceptor.accepting
             if full or (self._wanting_room and client.large_bytes):
                 come = client.reader.unfinished_bytes
                 detail = f"{come} bytes of a message and no more for {STALLED_S:g} s"
@@ -410,7 +399,7 @@ class StreamListener:
 
     def _watch(self, client: Client) -> None:
         reading = 0 if client.reader.wants_room else select.EPOLLIN
-        unsent = client.writer.unsent_messages
+        unsent = client.writer.unsent
         self._watch_only(client, reading | (select.EPOLLOUT if unsent else 0))
 
     def _watch_only(self, client: Client, wanted: int) -> None:

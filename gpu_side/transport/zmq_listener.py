@@ -21,11 +21,12 @@ from math import ceil
 import zmq
 
 from gpu_side.access import ServiceKeys
+from gpu_side.encoding import MAX_FRAMES
 from gpu_side.transport.listener import Incoming, lets_nobody_in
 from gpu_side.transport.live_socket import refuse_live_socket
 from gpu_side.transport.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, ZapHandler, sender_of
 from protocol.curve import require_zmq_keys
-from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_FRAMES
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
 from protocol.spin import AdaptiveSpin

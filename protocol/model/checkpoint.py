@@ -7,9 +7,8 @@ where it is verified, if there is a manifest, and found to be finite, and only t
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
 from protocol.model.config import ModelConfig, read_json
 from protocol.model.files import is_there, shown
-from protocol.model.manifest import Manifest, TensorPin, check_block, rows_per_block
+from protocol.model.manifest import Manifest, TensorPin, rows_per_block
 from protocol.model.tensor_file import TORCH_DTYPES, Entry, TensorFile, bytes_of
 
 SINGLE_FILE = "model.safetensors"
@@ -43,13 +42,10 @@ def module_name(layer: int, module: ModuleName) -> str:
 def norm_names(config: ModelConfig, layer: int) -> dict[str, str]:
     """Return the tensor names of a layer's norms under their short names."""
     prefix = f"model.layers.{layer}"
-    names = {
-        "input_layernorm": f"{prefix}.input_layernorm.weight",
-        "post_attention_layernorm": f"{prefix}.post_attention_layernorm.weight",
-    }
+    short = ("input_layernorm", "post_attention_layernorm")
+    names = {name: f"{prefix}.{name}.weight" for name in short}
     if config.qk_norm:
-        names["q_norm"] = f"{prefix}.self_attn.q_norm.weight"
-        names["k_norm"] = f"{prefix}.self_attn.k_norm.weight"
+        names |= {name: f"{prefix}.self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
     return names
 
 
@@ -61,8 +57,7 @@ def light_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for short, name in norm_names(config, layer).items():
             size = config.head_dim if short in ("q_norm", "k_norm") else config.hidden_size
             tensors[name] = (size,)
-    tensors[FINAL_NORM] = (config.hidden_size,)
-    return tensors
+    return tensors | {FINAL_NORM: (config.hidden_size,)}
 
 
 def linear_tensors(
@@ -100,11 +95,11 @@ class Checkpoint:
         self._contents = directory / SINGLE_FILE
         if is_there(self._contents):
             self._add_file(self._contents)
-        elif is_there(directory / INDEX_FILE):
-            self._contents = directory / INDEX_FILE
-            self._add_index(self._contents)
-        else:
-            self._refuse_missing()
+            return
+        self._contents = directory / INDEX_FILE
+        if not is_there(self._contents):
+            raise _no_weights(directory)
+        self._add_index()
 
     def holds(self, tensors: Iterable[str]) -> bool:
         """Say whether all of these tensors are there."""
@@ -116,28 +111,19 @@ class Checkpoint:
         Raises ModelError, ManifestError.
         """
         for name, shape in tensors.items():
-            if name in self._missing:
-                raise ModelError(
-                    f"{self._missing[name]}: {name}",
-                    got="no such file",
-                    expected=f"one, as {INDEX_FILE} says",
-                )
+            if (path := self._missing.get(name)) is not None:
+                expected = f"one, as {INDEX_FILE} says"
+                raise ModelError(f"{path}: {name}", got="no such file", expected=expected)
             if name not in self._found:
-                raise ModelError(
-                    f"{self._contents}: {name}", got="no such tensor", expected=f"{list(shape)}"
-                )
-            _, entry = self._found[name]
-            where = self._where(name)
+                where = f"{self._contents}: {name}"
+                raise ModelError(where, got="no such tensor", expected=f"{list(shape)}")
+            entry, where = self._entry(name), self._where(name)
             if entry.shape != shape:
-                raise ModelError(
-                    where, got=f"shape {describe(list(entry.shape))}", expected=f"{list(shape)}"
-                )
+                got = f"shape {describe(list(entry.shape))}"
+                raise ModelError(where, got=got, expected=f"{list(shape)}")
             if entry.dtype not in _DTYPES:
-                raise ModelError(
-                    where,
-                    got=f"dtype {entry.dtype}",
-                    expected=f"one of {', '.join(_DTYPES)}",
-                )
+                expected = f"one of {', '.join(_DTYPES)}"
+                raise ModelError(where, got=f"dtype {entry.dtype}", expected=expected)
             self._pin(entry)
 
     def refuse_extra(self, config: ModelConfig) -> None:
@@ -147,14 +133,13 @@ class Checkpoint:
         tied embedding and the RoPE buffers of old checkpoints mean nothing and are allowed.
         """
         known = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
-        for name in sorted(set(self._found) - set(known)):
-            if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-                continue
-            raise ModelError(
-                self._where(name),
-                got="a tensor that config.json does not explain",
-                expected=f"only those of a {config.architecture} with these settings",
-            )
+        for name in sorted(set(self._found) - set(known) - {"lm_head.weight"}):
+            if not name.endswith("rotary_emb.inv_freq"):
+                raise ModelError(
+                    self._where(name),
+                    got="a tensor that config.json does not explain",
+                    expected=f"only those of a {config.architecture} with these settings",
+                )
 
     def copy_into(self, name: str, destination: torch.Tensor) -> None:
         """Copy a tensor into memory that we own, converting to its dtype and device.
@@ -170,91 +155,60 @@ class Checkpoint:
 
         Each is valid until the next is asked for. Raises ModelError, ManifestError.
         """
-        _, entry = self._found[name]
+        entry = self._entry(name)
         if entry.shape != shape:  # copy_ would broadcast
-            raise ModelError(
-                self._where(name),
-                got=f"{describe(list(entry.shape))} since the file was checked",
-                expected=f"{list(shape)}",
-            )
-        step = rows_per_block(shape, entry.row_bytes)
-        yield from self._verified(entry, range(-(-shape[0] // step)))
+            got = f"{describe(list(entry.shape))} since the file was checked"
+            raise ModelError(self._where(name), got=got, expected=f"{list(shape)}")
+        yield from self._verified(entry, self._spans(entry, range(shape[0])))
 
     def rows(self, name: str, start: int, stop: int, step: int = 1) -> torch.Tensor:
         """Return a copy of some rows of a checked tensor, as stored.
 
-        With a manifest, all blocks that they lie in are read and verified. Raises ModelError,
-        ManifestError.
+        With a manifest, all blocks that they lie in are read and verified; without one, rows
+        between those that are wanted are not read. Raises ModelError, ManifestError.
         """
-        _, entry = self._found[name]
+        entry = self._entry(name)
         wanted = range(start, min(stop, entry.shape[0]), step)
         found = torch.empty((len(wanted), *entry.shape[1:]), dtype=TORCH_DTYPES[entry.dtype])
-        if self.manifest is None:
-            self._copy_rows(entry, wanted, found)
-            return found
-        size = rows_per_block(entry.shape, entry.row_bytes)
-        blocks = sorted({row // size for row in wanted})
-        for rows, block in self._verified(entry, blocks):
+        for rows, block in self._verified(entry, self._spans(entry, wanted)):
             first = -(-max(0, rows.start - start) // step)
             inside = wanted[first : -(-max(0, rows.stop - start) // step)]
             begin, end = inside.start - rows.start, inside.stop - rows.start
             found[first : first + len(inside)] = block[begin:end:step]
         return found
 
-    def pin(self, name: str) -> TensorPin:
-        """Return what a manifest says of a checked tensor; from what is here, believed or verified.
-
-        Raises ModelError, ManifestError.
-        """
-        _, entry = self._found[name]
-        digests = [
-            hashlib.sha256(bytes_of(found)).hexdigest()
-            for _, found in self.blocks(name, entry.shape)
-        ]
-        return TensorPin.model_validate(
-            {"dtype": entry.dtype, "shape": entry.shape, "blocks": digests}
-        )
-
     def remember(self, what: object, compute: Callable[[], str]) -> str:
         """Return a digest of what is here; computed once where a manifest pins the content."""
-        if self.manifest is None:
-            return compute()
-        if what not in self._remembered:
+        if self.manifest is None or what not in self._remembered:
             self._remembered[what] = compute()
         return self._remembered[what]
 
+    def _spans(self, entry: Entry, wanted: range) -> list[slice]:
+        """Return what to read for these rows: whole blocks for a manifest, else no other rows."""
+        low, high, size = 0, entry.shape[0], rows_per_block(entry.shape, entry.row_bytes)
+        if self.manifest is None:
+            low, high, size = wanted.start, wanted.stop, 1 if wanted.step > 1 else size
+        blocks = sorted({row // size for row in wanted})
+        return [slice(max(low, b * size), min(high, (b + 1) * size)) for b in blocks]
+
     def _verified(
-        self, entry: Entry, blocks: Iterable[int]
+        self, entry: Entry, spans: Sequence[slice]
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield whole blocks of a tensor: copied first, checked then. One buffer for all."""
+        """Yield rows of a tensor: copied first, checked then. One buffer for all."""
         file, _ = self._found[entry.name]
         where, pin = self._where(entry.name), self._pin(entry)
-        size = rows_per_block(entry.shape, entry.row_bytes)
-        buffer = torch.empty(size * entry.row_bytes, dtype=torch.uint8)
+        longest = max((rows.stop - rows.start for rows in spans), default=0)
+        buffer = torch.empty(longest * entry.row_bytes, dtype=torch.uint8)
         with file.reading(entry) as descriptor:
-            for block in blocks:
-                rows = slice(block * size, min((block + 1) * size, entry.shape[0]))
+            for rows in spans:
                 part = buffer[: (rows.stop - rows.start) * entry.row_bytes]
                 file.read_rows(descriptor, entry, rows.start, part)
-                if pin is not None:
-                    check_block(pin, where, block, bytes_of(part))
-                found = _typed(part, entry)
+                if self.manifest is not None and pin is not None:
+                    block = rows.start // rows_per_block(entry.shape, entry.row_bytes)
+                    self.manifest.check_block(pin, where, block, bytes_of(part))
+                found = part.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
                 _require_finite(found, where)
                 yield rows, found
-
-    def _copy_rows(self, entry: Entry, wanted: range, into: torch.Tensor) -> None:
-        """Copy rows of a tensor that nobody pinned; those between them are not read."""
-        file, _ = self._found[entry.name]
-        if not into.numel():
-            return
-        raw = into.view(-1).view(torch.uint8)
-        with file.reading(entry) as descriptor:
-            if wanted.step == 1:
-                file.read_rows(descriptor, entry, wanted.start, raw)
-            else:
-                for row, part in zip(wanted, raw.split(entry.row_bytes), strict=True):
-                    file.read_rows(descriptor, entry, row, part)
-        _require_finite(into, self._where(entry.name))
 
     def _pin(self, entry: Entry) -> TensorPin | None:
         """Return what the manifest says of a tensor; None only where there is no manifest."""
@@ -263,22 +217,29 @@ class Checkpoint:
         where = self._where(entry.name)
         return self.manifest.check_tensor(where, entry.name, entry.dtype, entry.shape)
 
+    def dtype(self, name: str) -> str:
+        """Return the stored dtype of a tensor that is there, as safetensors calls it."""
+        return self._entry(name).dtype
+
+    def _entry(self, name: str) -> Entry:
+        return self._found[name][1]
+
     def _where(self, name: str) -> str:
         return f"{self._found[name][0].path}: {shown(name)}"
 
-    def _add_index(self, index: Path) -> None:
+    def _add_index(self) -> None:
+        index = self._contents
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(
-                f"{index}: weight_map", got=describe(weight_map), expected="an object of file names"
-            )
+            where, expected = f"{index}: weight_map", "an object of file names"
+            raise ModelError(where, got=describe(weight_map), expected=expected)
         for name, file in weight_map.items():
-            if not isinstance(file, str) or not _plain(file):
-                raise ModelError(
+            if not _is_plain(file):
+                where, expected = (
                     f"{index}: {shown(name)}",
-                    got=describe(file),
-                    expected="the name of a file in the same directory",
+                    "the name of a file in the same directory",
                 )
+                raise ModelError(where, got=describe(file), expected=expected)
         for file in sorted(set(weight_map.values())):
             if is_there(self.directory / file):
                 self._add_file(self.directory / file)
@@ -287,48 +248,32 @@ class Checkpoint:
             if not is_there(path):
                 self._missing[name] = path
             elif name not in self._found or self._found[name][0].path != path:
-                raise ModelError(
-                    f"{path}: {shown(name)}",
-                    got="no such tensor",
-                    expected=f"one, as {INDEX_FILE} says",
-                )
+                where, expected = f"{path}: {shown(name)}", f"one, as {INDEX_FILE} says"
+                raise ModelError(where, got="no such tensor", expected=expected)
 
     def _add_file(self, path: Path) -> None:
         file = TensorFile(path)
         for name, entry in file.entries.items():
             if name in self._found:
-                raise ModelError(
-                    f"{path}: {shown(name)}",
-                    got=f"a tensor that {self._found[name][0].path.name} holds too",
-                    expected="every tensor once",
-                )
+                got = f"a tensor that {self._found[name][0].path.name} holds too"
+                raise ModelError(f"{path}: {shown(name)}", got=got, expected="every tensor once")
             self._found[name] = (file, entry)
 
-    def _refuse_missing(self) -> None:
-        found = sorted(p.name for p in self.directory.iterdir()) if self.directory.is_dir() else []
-        pickled = [name for name in found if name.endswith(_PICKLE_SUFFIXES)]
-        if pickled:
-            raise ModelError(
-                str(self.directory / shown(pickled[0])),
-                got="pickled weights, which can run code when they are loaded",
-                expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-            )
-        raise ModelError(
-            str(self.directory),
-            got=f"no weights among {len(found)} files",
-            expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-        )
+
+def _no_weights(directory: Path) -> ModelError:
+    found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
+    where, got = directory, f"no weights among {len(found)} files"
+    if pickled := [name for name in found if name.endswith(_PICKLE_SUFFIXES)]:
+        where = directory / shown(pickled[0])
+        got = "pickled weights, which can run code when they are loaded"
+    return ModelError(str(where), got=got, expected=f"{SINGLE_FILE} or {INDEX_FILE}")
 
 
-def _plain(name: str) -> bool:
+def _is_plain(name: object) -> bool:
     """Say whether this names a file of a directory, and nothing beyond it."""
-    fits = 0 < len(name) < 256 and name.isprintable()
-    return fits and Path(name).name == name and name not in (".", "..")
-
-
-def _typed(raw: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """View bytes as rows of a tensor."""
-    return raw.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
+    if not isinstance(name, str) or not 0 < len(name) < 256 or not name.isprintable():
+        return False
+    return Path(name).name == name and name not in (".", "..")
 
 
 def _require_finite(values: torch.Tensor, where: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +25,12 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _SHOWN = 120
+# What a parser takes a hundred times the bytes of, by the characters that it is counted by.
+_STRUCTURE = {"lists": (b"[", b"{"), "items": (b",",), "keys": (b":",)}
 
 
 class _RepeatedKeyError(Exception):
     """A JSON object with one key twice: two readers may take different ones."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
 
 
 def shown(name: str) -> str:
@@ -52,13 +51,23 @@ def require_inside(path: Path) -> Path:
     The links of a Hugging Face cache, from `snapshots/<revision>` to `blobs` beside it, are inside.
     """
     root, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-    if target.is_relative_to(root):
+    in_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
+    if in_cache or target.is_relative_to(root):
         return target
-    if root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs":
-        return target
-    raise ModelError(
-        str(path), got="a link that leads out of the directory", expected="a file in it, or a copy"
-    )
+    got = "a link that leads out of the directory"
+    raise ModelError(str(path), got=got, expected="a file in it, or a copy")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what the operating system says of a file into a ModelError that names it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        # A ValueError is of a name that no file can have.
+        reason = getattr(error, "strerror", None) or "no name of a file"
+        got = "no such file" if isinstance(error, FileNotFoundError) else reason
+        raise ModelError(str(path), got=got, expected="a readable file") from None
 
 
 @contextmanager
@@ -70,14 +79,8 @@ def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
     target = require_inside(path) if inside else path
     # Not following, because `target` is where the last link led. Not blocking, because of pipes.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if inside else 0)
-    try:
+    with _readable(path):
         descriptor = os.open(target, flags)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        got = "no such file" if isinstance(error, FileNotFoundError) else reason
-        raise ModelError(
-            str(path), got=got or "no name of a file", expected="a readable file"
-        ) from None
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -90,56 +93,40 @@ def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
 
 def read_bytes(path: Path, limit: int, *, inside: bool = True) -> bytes:
     """Read a whole file of at most `limit` bytes. Raises ModelError that names the file."""
+    content = b""
     with opened(path, inside=inside) as descriptor:
         size = os.fstat(descriptor).st_size
         if size <= limit:
-            try:
-                with os.fdopen(descriptor, "rb", closefd=False) as file:
-                    content = file.read(limit + 1)  # a file may grow, and say that it is empty
-            except OSError as error:
-                raise ModelError(
-                    str(path), got=error.strerror or "an error", expected="a readable file"
-                ) from None
-            size = max(size, len(content))
-    if size > limit:
-        raise ModelError(str(path), got=f"{size} bytes", expected=f"at most {limit}")
+            with _readable(path), os.fdopen(descriptor, "rb", closefd=False) as file:
+                content = file.read(limit + 1)  # a file may grow, and say that it is empty
+    if max(size, len(content)) > limit:
+        got = f"{max(size, len(content))} bytes"
+        raise ModelError(str(path), got=got, expected=f"at most {limit}")
     return content
 
 
-def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill a buffer from a place in a file; return how many bytes there were."""
+def fill(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill a buffer from a place in a file. Raises ModelError that names `path`."""
     done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        if not count:
-            break
-        done += count
-    return done
+    with _readable(path):
+        while done < len(buffer) and (n := os.preadv(descriptor, [buffer[done:]], offset + done)):
+            done += n
+    if done < len(buffer):
+        expected = f"{offset + len(buffer)}"
+        raise ModelError(str(path), got=f"{offset + done} bytes", expected=expected)
 
 
 def limit_structure(
-    content: bytes,
-    where: str,
-    *,
-    max_lists: int,
-    max_items: int,
-    max_keys: int | None = None,
-    error: type[InputError] = ModelError,
+    content: bytes, where: str, error: type[InputError] = ModelError, **limits: int
 ) -> None:
-    """Refuse JSON with too many lists and objects, items of them, or keys, before it is parsed.
+    """Refuse JSON with more `lists` (objects among them), `items` or `keys`, before it is parsed.
 
-    A parser takes a hundred times the bytes of each. What stands within texts counts too. Raises
-    `error` that names `where`.
+    What stands within texts counts too. Raises `error` that names `where`.
     """
-    lists, items = content.count(b"[") + content.count(b"{"), content.count(b",")
-    if lists > max_lists or items > max_items:
-        raise error(
-            where,
-            got=f"{lists} lists of {items} items",
-            expected=f"at most {max_lists} and {max_items}",
-        )
-    if max_keys is not None and (keys := content.count(b":")) > max_keys:
-        raise error(where, got=f"{keys} keys", expected=f"at most {max_keys}")
+    for what, most in limits.items():
+        count = sum(map(content.count, _STRUCTURE[what]))
+        if count > most:
+            raise error(where, got=f"{count} {what}", expected=f"at most {most}")
 
 
 def parse_json(content: bytes, where: str, error: type[InputError] = ModelError) -> object:
@@ -147,9 +134,8 @@ def parse_json(content: bytes, where: str, error: type[InputError] = ModelError)
     try:
         value: object = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats)
     except _RepeatedKeyError as repeated:
-        raise error(
-            f"{where}: {shown(repeated.key)}", got="this key twice", expected="it once"
-        ) from None
+        key = shown(str(repeated))
+        raise error(f"{where}: {key}", got="this key twice", expected="it once") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
@@ -158,9 +144,6 @@ def parse_json(content: bytes, where: str, error: type[InputError] = ModelError)
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _RepeatedKeyError(key)
-            seen.add(key)
+        keys = Counter(key for key, _ in pairs)
+        raise _RepeatedKeyError(keys.most_common(1)[0][0])
     return found

@@ -6,6 +6,9 @@ which it is read, in the memory in which it is used. With a manifest, a model di
 manifest says: a file that it does not name is not there, and a byte that differs is refused. How
 tensors are spread over files is not pinned, and need not be.
 
+It may also pin files that tell the TEE whom to trust: a policy, settings, keys of services, masks.
+A run with a manifest uses such a file only if the manifest has its name and its content.
+
 A manifest proves as much as the place that it comes from: `load` takes the digest of its own bytes.
 """
 
@@ -28,9 +31,7 @@ MANIFEST_VERSION = 1
 # A model of 400 billion parameters has one of 14 MB.
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 # That one has 3414 lists and objects, 4557 keys and 197,571 items.
-_MAX_LISTS = 20_000
-_MAX_KEYS = 20_000
-_MAX_ITEMS = 300_000
+_LIMITS = {"lists": 20_000, "items": 300_000, "keys": 20_000}
 BLOCK_BYTES = 4 * 1024 * 1024
 
 # Everything that the trusted side reads but tensors and the index, which says only where they are.
@@ -49,7 +50,6 @@ _ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 _Size = Annotated[int, Field(ge=1, le=2**24)]
 # What errors call a manifest that was made here, and read from no file.
 _UNREAD = "the manifest"
-_OR_ANOTHER = ", or the manifest of this model"
 # A manifest is often made too early.
 _AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
 
@@ -70,8 +70,6 @@ class TensorPin(BaseModel):
         tuple[_Size, ...], Field(strict=False, min_length=1, max_length=2, fail_fast=True)
     ]
     blocks: Annotated[tuple[Digest, ...], Field(strict=False, fail_fast=True)]
-    # As its manifest's.
-    _source: str = PrivateAttr(_UNREAD)
 
     @model_validator(mode="after")
     def _complete(self) -> TensorPin:
@@ -82,8 +80,25 @@ class TensorPin(BaseModel):
         return self
 
 
+class FilePin(BaseModel):
+    """What is pinned of a file outside the model directory. `size`: in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    sha256: Digest
+    size: Annotated[int, Field(ge=0, lt=2**63)]
+
+    @staticmethod
+    def of(content: bytes) -> FilePin:
+        """Pin this content."""
+        return FilePin(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+
+    def __str__(self) -> str:
+        return f"{self.size} bytes of SHA-256 {self.sha256}"
+
+
 class Manifest(BaseModel):
-    """What a model directory must hold.
+    """What a model directory must hold. `also`: by file name, what is pinned beside the model.
 
     Every method raises ManifestError that names the file, and the manifest where it was loaded.
     """
@@ -93,6 +108,7 @@ class Manifest(BaseModel):
     version: Annotated[int, Field(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)]
     files: dict[PinnedFile, Digest]
     tensors: dict[str, TensorPin]
+    also: dict[Annotated[str, Field(min_length=1, max_length=255)], FilePin] = {}
     # What errors call it. Of two manifests that differ in it alone, the content is the same.
     _source: str = PrivateAttr(_UNREAD)
 
@@ -121,99 +137,88 @@ class Manifest(BaseModel):
             raise ManifestError(
                 f"{path}: SHA-256", got=found, expected=f"{shown(digest)}, as was asked for"
             )
-        limit_structure(
-            content,
-            str(path),
-            max_lists=_MAX_LISTS,
-            max_items=_MAX_ITEMS,
-            max_keys=_MAX_KEYS,
-            error=ManifestError,
-        )
+        limit_structure(content, str(path), ManifestError, **_LIMITS)
         try:
             parsed = parse_json(content, str(path), ManifestError)
         except ValueError as error:
             raise ManifestError(str(path), got=f"{error}"[:120], expected="JSON") from None
         manifest = validate_file(Manifest, parsed, str(path), ManifestError)
         manifest._source = f"{_UNREAD} {path}"
-        for pin in manifest.tensors.values():
-            pin._source = manifest._source
         return manifest
 
-    def check_file(self, path: Path, content: bytes) -> None:
-        """Check a file's content, by the file's name."""
-        self.check_content(path, path.name, content)
-
-    def check_content(self, path: Path, name: str, content: bytes) -> None:
-        """Check what was read from `path` against the file that is pinned under `name`."""
-        pinned: str | None = dict[str, str](self.files.items()).get(name)
+    def check_file(self, path: Path, content: bytes, name: str | None = None) -> None:
+        """Check what was read from `path` against what is pinned as `name`; None: its own."""
+        name = path.name if name is None else name
+        pinned = self._pinned(name)
         if pinned is None:
             raise ManifestError(
                 str(path),
                 got=f"a file that {self._source} does not name",
                 expected=f"a manifest of {name}: run tsqp manifest again{_AFTER.get(name, '')}",
             )
-        found = hashlib.sha256(content).hexdigest()
-        if found != pinned:
-            raise ManifestError(
-                str(path),
-                got=f"SHA-256 {found}",
-                expected=f"{pinned}, as in {self._source}{_OR_ANOTHER}",
-            )
+        self._compare(str(path), _sha256(content), pinned)
 
-    def check_there(self, path: Path) -> None:
-        """Check that a file that is pinned is there."""
-        if self.names(path.name) and not is_there(path):
+    def check_also(self, option: str, path: Path, content: bytes) -> None:
+        """Check a file that `option` led to, by its name and the bytes that will be used."""
+        pin, found = self.also.get(path.name), FilePin.of(content)
+        if pin != found:
             raise ManifestError(
-                str(path), got="no such file", expected=f"one, as in {self._source}{_OR_ANOTHER}"
+                f"{option}: {path}",
+                got=f"a file that {self._source} does not pin" if pin is None else str(found),
+                expected=f"{pin or 'a pinned one'}: tsqp manifest MODEL --also {path} pins it",
             )
-
-    def names(self, name: str) -> bool:
-        """Say whether a file is pinned: one that is not counts as absent."""
-        return name in self.files
 
     def check_tensor(self, where: str, name: str, dtype: str, shape: tuple[int, ...]) -> TensorPin:
         """Check that a tensor is pinned with this dtype and shape, and return its pin."""
         pin = self.tensors.get(name)
         if pin is None:
-            raise ManifestError(
-                where,
-                got=f"a tensor that {self._source} does not name",
-                expected="a manifest of this model",
-            )
-        if (pin.dtype, pin.shape) != (dtype, shape):
-            raise ManifestError(
-                where,
-                got=f"{dtype} {list(shape)}",
-                expected=f"{pin.dtype} {list(pin.shape)}, as in {self._source}{_OR_ANOTHER}",
-            )
+            got = f"a tensor that {self._source} does not name"
+            raise ManifestError(where, got=got, expected="a manifest of this model")
+        self._compare(where, f"{dtype} {list(shape)}", f"{pin.dtype} {list(pin.shape)}")
         return pin
 
+    def check_block(self, pin: TensorPin, where: str, block: int, content: memoryview) -> None:
+        """Check the bytes of a block of rows against its tensor's pin."""
+        self._compare(f"{where}: block {block}", _sha256(content), f"SHA-256 {pin.blocks[block]}")
 
-def check_block(pin: TensorPin, where: str, block: int, content: memoryview) -> None:
-    """Check the bytes of a block of rows against its pin. Raises ManifestError."""
-    found = hashlib.sha256(content).hexdigest()
-    if found != pin.blocks[block]:
-        raise ManifestError(
-            f"{where}: block {block}",
-            got=f"SHA-256 {found}",
-            expected=f"{pin.blocks[block]}, as in {pin._source}{_OR_ANOTHER}",
-        )
+    def find(self, path: Path) -> Path | None:
+        """Return the path of a file that is pinned and there; None for one that is not pinned."""
+        if self._pinned(path.name) is None:
+            return None
+        if not is_there(path):
+            self._compare(str(path), "no such file", "one")
+        return path
+
+    def _pinned(self, name: str) -> str | None:
+        digest = dict[str, str](self.files.items()).get(name)
+        return None if digest is None else f"SHA-256 {digest}"
+
+    def _compare(self, where: str, found: str, pinned: str) -> None:
+        if found != pinned:
+            expected = f"{pinned}, as in {self._source}, or the manifest of this model"
+            raise ManifestError(where, got=found, expected=expected)
+
+
+def _sha256(content: bytes | memoryview) -> str:
+    return f"SHA-256 {hashlib.sha256(content).hexdigest()}"
 
 
 def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
     """Return the path of a file that may be missing, or None.
 
-    With a manifest, what it names is there, or `read_file` says that it is gone.
+    With a manifest, what it does not name is missing. Raises ManifestError for what it names and
+    that is gone.
     """
     path = directory / name
-    there = is_there(path) if manifest is None else manifest.names(name)
-    return path if there else None
+    if manifest is not None:
+        return manifest.find(path)
+    return path if is_there(path) else None
 
 
 def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
     """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
     if manifest is not None:
-        manifest.check_there(path)
+        manifest.find(path)
     content = read_bytes(path, limit)
     if manifest is not None:
         manifest.check_file(path, content)

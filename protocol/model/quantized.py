@@ -9,7 +9,7 @@ the same integers bit by bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,9 +72,9 @@ class QuantizedLinear:
         The sum of squares is exact; the one rounding is that of the float64 square root.
         """
         largest = 0
-        for block in _row_blocks(*self.weight.shape):
+        for block in self.weight.split(max(1, _BLOCK_ELEMENTS // self.in_features)):
             # Sums of squares of int8 stay far below 2^53, where float64 stops being exact.
-            squares = self.weight[block].to(torch.float64).square_().sum(dim=1)
+            squares = block.to(torch.float64).square_().sum(dim=1)
             largest = max(largest, int(squares.max()))
         return math.sqrt(largest)
 
@@ -142,9 +142,3 @@ def _fill(checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.
         integers, scales = quantize_rows(found, where)
         weight[rows].copy_(integers)
         scale[rows].copy_(scales)
-
-
-def _row_blocks(rows: int, in_features: int) -> Iterator[slice]:
-    size = max(1, _BLOCK_ELEMENTS // in_features)
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))

@@ -19,17 +19,19 @@ def rope_frequencies(config: ModelConfig, sequence_length: int = 1) -> tuple[tor
     `inv_freq`: float32 [head_dim / 2]. cos and sin are to be multiplied by `attention_scaling`.
     """
     rope, dim = config.rope, config.head_dim
-    if rope.rope_type == "linear":
-        return _plain(rope.rope_theta, dim) / _given(rope.factor), 1.0
-    if rope.rope_type == "dynamic":
-        return _dynamic_ntk(config, sequence_length), 1.0
-    if rope.rope_type == "yarn":
-        return _yarn(config)
-    if rope.rope_type == "longrope":
-        return _longrope(config, sequence_length)
-    if rope.rope_type == "llama3":
-        return _llama3(rope, dim), 1.0
-    return _plain(rope.rope_theta, dim), 1.0
+    match rope.rope_type:
+        case "default":
+            return _plain(rope.rope_theta, dim), 1.0
+        case "linear":
+            return _plain(rope.rope_theta, dim) / _given(rope.factor), 1.0
+        case "dynamic":
+            return _dynamic_ntk(config, sequence_length), 1.0
+        case "yarn":
+            return _yarn(config)
+        case "longrope":
+            return _longrope(config, sequence_length)
+        case "llama3":
+            return _llama3(rope, dim), 1.0
 
 
 def _given(value: float | None) -> float:
@@ -106,11 +108,7 @@ def _longrope(config: ModelConfig, sequence_length: int) -> tuple[torch.Tensor, 
 def _llama3(rope: RopeParameters, dim: int) -> torch.Tensor:
     """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
     inv_freq = _plain(rope.rope_theta, dim)
-    factor, low, high = (
-        _given(rope.factor),
-        _given(rope.low_freq_factor),
-        _given(rope.high_freq_factor),
-    )
+    factor, low, high = map(_given, (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
     original = rope.original_max_position_embeddings or 8192
     wavelengths = 2 * math.pi / inv_freq
     scaled = torch.where(wavelengths > original / low, inv_freq / factor, inv_freq)

@@ -18,12 +18,7 @@ from pathlib import Path
 import torch
 
 from protocol.errors import ModelError, describe
-from protocol.model.files import (
-    opened,
-    parse_json,
-    read_into,
-    shown,
-)
+from protocol.model.files import fill, opened, parse_json, shown
 
 # The largest models that we run have some thousand tensors, at 150 bytes each.
 MAX_HEADER_BYTES = 2 * 1024 * 1024
@@ -80,13 +75,11 @@ def parse_header(start: bytes, size: int, where: str) -> Header:
     ModelError that names file and tensor.
     """
     raw = _raw_header(start, size, where)
-    metadata = _metadata(raw.pop(_METADATA, {}), where)
-    begin_of_data = _header_end(start)
-    entries = {
-        name: _entry(name, value, begin_of_data, f"{where}: {shown(name)}")
-        for name, value in raw.items()
-    }
-    expected = begin_of_data
+    metadata = raw.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ModelError(f"{where}: {_METADATA}", got=describe(metadata), expected="texts by name")
+    expected = begin_of_data = _header_end(start)
+    entries = {name: _entry(name, raw[name], begin_of_data, where) for name in raw}
     for entry in sorted(entries.values(), key=lambda e: (e.begin, e.end)):
         if entry.begin != expected or entry.end > size:
             got = [entry.begin - begin_of_data, entry.end - begin_of_data]
@@ -110,11 +103,11 @@ class TensorFile:
             self._stamp = _stamp(descriptor)
             size = os.fstat(descriptor).st_size
             start = bytearray(min(8, size))
-            self._read(descriptor, memoryview(start), 0)
+            fill(descriptor, memoryview(start), 0, path)
             length = _header_end(start) - 8 if size >= 8 else 0
             if length <= min(MAX_HEADER_BYTES, size - 8):
                 start.extend(bytes(length))
-                self._read(descriptor, memoryview(start)[8:], 8)
+                fill(descriptor, memoryview(start)[8:], 8, path)
         header = parse_header(bytes(start), size, str(path))
         self.entries, self.metadata = header.entries, header.metadata
 
@@ -123,29 +116,14 @@ class TensorFile:
         """Open the file again for a tensor. Raises ModelError if it is another file by now."""
         with opened(self.path) as descriptor:
             if _stamp(descriptor) != self._stamp:
-                raise ModelError(
-                    f"{self.path}: {shown(entry.name)}",
-                    got="another content since the file was checked",
-                    expected="the same",
-                )
+                where = f"{self.path}: {shown(entry.name)}"
+                got = "another content since the file was checked"
+                raise ModelError(where, got=got, expected="the same")
             yield descriptor
 
     def read_rows(self, descriptor: int, entry: Entry, start: int, into: torch.Tensor) -> None:
         """Copy rows into memory of our own. `into`: uint8, a whole number of rows."""
-        offset = entry.begin + start * entry.row_bytes
-        self._read(descriptor, bytes_of(into), offset)
-
-    def _read(self, descriptor: int, buffer: memoryview, offset: int) -> None:
-        try:
-            done = read_into(descriptor, buffer, offset)
-        except OSError as error:
-            raise ModelError(
-                str(self.path), got=error.strerror or "an error", expected="a readable file"
-            ) from None
-        if done != len(buffer):
-            raise ModelError(
-                str(self.path), got=f"{offset + done} bytes", expected=f"{offset + len(buffer)}"
-            )
+        fill(descriptor, bytes_of(into), entry.begin + start * entry.row_bytes, self.path)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -170,63 +148,41 @@ def _raw_header(start: bytes, size: int, where: str) -> dict[str, object]:
     if end > size:
         raise _unparsable(where, start, size, f"header length {end - 8}")
     if end - 8 > MAX_HEADER_BYTES:
-        raise ModelError(
-            f"{where}: header length", got=str(end - 8), expected=f"at most {MAX_HEADER_BYTES}"
-        )
+        limit = f"at most {MAX_HEADER_BYTES}"
+        raise ModelError(f"{where}: header length", got=str(end - 8), expected=limit)
     try:
         raw = parse_json(start[8:end], f"{where}: header")
     except ValueError as error:
         raise _unparsable(where, start, size, f"header: {error}"[:100]) from None
     if not isinstance(raw, dict):
-        raise _unparsable(where, start, size, f"header: {_shown(raw)}")
-    return raw
-
-
-def _metadata(raw: object, where: str) -> dict[str, str]:
-    if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
-        raise ModelError(f"{where}: {_METADATA}", got=_shown(raw), expected="texts by name")
+        raise _unparsable(where, start, size, f"header: {describe(raw)}")
     return raw
 
 
 def _entry(name: str, raw: object, begin_of_data: int, where: str) -> Entry:
+    where = f"{where}: {shown(name)}"
     if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
-        got = _shown(raw) if not isinstance(raw, dict) else shown(", ".join(raw)) or "no keys"
-        raise ModelError(where, got=got, expected="dtype, shape and data_offsets")
+        raise ModelError(where, got=describe(raw), expected="dtype, shape and data_offsets")
     dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise ModelError(f"{where}: dtype", got=_shown(dtype), expected="one of the format's")
-    if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise ModelError(
-            f"{where}: shape",
-            got=_shown(shape),
-            expected=f"at most {_MAX_DIMENSIONS} sizes of at least 0",
-        )
-    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelError(
-            f"{where}: data_offsets", got=_shown(offsets), expected="where it begins and ends"
-        )
+    sizes = f"at most {_MAX_DIMENSIONS} sizes of at least 0"
+    for field, fits, expected in (
+        ("dtype", isinstance(dtype, str) and dtype in _BITS, "one of the format's"),
+        ("shape", _are_sizes(shape) and len(shape) <= _MAX_DIMENSIONS, sizes),
+        ("data_offsets", _are_sizes(offsets) and len(offsets) == 2, "where it begins and ends"),
+    ):
+        if not fits:
+            raise ModelError(f"{where}: {field}", got=describe(raw[field]), expected=expected)
     begin, end = offsets
     if math.prod(shape) * _BITS[dtype] != (end - begin) * 8:
-        raise ModelError(
-            f"{where}: data_offsets",
-            got=f"{_shown(offsets)}: {_count(end - begin)} bytes",
-            expected=f"as many as {dtype} {_shown(shape)} has",
-        )
+        got, expected = f"{offsets}: {end - begin} bytes", f"as many as {dtype} {shape} has"
+        raise ModelError(f"{where}: data_offsets", got=got, expected=expected)
     return Entry(name, dtype, tuple(shape), begin_of_data + begin, begin_of_data + end)
 
 
-def _sizes(value: object) -> bool:
+def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item < 2**63 for item in value
     )
-
-
-def _count(value: int) -> str:
-    return str(value) if value < 2**63 else "too many"
-
-
-def _shown(value: object) -> str:
-    return describe(value)[:100]
 
 
 def _unparsable(where: str, start: bytes, size: int, reason: str) -> ModelError:

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
+from gpu_side.encoding import Form, encode_reply
 from protocol import stream_wire
-from protocol.encoding import Form, encode_reply
 from protocol.errors import ErrorCode, ServiceError
 from protocol.messages import InitRequest, Request, Response
+from protocol.prepared import PreparedRequest
 from protocol.stream import StreamChannel
 from protocol.stream_wire import layout, to_pieces
 from protocol.tensors import WireTensor
-from tee_side.policy import builtin_policies, load_policy
+from tee_side.policy.placement import builtin_policies, load_policy
 from tests.support import LoopbackChannel, SavedModel, token_ids
 
 Models = Callable[..., SavedModel]
@@ -63,6 +65,11 @@ class Accomplice(StreamChannel):
         reply = ErrorCode.INTERNAL if last else self._true.answer(request)
         self.asked.put((self._last_id + 1, request.method, reply))
         return super().submit(request, timeout_s)
+
+    def start(
+        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+    ) -> int:
+        return self.submit(prepared.request(payload), timeout_s)
 
 
 class EarlyService:
@@ -103,8 +110,8 @@ class EarlyService:
         (count,) = struct.unpack("<I", _exactly(connection, 4))
         sizes = struct.unpack(f"<{count}Q", _exactly(connection, 8 * count))
         places = layout(sizes).places
-        _exactly(connection, places[0][1] - 4 - 8 * count)
-        ends = [end for _, end in places]
+        _exactly(connection, places[0].stop - 4 - 8 * count)
+        ends = [place.stop for place in places]
         return [end - before for before, end in pairwise(ends)]
 
 

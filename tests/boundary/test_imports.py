@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ENVIRONMENT
+from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "tee_side", "gpu_side")
@@ -98,12 +99,12 @@ def violations(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@each_row("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_loads_no_code(path: Path) -> None:
     assert violations(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     "source",
     [
         "import pickle",

@@ -14,6 +14,7 @@ import torch
 
 from tests.soak.canaries import FAULTS, PLACES, POLICIES, Canaries, Faults, Session
 from tests.soak.secrets import are_hit, expected_places, hit_requests
+from tests.tables import each_row
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_an_answer_that_may_stand_anywhere_by_chance_is_not_looked_for(said: str
     assert canaries.patterns == []
 
 
-@pytest.mark.parametrize("before", range(9))
+@each_row("before", range(9))
 @pytest.mark.parametrize("length", [3, 4, 5, 11])
 def test_a_pattern_is_found_wherever_it_begins(before: int, length: int) -> None:
     pattern = b"qvxzkjwphma"[:length]

@@ -16,11 +16,11 @@ from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.messages import LinearOperator, Request, RingLinearRequest
 from protocol.tensors import to_torch
-from tee_side.engine import Engine
-from tee_side.masks.mask import Factors
-from tee_side.pads.layout import site_number
-from tee_side.pads.source import PadLane
-from tee_side.policy import load_policy
+from tee_side.engine.engine import Engine
+from tee_side.policy.placement import load_policy
+from tee_side.protect.masks.mask import Factors
+from tee_side.protect.pads.layout import site_number
+from tee_side.protect.pads.source import PadLane
 from tee_side.runner import Runner, RunnerSettings
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tee_side.masks.mask import (
+from tee_side.protect.masks.mask import (
     AdditiveMask,
     Factors,
     FeatureMask,
@@ -24,8 +24,8 @@ from tee_side.masks.mask import (
     RowMask,
     SharingMask,
 )
-from tee_side.randomness import Randomness
-from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator
+from tee_side.protect.randomness import Randomness
+from tee_side.words import OPERATORS, PRODUCTS, Operator
 
 # Rows of a call: a prefill chunk, one decode token, decode tokens of several sequences.
 SHAPES = {"prefill": 33, "decode": 1, "batch": 5}
@@ -148,8 +148,14 @@ def _hidden(
             gain = None
             if operator in ("qkv_proj", "gate_up_proj"):
                 gain = 1 + 0.2 * _normal(in_features, seed=2)
-            cloak = mask.cloak(FeatureSite(in_features, outputs, gain, Randomness(site_key)))
-            return cloak.mask(x_TI, randomness), cloak.weight(weight_OI.double()).float(), 0.0
+            transform = mask.transform(
+                FeatureSite(in_features, outputs, gain, Randomness(site_key))
+            )
+            return (
+                transform.mask(x_TI, randomness),
+                transform.weight(weight_OI.double()).float(),
+                0.0,
+            )
         case AdditiveMask():
             r_TI = mask.draw(randomness.ring(*x_TI.shape))
             u_TO = _served(r_TI, weight_OI)

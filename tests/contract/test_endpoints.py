@@ -67,7 +67,9 @@ def test_keys_are_refused_where_nothing_would_use_them(tmp_path: Path) -> None:
         open_listener(endpoint, keys=ServiceKeys(b"s", frozenset()))
 
 
-@pytest.mark.parametrize("endpoint", ["", "udp://127.0.0.1:1", "vsock://host:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["", "udp://127.0.0.1:1", "vsock://host:1", "unix://@name", "ipc://@name"]
+)
 def test_malformed_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(EndpointError):
         open_channel(endpoint)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tee_side.masks.mask import KINDS, FeatureMask, Mask
-from tee_side.masks.registry import MASKS, find_mask
-from tee_side.masks.row_mix import RowMix
-from tee_side.randomness import Randomness
-from tee_side.verification import ExactCheck, FloatCheck, Tolerance, product_holds
-from tee_side.vocabulary import PRODUCTS, Operator, is_linear
+from tee_side.protect.masks.mask import KINDS, FeatureMask, Mask
+from tee_side.protect.masks.registry import MASKS as REGISTRY
+from tee_side.protect.masks.registry import find_mask
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import ExactCheck, FloatCheck, Tolerance
+from tee_side.words import PRODUCTS, Operator, is_linear
 from tests.contract.mask_contract import (
     FEATURES,
     SHAPES,
@@ -29,14 +29,17 @@ from tests.contract.mask_contract import (
     supported,
     wrapped,
 )
+from tsqp.lab.research.operators import product_holds
+from tsqp.lab.research.row_mix import RowMix
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [Path(__file__).parent / "files" / "row_scale.py"]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))
 
-BUILTIN = MASKS.builtin
+# Built-in masks, and those that installed packages register: our own research baselines among them.
+NAMED = {name: find_mask(name) for name in REGISTRY.names()}
 OWN = {mask.name: mask for mask in (find_mask(str(path)) for path in [*FILES, *EXAMPLES])}
-MASKS = {**BUILTIN, **OWN}
+MASKS = {**NAMED, **OWN}
 
 # Options other than the defaults that must not change the result either.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -61,6 +64,8 @@ CASES = [
 DEFAULT_CASES = [case for case in CASES if " " not in str(case.id)]
 every_case = pytest.mark.parametrize(("mask", "operator", "rows"), CASES)
 every_default = pytest.mark.parametrize(("mask", "operator", "rows"), DEFAULT_CASES)
+# Every pair of mask and operator, of mask and rows, and so on; the other products are `more`.
+pytestmark = pytest.mark.pairwise
 
 
 def _of_products(cases: list[Any], arithmetics: set[str]) -> list[Any]:
@@ -317,7 +322,7 @@ def test_what_crosses_is_drawn_from_the_generator_and_from_nothing_else(
     first = _trial(mask, operator, rows)
 
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("randomness that is not from tee_side.randomness")
+        raise AssertionError("randomness that is not from tee_side.protect.randomness")
 
     with monkeypatch.context() as patch:
         torch_names = ["rand", "randint", "randperm", "rand_like", "randn_like", "randint_like"]
@@ -403,23 +408,22 @@ def test_masks_with_equal_options_are_equal_and_can_be_keys(mask: type[Mask]) ->
 
 
 def test_every_file_of_the_folder_is_registered() -> None:
-    folder = ROOT / "tee_side" / "masks"
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "mask", "registry"}
-    assert {name.replace("-", "_") for name in BUILTIN} == files
-    assert set(BUILTIN) == {
+    folder = ROOT / "tee_side" / "protect" / "masks"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "mask", "registry", "keyed"}
+    assert set(REGISTRY.builtin) == files == {"pad", "shares"}
+    assert set(NAMED) >= {
         *("row-permutation", "row-mix", "row-rotation"),
-        *("feature-permutation", "feature-rotation"),
-        *("float-noise", "pad", "shares"),
+        *("feature-permutation", "feature-rotation", "float-noise"),
     }
 
 
 @pytest.mark.parametrize("name", ["pad", "shares"])
 def test_only_the_masks_that_are_not_broken_are_exact_and_uniform(name: str) -> None:
-    assert not BUILTIN[name].broken
-    assert BUILTIN[name].uniform
+    assert not NAMED[name].broken
+    assert NAMED[name].uniform
     assert not any(mask.uniform for other, mask in MASKS.items() if other not in ("pad", "shares"))
-    assert BUILTIN[name].tolerance == 0
-    assert all(mask.broken for other, mask in BUILTIN.items() if other not in ("pad", "shares"))
+    assert NAMED[name].tolerance == 0
+    assert all(mask.broken for other, mask in NAMED.items() if other not in ("pad", "shares"))
 
 
 # ----------------------------------------------------------- the suite itself can find a fault

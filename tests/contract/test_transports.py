@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import threading
 import time
@@ -15,11 +14,11 @@ import msgpack
 import pytest
 import torch
 
+from gpu_side.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.channel import Channel
 from protocol.connect import open_channel
-from protocol.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -46,7 +45,7 @@ def _vsock_loopback() -> bool:
     return True
 
 
-TRANSPORTS = ["tcp", "ipc", "unix", "abstract"]
+TRANSPORTS = ["tcp", "ipc", "unix"]
 if VSOCK_LOOPBACK := _vsock_loopback():
     TRANSPORTS.append("vsock")
 
@@ -121,7 +120,6 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         "tcp": "tcp://127.0.0.1:*",
         "ipc": f"ipc://{tmp_path}/s",
         "unix": f"unix://{tmp_path}/s",
-        "abstract": f"unix://@tsqp-test-{os.getpid()}-{next(_names)}",
         "vsock": "vsock://any:*",
     }[request.param]
 
@@ -172,6 +170,7 @@ def _one_round_trip(peer: Peer, channel: Channel) -> None:
 
 
 # Around the sizes from which a transport copies less, and beyond every buffer.
+@pytest.mark.pairwise
 @pytest.mark.parametrize("elements", [1, 4000, 8200, 16_350, 32_800, LARGE, LARGE + 1])
 @pytest.mark.parametrize("spin_us", [0.0, 500.0])
 def test_what_is_sent_comes_back(peer: Peer, elements: int, spin_us: float) -> None:
@@ -592,5 +591,5 @@ def _raw(scheme: str, rest: str) -> socket.socket:
         raw.connect((int(cid), int(number)))
         return raw
     raw = socket.socket(socket.AF_UNIX)
-    raw.connect("\0" + rest[1:] if rest.startswith("@") else rest)
+    raw.connect(rest)
     return raw

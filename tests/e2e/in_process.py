@@ -25,6 +25,8 @@ def call(program: str, *arguments: str, **environment: str) -> subprocess.Comple
         with (
             mock.patch.object(sys, "argv", [program, *arguments]),
             mock.patch.dict(os.environ, environment),
+            # This process is the tests', too.
+            mock.patch("tsqp.cli.program.keep_memory_private"),
             contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(stderr),
         ):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.e2e.reference import greedy
 from tests.support import ARCHITECTURES, make_model, running_service
@@ -29,6 +29,6 @@ def test_greedy_tokens_and_logits_equal_transformers(kind: str, tmp_path: Path) 
             )
             with Runner(settings) as runner:
                 generation = runner.generate(PROMPT, max_new_tokens=TOKENS, with_text=False)
-                logits = torch.stack([sampled.logits_V for sampled, _ in generation.steps()])
+                logits = torch.stack([sampled.logits_V for sampled in generation.steps()])
             assert generation.result().token_ids == token_ids
             assert (logits - expected).abs().max().item() < 1e-4

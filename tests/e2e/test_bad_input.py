@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.in_process import call
 from tests.support import ARCHITECTURES, Service, make_model, run, running_service
+from tests.tables import each_row
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")
@@ -81,7 +82,7 @@ def test_a_refusal_of_a_real_process_looks_the_same() -> None:
     refused(run("tee-runner", "generate", "demo", "--prompt", "x", "--policy", "none"), "'none'")
 
 
-@pytest.mark.parametrize("name", RUNNER_CASES)
+@each_row("name", RUNNER_CASES)
 def test_tee_runner_refuses(name: str) -> None:
     arguments, fragments = RUNNER_CASES[name]
     refused(call("tee-runner", "generate", *arguments), *fragments)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tee_side.policy import load_policy
-from tee_side.vocabulary import OPERATORS, is_linear
+from tee_side.policy.placement import load_policy
+from tee_side.words import OPERATORS, is_linear
 from tests.support import ENVIRONMENT, Service, run
-from tsqp.bench.model import Case, PolicyRun, Report
 from tsqp.cli.program import model_directory
-from tsqp.explain.explanation import explain
+from tsqp.lab.bench.model import Case, PolicyRun, Report
+from tsqp.lab.explain.explanation import explain
 
 DEMO = model_directory("demo")
 LAYERS = 5

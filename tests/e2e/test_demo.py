@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.e2e.in_process import call
 from tests.support import ENVIRONMENT, run
 from tsqp import processes
@@ -28,7 +28,7 @@ def words(text: str) -> str:
 
 def test_three_acts_show_what_the_gpu_saw_and_a_fourth_a_lie() -> None:
     # Settings of the two programs are not the demo's.
-    theirs = {"TEE_RUNNER_GENERATE_TEMPERATURE": "1.5", "GPU_SERVICE_LOG_LEVEL": "error"}
+    theirs = {"TSQP_TEMPERATURE": "1.5", "TSQP_LOG_LEVEL": "error"}
     result = run("tsqp", "demo", "--max-new-tokens", "24", **theirs)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "…" not in result.stdout
@@ -70,6 +70,7 @@ def test_three_acts_show_what_the_gpu_saw_and_a_fourth_a_lie() -> None:
 def test_chosen_policies_get_the_services_that_they_need() -> None:
     chosen = ("tsqp", "stip", "two-server", "quantized-clear")
     options = [word for policy in chosen for word in ("--policy", policy)]
+    options.append("--shares-in-the-clear")
     result = run("tsqp", "demo", *options, "--max-new-tokens", "6")
     assert result.returncode == 0, result.stdout + result.stderr
     text = words(result.stdout)
@@ -82,6 +83,7 @@ def test_chosen_policies_get_the_services_that_they_need() -> None:
     assert "(stronger attacks are known)" in text
     assert "what the first of two services received: int32" in text
     assert "to int8-in-tee" in text
+    assert "both links, which are NOT encrypted, reads prompt and answer" in text
     # Two for everybody, and one with provisioned weights.
     assert result.stdout.count("gpu-service: process ") == 3
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import signal
+import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +20,13 @@ from safetensors.torch import load_file
 
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
+from tee_side.policy.placement import load_policy
+from tee_side.runner import Runner
 from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
 from tests.support import ENVIRONMENT, Service, run
 from tsqp.cli.program import model_directory
+from tsqp.cli.running import policy_digest
 
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 CLEAR = ("--policy", "attention-in-tee")
@@ -47,7 +57,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("prompt_token_ids", "token_ids", "text", "finish_reason", "usage", "timing", "policy"),
-        *("rpc", "pads"),
+        *("rpc", "pads", "model", "model_digest", "policy_digest", "seed"),
     }
     assert answer["prompt_token_ids"] == reference_tokenizer(PROMPT)["input_ids"]
     want, expected = greedy(reference, answer["prompt_token_ids"], 64)
@@ -97,12 +107,12 @@ def test_chat_shows_the_finished_turns_when_the_service_is_lost(
 ) -> None:
     lines = iter(["Tell me a story about a fox."])
 
-    def read_turn() -> str:
+    def read_line() -> str:
         if (line := next(lines, None)) is None:
             raise EndpointError("tcp://x", got="a lost connection", expected="a gpu-service")
         return line
 
-    monkeypatch.setattr("tsqp.cli.tee_runner.read_turn", read_turn)
+    monkeypatch.setattr("tsqp.cli.chat.read_line", read_line)
     arguments = ("--policy", "tee-only", "--max-new-tokens", "4", "--json")
     result = call("tee-runner", "chat", "demo", *arguments)
     assert result.returncode == 2
@@ -212,3 +222,166 @@ def test_chat_keeps_the_conversation(demo_service: Service, reference_tokenizer:
     )
     assert answer["turns"][1]["prompt_token_ids"] == list(rendered["input_ids"])
     assert answer["messages"][1]["content"] == answer["turns"][0]["text"]
+
+
+TEE_ONLY = ("generate", "demo", "--policy", "tee-only")
+
+
+@pytest.mark.parametrize("option", ["--report", "--save-logits"])
+def test_what_is_saved_is_readable_by_its_owner_alone(option: str, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.touch(0o644)
+    for path in (tmp_path / "new", old):
+        arguments = ("--prompt", PROMPT, "--max-new-tokens", "1", option, str(path))
+        assert call("tee-runner", *TEE_ONLY, *arguments).returncode == 0
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert path.stat().st_size > 0
+
+
+def test_json_says_what_it_takes_to_get_the_same_again() -> None:
+    def answer(*arguments: str) -> dict[str, Any]:
+        common = ("--prompt", PROMPT, "--max-new-tokens", "8", "--temperature", "1.5", "--json")
+        found: dict[str, Any] = json.loads(
+            call("tee-runner", *TEE_ONLY, *common, *arguments).stdout
+        )
+        return found
+
+    first = answer()
+    again = answer("--seed", str(first["seed"]))
+    assert again["token_ids"] == first["token_ids"]
+    assert again["seed"] == first["seed"] != answer()["seed"]
+    assert (first["model"], first["policy"]) == ("demo", "tee-only")
+    for name in ("model_digest", "policy_digest"):
+        assert re.fullmatch("[0-9a-f]{64}", first[name])
+        assert again[name] == first[name]
+
+
+def test_the_digest_of_a_policy_is_that_of_what_it_says() -> None:
+    names = ("tee-only", "attention-in-tee", "shielded", "shielded-prefill")
+    assert len({policy_digest(load_policy(name)) for name in names}) == len(names)
+    policy = load_policy("shielded")
+    assert policy_digest(policy) == policy_digest(load_policy("shielded"))
+    kept = dict(policy.operators) | {"o_proj": load_policy("tee-only").operators["o_proj"]}
+    assert policy_digest(policy.model_copy(update={"operators": kept})) != policy_digest(policy)
+
+
+def test_an_error_in_json_has_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Runner.step
+    steps = iter(range(100))
+
+    def lost(runner: Runner) -> None:
+        if next(steps) == 3:
+            raise EndpointError("unix:///s", got="a lost connection", expected="a gpu-service")
+        step(runner)
+
+    arguments = (*TEE_ONLY, "--prompt", PROMPT, "--json", "--max-new-tokens")
+    whole = json.loads(call("tee-runner", *arguments, "3").stdout)
+    monkeypatch.setattr(Runner, "step", lost)
+    result = call("tee-runner", *arguments, "9")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "tee-runner: error: unix:///s: got a lost connection, expected a gpu-service\n"
+    )
+    assert json.loads(result.stdout) == {
+        "error": {
+            "type": "EndpointError",
+            "where": "unix:///s",
+            "got": "a lost connection",
+            "expected": "a gpu-service",
+            "retryable": True,
+        },
+        "token_ids": whole["token_ids"],
+        "text": whole["text"],
+    }
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    def ids(content: bytes) -> list[int]:
+        path = tmp_path / "prompt.txt"
+        path.write_bytes(content)
+        arguments = ("--prompt-file", str(path), "--max-new-tokens", "1", "--json")
+        found: list[int] = json.loads(call("tee-runner", *TEE_ONLY, *arguments).stdout)[
+            "prompt_token_ids"
+        ]
+        return found
+
+    assert ids(b"\xef\xbb\xbf" + PROMPT.encode()) == ids(PROMPT.encode())
+
+
+@pytest.mark.parametrize("stats", [True, False])
+def test_statistics_are_an_option(stats: bool) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "2", "--stats" if stats else "--no-stats")
+    assert call("tee-runner", *TEE_ONLY, *arguments).stderr.startswith("tee-only: ") == stats
+
+
+# What prompt_toolkit switches on before it reads a line: bracketed paste.
+PROMPT_READY = "\x1b[?2004h"
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, *command: str) -> None:
+        self._ours, theirs = pty.openpty()
+        program, *arguments = command
+        self._process = subprocess.Popen(
+            [str(Path(sys.executable).parent / program), *arguments],
+            **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+            env=ENVIRONMENT | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def until(self, text: str) -> str:
+        """Read until this is shown, and return what was shown up to it."""
+        while text not in self.seen:
+            assert select.select([self._ours], [], [], 60)[0], self.seen
+            self.seen += os.read(self._ours, 4096).decode(errors="replace")
+        shown, self.seen = self.seen.split(text, 1)
+        return shown
+
+    def interrupt(self) -> None:
+        """Send what Ctrl-C sends, but where the program reads keys itself."""
+        self._process.send_signal(signal.SIGINT)
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def ended(self) -> int:
+        """Read to the end, and return the exit status."""
+        with suppress(OSError):  # how Linux says that the other end is closed
+            while os.read(self._ours, 4096):
+                pass
+        return self._process.wait(30)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._ours)
+
+
+def test_a_chat_in_a_terminal() -> None:
+    """Lines are called back, commands obeyed, and Ctrl-C stops an answer and not the chat."""
+    with Terminal("tee-runner", "chat", "demo", "--policy", "tee-only") as terminal:
+        terminal.until(PROMPT_READY)
+        terminal.type("/help\r")
+        terminal.until("/clear")
+        terminal.until(PROMPT_READY)
+        terminal.type("Tell me a story about a fox.\r")
+        terminal.until("tokens (")
+        terminal.until(PROMPT_READY)
+        terminal.type("\x1b[A")  # the line before
+        terminal.until("Tell me a story about a fox.")
+        terminal.type("\r")
+        terminal.until("tokens 1")  # the status line: the answer has begun
+        terminal.interrupt()
+        terminal.until("tokens (stop)")
+        terminal.until(PROMPT_READY)
+        terminal.type("not sent\x03")
+        terminal.until("(Ctrl-D or /quit ends the chat)")
+        terminal.until(PROMPT_READY)
+        terminal.type("/quit\r")
+        assert terminal.ended() == 0

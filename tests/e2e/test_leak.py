@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import run
-from tsqp.leak.interval import needed
-from tsqp.leak.model import PolicyLeak, Report
+from tsqp.lab.leak.interval import needed
+from tsqp.lab.leak.model import PolicyLeak, Report
 
 pytestmark = pytest.mark.timeout(300)
 # Small enough for a minute, and long enough that every attack but one works on its control.
@@ -24,7 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_attack.py"
 
 DONE = re.compile(r"tsqp leak: (.+): done, (\d+) of (\d+)")
 BLIND = """
-from tsqp.leak.attack import Attack, Reading
+from tsqp.lab.leak.attack import Attack, Reading
 
 
 class Blind(Attack):

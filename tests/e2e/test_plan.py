@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tee_side.policy import load_policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.policy.placement import load_policy
+from tee_side.words import OPERATORS
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
-from tsqp.explain.explanation import explain
-from tsqp.plan.model import PARTS, PlanReport, PolicyPlan
+from tsqp.lab.explain.explanation import explain
+from tsqp.lab.plan.model import PARTS, PlanReport, PolicyPlan
 
 DEMO = model_directory("demo")
 PROMPT, CONTEXT = 40, 30
@@ -55,14 +55,14 @@ def check(found: PolicyPlan, policy: str, *, lanes: int = 1) -> None:
 def _one_process_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make models, calibrations and pads here: that their memory is counted apart is not tested."""
     monkeypatch.setattr(
-        "tsqp.bench.prepare.in_fresh_process", lambda function, *arguments: function(*arguments)
+        "tsqp.lab.bench.prepare.in_fresh_process", lambda function, *arguments: function(*arguments)
     )
 
 
 def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
     lines = [f'{name} = "tee"' for name in OPERATORS if name != "o_proj"]
     lines += [
-        'o_proj = [{ place = "gpu", mask = "pad", layers = "0-1" },'
+        'o_proj = [{ place = "gpu", mask = "pad", verify = "none", layers = "0-1" },'
         ' { place = "tee", layers = "2-" }]'
     ]
     path = tmp_path / "layered.toml"

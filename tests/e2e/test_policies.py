@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tee_side.policy import builtin_policies, load_policy
+from tee_side.policy.placement import builtin_policies, load_policy
+from tee_side.protect.pads import bank_files
 from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
 from tests.support import Service, running_service
+from tsqp.cli.program import model_directory
 
 PROMPT, TOKENS = "Once upon a time", 24
 INT8 = [name for name in builtin_policies() if load_policy(name).arithmetic == "int8"]
 FLOAT = [name for name in builtin_policies() if name not in INT8]
+DEMO = model_directory("demo")
+
+
+def _bank(path: Path) -> tuple[str, ...]:
+    return ("--bank", str(path), "--bank-key-beside-bank")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,10 @@ def generate(
     """Return a function that runs `tee-runner generate`, once a policy and its options."""
     services = {
         1: ("--gpu", demo_service.endpoint),
-        2: ("--gpu", demo_service.endpoint, "--gpu", second_service.endpoint),
+        2: (
+            *("--gpu", demo_service.endpoint, "--gpu", second_service.endpoint),
+            "--shares-in-the-clear",
+        ),
     }
     found: dict[tuple[str, ...], tuple[dict[str, Any], torch.Tensor, str]] = {}
 
@@ -105,15 +116,21 @@ def test_every_policy_says_first_what_the_gpu_sees(
     policy: str, generate: Any, tmp_path: Path
 ) -> None:
     _, _, stderr = generate(policy, tmp_path)
-    disclosure = load_policy(policy).disclosure()
-    assert stderr.splitlines() == ([disclosure] if disclosure else [])
+    summary = load_policy(policy).leakage_summary(links_encrypted=False)
+    first, *rest = stderr.splitlines() or [None]
+    assert first == summary
+    # Behind it, which of several services gets what.
+    services = load_policy(policy).services
+    assert [line.partition(": ")[2] for line in rest] == (
+        [f"layers 0-4, share {share} of 2, no key" for share in (1, 2)] if services > 1 else []
+    )
 
 
 def test_without_pads_the_tee_computes_the_same_bits(generate: Any, tmp_path: Path) -> None:
     bank = tmp_path / "bank"
-    made = call("tee-runner", "pads", "make", "demo", "--tokens", "7", "--bank", str(bank))
+    made = call("tee-runner", "pads", "make", "demo", "--tokens", "7", *_bank(bank))
     assert made.returncode == 0, made.stderr
-    with_tee = ("--bank", str(bank), "--when-out", "tee")
+    with_tee = (*_bank(bank), "--when-out", "tee")
     answer, logits, _ = generate("shielded", tmp_path, *with_tee)
     _, clear_logits, _ = generate("quantized-clear", tmp_path)
     assert torch.equal(logits, clear_logits)
@@ -126,12 +143,12 @@ def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
     demo_service: Service, tmp_path: Path
 ) -> None:
     bank = tmp_path / "bank"
-    make = ("tee-runner", "pads", "make", "demo", "--bank", str(bank), "--tokens")
-    status = ("tee-runner", "pads", "status", "--bank", str(bank), "--json")
+    make = ("tee-runner", "pads", "make", "demo", *_bank(bank), "--tokens")
+    status = ("tee-runner", "pads", "status", *_bank(bank), "--json")
     generate = (
         "tee-runner",
         *("generate", "demo", "--gpu", demo_service.endpoint, "--prompt", PROMPT),
-        *("--bank", str(bank), "--max-new-tokens"),
+        *(*_bank(bank), "--max-new-tokens"),
     )
     made = call(*make, "40", "--capacity", "48")
     assert made.returncode == 0
@@ -140,8 +157,11 @@ def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
     before = json.loads(call(*status).stdout)
     assert (before["capacity"], before["available"], before["next_index"]) == (48, 40, 0)
 
-    assert call(*generate, "21").returncode == 0
+    ended = call(*generate, "21")
+    assert ended.returncode == 0
     after = json.loads(call(*status).stdout)
+    # Both count alike, what is left of a block that was begun included.
+    assert f", {after['available']} pads left" in ended.stderr
     # 20 were used; at most a block of 15 beyond them is lost, and nothing comes back.
     assert 20 <= after["next_index"] <= 35
     assert after["available"] == 40 - after["next_index"]
@@ -158,9 +178,46 @@ def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
     assert "times for more)" in waited.stderr.splitlines()[-1]
 
 
+def test_a_key_beside_the_bank_is_refused_unless_it_is_allowed(
+    demo_service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what makes pads and by what uses them. The temporary folder may be in memory."""
+    bank, disk = tmp_path / "bank", tmp_path.stat().st_dev
+    found = bank_files._in_memory
+    monkeypatch.setattr(bank_files, "_in_memory", lambda device: device != disk and found(device))
+    make = ("tee-runner", "pads", "make", "demo", "--tokens", "2", "--bank", str(bank))
+    generate = (
+        "tee-runner",
+        *("generate", "demo", "--gpu", demo_service.endpoint, "--prompt", PROMPT),
+        *("--max-new-tokens", "2", "--bank", str(bank)),
+    )
+    refused = [call(*make)]
+    assert not bank.exists()
+    assert call(*make, "--bank-key-beside-bank").returncode == 0
+    refused.append(call(*generate))
+    for result in refused:
+        assert result.returncode == 2
+        assert f"{bank}.key: got the file system of the bank {bank}" in result.stderr
+        assert "--bank-key FILE" in result.stderr
+        assert "--bank-key-beside-bank" in result.stderr
+    assert call(*generate, "--bank-key-beside-bank").returncode == 0
+
+
+def test_pads_of_another_model_say_whose_they_are(demo_service: Service, tmp_path: Path) -> None:
+    bank, other = tmp_path / "bank", tmp_path / "other"
+    made = call("tee-runner", "pads", "make", "demo", "--tokens", "2", *_bank(bank))
+    assert made.returncode == 0, made.stderr
+    shutil.copytree(DEMO, other)
+    changed = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 1e-4}
+    (other / "config.json").write_text(json.dumps(changed))
+    result = call("tee-runner", "pads", "make", str(other), "--tokens", "2", *_bank(bank))
+    assert result.returncode == 2
+    assert "model: got pads for demo_model, expected pads for other: its own" in result.stderr
+
+
 def test_a_bank_keeps_the_capacity_that_it_was_made_with(tmp_path: Path) -> None:
     bank = tmp_path / "bank"
-    make = ("tee-runner", "pads", "make", "demo", "--bank", str(bank), "--tokens")
+    make = ("tee-runner", "pads", "make", "demo", *_bank(bank), "--tokens")
     assert call(*make, "2", "--capacity", "5").returncode == 0
     before = bank.read_bytes()
     refused = call(*make, "1", "--capacity", "9")
@@ -175,7 +232,7 @@ def test_a_bank_keeps_the_capacity_that_it_was_made_with(tmp_path: Path) -> None
 
 def test_a_bank_that_was_touched_is_refused(demo_service: Service, tmp_path: Path) -> None:
     bank = tmp_path / "bank"
-    made = call("tee-runner", "pads", "make", "demo", "--tokens", "8", "--bank", str(bank))
+    made = call("tee-runner", "pads", "make", "demo", "--tokens", "8", *_bank(bank))
     assert made.returncode == 0
     content = bytearray(bank.read_bytes())
     content[-1] ^= 1
@@ -184,7 +241,7 @@ def test_a_bank_that_was_touched_is_refused(demo_service: Service, tmp_path: Pat
     result = call(
         "tee-runner",
         *("generate", "demo", "--gpu", demo_service.endpoint, "--prompt", PROMPT),
-        *("--bank", str(bank), "--max-new-tokens", "9", "--when-out", "fail"),
+        *(*_bank(bank), "--max-new-tokens", "9", "--when-out", "fail"),
     )
     assert result.returncode == 2
     assert str(bank) in result.stderr
@@ -196,7 +253,13 @@ def test_one_service_under_two_names_does_not_get_both_shares(demo_service: Serv
     result = call(
         "tee-runner",
         *("generate", "demo", "--policy", "two-server", "--prompt", PROMPT),
-        *("--gpu", endpoint, "--gpu", endpoint.replace("127.0.0.1", "localhost")),
+        *(
+            "--shares-in-the-clear",
+            "--gpu",
+            endpoint,
+            "--gpu",
+            endpoint.replace("127.0.0.1", "localhost"),
+        ),
     )
     assert result.returncode == 2
     assert "one and the same, expected two that do not collude" in result.stderr
@@ -224,7 +287,7 @@ def test_pads_are_not_made_from_a_directory_without_an_embedding(
 ) -> None:
     key = Path(provisioned["stip"][-1])
     server, bank = key.parent / "stip", tmp_path / "bank"
-    result = call("tee-runner", "pads", "make", str(server), "--tokens", "4", "--bank", str(bank))
+    result = call("tee-runner", "pads", "make", str(server), "--tokens", "4", *_bank(bank))
     assert result.returncode == 2
     assert "model.embed_tokens.weight: got no such tensor" in result.stderr
     assert not bank.exists()
@@ -249,7 +312,7 @@ def test_no_bank_is_made_where_int8_products_saturate(
         torch, "_int_mm", lambda *given, **out: exact(*given, **out).clamp_(-(2**15), 2**15 - 1)
     )
     bank = tmp_path / "bank"
-    result = call("tee-runner", "pads", "make", "demo", "--tokens", "4", "--bank", str(bank))
+    result = call("tee-runner", "pads", "make", "demo", "--tokens", "4", *_bank(bank))
     assert result.returncode == 2
     assert "int8 products on cpu: got wrong numbers" in result.stderr
     assert not bank.exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -17,19 +19,22 @@ import pytest
 from click.testing import CliRunner
 
 from gpu_side.service import ServiceSettings
-from protocol.curve import new_key_pair, public_key_of
 from protocol.errors import SettingsError
-from protocol.link import Link
 from tee_side.assembly import MaskSettings
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
+from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import RunnerSettings
 from tests.e2e.in_process import call
 from tests.e2e.test_bad_input import refused
 from tests.support import ENVIRONMENT, run
+from tests.tables import each_row
+from tsqp.cli import settings as module
+from tsqp.cli.generate import generate
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
-from tsqp.cli.tee_runner import generate
+from tsqp.key_files import new_key_pair, public_key_of
+from tsqp.lab.link import Link
 
 PROGRAMS = ("gpu-service", "tee-runner", "tsqp")
 TEE_ONLY = ("--policy", "tee-only", "--prompt-token-ids", "1,2,3", "--json")
@@ -44,21 +49,28 @@ def new_tokens(*arguments: str, **environment: str) -> int:
 
 def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     config = tmp_path / "settings.toml"
-    config.write_text('[generate]\nmodel = "demo"\nmax-new-tokens = 2\nstop = ["zzz"]\n')
-    environment = {"TEE_RUNNER_GENERATE_MAX_NEW_TOKENS": "3"}
+    config.write_text('model = "demo"\nmax-new-tokens = 2\nstop = ["zzz"]\n')
+    environment = {"TSQP_MAX_NEW_TOKENS": "3"}
     from_file = ("--config", str(config), "generate", *TEE_ONLY)
     assert new_tokens(*from_file) == 2
     assert new_tokens(*from_file, **environment) == 3
     assert new_tokens(*from_file, "--max-new-tokens", "4", **environment) == 4
-    assert new_tokens("generate", *TEE_ONLY, **environment, TEE_RUNNER_GENERATE_MODEL="demo") == 3
+    assert new_tokens("generate", *TEE_ONLY, **environment, TSQP_MODEL="demo") == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("program", "content", "fragments"),
     [
-        ("tee-runner", "[generate]\nmax_tokens = 3\n", ["[generate]: max_tokens", "unknown key"]),
-        ("tee-runner", "[generated]\n", ["generated", "unknown table"]),
-        ("gpu-service", 'dtypo = "float32"\n', ["dtypo", "unknown key", "dtype"]),
+        (
+            "tee-runner",
+            "max_new_token = 3\n",
+            ["max_new_token: got an unknown name", "max-new-tokens?"],
+        ),
+        ("tee-runner", "[tee-runner]\nseeed = 3\n", ["[tee-runner]: seeed", "did you mean seed?"]),
+        ("tee-runner", "[generate]\nseed = 3\n", ["generate: got a table"]),
+        ("tee-runner", "tee-runner = 3\n", ["tee-runner: got 3, expected a table"]),
+        ("tee-runner", "[tee-runner]\nbind = 'x'\n", ["[tee-runner]: bind: got an unknown name"]),
+        ("gpu-service", 'dtypo = "float32"\n', ["dtypo", "unknown name", "did you mean dtype?"]),
         ("gpu-service", "dtype = \n", ["invalid TOML"]),
         ("gpu-service", 'model = "demo"\ndtype = "float12"\n', ["dtype", "float12"]),
         ("gpu-service", 'model = "demo"\nthreads = "many"\n', ["threads", "many"]),
@@ -74,16 +86,15 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
         ("gpu-service", "dtype = 32\n", ["dtype: got 32, expected a string"]),
         ("gpu-service", "max-message-mib = 1\nmax_message_mib = 2\n", ["max_message_mib", "twice"]),
         ("gpu-service", "a = " + "[" * 5000 + "]" * 5000 + "\n", ["settings.toml", "nested"]),
-        ("tee-runner", "[generate]\njson = 1\n", ["json: got 1, expected true or false"]),
-        ("tee-runner", '[generate]\ntop-p = "0.5"\n', ["top-p: got '0.5', expected a number"]),
-        ("tee-runner", "[generate]\ntop-p = false\n", ["top-p: got False, expected a number"]),
-        ("tee-runner", "[generate]\ntop-p = nan\n", ["--top-p", "nan"]),
-        ("tee-runner", '[generate]\nstop = "a b"\n', ["stop", "expected a list of strings"]),
-        ("tee-runner", "[generate]\nstop = [1]\n", ["stop", "expected strings only"]),
-        ("tee-runner", '[generate]\nstop = [""]\n', ["--stop", "empty"]),
-        ("tee-runner", "[generate]\ngpu = 5\n", ["gpu: got 5", "a string or a list of strings"]),
-        ("tee-runner", "[generate]\ngpu = [5]\n", ["gpu: got 5 in it", "strings only"]),
-        ("tee-runner", "generate = 3\n", ["generate", "unknown key"]),
+        ("tee-runner", "json = 1\n", ["json: got 1, expected true or false"]),
+        ("tee-runner", 'top-p = "0.5"\n', ["top-p: got '0.5', expected a number"]),
+        ("tee-runner", "top-p = false\n", ["top-p: got False, expected a number"]),
+        ("tee-runner", "top-p = nan\n", ["--top-p", "nan"]),
+        ("tee-runner", 'stop = "a b"\n', ["stop", "expected a list of strings"]),
+        ("tee-runner", "stop = [1]\n", ["stop", "expected strings only"]),
+        ("tee-runner", 'stop = [""]\n', ["--stop", "empty"]),
+        ("tee-runner", "gpu = 5\n", ["gpu: got 5", "a string or a list of strings"]),
+        ("tee-runner", "gpu = [5]\n", ["gpu: got 5 in it", "strings only"]),
     ],
 )
 def test_bad_settings_files_are_refused(
@@ -101,7 +112,7 @@ def test_an_option_that_may_be_repeated_takes_a_string_or_a_list(
 ) -> None:
     """No such endpoint can be, so the error quotes what was read: the file's text, whole."""
     config = tmp_path / "settings.toml"
-    config.write_text(f"[generate]\ngpu = {value}\n")
+    config.write_text(f"gpu = {value}\n")
     command = ("--config", str(config), "generate", "demo", "--policy", "quantized-clear")
     result = call("tee-runner", *command, "--prompt-token-ids", "1", "--max-new-tokens", "1")
     refused(result, "udp://a b")
@@ -109,8 +120,76 @@ def test_an_option_that_may_be_repeated_takes_a_string_or_a_list(
 
 def test_an_integer_in_the_file_is_a_number_for_a_float_option(tmp_path: Path) -> None:
     config = tmp_path / "settings.toml"
-    config.write_text("[generate]\ntop-p = 1\ntemperature = 0\nmax-new-tokens = 2\n")
+    config.write_text("top-p = 1\ntemperature = 0\nmax-new-tokens = 2\n")
     assert new_tokens("--config", str(config), "generate", "demo", *TEE_ONLY) == 2
+
+
+def test_one_file_is_for_all_commands_and_programs_and_a_table_for_one(tmp_path: Path) -> None:
+    """What another command or program has is ignored; a table goes before what is outside it."""
+    config = tmp_path / "tsqp.toml"
+    config.write_text(
+        'model = "demo"\nthreads = 2\nbind = "unix:///none"\nsystem = "Be brief."\n'
+        "max-new-tokens = 7\n"
+        '[tee-runner]\nmax-new-tokens = 2\n[gpu-service]\narithmetic = "int8"\nanything = 1\n'
+    )
+    for arguments in (
+        ("--config", str(config), "generate", *TEE_ONLY),
+        ("generate", "--config", str(config), *TEE_ONLY),
+    ):
+        assert new_tokens(*arguments) == 2
+    assert new_tokens("generate", *TEE_ONLY, TSQP_CONFIG=str(config)) == 2
+    other = tmp_path / "other.toml"
+    other.write_text("max-new-tokens = 3\n")
+    typed = ("--config", str(other), "generate", "demo", *TEE_ONLY)
+    assert new_tokens(*typed, TSQP_CONFIG=str(config)) == 3
+    refused(call("gpu-service", "--config", str(config)), "[gpu-service]: anything", "unknown name")
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("tee-runner", ("generate", "demo", "--prompt", "x")),
+        ("tee-runner", ("chat", "demo")),
+        ("gpu-service", ("demo",)),
+        ("tsqp", ("policies",)),
+    ],
+)
+def test_a_variable_that_no_option_has_is_refused(program: str, arguments: tuple[str, ...]) -> None:
+    """It would have been ignored: with the default policy for the one that was meant."""
+    result = call(program, *arguments, TSQP_POLCY="tee-only")
+    refused(result, "TSQP_POLCY: got an unknown name", "did you mean TSQP_POLICY?")
+
+
+def test_a_variable_of_another_program_is_ignored() -> None:
+    environment = {"TSQP_BIND": "unix:///none", "TSQP_SHAPE": "none", "TSQP_MAX_NEW_TOKENS": "2"}
+    assert new_tokens("generate", "demo", *TEE_ONLY, **environment) == 2
+
+
+def _commands(name: str) -> Iterator[tuple[str, click.Command]]:
+    def walk(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+        yield path, command
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for sub in command.list_commands(context):
+                found = command.get_command(context, sub)
+                assert found is not None, sub
+                yield from walk(f"{path} {sub}", found)
+
+    program = importlib.import_module(f"tsqp.cli.{module.PROGRAMS[name]}").command
+    assert program.name == name  # by which its table is found
+    return walk(name, program)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_command_takes_one_flat_set_of_names(program: str) -> None:
+    for path, command in _commands(program):
+        assert "config" in {parameter.name for parameter in command.params}, path
+        assert command.context_settings["auto_envvar_prefix"] == "TSQP", path
+        for parameter in module._settable(command):
+            variable = module._variable(module._name(parameter))
+            assert parameter.name is not None
+            assert parameter.envvar or f"TSQP_{parameter.name.upper()}" == variable, path
+            assert parameter.envvar in (None, variable), path
 
 
 def test_stop_strings_in_the_environment_are_lines() -> None:
@@ -214,6 +293,7 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         "--bank": tmp_path / "bank",
         "--bank-key": tmp_path / "bank-key",
         "--bank-index": tmp_path / "index",
+        "--bank-witness": tmp_path / "witness",
         "--when-out": "tee",
         "--dtype": "float16",
         "--threads": 3,
@@ -227,7 +307,8 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         "--max-kv-mib": 11,
         "--max-message-mib": 12,
     }
-    settings, said = _runner_settings(*(str(word) for pair in told.items() for word in pair))
+    words = [str(word) for pair in told.items() for word in pair]
+    settings, said = _runner_settings(*words, "--shares-in-the-clear", "--bank-key-beside-bank")
     assert said == ""
     assert [key.public for key in settings.keys] == [public_key_of(tmp_path / "runner.pub")]
     assert [key.service for key in settings.keys] == [public_key_of(tmp_path / "service.pub")]
@@ -238,9 +319,13 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         masks=MaskSettings(
             calibration=tmp_path / "scales",
             key=tmp_path / "key",
-            bank=tmp_path / "bank",
-            bank_key=tmp_path / "bank-key",
-            bank_index=tmp_path / "index",
+            bank=BankPlace(
+                tmp_path / "bank",
+                tmp_path / "bank-key",
+                tmp_path / "index",
+                tmp_path / "witness",
+                beside_bank=True,
+            ),
             when_out="tee",
         ),
         dtype="float16",
@@ -255,6 +340,7 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         keys=settings.keys,
         heartbeat_timeout_s=1.5,
         max_kv_bytes=11 * 2**20,
+        shares_in_the_clear=True,
     )
     default, _ = _runner_settings()
     _is_all_different(settings, default, but=frozenset({"model", "manifest"}))
@@ -272,7 +358,7 @@ def test_the_service_reads_layers_as_the_runner_does(text: str, layers: tuple[in
     assert _service_settings("--layers", text).layers == layers
 
 
-@pytest.mark.parametrize("text", ["", "2-1", "0-1,2", "-1-2", "0-99999", "a-b", "0 - 1", "-"])
+@each_row("text", ["", "2-1", "0-1,2", "-1-2", "0-99999", "a-b", "0 - 1", "-"])
 def test_what_is_no_range_of_layers_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--layers: got .*, expected (layers such as|a range)"):
         _service_settings("--layers", text)
@@ -312,8 +398,8 @@ def test_a_runner_says_that_a_network_is_used_without_keys(
 
 def test_a_prompt_on_the_command_line_comes_before_the_others(tmp_path: Path) -> None:
     config = tmp_path / "settings.toml"
-    config.write_text('[generate]\nprompt = "from the file"\n')
-    environment = {"TEE_RUNNER_GENERATE_PROMPT_FILE": str(tmp_path / "none.txt")}
+    config.write_text('prompt = "from the file"\n')
+    environment = {"TSQP_PROMPT_FILE": str(tmp_path / "none.txt")}
     command = ("--config", str(config), "generate", "demo", *TEE_ONLY, "--max-new-tokens", "2")
     assert new_tokens(*command, **environment) == 2
     without = command[: command.index("--prompt-token-ids")]
@@ -367,6 +453,22 @@ def test_completion_offers_the_policies() -> None:
     ]
 
 
+def _completed(*words: str) -> list[str]:
+    program = words[0]
+    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
+    environment = {variable: "bash_complete", "COMP_WORDS": " ".join(words)}
+    result = run(program, **environment, COMP_CWORD=str(len(words) - 1))
+    return result.stdout.split()
+
+
+def test_completion_knows_directories_and_files() -> None:
+    """The shell completes what it is told is one; `dir,` is followed by what was typed so far."""
+    assert _completed("tee-runner", "generate", "mod") == ["dir,mod"]
+    assert _completed("gpu-service", "de") == ["dir,de", "plain,demo"]
+    assert _completed("tee-runner", "generate", "demo", "--policy", "./my") == ["file,./my"]
+    assert _completed("tee-runner", "generate", "demo", "--report", "r") == ["file,r"]
+
+
 def test_doctor_reports_every_topic() -> None:
     result = call("tsqp", "doctor", "--json")
     findings = json.loads(result.stdout)["findings"]
@@ -378,11 +480,10 @@ def test_doctor_reports_every_topic() -> None:
 
 
 def test_doctor_looks_for_what_computes_and_encrypts() -> None:
-    """Every dependency is there but those of the command line and of chat templates."""
     project = Path(__file__).parents[2] / "pyproject.toml"
     needed = tomllib.loads(project.read_text("utf-8"))["project"]["dependencies"]
     names = {re.split("[<>=]", requirement)[0] for requirement in needed}
     findings = json.loads(call("tsqp", "doctor", "--json").stdout)["findings"]
     versions = {found["name"]: found["state"] for found in findings if found["topic"] == "versions"}
-    assert names - versions.keys() == {"click", "jinja2"}
+    assert names <= versions.keys()
     assert versions["cryptography"] == "ok"

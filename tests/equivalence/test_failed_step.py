@@ -11,10 +11,10 @@ import torch
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
 from protocol.messages import Request
-from tee_side.pads.store import PadStore
-from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.sampling import SamplingSettings
-from tee_side.vocabulary import OPERATORS
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.pads.store import PadStore
+from tee_side.words import OPERATORS
 from tests.equivalence.tolerances import masked_logits
 from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
@@ -23,7 +23,7 @@ Models = Callable[..., SavedModel]
 PROMPTS = (5, 2)
 NEW_TOKENS = 3
 
-OFFLOADING = [name for name in builtin_policies() if load_policy(name).needs_service]
+OFFLOADING = [name for name in builtin_policies() if load_policy(name).services]
 
 
 class FailingChannel(LoopbackChannel):
@@ -150,12 +150,12 @@ APART = Policy.model_validate(
         "operators": {
             **dict.fromkeys(OPERATORS, "tee"),
             "qkv_proj": [
-                {"phase": "prefill", "place": "gpu", "mask": "pad"},
+                {"phase": "prefill", "place": "gpu", "mask": "pad", "verify": "none"},
                 {"phase": "decode", "place": "tee"},
             ],
             "o_proj": [
                 {"phase": "prefill", "place": "tee"},
-                {"phase": "decode", "place": "gpu", "mask": "pad"},
+                {"phase": "decode", "place": "gpu", "mask": "pad", "verify": "none"},
             ],
         },
     }

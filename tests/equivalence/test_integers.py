@@ -17,9 +17,9 @@ from protocol.model.config import read_config
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.tensors import to_torch
 from tee_side.assembly import MaskSettings
-from tee_side.vocabulary import Site
+from tee_side.words import Site
 from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
-from tsqp.calibrate import calibrate_on
+from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.cli.program import model_directory
 
 Models = Callable[..., SavedModel]
@@ -94,7 +94,7 @@ def test_outlier_channels_a_thousand_times_the_median_do_not_wrap(
     config, checkpoint = read_config(directory), Checkpoint(directory)
     ids = token_ids(48, seed=3)
     calibration = calibrate_on(config, checkpoint, [ids])
-    calibration.save(tmp_path / "scales")
+    save_calibration(calibration, tmp_path / "scales")
     channel = Watched(directory, clear=True)
     masks = MaskSettings(calibration=tmp_path / "scales")
     assemble(directory, "quantized-clear", channel=channel, masks=masks).logits(ids)
@@ -128,7 +128,7 @@ def test_a_row_that_calibration_did_not_foresee_is_an_error_and_not_another_text
         for site, scales in calibration.sites.items()
     }
     smaller = {site: norm / 4000 for site, norm in calibration.max_norms.items()}
-    replace(calibration, sites=narrow, max_norms=smaller).save(tmp_path / "scales")
+    save_calibration(replace(calibration, sites=narrow, max_norms=smaller), tmp_path / "scales")
     masks = MaskSettings(calibration=tmp_path / "scales")
     tee = assemble(model.directory, "shielded-prefill", masks=masks)
     with pytest.raises(ActivationRangeError, match=r"\w+ in layer \d: length of an input row"):

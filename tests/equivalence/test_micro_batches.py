@@ -13,13 +13,13 @@ from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, PadsExhaustedError, ReplyError
 from protocol.messages import LinearOperator, Request, Response, TensorReply
 from protocol.tensors import from_torch, to_torch
-from tee_side.engine import Engine
-from tee_side.masks.mask import Factors
-from tee_side.pads.layout import site_number
-from tee_side.pads.source import PadLane, WhenOut
-from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.sampling import SamplingSettings
-from tee_side.step import MIN_MICRO_BATCH_ROWS
+from tee_side.engine.engine import Engine
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.masks.mask import Factors
+from tee_side.protect.pads.layout import site_number
+from tee_side.protect.pads.source import PadLane, WhenOut
 from tests.equivalence.tolerances import (
     FLOAT32_STEPS,
     INTEGER_LOGITS,
@@ -89,6 +89,7 @@ def test_a_long_prompt_runs_as_a_wavefront(
     tolerance.check(cut.logits(ids, chunk=23), whole)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["tsqp", "attention-in-tee", "tee-only", "shielded-prefill"])
@@ -128,6 +129,7 @@ def test_sequences_that_decode_are_kept_whole(
         tolerance.check(one, other)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("step_tokens", [9, 24, 512])
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
 @pytest.mark.parametrize("name", builtin_policies())

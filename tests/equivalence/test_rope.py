@@ -17,6 +17,7 @@ from protocol.model.config import read_config
 from protocol.model.rope import rope_frequencies
 from tests.equivalence.tolerances import FLOAT32_LOGITS, ROPE_FREQUENCIES
 from tests.support import SIZES, SavedModel, Tee, assemble, token_ids
+from tests.tables import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -97,7 +98,7 @@ def with_rope(name: str) -> dict[str, Any]:
 
 
 @by_rope
-@pytest.mark.parametrize("length", [1, 32, 33, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
+@each_row("length", [1, 32, 33, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
 def test_frequencies_equal_transformers(tmp_path: Path, name: str, length: int) -> None:
     reference = transformers.LlamaConfig(
         **{**SIZES, **with_rope(name)}, architectures=["LlamaForCausalLM"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tee_side.engine import Engine, Sequence
+from tee_side.engine.engine import Engine, Sequence
 from tests.equivalence.tolerances import FLOAT32_STEPS
 from tests.support import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
 

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from click.testing import CliRunner
 
-from protocol.curve import ClientKeys, new_key_pair
+from protocol.curve import ClientKeys, public_key, read_secret_key
 from protocol.errors import EndpointError, TsqpError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
@@ -25,6 +25,7 @@ from tests.fault.wire import header, inline
 from tests.support import CALM_S, Service, make_model, run, running_service
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
+from tsqp.key_files import new_key_pair
 
 REQUEST = inline("Init", {})
 FRAMED_REQUEST = [header(method="Init", request={})]
@@ -58,7 +59,7 @@ class Files:
         return ("--identity", identity, "--allow", str(self.allow(*allowed)), "--threads", "1")
 
     def client(self, name: str, service: str = "service") -> ClientKeys:
-        return ClientKeys.read(self.secret(name), self.public(service))
+        return ClientKeys(read_secret_key(self.secret(name)), public_key(str(self.public(service))))
 
 
 @pytest.fixture(scope="module")

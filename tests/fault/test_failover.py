@@ -21,7 +21,7 @@ from protocol.errors import DeadlineExceededError, ModelMismatchError, SettingsE
 from protocol.messages import InitRequest, Request, RingLinearRequest
 from protocol.pending import PendingChannel
 from tee_side import runner as runner_module
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.support import CALM, CALM_S, SavedModel, run
 from tests.tools.workers import Worker, Workers
@@ -75,19 +75,26 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
     def recording(endpoint: str, **settings: Any) -> PendingChannel:
         channel = connect(endpoint, **settings)
-        submit = channel.submit
+        submit, start = channel.submit, channel.start
 
         def recorded(request: Request, *arguments: Any, **more: Any) -> int:
+            return noted(request, lambda: submit(request, *arguments, **more))
+
+        def started(prepared: Any, payload: Any, timeout_s: float | None = None) -> int:
+            request = prepared.request(payload)
+            return noted(request, lambda: start(prepared, payload, timeout_s))
+
+        def noted(request: Request, send: Callable[[], int]) -> int:
+            count = sum(not _is_init(one) for _, one in kept.sent)
             if not _is_init(request):
-                count = sum(not _is_init(one) for _, one in kept.sent)
                 kept.at(count, False)
-            request_id = submit(request, *arguments, **more)
+            request_id = send()
             kept.sent.append((endpoint, request))
             if not _is_init(request):
                 kept.at(count, True)
             return request_id
 
-        channel.submit = recorded  # type: ignore[method-assign]
+        channel.submit, channel.start = recorded, started  # type: ignore[method-assign]
         return channel
 
     monkeypatch.setattr(runner_module, "open_channel", recording)
@@ -104,6 +111,7 @@ def _settings(model: SavedModel, policy: str, *gpu: str, **more: Any) -> RunnerS
         "dtype": "float32",
         "request_timeout_s": 30.0,
         "heartbeat_timeout_s": CALM_S,
+        "shares_in_the_clear": True,
         **more,
     }
     return RunnerSettings(model.directory, chosen, gpu, masks=model.masks(chosen), **settings)
@@ -302,7 +310,8 @@ def test_no_service_ever_gets_the_other_share(
 ) -> None:
     model = saved_model("llama")
     workers = [start(model.directory) for _ in range(4)]
-    settings = _settings(model, SHARES, *(worker.endpoint for worker in workers))
+    shared = [f"{worker.endpoint},share={1 + n % 2}" for n, worker in enumerate(workers)]
+    settings = _settings(model, SHARES, *shared)
     undisturbed = _generate(settings)
     record.sent.clear()
 

@@ -13,14 +13,15 @@ import pytest
 import zmq
 
 from gpu_side.access import ServiceKeys
+from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.zmq_listener import ZmqListener
-from protocol.curve import ClientKeys, new_key_pair
-from protocol.encoding import Form, encode_reply, open_request
+from protocol.curve import ClientKeys, read_public_key, read_secret_key
 from protocol.errors import EndpointError, ErrorCode, ServiceError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tests.support import ENVIRONMENT, Service, make_model, run, running_service
+from tsqp.key_files import new_key_pair
 
 # Nothing here takes as long: what is noticed in time was noticed by heartbeats.
 LONG_S = 3600.0
@@ -74,7 +75,8 @@ def test_with_keys_it_is_the_same(model: Path, tmp_path: Path) -> None:
     for name in ("service", "runner"):
         new_key_pair(tmp_path / name)
     options = ("--identity", str(tmp_path / "service.key"), "--allow", str(tmp_path / "runner.pub"))
-    keys = ClientKeys.read(tmp_path / "runner.key", tmp_path / "service.pub")
+    secret = read_secret_key(tmp_path / "runner.key")
+    keys = ClientKeys(secret, read_public_key(tmp_path / "service.pub"))
     with (
         running_service(model, "tcp://127.0.0.1:*", *options, *USUAL) as service,
         ZmqChannel(service.endpoint, timeout_s=LONG_S, keys=keys) as channel,

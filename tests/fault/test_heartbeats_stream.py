@@ -29,7 +29,7 @@ BUSY_S = 2
 BUSY_SERVICE = f"""
 import sys, time
 from gpu_side.transport.bind import open_listener
-from protocol.encoding import Form, encode_reply, open_request
+from gpu_side.encoding import Form, encode_reply, open_request
 from protocol.errors import ErrorCode
 
 listener = open_listener(sys.argv[1])

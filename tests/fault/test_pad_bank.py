@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from protocol.errors import PadBankError
-from tee_side.pads.bank import BankFile, read_bank_status
-from tests.unit.tee_side.pads.tiny import create, fill, put_all, reopen, use
+from tee_side.protect.pads.bank import BankFile, read_bank_status
+from tee_side.protect.pads.bank_files import WITNESSES
+from tests.unit.tee_side.pads.tiny import create, fill, new_boot, place, put_all, reopen, use
 
 CAPACITY = 24
 CALLS = ("fsync", "replace", "pwrite", "write", "open")
@@ -78,6 +79,8 @@ class Disk:
         if path == self._folder:
             self._synced.update(self._renamed)
             self._renamed.clear()
+        elif path.parent != self._folder:
+            pass  # of the witness: in memory, nothing is on disk
         elif path.name == "bank":
             self._records.clear()
         else:
@@ -85,11 +88,17 @@ class Disk:
 
     def _replace(self, source: Path, target: Path) -> None:
         self._real["replace"](source, target)
+        if Path(target).parent != self._folder:
+            return
         # Without an fsync before it, a rename may bring an empty file.
         self._renamed[Path(target).name] = self._synced.pop(Path(source).name, b"")
 
     def lose_power(self) -> None:
-        """Put on disk what a machine would find there after it was switched off now."""
+        """Put on disk what a machine would find there after it was switched off now.
+
+        Memory is gone, with the witness in it.
+        """
+        new_boot(self._folder)
         index = self._folder / "bank.index"
         outcomes = [self._synced["bank.index"], *self._renamed.values()]
         index.write_bytes(self._choose.choice(outcomes))
@@ -216,7 +225,7 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
         patched.setattr(os, name, flaky)
-        for _ in range(300):
+        for _ in range(700):
             try:
                 if bank.room:
                     fill(bank, min(2, bank.room))
@@ -226,10 +235,11 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
             else:
                 use(bank, indices)
                 handed_out.extend(indices)
-            bounds.append(read_bank_status(tmp_path / "bank").next_index)
+            bounds.append(read_bank_status(place(tmp_path)).next_index)
     bank.close()
     assert len(messages) > 20
-    assert all(message.startswith(str(tmp_path)) for message in messages)
+    places = (str(tmp_path), str(WITNESSES))  # the bank's, and its witness's
+    assert all(message.startswith(places) for message in messages)
     assert bounds == sorted(bounds)
     with reopen(tmp_path) as bank:
         indices = bank.take(bank.available)

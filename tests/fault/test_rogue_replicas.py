@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.bind import open_listener
 from protocol.connect import open_channel
-from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, ServiceError, TsqpError
 from protocol.messages import (
     InitConfig,
@@ -27,10 +27,10 @@ from protocol.messages import (
 )
 from protocol.pending import PendingChannel
 from protocol.tensors import from_torch
-from tee_side.services.connected import Services
-from tee_side.services.member import ConnectOptions
-from tee_side.services.plan import ReplicaGroup
-from tee_side.services.replicas import Replicas
+from tee_side.remote.services.connected import Services
+from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.plan import ReplicaGroup
+from tee_side.remote.services.replicas import Replicas
 
 MOST_REPLY_BYTES = 2**16
 # Of a request: nothing here waits for as long.

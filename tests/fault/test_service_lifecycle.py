@@ -6,12 +6,15 @@ import re
 import signal
 import struct
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgpack
 import pytest
 import zmq
 
+from protocol.connect import open_channel
+from protocol.messages import HealthReply, HealthRequest
 from tests.fault.wire import (
     HIDDEN,
     HIDDEN_BYTES,
@@ -180,9 +183,23 @@ def test_log_is_structured_and_holds_no_contents(model: Path) -> None:
         assert LINE.match(line), line
         assert not [canary for canary in CANARIES if canary in line], line
     events = [line.split()[2] for line in log]
-    assert events[:5] == ["sighup_ignored", "bound", "loading", "loaded", "ready"]
+    assert events[:4] == ["bound", "loading", "loaded", "ready"]
     assert events[-1] == "stopped"
     assert all(" code=" in line and " request_id=" in line for line in refused)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "unix"])
+def test_sighup_without_a_list_is_logged_and_changes_nothing(
+    scheme: str, model: Path, tmp_path: Path
+) -> None:
+    with running_service(model, f"{scheme}://{tmp_path}/s", "--threads", "1") as service:
+        assert service.process.stderr is not None
+        service.process.send_signal(signal.SIGHUP)
+        line = service.process.stderr.readline()
+        assert line.split()[2] == "sighup_ignored"
+        with closing(open_channel(service.endpoint)) as channel:
+            assert isinstance(channel.call(HealthRequest()).response, HealthReply)
+        assert service.stop() == 0
 
 
 def test_oversized_message_ends_its_connection_only(model: Path) -> None:

@@ -127,13 +127,12 @@ def test_a_client_with_too_many_requests_is_told_so_and_others_are_served(
         assert isinstance(init, InitReply)
         assert (init.max_queued_requests, init.max_queued_bytes) == (2, 512 * 2**20)
         ids = [greedy.submit(_linear()) for _ in range(20)]
-        # The last is refused while the first is worked on; and so would the modest one's not be.
-        assert _outcome(greedy, ids[-1]) is ErrorCode.QUEUE_FULL
         health = _health(modest)
         assert health.status == "ready"
         assert health.queued_requests <= 2
         assert isinstance(modest.call(_linear()).response, TensorReply)
-        outcomes = [_outcome(greedy, request_id) for request_id in ids[:-1]]
+        # Some are refused while the first is worked on, however slowly they are sent.
+        outcomes = [_outcome(greedy, request_id) for request_id in ids]
         assert outcomes[0] is None
         assert set(outcomes) == {None, ErrorCode.QUEUE_FULL}
         # What was refused may be sent again.

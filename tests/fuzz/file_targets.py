@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from gpu_side.access import read_allow_list
+from gpu_side.provision import PROVISION_FILE, Provision, read_provision, write_provision
 from protocol import curve
 from protocol.errors import (
     CalibrationError,
@@ -46,18 +47,18 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest
-from protocol.model.provision import PROVISION_FILE, Provision, read_provision, write_provision
-from tee_side.calibration import CALIBRATION_FILE, Calibration
-from tee_side.feature_key import FeatureKey
-from tee_side.pads import bank_format
-from tee_side.pads.bank import BankFile, read_bank_status
-from tee_side.policy import load_policy
-from tee_side.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
+from tee_side.engine.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
+from tee_side.policy.placement import load_policy
+from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
+from tee_side.protect.pads import bank_format
+from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator, json_junk
 from tests.unit.tee_side.pads import tiny
-from tsqp.calibrate import calibrate_on
-from tsqp.cli.settings import config_option
+from tsqp.calibrate import calibrate_on, save_calibration
+from tsqp.cli.settings import CONTEXT, config_option
+from tsqp.key_files import public_key_of
+from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.manifest import make_manifest
 
 CONFIG: dict[str, Any] = {
@@ -125,7 +126,7 @@ def tiny_calibration() -> bytes:
     """Return the calibration file of the tiny model."""
     model, path = tiny_model(), _folder("calibrated") / CALIBRATION_FILE
     config, checkpoint = read_config(model), Checkpoint(model)
-    calibrate_on(config, checkpoint, [[1, 2, 3, 4]]).save(path)
+    save_calibration(calibrate_on(config, checkpoint, [[1, 2, 3, 4]]), path)
     return path.read_bytes()
 
 
@@ -259,8 +260,8 @@ def _bank(changed: str, case: Case) -> str:
         if name == changed or not (folder / name).exists():
             _write(folder / name, case[0] if name == changed else content)
     if changed == "bank.index":
-        return f"{min(9, read_bank_status(folder / 'bank').available)} left"
-    with BankFile.open(folder / "bank", **tiny.IDENTITY) as bank:
+        return f"{min(9, read_bank_status(tiny.place(folder)).available)} left"
+    with BankFile.open(tiny.place(folder), tiny.PURPOSE) as bank:
         return f"{min(9, bank.available)} left"
 
 
@@ -281,28 +282,23 @@ def _policy(case: Case) -> str:
     return f"policy of {load_policy(str(path)).services} services"
 
 
-@click.group("program")
+@click.command("tsqp", context_settings=CONTEXT)
 @config_option
 @click.option("--threads", type=click.IntRange(1, 8))
 @click.option("--flag", is_flag=True)
 @click.option("--stop", multiple=True)
-def _program(**_: object) -> None:
-    """Take settings of every kind."""
-
-
-@_program.command("run")
 @click.option("--name")
 @click.option("--timeout-s", type=click.FloatRange(0))
 @click.argument("anything", required=False)
-def _program_run(**_: object) -> None:
-    """Take some more."""
+def _program(**_: object) -> None:
+    """Take settings of every kind."""
 
 
 def _settings(case: Case) -> str:
     path = _folder("settings") / "settings.toml"
     _write(path, case[0])
     try:
-        _program.main(["--config", str(path), "run"], standalone_mode=False)
+        _program.main(["--config", str(path)], standalone_mode=False)
     except click.UsageError as error:
         # What click itself refuses is shown by it, with the setting's name.
         return f"usage {type(error).__name__}"
@@ -319,7 +315,7 @@ def _secret_key(case: Case) -> str:
     path = _folder("curve-secret") / "name.key"
     _write(path, case[0])
     key = curve.read_secret_key(path)
-    return f"a secret key of {len(key)}, {len(curve.public_key_of(path))} public"
+    return f"a secret key of {len(key)}, {len(public_key_of(path))} public"
 
 
 def _public_key(case: Case) -> str:
@@ -587,7 +583,7 @@ def _header_seeds() -> list[Case]:
 
 
 def _policy_seeds() -> list[Case]:
-    folder = files("tee_side") / "policies"
+    folder = files("tee_side.policy") / "builtin"
     policies = [path.read_bytes() for path in folder.iterdir() if path.name.endswith(".toml")]
     # An integer that Python does not read.
     return [(policy,) for policy in (*policies, b"arithmetic = " + b"9" * 5000)]
@@ -607,8 +603,8 @@ def _list_seeds() -> list[Case]:
 
 def _settings_seeds() -> list[Case]:
     return [
-        (b'threads = 2\nflag = true\nstop = ["a", "b"]\n[run]\nname = "x"\ntimeout-s = 1.5\n',),
-        (b"[run]\ntimeout_s = 3\n",),
+        (b'threads = 2\nflag = true\nstop = ["a", "b"]\n[tsqp]\nname = "x"\ntimeout-s = 1.5\n',),
+        (b"[tsqp]\ntimeout_s = 3\n",),
     ]
 
 

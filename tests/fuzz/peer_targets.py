@@ -8,16 +8,11 @@ from typing import Any, cast
 import msgpack
 import torch
 
-from gpu_side.operators import Operators
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.handler import RequestHandler
+from gpu_side.inline import to_inline
 from gpu_side.weights import load_weights
-from protocol.encoding import (
-    Form,
-    decode_reply,
-    encode_reply,
-    encode_request,
-    open_request,
-    read_request,
-)
+from protocol.encoding import decode_reply, encode_request
 from protocol.errors import (
     ErrorCode,
     ModelMismatchError,
@@ -25,7 +20,6 @@ from protocol.errors import (
     ReplyError,
     ServiceError,
 )
-from protocol.inline import to_inline
 from protocol.messages import (
     EmbeddingRequest,
     InitReply,
@@ -40,8 +34,8 @@ from protocol.messages import (
 )
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from tee_side.handshake import ServiceCheck
-from tee_side.model import load_tee_model
+from tee_side.model.layers import load_tee_model
+from tee_side.remote.handshake import ServiceCheck
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.file_targets import tiny_model
 from tests.fuzz.mutate import Mutator
@@ -57,19 +51,19 @@ from tests.fuzz.wire_targets import (
 
 
 @cache
-def _service() -> Operators:
+def _service() -> RequestHandler:
     weights = load_weights(
         tiny_model(),
         device=torch.device("cpu"),
         dtype=torch.float32,
         arithmetic=("float", "int8"),
     )
-    return Operators(weights, MAX_MESSAGE_BYTES)
+    return RequestHandler(weights, MAX_MESSAGE_BYTES)
 
 
 def served_init() -> Case:
     """Return what a service of the tiny model answers to Init."""
-    reply = cast(InitReply, _service().apply(InitRequest()).response)
+    reply = cast(InitReply, _service().apply(InitRequest())[0])
     return copied(encode_reply(Form.FRAMED, 7, "Init", reply, Timing(queue_us=1, compute_us=2)))
 
 
@@ -140,7 +134,7 @@ def _apply(case: Case) -> str:
     if request.method == "Health":
         return "Health"  # the loop's own
     with torch.inference_mode():
-        response = _service().apply(request).response
+        response = _service().apply(request)[0]
     if isinstance(response, TensorReply):
         return f"{request.method} {response.output.dtype} {len(response.output.shape)}"
     return type(response).__name__

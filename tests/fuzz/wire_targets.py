@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import msgpack
-import pytest
 
-from protocol import encoding
-from protocol.codec import MAX_HEADER_BYTES
-from protocol.encoding import (
-    MAX_REPLY_FRAMES,
+from gpu_side.encoding import (
     MAX_REQUEST_FRAMES,
     Form,
-    Reply,
-    decode_reply,
+    RequestReader,
     encode_reply,
-    encode_request,
     open_request,
     read_request,
 )
+from gpu_side.inline import to_inline
+from protocol.codec import MAX_HEADER_BYTES
+from protocol.encoding import MAX_REPLY_FRAMES, decode_reply, encode_request, reply_template
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.header_memo import HeaderMemo
 from protocol.header_numbers import split_request
-from protocol.inline import to_inline
 from protocol.memory_pool import MemoryPool
 from protocol.messages import (
     EmbeddingRequest,
@@ -52,12 +49,12 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
+from protocol.prepared import prepare
 from protocol.stream_wire import MessageReader, layout, to_pieces
 from protocol.tensors import ITEMSIZE, Buffer, WireTensor, to_torch
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import INTERESTING, Mutator, msgpack_junk
-
-T = TypeVar("T")
+from tests.unit.protocol.test_pending import Expecting
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 _BOMB_BYTES = 3 * 1024 * 1024
@@ -125,39 +122,11 @@ def replies() -> list[tuple[str, Response | ErrorCode]]:
     ]
 
 
-# -------------------------------------------------------------------------------- memory on and off
+# ----------------------------------------------------------------------------------- known headers
 
 
-class _Forgetful(HeaderMemo[Any, Any]):
-    def recall(self, key: Any) -> Any:
-        return None
-
-    def remember(self, key: Any, value: Any) -> None:
-        return None
-
-
-_MEMOS = ("_known_requests", "_known_replies")
-_forgetful = _Forgetful(2)
-_lasting: dict[str, HeaderMemo[Any, Any]] = {name: HeaderMemo() for name in _MEMOS}
-
-
-@contextmanager
-def memos(*, lasting: bool) -> Iterator[None]:
-    """Let what is decoded be remembered from one execution to the next, or not at all."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _MEMOS:
-            patch.setattr(encoding, name, _lasting[name] if lasting else _forgetful)
-        yield
-
-
-def _in_full(decode: Callable[[], T]) -> T:
-    """Decode without what is remembered; quicker than `memos`, for every execution."""
-    requests_memo, replies_memo = encoding._known_requests, encoding._known_replies
-    encoding._known_requests = encoding._known_replies = _forgetful
-    try:
-        return decode()
-    finally:
-        encoding._known_requests, encoding._known_replies = requests_memo, replies_memo
+# One for all executions, as one service has for all its clients.
+_reader = RequestReader(MAX_MESSAGE_BYTES, lambda request: lambda _: (request, None))
 
 
 # ------------------------------------------------------------------------------------- executing
@@ -211,35 +180,50 @@ def _run_reply(case: Case) -> str:
     return f"{result if reply.response is None else _described(result)}"
 
 
-def _cold(run: Callable[[Case], str]) -> Callable[[Case], str]:
-    return lambda case: _in_full(lambda: run(case))
+def _known_request(frames: Sequence[Buffer]) -> tuple[Form, int, int | None, Request]:
+    opened = _reader.open(frames)
+    return opened.form, opened.request_id, opened.timeout_ms, _reader.read(opened)[0]
 
 
-def _warm(
-    decode: Callable[[list[Buffer]], object], run: Callable[[Case], str]
-) -> Callable[[Case], str]:
-    """Decode in full and by what is remembered; both must say the same."""
+def _run_known_request(case: Case) -> str:
+    """Read in full and by what is remembered; both must say the same."""
 
-    def said(case: Case) -> tuple[object, ...]:
+    def said(decode: Callable[[Sequence[Buffer]], object]) -> tuple[object, ...]:
         try:
             found = decode(received(case))
         except ProtocolError as error:
             return type(error), str(error), error.code
         return found, repr(found)
 
-    def execute(case: Case) -> str:
-        requests_memo, replies_memo = encoding._known_requests, encoding._known_replies
-        in_full = _in_full(lambda: said(case))
-        encoding._known_requests = _lasting["_known_requests"]
-        encoding._known_replies = _lasting["_known_replies"]
-        try:
-            if said(case) != in_full:
-                raise ValueError("not the same when its header is remembered")
-            return run(case)
-        finally:
-            encoding._known_requests, encoding._known_replies = requests_memo, replies_memo
+    if said(_known_request) != said(_request):
+        raise ValueError("not the same when its header is remembered")
+    return _run_request(case)
 
-    return execute
+
+@cache
+def _expecting() -> list[Expecting]:
+    message = LinearRequest(
+        layer_idx=0, module_names=("o_proj",), hidden_states=tensor("float32", 1, 4)
+    )
+    found = []
+    for method, result in replies():
+        if isinstance(result, TensorReply):
+            output = result.output
+            prepared = prepare(message, output.shape, output.dtype)
+            expected = reply_template(method, result, [b""])
+            prepared = replace(prepared, method=method, reply_template=expected)
+            found.append(Expecting(prepared, (7,)))
+    return found
+
+
+def _run_expected_reply(case: Case) -> str:
+    """What is taken for an expected reply is what decoding says, and so is never refused."""
+    for expecting in _expecting():
+        frames = [memoryview(bytearray(frame)) for frame in case]
+        found = expecting.expected(frames)
+        if found is not None and repr(found) != repr(decode_reply(frames)):
+            raise ValueError("not the same when it is expected")
+    return _run_reply(case)
 
 
 # -------------------------------------------------------------------------------------- mutating
@@ -544,31 +528,23 @@ def _cut(mutator: Mutator, data: bytes) -> Case:
 # --------------------------------------------------------------------------------------- targets
 
 
-def _decode(frames: list[Buffer]) -> Reply:
-    return decode_reply(frames)
-
-
 WIRE_TARGETS = (
-    Target(
-        "request-framed", framed_requests, mutate_frames, _cold(_run_request), (ProtocolError,), 4
-    ),
+    Target("request-framed", framed_requests, mutate_frames, _run_request, (ProtocolError,), 4),
     Target(
         "request-framed-known",
         framed_requests,
         _mutate_numbers,
-        _warm(_request, _run_request),
+        _run_known_request,
         (ProtocolError,),
         2,
     ),
-    Target(
-        "request-inline", inline_requests, mutate_inline, _cold(_run_request), (ProtocolError,), 3
-    ),
-    Target("reply", framed_replies, mutate_frames, _cold(_run_reply), (ProtocolError,), 4),
+    Target("request-inline", inline_requests, mutate_inline, _run_request, (ProtocolError,), 3),
+    Target("reply", framed_replies, mutate_frames, _run_reply, (ProtocolError,), 4),
     Target(
         "reply-known",
         framed_replies,
         _mutate_numbers,
-        _warm(_decode, _run_reply),
+        _run_expected_reply,
         (ProtocolError,),
         2,
     ),
@@ -576,7 +552,7 @@ WIRE_TARGETS = (
         "stream-of-requests",
         lambda: _stream_seeds(framed_requests()),
         _mutate_stream,
-        _stream(MAX_REQUEST_FRAMES, _cold(_run_request)),
+        _stream(MAX_REQUEST_FRAMES, _run_request),
         (ProtocolError,),
         1,
     ),
@@ -584,7 +560,7 @@ WIRE_TARGETS = (
         "stream-of-replies",
         lambda: _stream_seeds(framed_replies()),
         _mutate_stream,
-        _stream(MAX_REPLY_FRAMES, _cold(_run_reply)),
+        _stream(MAX_REPLY_FRAMES, _run_reply),
         (ProtocolError,),
         1,
     ),

@@ -12,16 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.encoding import (
-    MAX_REPLY_HEADER_BYTES,
-    Form,
-    Reply,
-    decode_reply,
-    encode_reply,
-    encode_request,
-    open_request,
-    read_request,
-)
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from protocol.encoding import MAX_REPLY_HEADER_BYTES, Reply, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     MAX_TIMEOUT_MS,
@@ -44,6 +36,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import ITEMSIZE, Buffer, WireTensor
+from tests.tables import each_row
 
 MAX_BYTES = 2**24
 BOMB_BYTES = 3 * 1024 * 1024
@@ -374,7 +367,7 @@ def _peak_bytes(decode: Callable[[list[Buffer]], object], data: bytes) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", list(BOMBS))
+@each_row("name", list(BOMBS))
 def test_bomb_is_refused_in_little_memory(name: str) -> None:
     assert _peak_bytes(_read, BOMBS[name]) < MEMORY_BYTES
     reply = BOMBS[name][:MAX_REPLY_HEADER_BYTES]

@@ -10,6 +10,7 @@ Only the sockets and the clock are not real: a wait for what does not come is ov
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import secrets
 from collections import Counter, deque
@@ -32,23 +33,24 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gpu_side.operators import Operators
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.handler import RequestHandler
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol import pending
-from protocol.encoding import Form, encode_reply, open_request, read_request
 from protocol.errors import DeadlineExceededError, ErrorCode, ProtocolError, TsqpError
 from protocol.messages import HealthRequest, InitRequest, Response, Timing
 from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer
 from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
-from tee_side.masks.mask import Masked
-from tee_side.masks.pad import Pad
-from tee_side.pads.store import MemoryStore, PadStore
-from tee_side.policy import load_policy
-from tee_side.remote_operators import RemoteOperators
+from tee_side.policy.placement import load_policy
+from tee_side.protect.masks.mask import Masked
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads.store import MemoryStore, PadStore
+from tee_side.remote import linear as linear_module
+from tee_side.remote.call import CallPlan, carry_out
+from tee_side.remote.services import connected, member, replicas
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.services import connected, member, replicas
 from tests.support import SavedModel, make_model, token_ids
 from tests.tools.lies import REORDERED, RESULT_LIES, WIRE_LIES, Lie, Memory, Occasion
 
@@ -98,7 +100,7 @@ class Process:
     """A service process: its name, its model, and what the adversary told it."""
 
     def __init__(self, weights: ServiceWeights, seed: int) -> None:
-        self.operators = Operators(weights, MAX_BYTES)
+        self.operators = RequestHandler(weights, MAX_BYTES)
         self.chance = random.Random(seed)
         self.memory = Memory()
         # For each of the next requests.
@@ -140,7 +142,7 @@ class Process:
         if isinstance(request, HealthRequest):
             raise ProtocolError("Health", got="it", expected="", code=ErrorCode.UNKNOWN_METHOD)
         with torch.inference_mode():
-            return self.operators.apply(request).response
+            return self.operators.apply(request)[0]
 
 
 @dataclass
@@ -229,12 +231,16 @@ def _right_answer(folder: Path, policy: str, prompt: int) -> tuple[list[int], to
 
 def _open_run(model: SavedModel, policy: str, endpoints: Sequence[str]) -> Runner:
     chosen = load_policy(policy)
+    gpu = tuple(endpoints)
+    if chosen.services > 1:
+        gpu = tuple(f"{endpoint},share={1 + n % 2}" for n, endpoint in enumerate(endpoints))
     return Runner(
         RunnerSettings(
             model.directory,
             chosen,
-            tuple(endpoints),
+            gpu,
             MaskSettings(calibration=model.calibration),
+            shares_in_the_clear=True,
             connect_timeout_s=TIMEOUT_S,
             request_timeout_s=TIMEOUT_S,
         )
@@ -243,7 +249,7 @@ def _open_run(model: SavedModel, policy: str, endpoints: Sequence[str]) -> Runne
 
 def _generate(run: Runner, prompt: int) -> tuple[list[int], torch.Tensor]:
     generation = run.generate(PROMPTS[prompt], max_new_tokens=NEW_TOKENS, with_text=False)
-    found = [sampled for sampled, _ in generation.steps()]
+    found = list(generation.steps())
     return [one.token_id for one in found], torch.stack([one.logits_V for one in found])
 
 
@@ -289,17 +295,20 @@ class Patching:
             "open_channel",
             lambda endpoint, **settings: FakeChannel(world, endpoint, **settings),
         )
-        factors, encode, wait = PadStore.factors, RemoteOperators._encode, replicas.Replicas.wait
+        factors, wait = PadStore.factors, replicas.Replicas.wait
 
         def read(store: PadStore, indices: range, site: int) -> Any:
             witness.read(store, indices, site)
             return factors(store, indices, site)
 
-        def encoded(operators: RemoteOperators, layer: int, operator: Any, x_TI: Any) -> Any:
-            found = encode(operators, layer, operator, x_TI)
-            witness.hidden(found)
-            witness.hidden(x_TI)
-            return found
+        def called(plan: CallPlan, x_TI: Any) -> Any:
+            def encoded(x_TI: Any) -> Any:
+                found = plan.encode(x_TI)
+                witness.hidden(found)
+                witness.hidden(x_TI)
+                return found
+
+            return carry_out(dataclasses.replace(plan, encode=encoded), x_TI)
 
         def waited(channel: replicas.Replicas, request_id: int) -> Any:
             began = world.clock.monotonic()
@@ -309,7 +318,7 @@ class Patching:
                 witness.longest_s = max(witness.longest_s, world.clock.monotonic() - began)
 
         patch.setattr(PadStore, "factors", read)
-        patch.setattr(RemoteOperators, "_encode", encoded)
+        patch.setattr(linear_module, "carry_out", called)
         patch.setattr(replicas.Replicas, "wait", waited)
 
     def __exit__(self, *_: object) -> None:
@@ -505,7 +514,7 @@ def test_a_malicious_gpu_never_wins(folder: Path, policy: str) -> None:
 def test_without_verification_it_wins(folder: Path) -> None:
     """The control: a lie about numbers is then believed."""
     path = folder / "trusting.toml"
-    text = (files("tee_side") / "policies" / "shielded.toml").read_text(encoding="utf-8")
+    text = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(encoding="utf-8")
     path.write_text(text.replace('verify = "freivalds"', 'verify = "none"'), encoding="utf-8")
     with pytest.raises(AssertionError, match="prompt"):
         play(folder, str(path), controlled=True)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.integer import exact_product
-from tee_side.calibration import norm_limit
-from tee_side.randomness import Randomness
-from tee_side.verification import ExactCheck
+from tee_side.protect.calibration import norm_limit
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import ExactCheck
 
 seeds = st.integers(0, 2**32 - 1)
 elements = st.integers(-(2**31), 2**31 - 1)

@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = {module_of(row): row for row in find_rows()}
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--short", action="store_true", help="the form that make test runs")
+    parser.add_argument("--short", action="store_true", help="the form that make test-more runs")
     parser.add_argument("--only", action="append", choices=sorted(rows), metavar="ROW")
     parser.add_argument("--jobs", type=int, default=2, help="rows at once (default: 2)")
     parser.add_argument("--page", action="store_true", help="only write the page from the results")

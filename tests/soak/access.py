@@ -19,7 +19,7 @@ from unittest.mock import PropertyMock, patch
 import zmq
 
 from gpu_side.access import ServiceKeys
-from gpu_side.operators import Operators
+from gpu_side.handler import RequestHandler
 from gpu_side.transport.zap import ZapHandler
 from protocol.encoding import encode_request
 from protocol.messages import InitRequest
@@ -100,7 +100,7 @@ class Client:
 
 
 @cache
-def _operators() -> Operators:
+def _operators() -> RequestHandler:
     return operators_of(DEMO)
 
 

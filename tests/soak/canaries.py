@@ -35,7 +35,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,15 @@ from protocol.errors import TsqpError
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.stream import StreamChannel
 from tee_side.assembly import MaskSettings
-from tee_side.calibration import CALIBRATION_FILE
-from tee_side.pads.store import PadStore
-from tee_side.policy import load_policy
-from tee_side.remote_operators import RemoteOperators
+from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
+from tee_side.policy.placement import load_policy
+from tee_side.protect.calibration import CALIBRATION_FILE
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.store import PadStore
+from tee_side.protect.verification import ExactCheck, FloatCheck
+from tee_side.remote import linear
+from tee_side.remote.call import CallPlan
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.tokenizer import TEMPLATE_FILE, Tokenizer
-from tee_side.verification import ExactCheck, FloatCheck
 from tsqp.cli.logs import configure
 from tsqp.cli.program import complain
 
@@ -396,7 +398,9 @@ class Session:
             masks = MaskSettings(
                 # One without int8 takes none, and would refuse to start.
                 calibration=None if name == "tsqp" else model / CALIBRATION_FILE,
-                bank=self.folder / "bank" / "bank" if bank else None,
+                bank=BankPlace.at(self.folder / "bank" / "bank", beside_bank=True)
+                if bank
+                else None,
                 when_out="wait",
             )
             self.run = Runner(
@@ -407,6 +411,7 @@ class Session:
                     masks,
                     connect_timeout_s=10,
                     request_timeout_s=0.5,
+                    shares_in_the_clear=True,
                 )
             )
         return self.run
@@ -449,9 +454,10 @@ class Session:
         try:
             run = self._open()
             self.faults.arm(self.policy, fault, _LONG_FAULT_AT, text)
-            for sampled, piece in run.generate(ids, max_new_tokens=_LONG_TOKENS).steps():
+            generation = run.generate(ids, max_new_tokens=_LONG_TOKENS)
+            for sampled in generation.steps():
                 token_ids.append(sampled.token_id)
-                said += piece
+                said = generation.text or ""
         except TsqpError as error:
             self._report(error)
             self._close()
@@ -504,15 +510,18 @@ class Session:
 
 def note_secrets(session: Session) -> None:
     """Keep what a layer reads, and every key, at the moment at which they are made."""
-    encode, made = RemoteOperators._encode, PadStore.__init__
+    call, made = linear.carry_out, PadStore.__init__
 
-    def _encode(operators: Any, layer: int, operator: Any, x_TI: torch.Tensor) -> torch.Tensor:
-        encoded = encode(operators, layer, operator, x_TI)
-        if operator == "qkv_proj":
-            session.canaries.add_activation(x_TI[-1])
-            if not encoded.is_floating_point():
-                session.canaries.add_activation(encoded[-1])
-        return encoded
+    def _call(plan: CallPlan, x_TI: torch.Tensor) -> Any:
+        def encode(x_TI: torch.Tensor) -> torch.Tensor:
+            encoded: torch.Tensor = plan.encode(x_TI)
+            if plan.operator == "qkv_proj":
+                session.canaries.add_activation(x_TI[-1])
+                if not encoded.is_floating_point():
+                    session.canaries.add_activation(encoded[-1])
+            return encoded
+
+        return call(replace(plan, encode=encode), x_TI)
 
     def make(store: Any, layout: Any, capacity: int, key: bytes, **settings: Any) -> None:
         session.canaries.add_secret(key)
@@ -527,7 +536,7 @@ def note_secrets(session: Session) -> None:
 
         return noted
 
-    RemoteOperators._encode = _encode  # type: ignore[method-assign]
+    linear.carry_out = _call
     PadStore.__init__ = make  # type: ignore[method-assign]
     for check in (ExactCheck, FloatCheck):
         check.draw = staticmethod(noting(check.draw))  # type: ignore[attr-defined]

@@ -135,16 +135,20 @@ def unlike_prompts(count: int, length: int, new_tokens: int) -> dict[Tokens, Tok
     return found
 
 
+def _arrived(channel: PendingChannel) -> int:
+    return sum(pending.reply is not None for pending in channel._pending.values())
+
+
 @contextmanager
 def counted_replies(found: Crowd) -> Iterator[None]:
     """Count replies for which nobody waits, or nobody any more: all but the first to a request."""
     accept, lock = PendingChannel._accept, threading.Lock()
 
     def _accept(channel: PendingChannel, frames: Sequence[memoryview], received_ns: int) -> None:
-        arrived = len(channel._arrived)
+        arrived = _arrived(channel)
         accept(channel, frames, received_ns)
         with lock:
-            found.duplicated += len(channel._arrived) == arrived
+            found.duplicated += _arrived(channel) == arrived
 
     PendingChannel._accept = _accept  # type: ignore[assignment, method-assign]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 
-from tee_side.tokenizer import Tokenizer
+from tee_side.engine.tokenizer import Tokenizer
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")

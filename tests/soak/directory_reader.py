@@ -71,10 +71,10 @@ def _readers() -> dict[str, Callable[[Path], object]]:
     from protocol.messages import FUSED_MODULES
     from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
     from protocol.model.config import read_config
-    from tee_side.local_operators import load_local_operators, sites_here
-    from tee_side.model import load_tee_model
-    from tee_side.policy import load_policy
-    from tee_side.tokenizer import Tokenizer
+    from tee_side.engine.tokenizer import Tokenizer
+    from tee_side.model.layers import load_tee_model
+    from tee_side.model.local_operators import load_local_operators, sites_here
+    from tee_side.policy.placement import load_policy
 
     torch.set_num_threads(1)
     policy, dtype = load_policy("tee-only"), torch.float32

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import read_config
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.soak.crowd import (
     FROM_SERVICE,
     Crowd,

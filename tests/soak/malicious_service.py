@@ -31,11 +31,11 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
 from protocol.zmq_channel import ZmqChannel
-from tee_side.handshake import ServiceCheck
-from tee_side.model import load_tee_model
-from tee_side.services.connected import Services
-from tee_side.services.member import ConnectOptions
-from tee_side.services.plan import ReplicaGroup
+from tee_side.model.layers import load_tee_model
+from tee_side.remote.handshake import ServiceCheck
+from tee_side.remote.services.connected import Services
+from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.plan import ReplicaGroup
 from tests.soak.demo import DEMO
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.soak.victims import Outcome, Victim

@@ -176,15 +176,17 @@ def _session(runner: Runner) -> Any:
 def _watch(runner: Runner, told: Callable[[bool], None]) -> None:
     """Have somebody told, in this thread, before (False) and after (True) each request is sent."""
     channel = _session(runner).channel
-    submit = channel.submit
 
-    def told_submit(*arguments: Any, **more: Any) -> int:
-        told(False)
-        request_id: int = submit(*arguments, **more)
-        told(True)
-        return request_id
+    def telling(send: Callable[..., int]) -> Callable[..., int]:
+        def call(*arguments: Any, **more: Any) -> int:
+            told(False)
+            request_id = send(*arguments, **more)
+            told(True)
+            return request_id
 
-    channel.submit = told_submit
+        return call
+
+    channel.submit, channel.start = telling(channel.submit), telling(channel.start)
 
 
 def run(count: int) -> RowResult:

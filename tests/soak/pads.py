@@ -25,9 +25,9 @@ import torch
 from benchmarks.pad_draws import BLOCKS, ENDS, Ledger, crash_and_draw, prepare_end
 from protocol.errors import PadsExhaustedError
 from protocol.messages import LinearOperator
-from tee_side.masks.pad import Pad
-from tee_side.pads.bank import BankFile
-from tee_side.pads.source import PadLane, Pads
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.source import PadLane, Pads
 from tee_side.threads import TorchThreads
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.unit.tee_side.pads import tiny
@@ -70,7 +70,7 @@ def _life(tally: _Tally, longest: int) -> Any:
     def live(folder: Path, ledger: Ledger, end: str, choose: random.Random, until: int) -> None:
         """Run one life to its end, in a process of its own."""
         last = min(until, ledger.totals()[0] + min(longest, prepare_end(end, choose)))
-        bank = BankFile.open(folder / "bank", **tiny.IDENTITY, block=choose.choice(BLOCKS))
+        bank = BankFile.open(tiny.place(folder), tiny.PURPOSE, block=choose.choice(BLOCKS))
         pads = Pads(Pad(), bank, None, "fail")
         lanes = [pads.lane(), pads.lane()]
         while ledger.totals()[0] < last:
@@ -140,7 +140,7 @@ def run(count: int) -> RowResult:
             count,
             seed=1,
             run_life=_life(tally, max(200, count // 20)),
-            identity=tiny.IDENTITY,
+            purpose=tiny.PURPOSE,
             indices_per_draw=_INDICES_PER_DRAW,
             on_progress=progress,
         )

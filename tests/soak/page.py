@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.markdown import markdown
 from tests.soak.row import Measured, Row, RowResult, alone, minutes, module_of
-from tsqp.bench.machine import describe_machine
+from tsqp.lab.bench.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
@@ -24,15 +24,15 @@ Results: TypeAlias = dict[str, dict[str, Any]]
 _HEAD = """\
 # Reliability
 
-For every fault of the GPU side or of the wire: **the right token, or one typed error before the
-deadline and a second more**. Never a hang, never a silently wrong token, never a pad used twice,
-and other sessions go on. What the policies promise against a service that lies, and what they do
-not, is in [threat-model.md](threat-model.md).
+For every fault of the GPU side or of the wire: **the right token, or one typed error at most one
+second after the deadline**. Never a hang, a silently wrong token, or a pad used twice; other
+sessions go on. [threat-model.md](threat-model.md) says what policies promise against a service that
+lies.
 
-`make soak` does all of this and writes this page: about an hour on two cores, on which nothing else
-may run. `make soak ONLY=ROW` repeats one row. `make test` runs a short form of every row, in which
-no time is judged. Rows that measure time run alone; the others, {minutes:.0f} minutes one after the
-other, two at once.
+`make soak` runs everything and writes this page: about an hour on two otherwise idle cores. `make
+soak ONLY=ROW` repeats one row; its name and time are in the first column. `make test-more` runs a
+short form of every row, in which no time is judged. Rows that measure time run alone; the others,
+{minutes:.0f} minutes one after the other, two at once.
 """
 
 
@@ -110,13 +110,13 @@ def render(rows: Sequence[Row], results: Results) -> str:
             )
             machines[_machine(recorded["machine"])] = None
         test = f"{row.TEST} ({row.FULL:,})"
-        lines.append([row.NAME, test, row.PASS, found, verdict(recorded), when])
+        name = f"{row.NAME} (`{module_of(row)}`, {minutes(row):g} min)"
+        lines.append([name, test, row.PASS, found, verdict(recorded), when])
     table = markdown(["class", "test", "pass", "measured", "verdict", "when"], lines, texts=6)
     head = _HEAD.format(minutes=sum(minutes(row) for row in rows if not alone(row)))
     parts = [head, "## Scorecard", table]
     if machines:
         parts += ["Measured on:", "\n".join(f"- {machine}" for machine in machines)]
-    parts += ["## How to repeat a row", _repeat(rows)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -124,10 +124,3 @@ def _machine(machine: dict[str, Any]) -> str:
     about = {**machine}
     first = f"{about.pop('processor')}, {about.pop('cores')} cores, {about.pop('memory_gib')} GiB"
     return ", ".join([first, *(f"{name} {version}" for name, version in about.items())])
-
-
-def _repeat(rows: Sequence[Row]) -> str:
-    table = [
-        [row.NAME, f"`make soak ONLY={module_of(row)}`", f"{minutes(row):g} min"] for row in rows
-    ]
-    return markdown(["class", "command", "takes"], table, texts=2)

@@ -3,7 +3,7 @@
 A row is a module of this folder with
 
     NAME, TEST, PASS    its texts in the scorecard: class of fault, what is done, when it passes
-    FULL, SHORT         how often: for `make soak`, and for `make test`
+    FULL, SHORT         how often: for `make soak`, and for `make test-more`
     run(count)          does it, and returns a RowResult
     MINUTES             how long the full form takes on two cores (left out: under one)
     ALONE               True for a row that measures time, and shares the machine with no other row

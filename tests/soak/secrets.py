@@ -19,13 +19,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from tee_side.calibration import CALIBRATION_FILE
+from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.soak.canaries import BLOCK, FAULTS, PLACES, POLICIES, REFUSALS, SHARED
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.support import make_model, token_ids
 from tests.support import run as run_program
 from tests.tools.workers import Workers
-from tsqp.calibrate import calibrate_on
+from tsqp.calibrate import calibrate_on, save_calibration
 
 NAME = "secrets"
 TEST = "random canary prompts with a fault at every RPC"
@@ -60,7 +60,7 @@ def make_place(folder: Path, bank_tokens: int = _BANK_TOKENS) -> None:
     make_model(model, seed=3, **_SIZES)
     config, checkpoint = read_config(model), Checkpoint(model)
     chunks = [token_ids(100, seed, _SIZES["vocab_size"]) for seed in range(8)]
-    calibrate_on(config, checkpoint, chunks).save(model / CALIBRATION_FILE)
+    save_calibration(calibrate_on(config, checkpoint, chunks), model / CALIBRATION_FILE)
     raw = tokenizers.Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -71,6 +71,7 @@ def make_place(folder: Path, bank_tokens: int = _BANK_TOKENS) -> None:
     made = run_program(
         "tee-runner",
         *("pads", "make", str(model), "--bank", str(folder / "bank" / "bank")),
+        "--bank-key-beside-bank",
         *("--tokens", str(bank_tokens)),
     )
     if made.returncode:

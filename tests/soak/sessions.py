@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import TsqpError
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.soak.demo import DEMO, prompt
 from tests.support import assemble
@@ -87,7 +87,7 @@ def generate(runner: Runner, ids: Sequence[int], new_tokens: int) -> Said:
     error = None
     last = time.monotonic()
     try:
-        for sampled, _ in runner.generate(ids, max_new_tokens=new_tokens, with_text=False).steps():
+        for sampled in runner.generate(ids, max_new_tokens=new_tokens, with_text=False).steps():
             tokens.append(sampled.token_id)
             now = time.monotonic()
             gaps.append(now - last)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from protocol.encoding import Form, encode_reply
+from gpu_side.encoding import Form, encode_reply
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer, from_torch

@@ -8,7 +8,16 @@ import pytest
 
 from tests.soak.crowd import relative_slope
 from tests.soak.page import PAGE, read_results, record, render, write_results
-from tests.soak.row import ORDER, Measured, Row, RowResult, find_rows, module_of, percentile
+from tests.soak.row import (
+    ORDER,
+    Measured,
+    Row,
+    RowResult,
+    find_rows,
+    minutes,
+    module_of,
+    percentile,
+)
 
 ROWS = find_rows()
 
@@ -58,7 +67,8 @@ def test_page_shows_what_is_recorded(tmp_path: Path, passed: bool, verdict: str)
     path = tmp_path / "results.json"
     write_results(record({}, ROWS[0], result(ROWS[0], passed=passed)), path)
     lines = render(ROWS, read_results(path)).splitlines()
-    (shown,) = (line for line in lines if line.startswith(f"| {ROWS[0].NAME} | {ROWS[0].TEST}"))
+    (shown,) = (line for line in lines if line.startswith(f"| {ROWS[0].NAME} (`"))
+    assert f"`{module_of(ROWS[0])}`, {minutes(ROWS[0]):g} min) | {ROWS[0].TEST} (" in shown
     assert f"| missed: 0 of 7; p95, s: 0.123; most: 12,000 | {verdict} |" in shown
     assert sum("| not run |" in line for line in lines) == len(ROWS) - 1
 

@@ -19,10 +19,11 @@ from protocol.errors import TsqpError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.engine import Engine
-from tee_side.engine import Sequence as Running
-from tee_side.model import load_tee_model
-from tee_side.policy import load_policy
+from tee_side.engine.engine import Engine
+from tee_side.engine.engine import Sequence as Running
+from tee_side.model.layers import load_tee_model
+from tee_side.model.operators import MicroBatchOperators
+from tee_side.policy.placement import load_policy
 from tests.soak.demo import DEMO, prompt
 
 _PROMPT_TOKENS = 4
@@ -65,8 +66,8 @@ class Victim:
         self.assembly = Assembly(
             load_policy(policy), config, checkpoint, model, MaskSettings(), step_tokens=64
         )
-        lanes = self.assembly.lanes(lambda _layer: self._channels, micro_batches=micro_batches)
-        self._engine = Engine(model, lanes, step_tokens=64)
+        self._micro_batches = micro_batches
+        self._engine = Engine(model, self._lanes(), step_tokens=64)
         chance = random.Random(7)
         self._prompts = [prompt(_PROMPT_TOKENS, chance) for _ in range(sequences)]
         self._expected: list[list[torch.Tensor]] = []
@@ -91,6 +92,10 @@ class Victim:
         """Open channels of its own again."""
         self.disconnect()
         self._channels = self._connect()
+        self._engine.lanes = self._lanes()
+
+    def _lanes(self) -> list[MicroBatchOperators]:
+        return self.assembly.lanes(lambda _layer: self._channels, micro_batches=self._micro_batches)
 
     def step(self) -> Outcome:
         """Run a step. One that fails has changed nothing: the next is the same again."""

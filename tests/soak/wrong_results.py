@@ -24,9 +24,9 @@ from protocol.model.config import read_config
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
-from tee_side.randomness import Randomness
-from tee_side.verification import ExactCheck, FloatCheck, Tolerance
-from tee_side.vocabulary import Site
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import ExactCheck, FloatCheck, Tolerance
+from tee_side.words import Site
 from tests.soak.demo import DEMO, prompt
 from tests.soak.row import RowResult, note, progress
 from tests.support import LoopbackChannel, assemble

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import msgpack
 import torch
 
-from protocol.encoding import Form, encode_reply
+from gpu_side.encoding import Form, encode_reply
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,

@@ -14,17 +14,12 @@ from pathlib import Path
 import torch
 
 from gpu_side.access import ServiceKeys
-from gpu_side.operators import Operators
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.handler import RequestHandler
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import load_weights
-from protocol.encoding import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    Form,
-    encode_reply,
-    open_request,
-    read_request,
-)
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     HealthReply,
@@ -44,10 +39,10 @@ _WAIT_MS = 50
 _REMEMBERED = 32
 
 
-def operators_of(directory: Path, dtype: str = "float32") -> Operators:
+def operators_of(directory: Path, dtype: str = "float32") -> RequestHandler:
     """Load a model as gpu-service does."""
     weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
-    return Operators(weights, DEFAULT_MAX_MESSAGE_BYTES)
+    return RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
 
 
 class MaliciousService(Closing):
@@ -59,7 +54,7 @@ class MaliciousService(Closing):
 
     def __init__(
         self,
-        operators: Operators,
+        operators: RequestHandler,
         endpoint: str = "tcp://127.0.0.1:*",
         *,
         seed: int = 0,
@@ -155,7 +150,7 @@ class MaliciousService(Closing):
             return HealthReply(
                 status="ready", uptime_s=time.monotonic(), queued_requests=0, queued_bytes=0
             )
-        return self._operators.apply(request).response
+        return self._operators.apply(request)[0]
 
     def _remember(self, client: bytes, frames: Frames, result: Response) -> None:
         memory = self.memory

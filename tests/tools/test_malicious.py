@@ -24,6 +24,7 @@ from protocol.messages import (
 )
 from protocol.tensors import from_torch, to_torch
 from tests.support import make_model
+from tests.tables import each_row
 from tests.tools.lies import (
     CROSS_SESSION,
     INIT_LIES,
@@ -109,7 +110,7 @@ def occasion(dtype: torch.dtype) -> Occasion:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
-@pytest.mark.parametrize("lie", RESULT_LIES, ids=str)
+@each_row("lie", RESULT_LIES, ids=str)
 def test_wrong_result_has_the_right_form_and_other_numbers(lie: Lie, dtype: torch.dtype) -> None:
     told = occasion(dtype)
     (frames,) = lie.tell(told)
@@ -122,7 +123,7 @@ def test_wrong_result_has_the_right_form_and_other_numbers(lie: Lie, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
-@pytest.mark.parametrize("lie", WIRE_LIES, ids=str)
+@each_row("lie", WIRE_LIES, ids=str)
 def test_lie_on_the_wire_is_not_the_right_reply(lie: Lie, dtype: torch.dtype) -> None:
     for _ in range(20):
         told = occasion(dtype)

@@ -12,24 +12,16 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError
+from tsqp.cli.lab_types import COUNTS, complete_shape
+from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.cli.program import EXIT_FAILURE, model_directory
-from tsqp.cli.runner_options import MODELLED_LINK, SPIN_US
-from tsqp.cli.settings import (
-    COUNTS,
-    DTYPES,
-    PATH,
-    THREADS,
-    complete_policy,
-    complete_shape,
-    config_option,
-)
+from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.extras import needing
 
 if TYPE_CHECKING:
-    from tsqp.bench.model import Report
+    from tsqp.lab.bench.model import Report
 
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 DEFAULT_POLICIES = ("attention-in-tee", "shielded")
 
 
@@ -50,7 +42,7 @@ class _Listing(click.Option):
 
 
 def _shapes() -> Iterable[str]:
-    from tsqp.bench.shapes import SHAPES
+    from tsqp.lab.bench.shapes import SHAPES
 
     return SHAPES
 
@@ -62,7 +54,7 @@ def _profiles() -> Iterable[str]:
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("model", required=False, envvar="TSQP_BENCH_MODEL")
+@model_argument(required=False)
 @click.option(
     "--shape",
     metavar="NAME",
@@ -72,14 +64,7 @@ def _profiles() -> Iterable[str]:
     help="In place of MODEL: the shape of a known one, with random weights; nothing is downloaded."
     " One of",
 )
-@click.option(
-    "--policy",
-    multiple=True,
-    default=DEFAULT_POLICIES,
-    metavar="NAME|FILE",
-    shell_complete=complete_policy,
-    help="Repeatable.",
-)
+@use("policy", policy={"multiple": True, "default": DEFAULT_POLICIES, "help": "Repeatable."})
 @click.option(
     "--device",
     default="null",
@@ -95,8 +80,13 @@ def _profiles() -> Iterable[str]:
     help="tcp and ipc are ZeroMQ's; unix is a stream socket.",
 )
 @click.option(
-    "--gpu", multiple=True, metavar="ENDPOINT", help="Measure services that run, and start none."
+    "--gpu",
+    multiple=True,
+    allow_from_autoenv=False,  # services that others use are measured on purpose only
+    metavar="ENDPOINT",
+    help="Measure services that run, and start none.",
 )
+@use("shares-in-the-clear")
 @click.option("--prefill", type=COUNTS, default="1,128,512", help="Prompt lengths in tokens.")
 @click.option("--context", type=COUNTS, default="128", help="Tokens behind a decoded one.")
 @click.option("--batch", type=COUNTS, default="1,8", help="Sequences decoded together.")
@@ -110,22 +100,13 @@ def _profiles() -> Iterable[str]:
     help="Timed for each context and batch; up to 12 more are observed. They need room in the"
     " model's context.",
 )
-@click.option(
-    "--step-tokens",
-    type=click.IntRange(min=1),
-    default=512,
-    help="As tee-runner's: longer prompts are prefilled in chunks.",
+@use(
+    *("step-tokens", "micro-batches", "dtype", "threads"),
+    dtype={"help": "Of both sides; default: the model's own."},
+    threads={"help": "Of the TEE side; default: one a core."},
 )
-@click.option(
-    "--micro-batches", type=click.IntRange(1, 64), default=1, help="Into which a step is cut."
-)
-@click.option("--dtype", type=DTYPES, help="Of both sides; default: the model's own.")
-@click.option("--threads", type=THREADS, help="Of the TEE side; default: one a core.")
 @click.option("--gpu-threads", type=THREADS, help="Of the service; default: one a core.")
-@SPIN_US
-@MODELLED_LINK[0]
-@MODELLED_LINK[1]
-@click.option("--key", type=PATH, metavar="FILE", help="Of a feature mask, by tsqp provision.")
+@use("spin-us", "link-gbps", "link-rtt-us", "key")
 @click.option(
     "--server-model",
     type=click.Path(file_okay=False, path_type=Path),
@@ -138,15 +119,26 @@ def _profiles() -> Iterable[str]:
     help="Also tee-only, transformers, the published client, and raw ping-pong.",
 )
 @click.option(
-    "--json", "json_path", type=OutputFile(), metavar="FILE", help="Write everything to FILE."
+    "--json",
+    "json_path",
+    type=OutputFile(),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Write everything to FILE.",
 )
 @click.option(
-    "--html", "html_path", type=OutputFile(), metavar="FILE", help="Write a page with plots."
+    "--html",
+    "html_path",
+    type=OutputFile(),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Write a page with plots.",
 )
 @click.option(
     "--trace",
     "trace_path",
     type=OutputFile(),
+    allow_from_autoenv=False,
     metavar="FILE",
     help="Write a trace for ui.perfetto.dev.",
 )
@@ -172,16 +164,16 @@ def bench(
     with the baselines in the same run. What is there is written even if the run is interrupted.
     """
     with needing("tsqp bench", "the extra bench: pip install '.[bench]'"):
-        from tsqp.bench.html import render_html
-        from tsqp.bench.run import Bench
-        from tsqp.bench.trace import perfetto_json
         from tsqp.cli.tables import open_console
-    from tsqp.bench.plot_style import check_installed
-    from tsqp.bench.table import show
+        from tsqp.lab.bench.html import render_html
+        from tsqp.lab.bench.run import Bench
+        from tsqp.lab.bench.trace import perfetto_json
+    from tsqp.lab.bench.plot_style import check_installed
+    from tsqp.lab.bench.table import show
 
     if html_path is not None:
         check_installed("tsqp bench --html")
-    console = open_console("tsqp bench")
+    console = open_console()
     outputs: Outputs[Report] = Outputs(
         {
             "--json": (json_path, lambda report: report.model_dump_json(indent=1) + "\n"),
@@ -224,9 +216,9 @@ def _settings(
     """Return `BenchSettings`. `given`: the options that somebody chose, by their names."""
     import torch
 
-    from tee_side.policy import load_policy
-    from tsqp.bench.job import Plan
-    from tsqp.bench.settings import BenchSettings
+    from tee_side.policy.placement import load_policy
+    from tsqp.lab.bench.job import Plan
+    from tsqp.lab.bench.settings import BenchSettings
 
     for name, kind in (
         ("device", "--device"),
@@ -245,6 +237,7 @@ def _settings(
         model=model_directory(model) if model else None,
         shape=shape,
         endpoints=options["gpu"],
+        shares_in_the_clear=options["shares_in_the_clear"],
         device=options["device"],
         transport=options["transport"],
         threads=options["threads"] or cores,

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tsqp.cli.settings import config_option
+from tsqp.cli.options import use
+from tsqp.cli.program import DEFAULT_POLICY
+from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.cli.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tee_side.vocabulary import Phase, Verify
+    from tee_side.words import Phase, Verify
     from tsqp.catalogue import MaskEntry, PolicyEntry, Unusable
 
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 _FOOTNOTE = "broken: tokens can be recovered where the weights are public, which they usually are"
 
 
 @click.command(context_settings=CONTEXT)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@use("json")
 @config_option
 def policies(*, as_json: bool) -> None:
     """List the placement policies: what leaves the TEE under each, and masked how."""
@@ -31,9 +32,9 @@ def policies(*, as_json: bool) -> None:
 
     entries, unusable = policy_entries()
     if as_json:
-        _echo_json("policies", entries, unusable)
+        _echo_json("policies", entries, unusable, default=DEFAULT_POLICY)
         return
-    console = open_console("tsqp policies")
+    console = open_console()
     rows = [("\n".join(_place(entry)), "\n".join(_leaving(entry))) for entry in entries]
     console.print(table("", [("policy", False), ("what leaves the TEE", False)], rows, lines=True))
     _show_unusable(console, unusable)
@@ -45,7 +46,8 @@ def policies(*, as_json: bool) -> None:
 def _place(entry: PolicyEntry) -> list[str]:
     services = {0: "no service", 1: "1 service"}.get(entry.services, f"{entry.services} services")
     arithmetic = ", int8" if entry.arithmetic == "int8" else ""
-    place = [entry.name, entry.standing, services + arithmetic]
+    default = " (default)" if entry.name == DEFAULT_POLICY else ""
+    place = [entry.name + default, entry.standing, services + arithmetic]
     return place + ([f"({entry.origin})"] if entry.origin != "built in" else [])
 
 
@@ -66,7 +68,7 @@ def _leaving(entry: PolicyEntry) -> list[str]:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("name", required=False, metavar="[NAME|FILE]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@use("json")
 @config_option
 def masks(*, name: str | None, as_json: bool) -> None:
     """List the masks: what each hides, what breaks it, what it costs. With NAME: all about one."""
@@ -83,7 +85,7 @@ def masks(*, name: str | None, as_json: bool) -> None:
     if as_json:
         _echo_json("masks", entries, unusable)
         return
-    console = open_console("tsqp masks")
+    console = open_console()
     rows = [("\n".join(_facts(entry)), "\n".join(_claims(entry))) for entry in entries]
     console.print(table("", [("mask", False), ("what it does", False)], rows, lines=True))
     _show_unusable(console, unusable)
@@ -91,11 +93,14 @@ def masks(*, name: str | None, as_json: bool) -> None:
 
 
 def _echo_json(
-    what: str, entries: Sequence[MaskEntry | PolicyEntry], unusable: list[Unusable]
+    what: str,
+    entries: Sequence[MaskEntry | PolicyEntry],
+    unusable: list[Unusable],
+    **more: str,
 ) -> None:
     found = {what: entries, "unusable": unusable}
     listed = {key: [one.model_dump(mode="json") for one in some] for key, some in found.items()}
-    click.echo(json.dumps(listed, indent=1))
+    click.echo(json.dumps(listed | more, indent=1))
 
 
 def _show_unusable(console: Console, unusable: list[Unusable]) -> None:
@@ -127,7 +132,7 @@ def _claims(entry: MaskEntry) -> list[str]:
 def _show_mask(entry: MaskEntry) -> None:
     from tsqp.catalogue import default_text, needs_of
 
-    console = open_console("tsqp masks")
+    console = open_console()
     article = "an" if entry.kind == "additive" else "a"
     console.print(f"{entry.name}: {article} {entry.kind} mask ({entry.origin}), {standing(entry)}")
     console.print()

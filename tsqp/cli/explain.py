@@ -6,27 +6,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tsqp.cli.program import DEFAULT_POLICY, model_directory
-from tsqp.cli.settings import DTYPES, complete_policy, config_option
+from tsqp.cli.options import use
+from tsqp.cli.program import model_directory
+from tsqp.cli.settings import CONTEXT, config_option, model_argument
 from tsqp.cli.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tee_side.vocabulary import Phase
-    from tsqp.explain.model import Cost, Explanation, Message, OperatorRow
+    from tee_side.words import Phase
+    from tsqp.lab.explain.model import Cost, Explanation, Message, OperatorRow
 
 # Headings of the first table.
 _PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")
 
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
-
 
 @click.command(context_settings=CONTEXT)
-@click.argument("model", envvar="TSQP_EXPLAIN_MODEL")
-@click.option(
-    "--policy", default=DEFAULT_POLICY, metavar="NAME|FILE", shell_complete=complete_policy
-)
+@model_argument()
+@use("policy")
 @click.option(
     "--context",
     type=click.IntRange(min=1),
@@ -36,14 +33,7 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 @click.option(
     "--prompt-tokens", type=click.IntRange(min=1), default=128, help="Tokens of the prompt."
 )
-@click.option(
-    "--step-tokens",
-    type=click.IntRange(min=1),
-    default=512,
-    help="As tee-runner's: longer prompts are prefilled in chunks.",
-)
-@click.option("--dtype", type=DTYPES, help="As tee-runner's; default: the model's own.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@use("step-tokens", "dtype", "json")
 @config_option
 def explain(
     *,
@@ -60,11 +50,11 @@ def explain(
     MODEL is a Hugging Face directory, or "demo"; only its config.json is read. RPCs and bytes are
     counted on messages that are encoded as for the wire, and not sent.
     """
-    from tee_side.policy import load_policy
-    from tsqp.explain.explanation import explain as run
+    from tee_side.policy.placement import load_policy
+    from tsqp.lab.explain.explanation import explain as run
 
     # First, as the work may take a while.
-    console = None if as_json else open_console("tsqp explain")
+    console = None if as_json else open_console()
     found = run(
         model_directory(model),
         load_policy(policy),
@@ -85,10 +75,10 @@ def explain(
     console.print()
     columns = [(name, False) for name in _PLACEMENT]
     console.print(table("Placement", columns, [_placement(row) for row in found.operators]))
-    for use in found.masks:
-        console.print(_mask_title(use.name, use.options, broken=use.broken))
-        claims = [("  hides", use.hides), ("  known break", use.known_break)]
-        claims += [("  noise", use.noise)] if use.noise else []
+    for mask in found.masks:
+        console.print(_mask_title(mask.name, mask.options, broken=mask.broken))
+        claims = [("  hides", mask.hides), ("  known break", mask.known_break)]
+        claims += [("  noise", mask.noise)] if mask.noise else []
         console.print(definitions(claims))
         console.print()
     if found.needs.services:
@@ -116,7 +106,7 @@ def _placement(row: OperatorRow) -> tuple[str, ...]:
 
 
 def _mask_title(name: str, options: dict[str, object], *, broken: bool) -> str:
-    from tsqp.explain.explanation import with_options
+    from tsqp.lab.explain.explanation import with_options
 
     verdict = "broken where the weights are public" if broken else "not known to be broken"
     return f"mask {with_options(name, options)}: {verdict}"

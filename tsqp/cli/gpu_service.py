@@ -9,19 +9,24 @@ import click
 
 from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from protocol.errors import SettingsError
-from tsqp.cli.program import DEFAULT_ENDPOINT, model_directory, run, setup_logging
+from tsqp.cli.options import use
+from tsqp.cli.program import (
+    DEFAULT_ENDPOINT,
+    model_directory,
+    run,
+    setup_logging,
+)
 from tsqp.cli.settings import (
-    DTYPES,
-    HEARTBEAT_TIMEOUT_S,
+    CONTEXT,
     PATH,
-    THREADS,
     FiniteFloatRange,
     config_option,
+    model_argument,
     version_option,
 )
 
 if TYPE_CHECKING:
-    from tee_side.layer_range import LayerRange
+    from tee_side.policy.layer_range import LayerRange
 
 MIB = 1024 * 1024
 
@@ -30,7 +35,7 @@ def _layers(
     _context: click.Context, _parameter: click.Parameter, text: str | None
 ) -> LayerRange | None:
     """Read layers as `tee-runner --gpu` reads them behind `=`."""
-    from tee_side.layer_range import LayerRange
+    from tee_side.policy.layer_range import LayerRange
 
     try:
         return None if text is None else LayerRange.parse(text)
@@ -50,8 +55,8 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     return layers.first, max(layers.first, read_config(model).num_hidden_layers - 1)
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.argument("model", envvar="GPU_SERVICE_MODEL")
+@click.command("gpu-service", context_settings=CONTEXT)
+@model_argument()
 @click.option(
     "--bind",
     default=DEFAULT_ENDPOINT,
@@ -66,7 +71,7 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     " as long as an accelerator would take: h100, h200, a100, l4, rtx-4090, or a TOML file that"
     " describes one. Both compute nothing.",
 )
-@click.option("--dtype", type=DTYPES, help="What to compute in; default: the model's own dtype.")
+@use("dtype")
 @click.option(
     "--arithmetic",
     type=click.Choice(["float", "int8", "both"]),
@@ -74,20 +79,7 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     help="Which linear weights to hold. Both take 1.5 times the memory of a bfloat16 model; float"
     " alone is enough for policies that compute in float.",
 )
-@click.option("--threads", type=THREADS, help="CPU threads for torch.")
-@click.option(
-    "--max-message-mib",
-    type=click.IntRange(1, 4096),
-    default=512,
-    help="Larger messages are refused.",
-)
-@click.option(
-    "--spin-us",
-    type=FiniteFloatRange(0, 1_000_000),
-    default=0.0,
-    help="Look for the next message for so many microseconds before sleeping, as long as messages"
-    " come that fast. Answers sooner and takes a core.",
-)
+@use("threads", "max-message-mib", "spin-us")
 @click.option(
     "--layers",
     metavar="LAYERS",
@@ -148,7 +140,7 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     is_flag=True,
     help="Let in whoever reaches the address, from other machines as well.",
 )
-@HEARTBEAT_TIMEOUT_S
+@use("heartbeat-timeout-s")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"
 )
@@ -213,4 +205,4 @@ def command(
 
 def main() -> NoReturn:
     """Entry point."""
-    run(command, "gpu-service", "GPU_SERVICE")
+    run(command, "gpu-service")

@@ -14,19 +14,17 @@ from protocol.errors import (
     ReplyError,
     ServiceError,
 )
-from tsqp.cli.keys import read_client_keys
+from tsqp.cli.options import use
 from tsqp.cli.program import EXIT_FAILURE, complain
-from tsqp.cli.settings import IDENTITY, PATH, FiniteFloatRange, config_option
+from tsqp.cli.settings import CONTEXT, FiniteFloatRange, config_option
+from tsqp.cli.trust import read_client_keys
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.argument("endpoint", envvar="TSQP_HEALTH_ENDPOINT")
-@IDENTITY
-@click.option(
-    "--service-key",
-    type=PATH,
-    metavar="FILE",
-    help="Public key of the service: nobody else is asked.",
+@click.command(context_settings=CONTEXT)
+@click.argument("endpoint")
+@use(
+    *("identity", "service-key", "json"),
+    service_key={"multiple": False, "help": "Public key of the service: no other one is asked."},
 )
 @click.option(
     "--timeout-s",
@@ -34,7 +32,6 @@ from tsqp.cli.settings import IDENTITY, PATH, FiniteFloatRange, config_option
     default=10.0,
     help="How long to wait for the answer: on a CPU it may come only after a product.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a line.")
 @config_option
 @click.pass_context
 def health(
@@ -43,7 +40,7 @@ def health(
     *,
     endpoint: str,
     identity: Path | None,
-    service_key: Path | None,
+    service_key: str | None,
     timeout_s: float,
     as_json: bool,
 ) -> None:
@@ -57,7 +54,7 @@ def health(
     from protocol.messages import HealthReply, HealthRequest
 
     services = () if service_key is None else (service_key,)
-    keys = read_client_keys({"identity": identity, "service_key": services})
+    keys = read_client_keys({"identity": identity, "service_key": services}, None)
     # What is no endpoint is bad input, and no verdict on a service.
     parse_endpoint(endpoint)
     try:

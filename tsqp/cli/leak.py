@@ -14,24 +14,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.lab_types import Numbers, complete_shape
+from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
 from tsqp.cli.program import EXIT_FAILURE, model_directory
-from tsqp.cli.settings import (
-    DTYPES,
-    THREADS,
-    Numbers,
-    complete_policy,
-    complete_shape,
-    config_option,
-)
+from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.extras import needing
 
 if TYPE_CHECKING:
-    from tsqp.bench.plot_style import Plot
-    from tsqp.leak.model import Report
-    from tsqp.leak.settings import LeakSettings, Watch
+    from tsqp.lab.bench.plot_style import Plot
+    from tsqp.lab.leak.model import Report
+    from tsqp.lab.leak.settings import LeakSettings, Watch
 
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 # From noise that a model survives.
 _SIGMAS = "0.3,1,4,8,16,32"
 # Enough for a search among tokens that the first layer says are there.
@@ -41,7 +35,7 @@ _MOST_WORKERS = 8
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("model", required=False, envvar="TSQP_LEAK_MODEL")
+@model_argument(required=False)
 @click.option(
     "--shape",
     metavar="NAME",
@@ -49,12 +43,13 @@ _MOST_WORKERS = 8
     help="In place of MODEL: the first layer of a known one's shape, with random weights, on random"
     " token ids.",
 )
-@click.option(
-    "--policy",
-    multiple=True,
-    metavar="NAME|FILE",
-    shell_complete=complete_policy,
-    help="Repeatable. Default: all that are built in, and two that are weakened on purpose.",
+@use(
+    "policy",
+    policy={
+        "multiple": True,
+        "default": (),
+        "help": "Repeatable. Default: all that are built in, and two that are weakened on purpose.",
+    },
 )
 @click.option(
     "--attack",
@@ -82,9 +77,10 @@ _MOST_WORKERS = 8
     metavar="DIR",
     help="What the attacker has, where MODEL is not public: the model that it was made from.",
 )
+@use("shares-in-the-clear")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0)
-@click.option("--dtype", type=DTYPES, help="Of both sides; default: the model's own.")
+@use("dtype", dtype={"help": "Of both sides; default: the model's own."})
 @click.option(
     "--workers",
     type=click.IntRange(1, 1024),
@@ -138,18 +134,34 @@ _MOST_WORKERS = 8
     " tokens beyond chance, and has worked on its control.",
 )
 @click.option(
-    "--json", "json_path", type=OutputFile(), metavar="FILE", help="Write everything to FILE."
+    "--json",
+    "json_path",
+    type=OutputFile(),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Write everything to FILE.",
 )
 @click.option(
-    "--html", "html_path", type=OutputFile(), metavar="FILE", help="Write a page with plots."
+    "--html",
+    "html_path",
+    type=OutputFile(),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Write a page with plots.",
 )
 @click.option(
-    "--plot", "plot_path", type=OutputFile(), metavar="FILE", help="Write cost and leakage as SVG."
+    "--plot",
+    "plot_path",
+    type=OutputFile(),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Write cost and leakage as SVG.",
 )
 @click.option(
     "--picture",
     "picture_path",
     type=OutputFile(),
+    allow_from_autoenv=False,
     metavar="FILE",
     help="Write a prompt as each policy's best attack reads it, as SVG.",
 )
@@ -183,12 +195,12 @@ def leak(
     """
     with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
         from tsqp.cli.tables import open_console
-        from tsqp.leak.html import render_html
-        from tsqp.leak.plots import cost_against_leakage
-        from tsqp.leak.reconstruction import panels, render, svg
-        from tsqp.leak.table import show
-        from tsqp.leak.words import above, verdict
-    from tsqp.bench.plot_style import check_installed
+        from tsqp.lab.leak.html import render_html
+        from tsqp.lab.leak.plots import cost_against_leakage
+        from tsqp.lab.leak.reconstruction import panels, render, svg
+        from tsqp.lab.leak.table import show
+        from tsqp.lab.leak.words import above, verdict
+    from tsqp.lab.bench.plot_style import check_installed
 
     if html_path is not None or plot_path is not None:
         check_installed("tsqp leak --html, --plot")
@@ -196,7 +208,7 @@ def leak(
         raise SettingsError(
             "--plot", got="--cost none", expected="--cost measure, or FILE: it is one axis"
         )
-    console = open_console("tsqp leak")
+    console = open_console()
     outputs: Outputs[Report] = Outputs(
         {
             "--json": (json_path, lambda report: report.model_dump_json() + "\n"),
@@ -206,7 +218,7 @@ def leak(
         },
         _say,
     )
-    from tsqp.leak.laboratory import Laboratory
+    from tsqp.lab.leak.laboratory import Laboratory
 
     written = True
     with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
@@ -224,7 +236,7 @@ def leak(
                     for policy in report.policies if details else ():
                         if policy.reconstruction is not None:
                             console.print()
-                            console.print(f"{policy.policy}: {verdict(policy)}")
+                            console.print(f"{policy.title}: {verdict(policy)}")
                             render(policy.reconstruction, console)
                 finally:
                     written = outputs.write(report)
@@ -255,14 +267,14 @@ def _settings(
     import torch
 
     from protocol.model.config import read_config
-    from tee_side.policy import builtin_policies, load_policy
-    from tee_side.tokenizer import Tokenizer
-    from tsqp.leak.cost import read_report
-    from tsqp.leak.curves import noisy_mask
-    from tsqp.leak.laboratory import weakened_policies
-    from tsqp.leak.prompts import cut_prompts, random_prompts, text_of
-    from tsqp.leak.registry import find_attacks
-    from tsqp.leak.settings import LeakSettings
+    from tee_side.engine.tokenizer import Tokenizer
+    from tee_side.policy.placement import builtin_policies, load_policy
+    from tsqp.lab.leak.cost import read_report
+    from tsqp.lab.leak.curves import noisy_mask
+    from tsqp.lab.leak.laboratory import weakened_policies
+    from tsqp.lab.leak.prompts import cut_prompts, random_prompts, text_of
+    from tsqp.lab.leak.registry import find_attacks
+    from tsqp.lab.leak.settings import LeakSettings
 
     if (model is None) == (shape is None):
         raise SettingsError(
@@ -323,13 +335,14 @@ def _settings(
         margin=min(margins, default=None),
         cost=cost,
         curves=sigmas if options["curves"] else (),
+        shares_in_the_clear=options["shares_in_the_clear"],
     )
 
 
 def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
     """Return the names that were given, or all, and behind them the paths that were given."""
     from tee_side.plugins import is_path
-    from tsqp.leak.registry import ATTACKS
+    from tsqp.lab.leak.registry import ATTACKS
 
     paths = [one for one in given if is_path(one)]
     names = [one for one in given if not is_path(one)]
@@ -338,7 +351,7 @@ def _attack_names(given: Sequence[str]) -> tuple[str, ...]:
 
 def _first_layer(shape: str, folder: Path) -> Path:
     """Write the first layer of a shape, with random weights."""
-    from tsqp.bench import prepare
+    from tsqp.lab.bench import prepare
 
     directory = folder / shape
     directory.mkdir()
@@ -352,7 +365,7 @@ def _progress() -> Iterator[Watch]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tsqp.leak.settings import Watch
+    from tsqp.lab.leak.settings import Watch
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.bench import bench
-from tsqp.cli.calibrate import calibrate
-from tsqp.cli.catalogue import masks, policies
-from tsqp.cli.explain import explain
-from tsqp.cli.health import health
-from tsqp.cli.keys import keys
-from tsqp.cli.leak import leak
-from tsqp.cli.manifest import manifest
-from tsqp.cli.plan import plan
+from tsqp.cli.options import use
 from tsqp.cli.program import EXIT_FAILURE, run
 from tsqp.cli.prompts import require_utf8
-from tsqp.cli.provision import provision
-from tsqp.cli.settings import THREADS, config_option, version_option
+from tsqp.cli.settings import (
+    CONTEXT,
+    PROGRAMS,
+    Commands,
+    config_option,
+    version_option,
+)
 from tsqp.extras import needing
 
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 _EXTRA = "the extra demo: pip install '.[demo]'"
+_NAMED_SO = (
+    *("bench", "calibrate", "doctor", "explain", "health", "keys"),
+    *("leak", "manifest", "plan", "provision"),
+)
+_MODULES = {"policies": "catalogue", "masks": "catalogue", **{name: name for name in _NAMED_SO}}
 
 
-@click.group(context_settings=CONTEXT)
+@click.group("tsqp", cls=Commands, modules=_MODULES, context_settings=CONTEXT)
 @config_option
 @version_option
 def command() -> None:
@@ -35,19 +37,28 @@ def command() -> None:
 
 
 @command.command(context_settings=CONTEXT)
-@click.option(
-    "--policy",
-    multiple=True,
-    metavar="NAME|FILE",
-    help="Show this one, with its cost per operator; repeatable. Default: tee-only,"
-    " attention-in-tee and shielded, one after another.",
+@use(
+    "policy",
+    policy={
+        "multiple": True,
+        "default": (),
+        "help": "Show this one, with its cost per operator; repeatable. Default: tee-only,"
+        " attention-in-tee and shielded, one after another.",
+    },
 )
 @click.option("--prompt", default="Once upon a time", metavar="TEXT")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=240)
+@use("shares-in-the-clear")
 @config_option
 @click.pass_context
 def demo(
-    context: click.Context, /, *, policy: tuple[str, ...], prompt: str, max_new_tokens: int
+    context: click.Context,
+    /,
+    *,
+    policy: tuple[str, ...],
+    prompt: str,
+    max_new_tokens: int,
+    shares_in_the_clear: bool,
 ) -> None:
     """Watch the same prompt three ways: all in the TEE, offloaded in the clear, and shielded.
 
@@ -59,7 +70,12 @@ def demo(
     require_utf8(prompt, "--prompt")
     with needing("tsqp demo", _EXTRA):
         from tsqp.demo.acts import run_demo
-    right = run_demo(policies=policy, prompt=prompt, max_new_tokens=max_new_tokens)
+    right = run_demo(
+        policies=policy,
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        options=["--shares-in-the-clear"] if shares_in_the_clear else [],
+    )
     context.exit(0 if right else EXIT_FAILURE)
 
 
@@ -67,13 +83,13 @@ def demo(
 @click.argument("output", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=7)
 @click.option("--tokens", type=click.IntRange(min=1), help="How many to train on.")
-@click.option("--threads", type=THREADS, help="CPU threads for torch.")
+@use("threads")
 @config_option
 def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None) -> None:
     """Train the demo model that ships with us, into the new directory OUTPUT."""
     with needing("tsqp train-demo", _EXTRA):
-        from tsqp.train_demo.train import DEFAULT_TOKENS, OutputDirectoryError
-        from tsqp.train_demo.train import train_demo as train
+        from tsqp.tools.train_demo.train import DEFAULT_TOKENS, OutputDirectoryError
+        from tsqp.tools.train_demo.train import train_demo as train
     try:
         record = train(output, seed=seed, tokens=tokens or DEFAULT_TOKENS, threads=threads)
     except OutputDirectoryError as error:
@@ -84,50 +100,21 @@ def train_demo(output: Path, seed: int, tokens: int | None, threads: int | None)
 
 
 @command.command(context_settings=CONTEXT)
-@click.option("--json", is_flag=True, help="One JSON object instead of a table.")
-@config_option
-def doctor(**settings: bool) -> None:
-    """Say what this machine has and lacks for either side."""
-    from tsqp.doctor import examine, render
-
-    findings = examine()
-    click.echo(render(findings, as_json=settings["json"]))
-
-
-@command.command(context_settings=CONTEXT)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@config_option
 def completion(shell: str) -> None:
     """Print the completion script of all three programs: eval "$(tsqp completion bash)"."""
     from click.shell_completion import get_completion_class
 
-    from tsqp.cli.gpu_service import command as gpu_service
-    from tsqp.cli.tee_runner import command as tee_runner
-
     generator = get_completion_class(shell)
     if generator is None:
         raise SettingsError("shell", got=shell, expected="bash, zsh or fish")
-    programs = {"gpu-service": gpu_service, "tee-runner": tee_runner, "tsqp": command}
-    for name, program in programs.items():
+    for name, module in PROGRAMS.items():
+        program = import_module(f"tsqp.cli.{module}").command
         variable = f"_{name.replace('-', '_').upper()}_COMPLETE"
         click.echo(generator(program, {}, name, variable).source())
 
 
-for _command in (
-    policies,
-    masks,
-    explain,
-    bench,
-    plan,
-    leak,
-    calibrate,
-    keys,
-    manifest,
-    provision,
-    health,
-):
-    command.add_command(_command)
-
-
 def main() -> NoReturn:
     """Entry point."""
-    run(command, "tsqp", "TSQP")
+    run(command, "tsqp")

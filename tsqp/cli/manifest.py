@@ -1,41 +1,20 @@
-"""`tsqp manifest`: pin a model directory by digests; and reading what it wrote."""
+"""`tsqp manifest`: pin a model directory by digests."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.errors import SettingsError, describe
+from protocol.errors import SettingsError
 from tsqp.cli.program import DEMO, model_directory
-from tsqp.cli.settings import PATH, config_option
-
-if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
-
-# For every command that reads a model in the TEE.
-MANIFEST = (
-    click.option(
-        "--manifest",
-        type=PATH,
-        metavar="FILE",
-        help="What MODEL must hold, byte for byte, as tsqp manifest wrote it.",
-    ),
-    click.option(
-        "--manifest-digest",
-        metavar="HEX",
-        help="SHA-256 of the manifest: needed where it lies on a disk that is not trusted.",
-    ),
-)
+from tsqp.cli.settings import CONTEXT, PATH, config_option, model_argument
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.argument("model", envvar="TSQP_MANIFEST_MODEL")
+@click.command(context_settings=CONTEXT)
+@model_argument()
 @click.option(
     "--output",
     "-o",
@@ -43,13 +22,22 @@ MANIFEST = (
     metavar="FILE",
     help='Default: manifest.json inside MODEL. Needed for "demo", which is part of this program.',
 )
+@click.option(
+    "--also",
+    type=PATH,
+    multiple=True,
+    metavar="FILE",
+    help="Pin this file, too, by its name: a policy, settings, the public key of a service, a mask."
+    " Repeatable.",
+)
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 @config_option
-def manifest(*, model: str, output: Path | None, force: bool) -> None:
+def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: bool) -> None:
     """Write the digests of everything in MODEL that the TEE reads, where you trust the disk.
 
     MODEL is a Hugging Face directory with safetensors weights, or "demo"; calibrate first, as the
-    scales are pinned, too. tee-runner --manifest then refuses a directory that differs in a byte.
+    scales are pinned, too. tee-runner --manifest then refuses a directory that differs in a byte,
+    and every policy, settings file, service key and mask of yours that --also did not name.
     Whoever can write to the disk can change a manifest on it: keep the digest that is printed where
     they cannot, and give it to tee-runner --manifest-digest.
     """
@@ -74,36 +62,9 @@ def manifest(*, model: str, output: Path | None, force: bool) -> None:
             bar.length = total
             bar.update(1)
 
-        made = make_manifest(directory, progress)
+        made = make_manifest(directory, progress, also)
     content = made.to_bytes()
     path.write_bytes(content)
-    click.echo(f"{path}: {len(made.files)} files, {len(made.tensors)} tensors")
+    beside = f", also {', '.join(made.also)}" if made.also else ""
+    click.echo(f"{path}: {len(made.files)} files, {len(made.tensors)} tensors{beside}")
     click.echo(f"SHA-256 of it: {hashlib.sha256(content).hexdigest()}")
-
-
-def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | None:
-    """Read what `--manifest` and `--manifest-digest` say; None without them.
-
-    Says on stderr what a manifest inside MODEL is worth. Raises SettingsError, ManifestError.
-    """
-    path, digest = settings["manifest"], settings["manifest_digest"]
-    if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
-        raise SettingsError(
-            "--manifest-digest", got=describe(digest), expected="64 hexadecimal digits"
-        )
-    if path is None:
-        if digest is not None:
-            raise SettingsError(
-                "--manifest-digest", got="no --manifest", expected="the file that it is of"
-            )
-        return None
-    from protocol.model.manifest import Manifest
-
-    found = Manifest.load(path, digest)
-    if digest is None and path.resolve().parent == directory.resolve():
-        click.echo(
-            f"{path} lies in the model's directory, and is taken without --manifest-digest: it"
-            " shows damage, but nothing that was changed on purpose",
-            err=True,
-        )
-    return found

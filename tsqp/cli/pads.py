@@ -5,65 +5,36 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from protocol.errors import PolicyError, SettingsError
-from tsqp.cli.manifest import MANIFEST, load_manifest
-from tsqp.cli.program import DEFAULT_POLICY, model_directory
-from tsqp.cli.settings import PATH, THREADS, config_option
+from tsqp.cli.options import use
+from tsqp.cli.program import model_directory
+from tsqp.cli.settings import CONTEXT, config_option, model_argument
 from tsqp.cli.status import bytes_for_people
+from tsqp.cli.trust import bank_place, load_manifest, load_pinned_policy
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
     from protocol.model.config import ModelConfig
-    from tee_side.masks.mask import AdditiveMask
-    from tee_side.pads.bank import BankFile, PadBankStatus
-    from tee_side.pads.layout import PadLayout
-    from tee_side.pads.maker import PadMaker
-    from tee_side.policy import Policy
+    from tee_side.policy.placement import Policy
+    from tee_side.protect.masks.mask import AdditiveMask
+    from tee_side.protect.pads.bank import BankFile, PadBankStatus
+    from tee_side.protect.pads.layout import PadLayout
+    from tee_side.protect.pads.maker import PadMaker
 
-C = TypeVar("C", bound=Callable[..., Any])
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 # Tokens in one product: each weight is read from the directory once for so many.
 BATCH_TOKENS = 512
 
-BANK_FILES = (
-    click.option(
-        "--bank-key",
-        type=PATH,
-        metavar="FILE",
-        help="Key of the bank, for the TEE alone; default: the bank's name and .key.",
-    ),
-    click.option(
-        "--bank-index",
-        type=PATH,
-        metavar="FILE",
-        help="What of the bank is used up, best where the host cannot restore an old copy;"
-        " default: the bank's name and .index.",
-    ),
-)
-
-
-def bank_options(command: C) -> C:
-    """Add the options that say which bank."""
-    bank = click.option("--bank", type=PATH, required=True, metavar="FILE", help="The pad bank.")
-    policy = click.option(
-        "--policy",
-        default=DEFAULT_POLICY,
-        metavar="NAME|FILE",
-        help="Pads are made for the operators that it puts under pads.",
-    )
-    for option in reversed((bank, *BANK_FILES, policy)):
-        command = option(command)
-    return command
+_BANK = ("bank", "bank-key", "bank-index", "bank-witness", "bank-key-beside-bank")
+_THE_BANK = {"required": True, "help": "The pad bank."}
+_POLICY = {"help": "Pads are made for the operators that it puts under pads."}
 
 
 @click.group(context_settings=CONTEXT)
@@ -77,17 +48,14 @@ def pads() -> None:
 
 
 @pads.command(context_settings=CONTEXT)
-@click.argument("model", envvar="TEE_RUNNER_PADS_MAKE_MODEL")
+@model_argument()
 @click.option("--tokens", type=click.IntRange(min=1), required=True, help="How many to make.")
 @click.option(
     "--capacity",
     type=click.IntRange(min=1),
     help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
-@bank_options
-@MANIFEST[0]
-@MANIFEST[1]
-@click.option("--threads", type=THREADS, help="CPU threads for torch.")
+@use(*_BANK, "policy", "manifest", "manifest-digest", "threads", bank=_THE_BANK, policy=_POLICY)
 @config_option
 def make(
     *,
@@ -96,11 +64,9 @@ def make(
     manifest_digest: str | None,
     tokens: int,
     capacity: int | None,
-    bank: Path,
-    bank_key: Path | None,
-    bank_index: Path | None,
     policy: str,
     threads: int | None,
+    **settings: Any,
 ) -> None:
     """Make pads for MODEL into a bank, which is created if it is not there.
 
@@ -113,62 +79,62 @@ def make(
     from protocol.model.checkpoint import Checkpoint, light_tensors
     from protocol.model.config import read_config
     from protocol.model.identity import linear_digest, model_digest
-    from tee_side.pads.bank import BankFile
-    from tee_side.pads.maker import PadMaker, check_sites, read_weights
-    from tee_side.policy import load_policy
+    from tee_side.protect.pads.bank import BankFile
+    from tee_side.protect.pads.bank_format import Purpose
+    from tee_side.protect.pads.maker import PadMaker, read_weights
+    from tee_side.protect.sites import tensors_of
 
+    place = bank_place(settings)
+    if place is None:
+        raise SettingsError("--bank", got="none", expected="the pad bank")
     if threads is not None:
         torch.set_num_threads(threads)
     directory = model_directory(model)
     pinned = load_manifest(directory, {"manifest": manifest, "manifest_digest": manifest_digest})
     config, checkpoint = read_config(directory, pinned), Checkpoint(directory, pinned)
-    chosen = load_policy(policy)
+    chosen = load_pinned_policy(policy, pinned)
     chosen.check(config.num_hidden_layers)
     mask, layout = _padded(chosen, config)
-    checkpoint.require(light_tensors(config))
+    sites = [site.site for site in layout.sites]
+    checkpoint.require(light_tensors(config) | tensors_of(sites, config))
     # A bank of wrong products would be sealed like any other.
     check_kernels(torch.device("cpu"))
-    check_sites(checkpoint, config, layout)
-    described: dict[str, Any] = {
-        "layout": layout,
-        "mask": mask.described(),
-        "model_digest": model_digest(config, checkpoint),
-        "linear_digest": linear_digest(config, checkpoint) or "",
-        "index_path": bank_index,
-    }
-    if bank.exists():
-        store = BankFile.open(bank, bank_key, **described)
+    purpose = Purpose.of(
+        layout,
+        mask=mask.described(),
+        model=directory.resolve().name,
+        model_digest=model_digest(config, checkpoint),
+        linear_digest=linear_digest(config, checkpoint) or "",
+    )
+    if place.bank.exists():
+        store = BankFile.open(place, purpose)
     else:
-        store = BankFile.create(bank, bank_key, capacity=capacity or tokens, **described)
+        store = BankFile.create(place, purpose, capacity=capacity or tokens)
     with store:
         if capacity not in (None, store.capacity):
             raise SettingsError(
-                "--capacity", got=str(capacity), expected=f"{store.capacity}, as {bank} has"
+                "--capacity", got=str(capacity), expected=f"{store.capacity}, as {place.bank} has"
             )
         _fill(store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)), tokens)
         _show(store.status(), as_json=False)
 
 
 @pads.command(context_settings=CONTEXT)
-@click.option("--bank", type=PATH, required=True, metavar="FILE", help="The pad bank.")
-@click.option("--json", is_flag=True, help="One JSON object instead of text.")
-@click.option("--bank-key", type=PATH, metavar="FILE", help="Default: the bank's name and .key.")
-@click.option(
-    "--bank-index", type=PATH, metavar="FILE", help="Default: the bank's name and .index."
-)
+@use(*_BANK, "json", bank=_THE_BANK)
 @config_option
-def status(*, bank: Path, bank_key: Path | None, bank_index: Path | None, **settings: bool) -> None:
+def status(*, as_json: bool, **settings: Any) -> None:
     """Say how many pads a bank holds, for which model, and what it takes on disk."""
-    from tee_side.pads.bank import read_bank_status
+    from tee_side.protect.pads.bank import read_bank_status
 
-    _show(read_bank_status(bank, bank_key, index_path=bank_index), as_json=settings["json"])
+    if (place := bank_place(settings)) is not None:
+        _show(read_bank_status(place), as_json=as_json)
 
 
 def _padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
     """Return the mask that a bank is for, and its sites. Raises PolicyError."""
     from tee_side.assembly import sites_under
-    from tee_side.masks.mask import AdditiveMask
-    from tee_side.pads.layout import PadLayout
+    from tee_side.protect.masks.mask import AdditiveMask
+    from tee_side.protect.pads.layout import PadLayout
 
     found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
     if len(found) != 1:
@@ -183,8 +149,6 @@ def _padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayou
 
 
 def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
-    from tee_side.pads.maker import product_operations
-
     wanted = min(tokens, store.room)
     if wanted < tokens:
         click.echo(
@@ -210,17 +174,28 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
         )
 
 
+def product_operations(layout: PadLayout) -> int:
+    """Return the int8 multiplications and additions behind the pads of one token."""
+    from protocol.integer import DIGITS
+
+    return sum(2 * DIGITS * site.in_features * site.out_features for site in layout.sites)
+
+
 def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> None:
     bar.update(tokens)
 
 
 def _show(status: PadBankStatus, *, as_json: bool) -> None:
+    header = status.header
     if as_json:
-        click.echo(json.dumps(asdict(status), default=str))
+        told = vars(status) | header.model_dump(exclude={"sites"})
+        del told["header"]
+        click.echo(json.dumps(told, default=str))
         return
     click.echo(
-        f"{status.path}: {status.available} of {status.capacity} tokens available, next index"
-        f" {status.next_index}; mask {status.mask}, model {status.model_digest[:16]}, made"
-        f" {status.created}; {bytes_for_people(status.token_bytes)} a token,"
+        f"{status.path}: {status.available} of {header.capacity} tokens available, next index"
+        f" {status.next_index}; mask {header.mask}, model {header.model or 'of digest'}"
+        f" {header.model_digest[:16]}, made {header.created};"
+        f" {bytes_for_people(status.token_bytes)} a token,"
         f" {bytes_for_people(status.allocated_bytes)} on disk"
     )

@@ -8,22 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.lab_types import complete_shape
+from tsqp.cli.options import use
 from tsqp.cli.program import DEFAULT_POLICY, model_directory
-from tsqp.cli.settings import (
-    DTYPES,
-    THREADS,
-    FiniteFloatRange,
-    complete_policy,
-    complete_shape,
-    config_option,
-)
+from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.tables import definitions, open_console, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from protocol.link import Link
-    from tsqp.plan.model import PlanReport, PolicyPlan, Prediction
+    from tsqp.lab.link import Link
+    from tsqp.lab.plan.model import PlanReport, PolicyPlan, Prediction
 
 _TERMS = (
     ("TEE weights", "LM head, and linear layers that stay in the TEE"),
@@ -33,11 +28,10 @@ _TERMS = (
     ("link", "bandwidth: bytes both ways; latency: one round trip an RPC"),
     ("GPU", "kernels and copies on the accelerator described"),
 )
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("model", required=False, envvar="TSQP_PLAN_MODEL")
+@model_argument(required=False)
 @click.option(
     "--shape",
     metavar="NAME",
@@ -47,6 +41,7 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 @click.option(
     "--gpu",
     required=True,
+    allow_from_autoenv=False,  # elsewhere it is an endpoint
     metavar="PROFILE",
     help="The accelerator: a name such as h100, or a TOML file that describes one.",
 )
@@ -57,14 +52,7 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
     help="Between the two: bandwidth in Gbit/s (or `any`) and round-trip time in microseconds."
     " Default: none, both on one machine.",
 )
-@click.option(
-    "--policy",
-    multiple=True,
-    default=(DEFAULT_POLICY,),
-    metavar="NAME|FILE",
-    shell_complete=complete_policy,
-    help="Repeatable.",
-)
+@use("policy", policy={"multiple": True, "default": (DEFAULT_POLICY,), "help": "Repeatable."})
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=128, help="Of the prompt.")
 @click.option(
     "--context", type=click.IntRange(min=1), default=128, help="Tokens behind a decoded one."
@@ -72,19 +60,15 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 @click.option(
     "--batch", type=click.IntRange(1, 1024), default=1, help="Sequences decoded together."
 )
-@click.option(
-    "--micro-batches", type=click.IntRange(1, 64), default=1, help="Into which a step is cut."
-)
+@use("micro-batches")
 @click.option(
     "--transport",
     type=click.Choice(["tcp", "ipc", "unix"]),
     default="tcp",
     help="Whose round trip is measured: ZeroMQ's tcp or ipc, or a unix stream socket.",
 )
-@click.option("--step-tokens", type=click.IntRange(min=1), default=512, help="As tee-runner's.")
-@click.option("--dtype", type=DTYPES, help="Of both sides; default: the model's own.")
-@click.option("--spin-us", type=FiniteFloatRange(0, 1e6), default=0.0, help="As tee-runner's.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@use("step-tokens", "dtype", "spin-us", dtype={"help": "Of both sides; default: the model's own."})
+@use("json")
 @config_option
 def plan(
     *,
@@ -104,11 +88,11 @@ def plan(
     the link are computed from their descriptions. Predictions are of the median step.
     """
     from gpu_side.profiles import find_profile
-    from tee_side.policy import load_policy
-    from tsqp.plan.run import Planning, PlanSettings
+    from tee_side.policy.placement import load_policy
+    from tsqp.lab.plan.run import Planning, PlanSettings
 
     # First, as the work takes a while.
-    console = None if as_json else open_console("tsqp plan")
+    console = None if as_json else open_console()
     settings = PlanSettings(
         policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
         profile=find_profile(gpu),
@@ -143,7 +127,7 @@ def plan(
 
 def read_link(text: str | None) -> Link:
     """Read `GBPS,RTT_US`, where GBPS may be `any`; None is no link. Raises SettingsError."""
-    from protocol.link import Link
+    from tsqp.lab.link import Link
 
     if text is None:
         return Link(None, 0.0)

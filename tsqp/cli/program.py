@@ -1,11 +1,14 @@
-"""What the three programs share: errors in one line, signals, exit statuses and defaults."""
+"""What the three programs share: errors in one line, signals, memory, exit statuses, defaults."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +27,8 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 DEFAULT_PORT = 5555
 DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_POLICY = "shielded"
+_PR_SET_DUMPABLE = 4  # of prctl(2)
+_ROOT = str(Path(__file__).resolve().parents[2])
 # The word for the model that ships with us.
 DEMO = "demo"
 
@@ -32,22 +37,21 @@ class _EndedBySignal(SystemExit):
     """Raised by the signal handlers, so that every `finally` runs; exit status 128 + number."""
 
 
-def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
+def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoReturn:
     """Run a program and exit: 0, 1 for a negative verdict, 2 with one line for a TsqpError.
 
-    Which is bad input, and a service that is lost or lies as well; an error that nobody foresaw
-    is 1.
-    SIGTERM and SIGHUP end it as quietly as without a handler, but after its cleaning up, with
-    128 + number. `TSQP_DEBUG=1` shows the traceback of an error that is a mistake of ours.
+    Which is bad input, and a service that is lost or lies as well. An error that nobody foresaw is
+    1, with its type and place, and not its text, which may be part of a prompt. `TSQP_DEBUG=1`
+    shows its traceback. SIGTERM and SIGHUP end the program after its cleaning up, with 128 +
+    number. No program writes a core dump; one that has secrets keeps others out of its memory.
     """
     # Two torch processes on one machine fight through libgomp's spinning threads; it reads this
     # once, when torch is imported. docs/architecture.md has the measurement.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     try:
+        keep_memory_private(from_others=has_secrets)
         with _signals_raise():
-            status = command.main(
-                prog_name=name, auto_envvar_prefix=environment_prefix, standalone_mode=False
-            )
+            status = command.main(prog_name=name, standalone_mode=False)
             # Here and not at shutdown, where a full disk could no longer be reported.
             sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
@@ -78,13 +82,38 @@ def run(command: click.Command, name: str, environment_prefix: str) -> NoReturn:
     except BaseException as error:
         # Not of Exception alone: a panic of a library in Rust derives from BaseException.
         if os.environ.get("TSQP_DEBUG") == "1":
+            complain(
+                f"{name}: warning: TSQP_DEBUG=1 shows text that may be part of a prompt or key"
+            )
             raise
         complain(
-            f"{name}: internal error: {type(error).__name__}: {error}"
-            " (set TSQP_DEBUG=1 for the traceback)"
+            f"{name}: internal error: {type(error).__name__} at {_place(error)}"
+            " (TSQP_DEBUG=1 shows the traceback, with text that may be part of a prompt or key)"
         )
         status = EXIT_FAILURE
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def keep_memory_private(*, from_others: bool) -> None:
+    """Write no core dump from now on; `from_others`: nor let a process of this user look inside.
+
+    That is ptrace and /proc/PID/mem. It does not bind the kernel, nor a process with
+    CAP_SYS_PTRACE. Raises OSError.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if from_others and sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), "prctl PR_SET_DUMPABLE")
+
+
+def _place(error: BaseException) -> str:
+    """Say where an error was raised: file, line and function, of ours if any is on the way."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(_ROOT)]
+    frame = (ours or frames)[-1]
+    return f"{frame.filename.removeprefix(f'{_ROOT}/')}:{frame.lineno} in {frame.name}"
 
 
 @contextmanager

@@ -66,21 +66,16 @@ def require_utf8(text: str, where: str) -> str:
     return text
 
 
-def read_turn() -> str | None:
-    """Return the user's next line, or None at the end of the input. Raises PromptError."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        click.echo("> ", nl=False, err=True)
+def read_line() -> str | None:
+    """Return the next line of standard input, or None at its end. Raises PromptError."""
     line = sys.stdin.buffer.readline()
-    if interactive and not line:
-        click.echo(err=True)
-    return _decode(line, "standard input").rstrip("\r\n") if line else None
+    return decode(line, "standard input").rstrip("\r\n") if line else None
 
 
 def _read_file(name: str) -> str:
     """Return the text of a file, or of standard input, without its last newline."""
     if name == "-":
-        return _without_newline(_decode(sys.stdin.buffer.read(), "standard input"))
+        return _without_newline(decode(sys.stdin.buffer.read(), "standard input"))
     try:
         content = Path(name).read_bytes()
     except (OSError, ValueError) as error:
@@ -88,16 +83,17 @@ def _read_file(name: str) -> str:
         raise PromptError(
             f"--prompt-file {name}", got=reason or "an unreadable file", expected="a text file"
         ) from None
-    return _without_newline(_decode(content, name))
+    return _without_newline(decode(content, name))
 
 
 def _without_newline(text: str) -> str:
     return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
-def _decode(content: bytes, where: str) -> str:
+def decode(content: bytes, where: str) -> str:
+    """Return the text of UTF-8, less a byte-order mark before it. Raises PromptError."""
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise PromptError(
             where, got=f"a byte that is not UTF-8 at offset {error.start}", expected="UTF-8"

@@ -10,24 +10,24 @@ import click
 
 from protocol.errors import SettingsError, describe
 from tsqp.cli.program import model_directory
-from tsqp.cli.settings import config_option
+from tsqp.cli.settings import CONTEXT, config_option, model_argument
 from tsqp.cli.status import bytes_for_people
 
 if TYPE_CHECKING:
-    from tee_side.masks.mask import Mask
+    from tee_side.protect.masks.mask import Mask
 
 
 def _complete_mask(
     _context: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[str]:
-    from tee_side.masks.registry import MASKS
+    from tsqp.catalogue import our_masks
 
-    found = MASKS.builtin.items()
+    found = our_masks().items()
     return [name for name, mask in found if mask.kind == "feature" and name.startswith(incomplete)]
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.argument("model", envvar="TSQP_PROVISION_MODEL")
+@click.command(context_settings=CONTEXT)
+@model_argument()
 @click.option(
     "--mask",
     required=True,
@@ -39,6 +39,7 @@ def _complete_mask(
     "--option",
     "options",
     multiple=True,
+    allow_from_autoenv=False,
     metavar="KEY=VALUE",
     help="An option of the mask, as the policy will have it; repeatable.",
 )
@@ -51,6 +52,7 @@ def _complete_mask(
 )
 @click.option(
     "--key",
+    allow_from_autoenv=False,  # elsewhere it is a key to read
     required=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
@@ -65,9 +67,9 @@ def provision(
     MODEL is a Hugging Face directory, or "demo". Run it where the weights and the key may be seen:
     in the TEE, or on a machine of your own. Feature masks are weak; the last line says how weak.
     """
-    from tee_side.masks.feature_rotation import FeatureRotation
-    from tee_side.masks.registry import find_mask
-    from tee_side.provisioning import provision as run
+    from tee_side.protect.masks.registry import find_mask
+    from tsqp.lab.research.feature_rotation import FeatureRotation
+    from tsqp.lab.research.provisioning import provision as run
 
     chosen = _with_options(find_mask(mask), options)
     # Silent where stderr is no terminal, but for its label.

@@ -1,86 +1,100 @@
-"""Settings from three places, and the types of options that the programs have in common.
+"""Settings: one flat set of names for all three programs, and the types of their values.
 
-A setting comes from the command line, else from an environment variable (`GPU_SERVICE_BIND`,
-`TEE_RUNNER_GENERATE_POLICY`, ...), else from the TOML file that `--config` names, else from its
-default. click does all of this; what is added here is that the file is checked: an unknown key, a
-key given twice and a value of another type than the option's are refused.
+A setting comes from the command line (`--policy`), else from the environment (`TSQP_POLICY`), else
+from the TOML file that `--config` or `TSQP_CONFIG` names (`policy = "..."`), else from its default.
+The file's table `[tee-runner]`, `[gpu-service]` or `[tsqp]` goes before its other keys in that
+program. A name that another command has is ignored, and one that no command has is refused.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from protocol.errors import SettingsError, describe
+from tsqp.cli.program import DEMO
 
 C = TypeVar("C", bound=Callable[..., Any])
+
+PREFIX = "TSQP"
+# Of every command: without the prefix, click would put the command's name into the variable's.
+CONTEXT = {
+    "show_default": True,
+    "help_option_names": ["-h", "--help"],
+    "auto_envvar_prefix": PREFIX,
+}
+PROGRAMS = {"gpu-service": "gpu_service", "tee-runner": "tee_runner", "tsqp": "main"}
+# Variables that are no option.
+_OTHER_VARIABLES = {f"{PREFIX}_CONFIG", f"{PREFIX}_DEBUG"}
+_FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
 PATH = click.Path(dir_okay=False, path_type=Path)
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
-Number = TypeVar("Number", int, float)
+
+class Commands(click.Group):
+    """A group of commands, each in a module of its own, which is loaded when the command is."""
+
+    def __init__(self, *args: Any, modules: dict[str, str], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._modules = modules
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted({*super().list_commands(ctx), *self._modules})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, or None."""
+        if (module := self._modules.get(cmd_name)) is None:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(f"tsqp.cli.{module}"), cmd_name)
+        return command
 
 
-class Numbers(click.ParamType[tuple[Number, ...]]):
-    """Numbers with commas, sorted, each once: `1,128,512`. `each`: the type of one."""
+class Model(click.types.StringParamType):
+    """A Hugging Face directory, or "demo"."""
 
-    name = "numbers"
-
-    def __init__(self, each: type[Number], *, above: Number, most: Number) -> None:
-        self._each: type[Number] = each
-        self._above: Number = above
-        self._most: Number = most
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Number, ...]:
-        """Read them."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            found = {self._each(part) for part in str(value).split(",")}
-        except ValueError:
-            found = set()
-        if not found or not all(self._above < number <= self._most for number in found):
-            kind = "whole numbers" if self._each is int else "numbers"
-            self.fail(
-                f"got {value!r}, expected {kind} above {self._above}, at most {self._most}, with"
-                " commas",
-                param,
-                ctx,
-            )
-        return tuple(sorted(found))
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Leave directories to the shell, and offer the demo model beside them."""
+        demo = [CompletionItem(DEMO)] if DEMO.startswith(incomplete) else []
+        return [CompletionItem(incomplete, type="dir"), *demo]
 
 
-# Sizes, in tokens or sequences.
-COUNTS: Numbers[int] = Numbers(int, above=0, most=2**31 - 1)
-
-_NO_SETTINGS = ("config", "help", "version")
+def model_argument(*, required: bool = True) -> Callable[[C], C]:
+    """Add MODEL. One that is optional is a choice for this command, and no setting."""
+    envvar = f"{PREFIX}_MODEL" if required else None
+    return click.argument("model", type=Model(), required=required, envvar=envvar)
 
 
 def complete_policy(
     _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    """Return the names of policies that begin so; paths complete themselves."""
-    from tee_side.policy import policy_names
+) -> list[CompletionItem]:
+    """Return the names of policies that begin so; without any, leave files to the shell."""
+    from tee_side.policy.placement import policy_names
 
-    return [name for name in policy_names() if name.startswith(incomplete)]
+    names = [CompletionItem(name) for name in policy_names() if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]
 
 
-def complete_shape(
+def complete_file(
     _context: click.Context, _parameter: click.Parameter, incomplete: str
-) -> list[str]:
-    """Return the names of models' shapes that begin so."""
-    from tsqp.bench.shapes import SHAPES
-
-    return [name for name in SHAPES if name.startswith(incomplete)]
+) -> list[CompletionItem]:
+    """Leave it to the shell to complete a path, where a value is possible as well."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 class FiniteFloatRange(click.FloatRange):
@@ -98,22 +112,6 @@ class FiniteFloatRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
-
-
-IDENTITY = click.option(
-    "--identity",
-    type=PATH,
-    metavar="FILE",
-    help="Our secret key (tsqp keys new), for services that let in some clients only.",
-)
-# The default is `protocol.zmq_sockets.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
-HEARTBEAT_TIMEOUT_S = click.option(
-    "--heartbeat-timeout-s",
-    type=FiniteFloatRange(0, 3600),
-    default=1.0,
-    help="End a tcp:// or ipc:// connection on which nothing has come for so long, though we ask"
-    " four times in that time; longer than the largest tensor takes on the link. 0 is off.",
-)
 
 
 class StopText(click.types.StringParamType):
@@ -137,11 +135,11 @@ def config_option(command: C) -> C:
     """Add `--config FILE`, which is read before the other settings are."""
     return click.option(
         "--config",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=PATH,
         is_eager=True,
         expose_value=False,
-        callback=_read_config,
-        help="TOML file with settings; a table per command, keys as the long options.",
+        callback=_apply,
+        help="TOML file with settings, named as the long options (docs/operate/settings.md).",
     )(command)
 
 
@@ -150,12 +148,84 @@ def version_option(command: C) -> C:
     return click.version_option(package_name="tsqp", message="%(prog)s %(version)s")(command)
 
 
-def _read_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
-    if path is None:
+def settings_files() -> list[tuple[Path, bytes]]:
+    """Return the settings files that the running command has read, with their content."""
+    context = click.get_current_context(silent=True)
+    return context.meta.get(_FILES, []) if context else []
+
+
+def _apply(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
+    """Check the environment, and give a command the settings of the file.
+
+    `--config` may stand before or after the name of a command. Raises SettingsError.
+    """
+    typed = context.get_parameter_source("config") is ParameterSource.COMMANDLINE
+    path = path if typed else context.meta.get(_PATH, path)
+    context.meta[_PATH] = path
+    if isinstance(context.command, click.Group):
         return
+    known = {_name(parameter): parameter for parameter in _settable(context.command)}
+    variables = {_variable(name): name for name in known}
+    for name in os.environ:
+        if name.startswith(f"{PREFIX}_") and name not in variables.keys() | _OTHER_VARIABLES:
+            _require_known(name, name, map(_variable, _names_of(PROGRAMS)))
+        if name in variables and not os.environ[name]:
+            # click takes it for one that is not set: a check that it asks for would be left out.
+            raise SettingsError(name, got="an empty value", expected="a value, or no variable")
+    found: dict[str, Any] = {}
+    for name, (value, where) in _read(context, path).items() if path else ():
+        parameter = known.get(name)
+        if parameter is not None and parameter.name is not None:
+            found[parameter.name] = _checked_value(parameter, value, where)
+    context.default_map = found
+
+
+def _settable(command: click.Command) -> Iterator[click.Parameter]:
+    """Yield the parameters that the environment and the file may set."""
+    for parameter in command.params:
+        automatic = isinstance(parameter, click.Option) and parameter.allow_from_autoenv
+        if (automatic or parameter.envvar) and parameter.name not in ("config", "help", "version"):
+            yield parameter
+
+
+def _name(parameter: click.Parameter) -> str:
+    """Return the name of a setting: the long option without its dashes."""
+    return max(parameter.opts, key=len).lstrip("-")
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}_{name.upper().replace('-', '_')}"
+
+
+def _names_of(programs: Iterable[str]) -> set[str]:
+    """Return the names of all settings of some programs, whose every command is loaded for it."""
+
+    def names(command: click.Command) -> Iterator[str]:
+        yield from map(_name, _settable(command))
+        if isinstance(command, click.Group):
+            with click.Context(command) as context:
+                for name in command.list_commands(context):
+                    if (found := command.get_command(context, name)) is not None:
+                        yield from names(found)
+
+    modules = (import_module(f"tsqp.cli.{PROGRAMS[program]}") for program in programs)
+    return {name for module in modules for name in names(module.command)}
+
+
+def _require_known(where: str, name: str, known: Iterable[str]) -> None:
+    """Raise SettingsError, with the nearest name, for one that is not among these."""
+    names = sorted(known)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f" (did you mean {near[0]}?)" if near else " (--help lists them)"
+        raise SettingsError(where, got="an unknown name", expected=f"that of an option{hint}")
+
+
+def _read(context: click.Context, path: Path) -> dict[str, tuple[Any, str]]:
+    """Read the values of a settings file, and where each stands. Raises SettingsError."""
     try:
-        with path.open("rb") as file:
-            content = tomllib.load(file)
+        content = path.read_bytes()
+        tables = tomllib.loads(content.decode("utf-8"))
     except OSError as error:
         raise SettingsError(
             str(path), got=error.strerror or "an unreadable file", expected="a TOML file"
@@ -167,39 +237,36 @@ def _read_config(context: click.Context, _parameter: click.Parameter, path: Path
     except ValueError as error:
         # Malformed TOML, text that is not UTF-8, or an integer of thousands of digits.
         raise SettingsError(str(path), got=f"invalid TOML ({error})", expected="TOML") from None
-    context.default_map = {
-        **(context.default_map or {}),
-        **_checked_table(context.command, content, str(path)),
-    }
+    context.meta.setdefault(_FILES, []).append((path, content))
+    program = context.find_root().command.name or ""
+    own = tables.get(program, {})
+    flat = {key: value for key, value in tables.items() if key not in PROGRAMS}
+    for key in tables.keys() & PROGRAMS.keys():
+        if not isinstance(tables[key], dict):
+            raise SettingsError(f"{path}: {key}", got=describe(tables[key]), expected="a table")
+    shared = _named(context, flat, str(path), PROGRAMS)
+    return shared | _named(context, own, f"{path}: [{program}]", (program,))
 
 
-def _checked_table(command: click.Command, table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Turn a TOML table into click's `default_map`. Raises SettingsError."""
-    known = {
-        parameter.name: parameter
-        for parameter in command.params
-        if parameter.name is not None and parameter.name not in _NO_SETTINGS
-    }
-    commands = command.commands if isinstance(command, click.Group) else {}
-    settings: dict[str, Any] = {}
+def _named(
+    context: click.Context, table: dict[str, Any], where: str, programs: Iterable[str]
+) -> dict[str, tuple[Any, str]]:
+    """Return a table's values by the names of their settings. Raises SettingsError."""
+    own = {_name(parameter) for parameter in _settable(context.command)}
+    found: dict[str, tuple[Any, str]] = {}
     for key, value in table.items():
-        name = key.replace("-", "_")
-        if key in commands and isinstance(value, dict):
-            settings[key] = _checked_table(commands[key], value, f"{where}: [{key}]")
-        elif name not in known or isinstance(value, dict):
-            expected = sorted(name.replace("_", "-") for name in known.keys() | commands.keys())
-            raise SettingsError(
-                f"{where}: {key}",
-                got="an unknown table" if isinstance(value, dict) else "an unknown key",
-                expected=f"one of {', '.join(expected)}",
-            )
-        elif name in settings:
+        name = key.replace("_", "-")
+        if isinstance(value, dict):
+            tables = " and ".join(f"[{program}]" for program in PROGRAMS)
+            raise SettingsError(f"{where}: {key}", got="a table", expected=f"none but {tables}")
+        if name not in own:
+            _require_known(f"{where}: {key}", name, _names_of(programs))
+        if name in found:
             raise SettingsError(
                 f"{where}: {key}", got="this setting twice, with - and with _", expected="it once"
             )
-        else:
-            settings[name] = _checked_value(known[name], value, f"{where}: {key}")
-    return settings
+        found[name] = value, f"{where}: {key}"
+    return found
 
 
 def _checked_value(parameter: click.Parameter, value: object, where: str) -> object:

@@ -13,65 +13,65 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tee_side.generation import Generation, PadTotals, RpcTotals
+    from tee_side.engine.generation import Generation, PadTotals, RpcTotals
 
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
-_INTERVAL_S = 0.1
 
 
 class StatusLine:
     """Shows tokens, rate and traffic on stderr; silent where stderr is no terminal."""
 
-    def __init__(self, policy: str, *, enabled: bool = True) -> None:
+    def __init__(
+        self, policy: str, generation: Generation | None = None, *, enabled: bool = True
+    ) -> None:
         self._policy = policy
+        self._generation = generation
         self._enabled = enabled and sys.stderr.isatty()
         self._size = shutil.get_terminal_size()
-        self._drawn = 0.0
         self._started = time.perf_counter()
+        # Tokens there were when the run began to wait for pads, and what it waits for.
+        self._waiting: tuple[int, str] = (-1, "")
 
     def __enter__(self) -> StatusLine:
         if self._enabled:
             # A new line first, so that the row that is taken away was empty.
             try:
                 self._write(f"\n\x1b[1A{_SAVE}\x1b[1;{self._size.lines - 1}r{_RESTORE}")
-                self._draw(f"{self._policy}: prefill")
+                self.draw()
             except BaseException:
                 # A signal at this moment: `__exit__` would not be called.
-                self._give_back()
+                self.__exit__()
                 raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._enabled:
-            self._give_back()
+            self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
 
     def waiting(self, missing: int) -> None:
-        """Say that the run waits for pads to be made."""
-        if self._enabled:
-            self._draw(f"{self._policy}: out of pads, making more ({missing} missing)")
-            self._drawn = 0.0
+        """Note that the run waits for pads to be made, until the next token."""
+        self._waiting = self._tokens(), f"out of pads, making more ({missing} missing)"
 
-    def update(self, generation: Generation) -> None:
-        """Redraw after a token, ten times a second at most."""
-        now = time.perf_counter()
-        if not self._enabled or now - self._drawn < _INTERVAL_S:
+    def draw(self) -> None:
+        """Draw what there is to say."""
+        if not self._enabled:
             return
-        self._drawn = now
-        rate = generation.token_count / (now - self._started)
-        tokens = f"tokens {generation.token_count}, {rate:.1f} a second"
-        self._draw(f"{self._policy}: {tokens}{traffic(generation.rpc)}{pads_left(generation.pads)}")
-
-    def _give_back(self) -> None:
-        self._write(f"{_SAVE}\x1b[r\x1b[{self._size.lines};1H\x1b[2K{_RESTORE}")
-
-    def _draw(self, text: str) -> None:
+        generation, tokens = self._generation, self._tokens()
+        text = "prefill"
+        if self._waiting[0] == tokens:
+            text = self._waiting[1]
+        elif generation is not None and tokens:
+            rate = tokens / (time.perf_counter() - self._started)
+            text = f"tokens {tokens}, {rate:.1f} a second{traffic(generation.rpc)}"
+            text += pads_left(generation.pads)
         size = shutil.get_terminal_size()
-        region = ""
-        if size != self._size:
-            self._size = size
-            region = f"\x1b[1;{size.lines - 1}r"
-        shown = text[: size.columns - 1]
+        region = "" if size == self._size else f"\x1b[1;{size.lines - 1}r"
+        self._size = size
+        shown = f"{self._policy}: {text}"[: size.columns - 1]
         self._write(f"{_SAVE}{region}\x1b[{size.lines};1H\x1b[2K\x1b[7m{shown}\x1b[0m{_RESTORE}")
+
+    def _tokens(self) -> int:
+        return 0 if self._generation is None else self._generation.token_count
 
     @staticmethod
     def _write(codes: str) -> None:
@@ -91,13 +91,10 @@ def pads_left(pads: PadTotals | None) -> str:
     """Render how the pads stand; nothing for policies that need none."""
     if pads is None:
         return ""
-    out = [f"waited {_times(pads.waited)} for more"] if pads.waited else []
+    times = "once" if pads.waited == 1 else f"{pads.waited} times"
+    out = [f"waited {times} for more"] if pads.waited else []
     out += [f"{pads.in_tee} steps in the TEE for lack of them"] if pads.in_tee else []
     return f", {pads.available} pads left{' (' + ', '.join(out) + ')' if out else ''}"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def bytes_for_people(size: int) -> str:

@@ -1,24 +1,19 @@
-"""Tables for people, by rich, part of the extras `demo` and `bench`; `--json` does without."""
+"""Tables for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from tsqp.extras import needing
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+import rich.box
+from rich.console import Console
+from rich.table import Table
 
 # A column's heading, and whether it holds numbers.
 Column = tuple[str, bool]
 
 
-def open_console(command: str) -> Console:
-    """Return a console on stdout, 80 columns where that is no terminal. Raises SettingsError."""
-    with needing(command, "the extra demo or bench (pip install '.[demo]'), or --json"):
-        from rich.console import Console
+def open_console() -> Console:
+    """Return a console on stdout, 80 columns where that is no terminal."""
     # Shapes stand in brackets, which are no markup.
     return Console(markup=False, highlight=False, emoji=False)
 
@@ -27,9 +22,6 @@ def table(
     title: str, columns: Iterable[Column], rows: Iterable[Sequence[str]], *, lines: bool = False
 ) -> Table:
     """Return a table. The last cell of a row may be the one that is broken into lines."""
-    import rich.box
-    from rich.table import Table
-
     made = Table(
         title=title or None,
         title_justify="left",
@@ -49,8 +41,6 @@ def table(
 
 def definitions(pairs: Iterable[tuple[str, str]]) -> Table:
     """Return a list of terms with what they mean, indented behind them."""
-    from rich.table import Table
-
     made = Table.grid(padding=(0, 2))
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")

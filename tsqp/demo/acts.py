@@ -18,10 +18,11 @@ from rich.text import Text
 
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
-from tee_side.policy import Policy, load_policy
+from tee_side.policy.placement import Policy, load_policy
 from tsqp.cli.program import model_directory
 from tsqp.demo.costs import Cost
 from tsqp.demo.feed import Feed
+from tsqp.demo.intercepting_proxy import Tap
 from tsqp.demo.lie import LIES_AT, Liar
 from tsqp.demo.matching import Matcher
 from tsqp.demo.processes import Services, generate, run_generate
@@ -36,7 +37,7 @@ from tsqp.demo.verdict import (
     tokens_of,
     transformers_tokens,
 )
-from tsqp.tap import Tap
+from tsqp.extras import require
 
 THREE_ACTS = {
     "tee-only": "all in the TEE",
@@ -59,11 +60,15 @@ class Act:
     requests: int
 
 
-def run_demo(*, policies: Sequence[str], prompt: str, max_new_tokens: int) -> bool:
+def run_demo(
+    *, policies: Sequence[str], prompt: str, max_new_tokens: int, options: Sequence[str] = ()
+) -> bool:
     """Run the demo with these policies; or in three acts and a fourth in which the service lies.
 
-    Return whether the tokens are right, and the lie was refused. Raises TsqpError.
+    `options`: of every tee-runner. Return whether the tokens are right, and the lie was refused.
+    Raises TsqpError.
     """
+    require("transformers", "tsqp demo", "the extra demo: pip install '.[demo]'")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A story may have characters that the terminal has not.
         sys.stdout.reconfigure(errors="replace")
@@ -79,7 +84,7 @@ def run_demo(*, policies: Sequence[str], prompt: str, max_new_tokens: int) -> bo
         tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder,
         Services(Path(folder), lambda line: console.print(line, soft_wrap=True)) as services,
     ):
-        stage = Stage(console, services, Path(folder), prompt, max_new_tokens)
+        stage = Stage(console, services, Path(folder), prompt, max_new_tokens, options)
         # One token comes of the prompt alone: a service that is not asked cannot lie.
         lies = not policies and max_new_tokens > 1
         count = len(chosen) + lies
@@ -101,13 +106,20 @@ class Stage:
     """What all acts share: the services, the prompt, and where to show them."""
 
     def __init__(
-        self, console: Console, services: Services, folder: Path, prompt: str, max_new_tokens: int
+        self,
+        console: Console,
+        services: Services,
+        folder: Path,
+        prompt: str,
+        max_new_tokens: int,
+        options: Sequence[str] = (),
     ) -> None:
         self._console = console
         self._services = services
         self._folder = folder
         self._prompt = prompt
         self._max_new_tokens = max_new_tokens
+        self._options = options
         self._matcher = Matcher()
         self._runs = 0
 
@@ -116,7 +128,10 @@ class Stage:
         console = self._console
         console.print()
         reach, feed = self._services.reach(policy), Feed(_SHOWN_REQUESTS)
-        disclosure = policy.disclosure() or f"policy {policy.name}: nothing leaves the TEE"
+        disclosure = (
+            policy.leakage_summary(links_encrypted=False)
+            or f"policy {policy.name}: nothing leaves the TEE"
+        )
         title = f"{number}  {policy.name}"
         if name in THREE_ACTS:
             title += f": {THREE_ACTS[name]}"
@@ -206,7 +221,7 @@ class Stage:
         return generate(self._arguments(name, options), self._folder / f"run-{self._runs}", show)
 
     def _arguments(self, name: str, options: list[str]) -> list[str]:
-        arguments = ["--policy", name, "--prompt", self._prompt, *options]
+        arguments = ["--policy", name, "--prompt", self._prompt, *options, *self._options]
         return [*arguments, "--max-new-tokens", str(self._max_new_tokens)]
 
 

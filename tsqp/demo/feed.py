@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tsqp.tap import Seen
+from tsqp.demo.intercepting_proxy import Seen
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from protocol.encoding import decode_reply
 from protocol.errors import ProtocolError
 from protocol.messages import TensorReply
 from protocol.tensors import to_torch
-from tsqp.tap import Seen
+from tsqp.demo.intercepting_proxy import Seen
 
 # Late enough that there is a story, early enough that everybody sees it end.
 LIES_AT = 150

@@ -2,7 +2,7 @@
 
 The input of the first layer is a token's embedding after a norm, so the nearest of all normalised
 embeddings is the token (arXiv 2505.18332 does this in every layer). It needs nothing but what
-whoever owns the GPU has: the wire, and the model.
+the owner of the GPU has: the wire, and the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, norm_names
 from protocol.model.config import read_config
-from tee_side.tokenizer import Tokenizer
+from tee_side.engine.tokenizer import Tokenizer
 from tsqp.cli.program import model_directory
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tee_side.masks.mask import FeatureMask
-from tee_side.policy import Policy
-from tee_side.provisioning import provision
+from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import FeatureMask
 from tsqp.cli.program import model_directory
+from tsqp.lab.research.provisioning import provision
 from tsqp.processes import START_TIMEOUT_S, ProcessError, child, program, start_service
 
 DTYPE = "float32"
@@ -63,7 +63,7 @@ class Services:
 
     def reach(self, policy: Policy) -> Reach:
         """Start what a policy needs and is not there yet. Raises ProcessError."""
-        if not policy.needs_service:
+        if not policy.services:
             return NOWHERE
         if (mask := policy.feature_mask) is not None:
             return self._with_key(mask)

@@ -18,10 +18,10 @@ from rich.text import Text
 from tsqp.cli.status import bytes_for_people
 from tsqp.demo.costs import Cost, Times
 from tsqp.demo.feed import ByteSummary, Feed
+from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.lie import Lie
 from tsqp.demo.matching import Reading
 from tsqp.demo.verdict import Check
-from tsqp.tap import Seen
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*%#"

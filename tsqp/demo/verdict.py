@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tee_side.policy import Policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.policy.placement import Policy
+from tee_side.words import OPERATORS
 from tsqp.cli.program import model_directory
 from tsqp.demo.lie import Lie
 from tsqp.demo.processes import DTYPE
 
 # What the integers of a masked policy must be equal to.
 CLEAR_INTEGERS = "quantized-clear"
-# What the runner calls what Freivalds' check refuses (tee_side.remote_operators).
+# What the runner calls what Freivalds' check refuses (tee_side.remote.fault_attribution).
 _WRONG_RESULT = "a wrong result"
 
 

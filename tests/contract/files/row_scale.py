@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from tee_side.masks.mask import Masked, RowMask
-from tee_side.randomness import Randomness
+from tee_side.protect.masks.mask import Masked, RowMask
+from tee_side.protect.randomness import Randomness
+from tsqp.lab.research.draws import uniform
 
 
 class RowScale(RowMask):
@@ -23,5 +24,5 @@ class RowScale(RowMask):
 
     def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
         """Scale. GPU sees: the rows' directions."""
-        factors_T1 = randomness.uniform(len(x_TI), 1, low=1, high=2).to(x_TI.dtype)
+        factors_T1 = uniform(randomness, len(x_TI), 1, low=1, high=2).to(x_TI.dtype)
         return Masked((x_TI * factors_T1,), lambda y_TO: y_TO / factors_T1)

@@ -19,7 +19,7 @@ from benchmarks.growth import (
 )
 from tests.support import SIZES
 from tests.unit.tsqp.bench.sample_report import case, policy_run
-from tsqp.bench.shapes import Shape
+from tsqp.lab.bench.shapes import Shape
 
 SETTLED = Sizes(layers=(4, 16), contexts=(128, 512), prompts=(128, 512), batches=(1, 8))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.markdown import grid_markdown, markdown
-from tsqp.bench.grids import Grid, Row
+from tsqp.lab.bench.tables import Grid, Row
 
 
 def test_a_cell_with_a_bar() -> None:

@@ -12,12 +12,12 @@ import pytest
 from benchmarks import overlap
 from benchmarks.overlap import Case, Contender, gpu_us, in_turns, main, matching_profile, measure
 from gpu_side.kernels import request_us
-from gpu_side.plans import LinearWork, Plan
 from gpu_side.profiles import PROFILES
+from gpu_side.tasks import LinearWork, Task
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES
 from tests.support import SavedModel
-from tsqp.bench.shapes import find_shape
+from tsqp.lab.bench.shapes import find_shape
 
 CONFIG = find_shape("llama-3.2-1b").config()
 
@@ -40,7 +40,7 @@ def test_half_the_rows_cost_half_the_arithmetic_and_all_of_the_weights() -> None
 def test_it_is_what_the_service_takes_for_its_requests(rows: int) -> None:
     products = [(2048, 2048 + 2 * 512), (2048, 2048), (2048, 2 * 8192), (8192, 2048)]
     plans = [
-        Plan((rows, height), "bfloat16", LinearWork(rows, width, height, False), rows * width * 2)
+        Task((rows, height), "bfloat16", LinearWork(rows, width, height, False), rows * width * 2)
         for width, height in products
     ]
     profile = PROFILES["l4"]

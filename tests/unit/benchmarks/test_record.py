@@ -22,9 +22,9 @@ from benchmarks.record import (
 )
 from protocol.errors import SettingsError
 from tests.unit.tsqp.bench.sample_report import sample_report
-from tsqp.bench.model import Report
-from tsqp.bench.summary import by_operator, case_stages
 from tsqp.cli.bench import bench
+from tsqp.lab.bench.model import Report
+from tsqp.lab.bench.summary import by_operator, case_stages
 
 
 def _writes(text: str, status: int = 0) -> tuple[str, ...]:

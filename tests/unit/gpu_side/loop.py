@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpu_side import request_loop
-from gpu_side.answers import Answer
+from gpu_side.replies import Kernel, Result
 from gpu_side.request_loop import RequestLoop
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
@@ -24,7 +24,7 @@ from protocol.tensors import Buffer, from_torch
 
 MS = 1_000_000
 REQUEST = MatmulRequest(a=from_torch(torch.ones(1, 1)), b=from_torch(torch.ones(1, 1)))
-RESULT = Answer(TensorReply(output=from_torch(torch.ones(1, 1))))
+RESULT: Result = (TensorReply(output=from_torch(torch.ones(1, 1))), None)
 
 
 class Listener:
@@ -53,11 +53,14 @@ class Listener:
         return not self.gone
 
 
-class Operators:
+class Handler:
     """Stands in for the weights: answers by a function of the test's."""
 
-    def __init__(self, answer: Callable[[Request], Answer]) -> None:
-        self.apply = answer
+    def __init__(self, answer: Kernel) -> None:
+        self._answer = answer
+
+    def prepare(self, request: Request) -> Kernel:
+        return self._answer
 
 
 def incoming_request(
@@ -71,9 +74,20 @@ def incoming_request(
     return Incoming((client,), frames, time.perf_counter_ns() - int(age_s * 1e9))
 
 
+class EndsWhenIdle(StopSignal):
+    """Stops a loop that is woken without a message: a listener of the test has no more of them."""
+
+    def forget_wakeup(self) -> None:
+        self.requested = True
+
+    def rearm(self) -> None:
+        super().forget_wakeup()
+        self.requested = False
+
+
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    stop = StopSignal()
+    stop = EndsWhenIdle()
     try:
         yield stop
     finally:
@@ -81,16 +95,14 @@ def stop_signal() -> Iterator[StopSignal]:
         stop.writer.close()
 
 
-def make_loop(
-    answer: Callable[[Request], Answer], state: ServiceState | None = None, **settings: Any
-) -> Any:
-    operators: Any = Operators(answer)
-    return RequestLoop(operators, DEFAULT_MAX_MESSAGE_BYTES, state, **settings)
+def make_loop(answer: Kernel, state: ServiceState | None = None, **settings: Any) -> Any:
+    handler: Any = Handler(answer)
+    return RequestLoop(handler, DEFAULT_MAX_MESSAGE_BYTES, state, **settings)
 
 
 def run_loop(
     listener: Listener,
-    answer: Callable[[Request], Answer],
+    answer: Kernel,
     state: ServiceState | None = None,
     stop: StopSignal | None = None,
     **settings: Any,
@@ -155,12 +167,12 @@ class Accelerator:
         self._kind, self._failing = kind, failing
         self._free_ns = self._count = 0
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Result:
         self._count += 1
         self._free_ns = max(self._clock.now, self._free_ns) + self._duration_ns
         fails = self._count == self._failing
         work = self._kind(self._clock, self._free_ns, fails)
-        return Answer(RESULT.response, work)
+        return RESULT[0], work
 
 
 class Timed(Listener):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from gpu_side.answers import Answer
+from gpu_side.replies import Kernel, Result
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
@@ -36,13 +36,11 @@ def stop() -> Iterator[StopSignal]:
         yield made
 
 
-def _stopping(
-    stop: StopSignal, number: int, answer: Callable[[Request], Answer]
-) -> Callable[[Request], Answer]:
+def _stopping(stop: StopSignal, number: int, answer: Kernel) -> Kernel:
     """Answer, and stop the loop while it is at so many a request."""
     count = 0
 
-    def answering(request: Request) -> Answer:
+    def answering(request: Request) -> Result:
         nonlocal count
         count += 1
         if count == number:
@@ -62,7 +60,7 @@ def test_what_was_picked_up_is_finished_and_what_comes_later_is_refused(
     listener = Listener(_requests(1, 2, 3, 4))
     count = 0
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Result:
         nonlocal count
         count += 1
         if count == 2:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gpu_side.devices import NullDevice
-from gpu_side.holdings import read_holdings
+from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullWeights
-from gpu_side.operators import Operators
 from gpu_side.queues import QueueLimits
+from gpu_side.served_model import read_served_model
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
 from protocol.messages import (
@@ -26,6 +26,7 @@ from protocol.messages import (
 )
 from protocol.tensors import from_torch
 from tests.support import SIZES, make_model
+from tests.tables import each_row
 
 CPU = torch.device("cpu")
 LIMIT = 2**20
@@ -49,7 +50,7 @@ def _weights(directory: Path, layers: tuple[int, int] | None) -> ServiceWeights:
 
 
 def _null(directory: Path, layers: tuple[int, int] | None) -> NullWeights:
-    held, _ = read_holdings(directory, weights=False, layers=layers)
+    held, _ = read_served_model(directory, weights=False, layers=layers)
     return NullWeights(held, NullDevice(), torch.float32)
 
 
@@ -62,9 +63,9 @@ def _ring(layer: int) -> RingLinearRequest:
     return RingLinearRequest(layer_idx=layer, module_names=("q_proj",), elements=elements)
 
 
-def _code(operators: Operators, request: object) -> ErrorCode | None:
+def _code(operators: RequestHandler, request: object) -> ErrorCode | None:
     try:
-        assert isinstance(operators.apply(request).response, TensorReply)  # type: ignore[arg-type]
+        assert isinstance(operators.apply(request)[0], TensorReply)  # type: ignore[arg-type]
     except ProtocolError as error:
         return error.code
     return None
@@ -75,7 +76,7 @@ def _code(operators: Operators, request: object) -> ErrorCode | None:
 def test_what_is_not_held_is_unavailable(
     directory: Path, layers: tuple[int, int] | None, make: type
 ) -> None:
-    operators = Operators(make(directory, layers), LIMIT)
+    operators = RequestHandler(make(directory, layers), LIMIT)
     first, last = layers or (0, LAST)
     for layer in range(LAST + 1):
         expected = None if first <= layer <= last else ErrorCode.UNAVAILABLE
@@ -88,7 +89,7 @@ def test_what_is_not_held_is_unavailable(
     assert _code(operators, _linear(LAST + 1)) is ErrorCode.INVALID_FIELD
 
 
-@pytest.mark.parametrize("layers", RANGES)
+@each_row("layers", RANGES)
 def test_only_what_is_held_is_loaded(directory: Path, layers: tuple[int, int] | None) -> None:
     done: list[tuple[int, int]] = []
     weights = load_weights(
@@ -123,24 +124,24 @@ def _vocabulary_bytes(weights: ServiceWeights) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("layers", RANGES)
+@each_row("layers", RANGES)
 def test_init_says_which_layers_and_how_much_may_wait(
     directory: Path, layers: tuple[int, int] | None
 ) -> None:
     limits = QueueLimits(requests=7, bytes=8, total_requests=9, total_bytes=10)
-    reply = Operators(_null(directory, layers), LIMIT, limits).apply(InitRequest()).response
+    reply = RequestHandler(_null(directory, layers), LIMIT, limits).apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
     assert reply.layers == (layers or (0, LAST))
     assert (reply.max_queued_requests, reply.max_queued_bytes) == (7, 8)
     # It is the same model, whatever part of it is held here.
-    whole = read_holdings(directory)[0]
+    whole = read_served_model(directory)[0]
     assert (reply.model_digest, reply.linear_digest) == (whole.model_digest, whole.linear_digest)
     assert reply.norm_weights.keys() == whole.norms.keys()
 
 
-@pytest.mark.parametrize("layers", [(0, LAST + 1), (LAST + 1, LAST + 1), (2, 1), (-1, 0)])
+@each_row("layers", [(0, LAST + 1), (LAST + 1, LAST + 1), (2, 1), (-1, 0)])
 def test_layers_that_the_model_has_not_are_refused(
     directory: Path, layers: tuple[int, int]
 ) -> None:
     with pytest.raises(SettingsError, match=f"expected a range within 0-{LAST}"):
-        read_holdings(directory, layers=layers)
+        read_served_model(directory, layers=layers)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import msgpack
 import pytest
 
-from gpu_side import request_loop
-from gpu_side.answers import Answer
+from gpu_side import encoding
+from gpu_side.encoding import OpenedRequest, open_request
 from gpu_side.log_limit import LIMITS, limited
 from gpu_side.queues import QueueLimits
+from gpu_side.replies import Result
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, REFUSING_NS, REFUSING_PART
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
-from protocol.encoding import OpenedRequest, open_request
 from protocol.messages import HealthRequest, InitRequest, Request
 from protocol.tensors import Buffer
 from tests.unit.gpu_side.loop import (
@@ -89,11 +89,11 @@ def test_what_does_not_fit_is_refused_by_its_id_and_the_log_names_the_limit(
         "requested": 1,
         "available": 0,
     }
-    assert state.counters.of("Matmul").outcomes["QUEUE_FULL"] == 2
-    assert state.counters.of("Init").outcomes["QUEUE_FULL"] == 1
+    assert state.counters.methods["Matmul"].outcomes["QUEUE_FULL"] == 2
+    assert state.counters.methods["Init"].outcomes["QUEUE_FULL"] == 1
 
 
-def _failing(request: Request) -> Answer:
+def _failing(request: Request) -> Result:
     raise RuntimeError("canary")
 
 
@@ -134,7 +134,7 @@ def test_a_large_message_is_decoded_once_and_not_to_see_whether_it_asks_for_heal
         opened.append(memoryview(frames[0]).nbytes)
         return open_request(frames, limit)
 
-    monkeypatch.setattr(request_loop, "open_request", noting)
+    monkeypatch.setattr(encoding, "open_request", noting)
     body = msgpack.packb({"method": "Canary", "request": {"a": bytes(100_000)}})
     large = Incoming((b"a", b""), [memoryview(body)], time.perf_counter_ns())
     listener = Listener([*_from("b", 1), large])
@@ -169,7 +169,7 @@ def test_who_refuses_a_flood_goes_on_with_the_work_and_gets_through_the_flood(
         events.append((reply["request_id"], reply.get("error", "OK")))
         return sent
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Result:
         clock.now += product_ns
         return RESULT
 
@@ -243,7 +243,7 @@ def test_what_was_taken_from_a_key_that_is_revoked_is_not_answered(
     listener.receive = receive  # type: ignore[method-assign]
     accelerator, computed = Accelerator(clock, 10 * MS), []
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Result:
         computed.append(request)
         if len(computed) == 2:
             listener.revoked.add(b"revoked")
@@ -310,7 +310,7 @@ def test_only_health_is_answered_ahead() -> None:
     )
     answered: list[str] = []
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Result:
         answered.append(request.method)
         return RESULT
 
@@ -375,11 +375,11 @@ def test_everything_is_counted() -> None:
     }
     assert counters.received_bytes == received
     assert counters.sent_bytes == sum(sizes)
-    matmul = counters.of("Matmul")
+    matmul = counters.methods["Matmul"]
     assert (sum(matmul.queue.buckets), sum(matmul.compute.buckets)) == (1, 1)
     assert matmul.queue.sum_ns >= 2e9
     assert matmul.compute.sum_ns > 0
-    assert sum(counters.of("unknown").compute.buckets) == 0
+    assert sum(counters.methods["unknown"].compute.buckets) == 0
 
 
 def test_a_reply_that_nobody_takes_is_counted_as_lost() -> None:
@@ -389,10 +389,10 @@ def test_a_reply_that_nobody_takes_is_counted_as_lost() -> None:
 
 
 def test_a_failure_is_counted_as_one() -> None:
-    def failing(request: Request) -> Answer:
+    def failing(request: Request) -> Result:
         raise RuntimeError("canary")
 
     state = ServiceState()
     run_loop(Listener(_from("a", 1)), failing, state)
-    outcomes = state.counters.of("Matmul").outcomes
+    outcomes = state.counters.methods["Matmul"].outcomes
     assert {code for code, count in outcomes.items() if count} == {"INTERNAL"}

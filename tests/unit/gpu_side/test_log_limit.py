@@ -6,7 +6,14 @@ import logging
 
 import pytest
 
-from gpu_side.log_limit import LIMITS, LineFilter, LineLimit, limited
+from gpu_side.log_limit import (
+    LIMITS,
+    MAX_REASONS,
+    REASONS,
+    LineFilter,
+    LineLimit,
+    limited,
+)
 
 log = logging.getLogger("gpu_service")
 
@@ -46,6 +53,48 @@ def test_the_next_line_of_its_kind_says_how_many_are_not_there(
     floods = [vars(r).get("fields") for r in caplog.records if r.getMessage() == "flood"]
     assert floods == [{"number": 0}, {"number": 1}, {"number": 5, "left_out": 3}, None]
     assert caplog.messages.count("other") == 5
+
+
+def _logged(lines: LineFilter, event: str, caplog: pytest.LogCaptureFixture, **fields: str) -> bool:
+    """Log an event, and say whether it was written."""
+    caplog.clear()
+    log.addFilter(lines)
+    try:
+        with caplog.at_level(logging.WARNING, "gpu_service"):
+            log.warning(event, extra={"fields": fields})
+    finally:
+        log.removeFilter(lines)
+    return bool(caplog.records)
+
+
+@pytest.mark.parametrize("field", REASONS)
+def test_a_flood_for_one_reason_does_not_hide_another(
+    caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    lines = LineFilter({"refused": (2, 10.0)}, lambda: 0.0)
+    flood = [_logged(lines, "refused", caplog, **{field: "a"}) for _ in range(100)]
+    assert flood == [True] * 2 + [False] * 98
+    assert _logged(lines, "refused", caplog, **{field: "b"})
+    assert _logged(lines, "refused", caplog)
+    # What else a line says makes no difference.
+    assert not _logged(lines, "refused", caplog, **{field: "a"}, detail="other", peer="00")
+
+
+def test_failures_of_two_kinds_are_counted_apart(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gpu_service"), limited(log):
+        for error in [ValueError] * 60 + [KeyError]:
+            try:
+                raise error
+            except (LookupError, ValueError):
+                log.exception("failed")
+    failures = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert failures == [ValueError] * 50 + [KeyError]
+
+
+def test_reasons_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    lines = LineFilter({"refused": (1, 10.0)}, lambda: 0.0)
+    written = [_logged(lines, "refused", caplog, reason=str(n)) for n in range(MAX_REASONS + 50)]
+    assert written == [True] * (MAX_REASONS + 1) + [False] * 49
 
 
 def test_a_logger_is_limited_for_as_long_as_the_block_runs(

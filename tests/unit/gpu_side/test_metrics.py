@@ -16,6 +16,7 @@ from gpu_side.queues import QueueLimits
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError, SettingsError
+from tests.tables import each_row
 
 
 @pytest.fixture
@@ -74,12 +75,12 @@ def test_a_fresh_service(server: MetricsServer, state: ServiceState) -> None:
 
 def test_what_was_counted_is_what_is_served(server: MetricsServer, state: ServiceState) -> None:
     counters = state.counters
-    linear = counters.of("Linear")
+    linear = counters.methods["Linear"]
     for ns in (20_000, 30_000, 10**12):
         linear.outcomes["OK"] += 1
         linear.compute.add(ns)
         linear.queue.add(0)
-    counters.of("canary").outcomes["UNKNOWN_METHOD"] += 2
+    counters.unknown.outcomes["UNKNOWN_METHOD"] += 2
     counters.received_bytes, counters.sent_bytes, counters.dropped_replies = 11, 12, 13
     state.queue.put(Incoming((b"canary",), [memoryview(b"canary")], 0))
     state.underway, state.status = 2, "ready"
@@ -129,7 +130,7 @@ def test_an_address(text: str, expected: tuple[str, int]) -> None:
     assert parse_address(text) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text", ["", "host", "host:", "host:65536", "host:-1", "::1:9464", "http://host:1", "a b:1"]
 )
 def test_what_is_no_address_is_refused(text: str) -> None:

@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_side.devices import NullDevice
-from gpu_side.holdings import BOTH, NO_LINEAR_DIGEST, read_holdings
+from gpu_side.handler import RequestHandler
 from gpu_side.kernels import NullKernels, NullWeights, request_us
-from gpu_side.operators import Operators
-from gpu_side.plans import Computed, Plan, Planner
 from gpu_side.profiles import DeviceProfile
+from gpu_side.provision import Provision, write_provision
+from gpu_side.served_model import BOTH, NO_LINEAR_DIGEST, read_served_model
 from gpu_side.service import ServiceSettings, _load
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
+from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.weights import load_weights
 from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -37,12 +38,11 @@ from protocol.messages import (
 )
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from protocol.model.provision import Provision, write_provision
 from protocol.tensors import from_torch, to_torch
-from tee_side.handshake import ServiceCheck
-from tee_side.model import load_tee_model
+from tee_side.model.layers import load_tee_model
+from tee_side.remote.handshake import ServiceCheck
 from tests.support import SIZES, LoopbackChannel, assemble, make_model, run, running_service
-from tsqp.leak.recording import RecordingChannel
+from tsqp.lab.leak.recording import RecordingChannel
 
 CPU = torch.device("cpu")
 LIMIT = 2**26
@@ -120,16 +120,16 @@ def _null(
     arithmetic: tuple[Arithmetic, ...] = BOTH,
     device: NullDevice | None = None,
     limit: int = LIMIT,
-) -> Operators:
-    held, _ = read_holdings(directory, arithmetic, weights=False)
-    return Operators(NullWeights(held, device or NullDevice(), torch.float32), limit)
+) -> RequestHandler:
+    held, _ = read_served_model(directory, arithmetic, weights=False)
+    return RequestHandler(NullWeights(held, device or NullDevice(), torch.float32), limit)
 
 
 class NullChannel(LoopbackChannel):
     """A loopback to a null device."""
 
     def __init__(self, directory: Path, arithmetic: tuple[Arithmetic, ...] = BOTH) -> None:
-        held, _ = read_holdings(directory, arithmetic, weights=False)
+        held, _ = read_served_model(directory, arithmetic, weights=False)
         RecordingChannel.__init__(self, NullWeights(held, NullDevice(), torch.float32), "null")
         self.requests = []
         self.one_connection = False
@@ -141,9 +141,9 @@ class NullChannel(LoopbackChannel):
 def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
     full: Path, light: Path, name: str, where: str
 ) -> None:
-    real = Operators(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
-    expected = real.apply(REQUESTS[name]).response
-    reply = _null({"full": full, "light": light}[where]).apply(REQUESTS[name]).response
+    real = RequestHandler(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
+    expected = real.apply(REQUESTS[name])[0]
+    reply = _null({"full": full, "light": light}[where]).apply(REQUESTS[name])[0]
     assert isinstance(reply, TensorReply)
     assert isinstance(expected, TensorReply)
     assert (reply.output.dtype, reply.output.shape) == (
@@ -158,7 +158,7 @@ def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_real_service_refuses_is_refused(full: Path, light: Path, name: str) -> None:
     limit = 2**20
-    real = Operators(load_weights(full, device=CPU, dtype=torch.float32), limit)
+    real = RequestHandler(load_weights(full, device=CPU, dtype=torch.float32), limit)
     null = _null(light, limit=limit)
     errors = []
     for operators in (real, null, null):  # a refusal is not remembered as an answer
@@ -169,9 +169,9 @@ def test_what_a_real_service_refuses_is_refused(full: Path, light: Path, name: s
 
 
 def test_init_is_that_of_a_real_service(full: Path) -> None:
-    real = Operators(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
-    expected = real.apply(InitRequest()).response
-    reply = _null(full).apply(InitRequest()).response
+    real = RequestHandler(load_weights(full, device=CPU, dtype=torch.float32), LIMIT)
+    expected = real.apply(InitRequest())[0]
+    reply = _null(full).apply(InitRequest())[0]
     assert isinstance(expected, InitReply)
     assert isinstance(reply, InitReply)
     assert reply.arithmetic == ("float", "int8")
@@ -206,16 +206,16 @@ def test_a_forward_pass_runs_against_it(light: Path) -> None:
 def test_its_linear_digest_is_what_the_directory_allows(
     full: Path, light: Path, tmp_path: Path
 ) -> None:
-    own, _ = read_holdings(full)
+    own, _ = read_served_model(full)
     assert own.linear_digest not in (NO_LINEAR_DIGEST, "")
-    assert read_holdings(light, weights=False)[0].linear_digest == NO_LINEAR_DIGEST
+    assert read_served_model(light, weights=False)[0].linear_digest == NO_LINEAR_DIGEST
     copy = Path(shutil.copytree(light, tmp_path / "copy"))
     path = copy / "calibration.safetensors"
     save_file({"x": torch.zeros(1)}, path, metadata={"linear_digest": "ab" * 32})
-    assert read_holdings(copy, weights=False)[0].linear_digest == "ab" * 32
+    assert read_served_model(copy, weights=False)[0].linear_digest == "ab" * 32
     # The weights themselves go before what a calibration says of them.
     shutil.copy(_weights(full), _weights(copy))
-    assert read_holdings(copy, weights=False)[0].linear_digest == own.linear_digest
+    assert read_served_model(copy, weights=False)[0].linear_digest == own.linear_digest
 
 
 @pytest.mark.parametrize("metadata", [None, {"linear_digest": "x"}, {"other": "ab" * 32}])
@@ -225,19 +225,19 @@ def test_a_calibration_that_does_not_say_is_refused(
     copy = Path(shutil.copytree(light, tmp_path / "copy"))
     save_file({"x": torch.zeros(1)}, copy / "calibration.safetensors", metadata=metadata)
     with pytest.raises(ModelError, match="linear_digest"):
-        read_holdings(copy, weights=False)
+        read_served_model(copy, weights=False)
 
 
 def test_a_damaged_calibration_is_refused(light: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(light, tmp_path / "copy"))
     (copy / "calibration.safetensors").write_bytes(b"no safetensors")
     with pytest.raises(ModelError, match="that do not parse"):
-        read_holdings(copy, weights=False)
+        read_served_model(copy, weights=False)
 
 
 def test_a_real_service_still_needs_the_weights(light: Path) -> None:
     with pytest.raises(ModelError, match="q_proj"):
-        read_holdings(light)
+        read_served_model(light)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
@@ -247,7 +247,7 @@ def test_the_light_tensors_are_needed(light: Path, tmp_path: Path, name: str) ->
     del tensors[name]
     save_file(tensors, _weights(copy))
     with pytest.raises(ModelError, match=name):
-        read_holdings(copy, weights=False)
+        read_served_model(copy, weights=False)
 
 
 def test_linear_weights_of_another_shape_are_refused(full: Path, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_linear_weights_of_another_shape_are_refused(full: Path, tmp_path: Path)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 3)
     save_file(tensors, _weights(copy))
     with pytest.raises(ModelError, match="up_proj"):
-        read_holdings(copy, weights=False)
+        read_served_model(copy, weights=False)
 
 
 def test_a_provisioned_directory(full: Path, tmp_path: Path) -> None:
@@ -265,11 +265,11 @@ def test_a_provisioned_directory(full: Path, tmp_path: Path) -> None:
     save_file({n: t for n, t in tensors.items() if "_proj." in n}, _weights(tmp_path))
     write_provision(tmp_path, Provision(mask="feature-rotation", provision_id="5a" * 32))
     null = _null(tmp_path)
-    reply = null.apply(InitRequest()).response
+    reply = null.apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
     assert (reply.provision_id, reply.arithmetic) == ("5a" * 32, ("float",))
-    assert reply.linear_digest == read_holdings(full)[0].linear_digest
-    assert isinstance(null.apply(REQUESTS["qkv"]).response, TensorReply)
+    assert reply.linear_digest == read_served_model(full)[0].linear_digest
+    assert isinstance(null.apply(REQUESTS["qkv"])[0], TensorReply)
     for name in ("ring", "head", "embedding"):
         with pytest.raises(ProtocolError) as caught:
             null.apply(REQUESTS[name])
@@ -280,8 +280,8 @@ def test_a_provisioned_directory(full: Path, tmp_path: Path) -> None:
 
 def test_equal_requests_share_one_answer_and_zeros_are_never_written_to(light: Path) -> None:
     null = _null(light)
-    first = null.apply(REQUESTS["qkv"]).response
-    again = null.apply(REQUESTS["qkv"]).response
+    kernel = null.prepare(REQUESTS["qkv"])
+    (first, _), (again, _) = kernel(REQUESTS["qkv"]), kernel(REQUESTS["qkv"])
     assert again is first
     assert isinstance(first, TensorReply)
     assert isinstance(first.output.data, memoryview)
@@ -290,8 +290,10 @@ def test_equal_requests_share_one_answer_and_zeros_are_never_written_to(light: P
     assert not to_torch(first.output).any()
 
 
-def _plan(directory: Path, name: str) -> Plan:
-    return Planner(read_holdings(directory, weights=False)[0], LIMIT).plan(REQUESTS[name])
+def _task(directory: Path, name: str) -> Task:
+    return RequestChecker(read_served_model(directory, weights=False)[0], LIMIT).check(
+        REQUESTS[name]
+    )
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -300,9 +302,10 @@ def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
 ) -> None:
     now = 5000
     kernels = NullKernels(NullDevice(PROFILE), 2, clock=lambda: now)
-    plan = _plan(light, name)
-    took_ns = pytest.approx(request_us(PROFILE, plan, 2) * 1000, abs=1)
-    (response, first), (again, second) = (kernels.compute(REQUESTS[name], plan) for _ in range(2))
+    task = _task(light, name)
+    kernel = kernels.prepare(REQUESTS[name], task)
+    took_ns = pytest.approx(request_us(PROFILE, task, 2) * 1000, abs=1)
+    (response, first), (again, second) = (kernel(REQUESTS[name]) for _ in range(2))
     assert first is not None
     assert second is not None
     assert first.ends_ns() - 5000 == took_ns
@@ -310,7 +313,7 @@ def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
     assert first.ends_ns() - 5000 > 9000  # three launches
     # Once it has nothing to do, it begins at once.
     now = second.ends_ns() + 7
-    _, later = kernels.compute(REQUESTS[name], plan)
+    _, later = kernel(REQUESTS[name])
     assert later is not None
     assert later.ends_ns() - now == took_ns
     assert again is response
@@ -322,13 +325,14 @@ def test_at_once_means_that_no_clock_is_read(light: Path) -> None:
     def clock() -> int:
         raise AssertionError
 
-    answer = NullKernels(NullDevice(), 2, clock=clock).compute(REQUESTS["qkv"], _plan(light, "qkv"))
-    assert answer.work is None
+    kernels = NullKernels(NullDevice(), 2, clock=clock)
+    _, work = kernels.prepare(REQUESTS["qkv"], _task(light, "qkv"))(REQUESTS["qkv"])
+    assert work is None
 
 
 def test_the_time_of_a_request_is_its_kernels_and_both_copies(light: Path) -> None:
     def took(name: str) -> float:
-        return request_us(PROFILE, _plan(light, name), 2)
+        return request_us(PROFILE, _task(light, name), 2)
 
     def copies(*sizes: int) -> float:
         return sum(PROFILE.transfer_us(size) for size in sizes)
@@ -387,7 +391,7 @@ def test_a_model_too_wide_for_int8_products_is_served_in_floats(
 
 
 def test_the_limit_of_a_message_is_told(light: Path) -> None:
-    reply = _null(light, limit=DEFAULT_MAX_MESSAGE_BYTES).apply(InitRequest()).response
+    reply = _null(light, limit=DEFAULT_MAX_MESSAGE_BYTES).apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
     assert reply.max_message_bytes == DEFAULT_MAX_MESSAGE_BYTES
 

@@ -10,7 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gpu_side.operators import Operators
+from gpu_side.handler import RequestHandler
+from gpu_side.provision import Provision, write_provision
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -26,10 +27,10 @@ from protocol.messages import (
     RingLinearRequest,
     TensorReply,
 )
-from protocol.model.provision import Provision, write_provision
 from protocol.model.quantized import quantize_rows
 from protocol.tensors import from_torch, short_name, to_torch
 from tests.support import SIZES, make_model
+from tests.tables import each_row
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 SINGLE: tuple[ModuleName, ...] = (
@@ -56,17 +57,17 @@ def weights(directory: Path, model: transformers.PreTrainedModel) -> ServiceWeig
 
 
 @pytest.fixture(scope="module")
-def operators(weights: ServiceWeights) -> Operators:
-    return Operators(weights, LIMIT)
+def operators(weights: ServiceWeights) -> RequestHandler:
+    return RequestHandler(weights, LIMIT)
 
 
-def _apply(operators: Operators, request: Request) -> torch.Tensor:
-    reply = operators.apply(request).response
+def _apply(operators: RequestHandler, request: Request) -> torch.Tensor:
+    reply = operators.apply(request)[0]
     assert isinstance(reply, TensorReply)
     return to_torch(reply.output)
 
 
-def _refused(operators: Operators, request: Request) -> ProtocolError:
+def _refused(operators: RequestHandler, request: Request) -> ProtocolError:
     with pytest.raises(ProtocolError) as info:
         operators.apply(request)
     return info.value
@@ -108,7 +109,10 @@ def _tolerance(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", SINGLE)
 def test_one_module_equals_torch(
-    operators: Operators, model: transformers.PreTrainedModel, name: ModuleName, dtype: torch.dtype
+    operators: RequestHandler,
+    model: transformers.PreTrainedModel,
+    name: ModuleName,
+    dtype: torch.dtype,
 ) -> None:
     module = _module(model, 1, name)
     hidden = torch.randn(2, 3, module.in_features).to(dtype)
@@ -122,7 +126,7 @@ def test_one_module_equals_torch(
 @torch.no_grad()
 @pytest.mark.parametrize("names", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
 def test_fused_modules_stand_side_by_side(
-    operators: Operators,
+    operators: RequestHandler,
     model: transformers.PreTrainedModel,
     names: tuple[ModuleName, ...],
 ) -> None:
@@ -135,7 +139,7 @@ def test_fused_modules_stand_side_by_side(
 @torch.no_grad()
 @pytest.mark.parametrize("names", [("q_proj",), ("o_proj",), ("q_proj", "k_proj", "v_proj")])
 def test_linear_without_bias(
-    operators: Operators,
+    operators: RequestHandler,
     model: transformers.PreTrainedModel,
     names: tuple[ModuleName, ...],
 ) -> None:
@@ -157,10 +161,11 @@ RING_MODULES: list[tuple[ModuleName, ...]] = [
 
 
 @torch.no_grad()
+@pytest.mark.each_value
 @pytest.mark.parametrize("names", RING_MODULES)
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (2, 1, 3)])
 def test_ring_linear_is_the_product_modulo_the_ring(
-    operators: Operators,
+    operators: RequestHandler,
     model: transformers.PreTrainedModel,
     names: tuple[ModuleName, ...],
     shape: tuple[int, ...],
@@ -173,7 +178,7 @@ def test_ring_linear_is_the_product_modulo_the_ring(
     assert torch.equal(product, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
 
 
-def test_ring_linear_is_linear_in_the_ring(operators: Operators) -> None:
+def test_ring_linear_is_linear_in_the_ring(operators: RequestHandler) -> None:
     """What every mask of the ring relies on: the pad comes off, whatever wrapped on the way."""
     value, pad = _uniform(4, HIDDEN) // 2**14, _uniform(4, HIDDEN)
     names: tuple[ModuleName, ...] = ("gate_proj", "up_proj")
@@ -186,7 +191,7 @@ def test_ring_linear_is_linear_in_the_ring(operators: Operators) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 3)])
 def test_embedding_equals_torch(
-    operators: Operators,
+    operators: RequestHandler,
     model: transformers.PreTrainedModel,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -200,7 +205,7 @@ def test_embedding_equals_torch(
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_lm_head_equals_torch(
-    operators: Operators, model: transformers.PreTrainedModel, dtype: torch.dtype
+    operators: RequestHandler, model: transformers.PreTrainedModel, dtype: torch.dtype
 ) -> None:
     hidden = torch.randn(2, 3, HIDDEN).to(dtype)
     output = _apply(operators, LMHeadRequest(hidden_states=from_torch(hidden)))
@@ -214,7 +219,7 @@ def test_lm_head_equals_torch(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
+@each_row(
     ("a", "b"),
     [
         ((2, 3), (3, 4)),
@@ -228,7 +233,7 @@ def test_lm_head_equals_torch(
     ],
 )
 def test_matmul_broadcasts_like_torch(
-    operators: Operators, a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype
+    operators: RequestHandler, a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     left, right = torch.randn(a).to(dtype), torch.randn(b).to(dtype)
     output = _apply(operators, _matmul(left, right))
@@ -251,7 +256,7 @@ def test_one_row_gives_the_same_whether_or_not_it_is_multiplied_twice(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     counted: list[int] = []
     held = load_weights(directory, device=torch.device("cpu"), dtype=torch.bfloat16)
-    operators = Operators(held, LIMIT)
+    operators = RequestHandler(held, LIMIT)
 
     def count(hidden: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
         counted.append(hidden.numel() // HIDDEN)
@@ -271,7 +276,7 @@ def test_one_row_gives_the_same_whether_or_not_it_is_multiplied_twice(
 
 
 def test_one_row_of_float32_is_multiplied_once(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch
+    operators: RequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Size] = []
 
@@ -284,8 +289,10 @@ def test_one_row_of_float32_is_multiplied_once(
     assert seen == [(1, HIDDEN)]
 
 
-def test_init_says_what_is_there(operators: Operators, model: transformers.PreTrainedModel) -> None:
-    reply = operators.apply(InitRequest()).response
+def test_init_says_what_is_there(
+    operators: RequestHandler, model: transformers.PreTrainedModel
+) -> None:
+    reply = operators.apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
     assert reply.config.model_dump() == {
         "num_layers": 3,
@@ -312,8 +319,8 @@ def test_what_is_not_held_is_unavailable(
     held = load_weights(
         directory, device=torch.device("cpu"), dtype=torch.float32, arithmetic=arithmetic
     )
-    operators = Operators(held, LIMIT)
-    reply = operators.apply(InitRequest()).response
+    operators = RequestHandler(held, LIMIT)
+    reply = operators.apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
     assert reply.arithmetic == arithmetic
     cases: list[tuple[Arithmetic, Request, str]] = [
@@ -336,21 +343,21 @@ def test_what_is_not_held_is_unavailable(
 
 
 @pytest.fixture(scope="module")
-def provisioned(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Operators:
+def provisioned(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> RequestHandler:
     copy = tmp_path_factory.mktemp("provisioned")
     shutil.copy(directory / "config.json", copy)
     tensors = load_file(directory / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if "_proj." in n}, copy / "model.safetensors")
     write_provision(copy, Provision(mask="feature-rotation", provision_id="5a" * 32))
     held = load_weights(copy, device=torch.device("cpu"), dtype=torch.float32)
-    return Operators(held, LIMIT)
+    return RequestHandler(held, LIMIT)
 
 
 def test_init_of_a_provisioned_directory(
-    model: transformers.PreTrainedModel, operators: Operators, provisioned: Operators
+    model: transformers.PreTrainedModel, operators: RequestHandler, provisioned: RequestHandler
 ) -> None:
-    reply = provisioned.apply(InitRequest()).response
-    own = operators.apply(InitRequest()).response
+    reply = provisioned.apply(InitRequest())[0]
+    own = operators.apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
     assert isinstance(own, InitReply)
     assert (reply.model_digest, reply.provision_id) == ("5a" * 32, "5a" * 32)
@@ -362,7 +369,7 @@ def test_init_of_a_provisioned_directory(
 
 
 def test_a_provisioned_directory_answers_linears_alone(
-    model: transformers.PreTrainedModel, operators: Operators, provisioned: Operators
+    model: transformers.PreTrainedModel, operators: RequestHandler, provisioned: RequestHandler
 ) -> None:
     hidden = torch.randn(2, HIDDEN)
     request = _linear(hidden, "q_proj", "k_proj", "v_proj")
@@ -384,7 +391,7 @@ _HIDDEN = torch.zeros(2, HIDDEN)
 _RING = torch.zeros(2, HIDDEN, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("case", "text"),
     [
         (_linear(_HIDDEN, "q_proj", layer=3), "Linear.layer_idx: got 3, expected 0 to 2"),
@@ -422,7 +429,7 @@ _RING = torch.zeros(2, HIDDEN, dtype=torch.int32)
     ],
 )
 def test_request_that_does_not_fit_is_refused(
-    operators: Operators, case: Request, text: str
+    operators: RequestHandler, case: Request, text: str
 ) -> None:
     error = _refused(operators, case)
     assert error.code is ErrorCode.INVALID_FIELD
@@ -430,11 +437,11 @@ def test_request_that_does_not_fit_is_refused(
     assert error.where.startswith(case.method)
 
 
-def test_refusal_does_not_quote_the_token_ids(operators: Operators) -> None:
+def test_refusal_does_not_quote_the_token_ids(operators: RequestHandler) -> None:
     assert "7654321" not in str(_refused(operators, _embedding(torch.tensor([7654321]))))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "case",
     [
         _embedding(torch.zeros(6, dtype=torch.int64)),
@@ -450,13 +457,13 @@ def test_refusal_does_not_quote_the_token_ids(operators: Operators) -> None:
 )
 @pytest.mark.parametrize("allowed", [False, True])
 def test_output_over_the_limit_is_refused(
-    operators: Operators, weights: ServiceWeights, case: Request, allowed: bool
+    operators: RequestHandler, weights: ServiceWeights, case: Request, allowed: bool
 ) -> None:
     size = _apply(operators, case).nbytes
     if allowed:
-        assert _apply(Operators(weights, size), case).nbytes == size
+        assert _apply(RequestHandler(weights, size), case).nbytes == size
         return
-    error = _refused(Operators(weights, size - 1), case)
+    error = _refused(RequestHandler(weights, size - 1), case)
     assert error.code is ErrorCode.LIMIT_EXCEEDED
     assert str(error).endswith(f"expected at most {size - 1}")
 
@@ -464,10 +471,10 @@ def test_output_over_the_limit_is_refused(
 def test_matmul_whose_operands_grow_by_broadcasting_is_refused(weights: ServiceWeights) -> None:
     # torch.matmul writes broadcast operands out: here 64 times the inputs and the output.
     request = _matmul(torch.zeros(64, 1, 1, 64), torch.zeros(1, 64, 64, 1))
-    assert _refused(Operators(weights, 64 * 64 * 4), request).code is ErrorCode.LIMIT_EXCEEDED
+    assert _refused(RequestHandler(weights, 64 * 64 * 4), request).code is ErrorCode.LIMIT_EXCEEDED
 
 
-def test_real_output_bomb_is_refused_before_it_is_allocated(operators: Operators) -> None:
+def test_real_output_bomb_is_refused_before_it_is_allocated(operators: RequestHandler) -> None:
     error = _refused(operators, _matmul(torch.zeros(2**16, 1), torch.zeros(1, 2**16)))
     assert error.code is ErrorCode.LIMIT_EXCEEDED
     assert str(error) == (f"Matmul.shape: got an output of {2**34} bytes, expected at most {LIMIT}")

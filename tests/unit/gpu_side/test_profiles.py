@@ -8,6 +8,7 @@ import pytest
 
 from gpu_side.profiles import PROFILES, DeviceProfile, find_profile
 from protocol.errors import SettingsError
+from tests.tables import each_row
 
 # 10^12 operations, 2 * 10^12 int8 ones, 10^11 and 10^10 bytes a second, in microseconds.
 ROUND = DeviceProfile(
@@ -107,7 +108,7 @@ def test_a_directory_is_no_profile(tmp_path: Path) -> None:
         find_profile(str(tmp_path))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new", "text"),
     [
         ("tflops = 1.0\n", "", "tflops: got nothing, expected a value"),

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from gpu_side.queues import FairQueue, QueueLimits
 from gpu_side.transport.listener import Incoming
-from protocol.tensors import frame_bytes
 
 MANY = QueueLimits(requests=1000, bytes=10**9, total_requests=10**6, total_bytes=10**12)
 
@@ -63,11 +62,11 @@ def test_one_that_comes_again_and_again_waits_for_one_of_another_with_many() -> 
 
 def test_who_had_its_turn_without_waiting_goes_to_the_end() -> None:
     queue = _filled(MANY, _message("a", 1), _message("a", 2), _message("b"))
-    queue.note_served(b"a")
+    queue.note_served(_message("a"))
     assert _names(queue) == [("b", 0), ("a", 1), ("a", 2)]
     # But alone it need not wait for anybody.
     queue.put(_message("b"))
-    queue.note_served(b"b")
+    queue.note_served(_message("b"))
     assert queue.take().route[0] == b"b"
 
 
@@ -243,7 +242,7 @@ def test_whatever_comes_limits_hold_and_nothing_is_lost(
         # Their last only who have more than a fair share.
         for one in lost:
             own = [n for n, other in waiting.items() if other.route == waiting[one].route]
-            assert min(own) < one or one == number or frame_bytes(waiting[one].frames) > share
+            assert min(own) < one or one == number or sum(map(len, waiting[one].frames)) > share
         for one in lost:
             del waiting[one]
         assert queue.requests == len(waiting) <= limits.total_requests

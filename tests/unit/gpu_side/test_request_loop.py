@@ -10,8 +10,8 @@ import msgpack
 import pytest
 
 from gpu_side import request_loop
-from gpu_side.answers import Answer
 from gpu_side.queues import QueueLimits
+from gpu_side.replies import Result
 from gpu_side.request_loop import MAX_UNDERWAY
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
@@ -60,7 +60,7 @@ def test_failure_in_an_operator_fails_one_request_only(
 ) -> None:
     failures = iter([error])
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Result:
         for failure in failures:
             raise failure
         return RESULT
@@ -74,7 +74,7 @@ def test_failure_in_an_operator_fails_one_request_only(
 
 
 def test_result_that_cannot_be_encoded_fails_one_request_only() -> None:
-    broken = Answer(TensorReply(output=WireTensor("float32", (1,), None)))  # type: ignore[arg-type]
+    broken = (TensorReply(output=WireTensor("float32", (1,), None)), None)  # type: ignore[arg-type]
     answers = iter([broken, RESULT])
     listener = Listener(
         [
@@ -117,7 +117,7 @@ def test_everything_that_has_arrived_is_picked_up_between_two_requests() -> None
     listener = Listener([incoming_request(n) for n in (1, 2, 3)])
     left: list[int] = []
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Result:
         left.append(len(listener.incoming))
         return RESULT
 
@@ -178,7 +178,7 @@ def test_an_accelerator_has_two_requests_and_the_queue_the_others(
     given_ns: list[int] = []
     accelerator = Accelerator(clock, 10 * MS)
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Result:
         given_ns.append(clock.now - 10**9)
         return accelerator(request)
 
@@ -219,7 +219,7 @@ def test_a_request_s_memory_is_free_while_an_accelerator_works(
     wait_until = clock.wait_until
 
     def waiting(ns: int) -> None:
-        alive.extend(bool(one.origin.incoming.frames) for one in loop._underway)
+        alive.extend(bool([*one.incoming.frames, *one.opened.frames]) for one in loop._underway)
         wait_until(ns)
 
     monkeypatch.setattr(request_loop, "wait_until", waiting)

@@ -19,11 +19,11 @@ from gpu_side.request_loop import RequestLoop
 from gpu_side.service import ServiceSettings, _arithmetic, serve
 from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.zap import ZapHandler
-from protocol.curve import new_key_pair
 from protocol.errors import EndpointError, KernelError, SettingsError
 from protocol.model.config import read_config
 from tests.support import SavedModel
 from tsqp.cli.gpu_service import command
+from tsqp.key_files import new_key_pair
 
 
 def _inexact(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:

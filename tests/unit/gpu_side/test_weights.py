@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gpu_side.provision import PROVISION_FILE, Provision, write_provision
 from gpu_side.weights import ServiceWeights, check_integers, load_weights
 from protocol.errors import KernelError, ModelError
 from protocol.integer import MAX_IN_FEATURES
@@ -16,7 +17,6 @@ from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
-from protocol.model.provision import PROVISION_FILE, Provision, write_provision
 from protocol.model.quantized import quantize_rows
 from protocol.model.weights import FusedLinear
 from tests.support import SIZES, make_model

@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from gpu_side.encoding import Form, encode_reply
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.stream_listener import StreamListener
-from protocol.encoding import Form, encode_reply, encode_request
+from protocol.encoding import encode_request
 from protocol.errors import ErrorCode
 from protocol.liveness import PROBE
 from protocol.messages import InitRequest, TensorReply

@@ -10,6 +10,7 @@ import pytest
 
 from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, pack, unpack
 from protocol.errors import ErrorCode, ProtocolError
+from tests.tables import each_row
 
 
 def _unpack(data: bytes, max_bytes: int = 65536, max_containers: int = 64) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def _nested(depth: int) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.parametrize(
+@each_row(
     "message",
     [
         {},
@@ -44,7 +45,7 @@ def test_strings_and_bytes_stay_apart() -> None:
     assert pack({"a": "x", "b": b"x"}) == b"\x82\xa1a\xa1x\xa1b\xc4\x01x"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "text"),
     [
         (b"", "incomplete input"),

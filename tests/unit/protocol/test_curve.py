@@ -17,13 +17,13 @@ from protocol.curve import (
     SECRET_HEADER,
     ClientKeys,
     is_beyond_loopback,
-    new_key_pair,
     one_for_each,
-    public_key_of,
     read_public_key,
     read_secret_key,
 )
 from protocol.errors import KeyFileError, SettingsError
+from tests.tables import each_row
+from tsqp.key_files import new_key_pair, public_key_of
 
 # 85 ** 5 - 1, which is more than 32 bits hold.
 TOO_LARGE = "#" * 5
@@ -149,7 +149,7 @@ def test_swapped_keys_are_named(pair: tuple[Path, Path, str]) -> None:
 GOOD = "a" * 40
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("content", "message"),
     [
         ("", "got an empty file, expected a secret key"),
@@ -260,7 +260,7 @@ def test_a_list_of_nobody_is_refused(tmp_path: Path) -> None:
 
 def test_settings_of_both_sides_never_show_a_secret(pair: tuple[Path, Path, str]) -> None:
     secret_path, public_path, public = pair
-    client = ClientKeys.read(secret_path, public_path)
+    client = ClientKeys(read_secret_key(secret_path), read_public_key(public_path))
     service = ServiceKeys.read(secret_path, public_path)
     assert client.public == client.service == service.public == public.encode()
     assert service.allowed == {public.encode()}
@@ -277,7 +277,7 @@ def test_zeromq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     "endpoint",
     [
         "tcp://127.0.0.1:*",
@@ -294,7 +294,7 @@ def test_who_is_on_this_machine_needs_no_key(endpoint: str) -> None:
     assert not is_beyond_loopback(endpoint)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "host",
     ["*", "0.0.0.0", "10.0.0.5", "eth0", "[::]", "[fe80::1%eth0]", "127.0.0.1.example.org", "1270"],
 )

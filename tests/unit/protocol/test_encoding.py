@@ -8,15 +8,13 @@ import msgpack
 import pytest
 import torch
 
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from protocol.encoding import (
+    MAX_REPLY_FRAMES,
     MAX_REPLY_HEADER_BYTES,
-    Form,
     Reply,
     decode_reply,
-    encode_reply,
     encode_request,
-    open_request,
-    read_request,
 )
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -36,6 +34,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import Buffer, WireTensor, from_torch
+from tests.tables import each_row
 
 F4 = b"\0" * 16  # four float32
 MALFORMED, INVALID = ErrorCode.MALFORMED_MESSAGE, ErrorCode.INVALID_FIELD
@@ -131,7 +130,7 @@ def test_framed_reply_names_its_request_and_operator() -> None:
     )
 
 
-@pytest.mark.parametrize("form", list(Form))
+@each_row("form", list(Form))
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_error_reply_carries_the_code_and_nothing_else(form: Form, code: ErrorCode) -> None:
     frames = encode_reply(form, 9, "Linear", code)
@@ -159,7 +158,7 @@ def test_opened_request_has_id_and_deadline(request_id: int, message: Request) -
     assert read_request(opened) == message
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("header", "frames", "code"),
     [
         (_header(version=2), [F4], ErrorCode.UNSUPPORTED_VERSION),
@@ -299,7 +298,7 @@ def _reply(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in reply.items() if value is not ...}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("reply", "frames", "code"),
     [
         (_reply(version=2), [F4], ErrorCode.UNSUPPORTED_VERSION),
@@ -344,7 +343,7 @@ def test_reply_of_no_frames_or_with_a_huge_header_is_refused() -> None:
     assert info.value.code is ErrorCode.LIMIT_EXCEEDED
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         {"model_digest": "A" * 64},
@@ -446,7 +445,7 @@ def test_framed_ring_linear_is_read() -> None:
     assert frame is F4
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         {"layer_idx": -1},
@@ -475,3 +474,8 @@ def test_framed_ring_linear_without_a_tensor_is_refused(elements: object) -> Non
     with pytest.raises(ProtocolError) as info:
         _read([msgpack.packb(_ring(elements=elements))])
     assert info.value.code is INVALID, str(info.value)
+
+
+def test_a_reply_of_too_many_frames_is_refused_by_their_number() -> None:
+    with pytest.raises(ProtocolError, match=f"{MAX_REPLY_FRAMES + 1} frames"):
+        decode_reply([b""] * (MAX_REPLY_FRAMES + 1))

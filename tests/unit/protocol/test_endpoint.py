@@ -13,6 +13,7 @@ from protocol.endpoint import (
     parse_endpoint,
 )
 from protocol.errors import EndpointError
+from tests.tables import each_row
 
 MALFORMED = [
     "",
@@ -61,12 +62,20 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("endpoint", MALFORMED)
+@each_row("endpoint", MALFORMED)
 @pytest.mark.parametrize("for_bind", [False, True])
 def test_malformed_endpoint_is_refused(endpoint: str, for_bind: bool) -> None:
     with pytest.raises(EndpointError) as info:
         parse_endpoint(endpoint, for_bind=for_bind)
     assert info.value.retryable
+
+
+@pytest.mark.parametrize("endpoint", ["unix://@name", "unix://\0name", "ipc://@name", "ipc://\0n"])
+@pytest.mark.parametrize("for_bind", [False, True])
+def test_an_abstract_socket_is_refused(endpoint: str, for_bind: bool) -> None:
+    """It has neither owner nor mode: whoever binds the name first is the service."""
+    with pytest.raises(EndpointError, match=r"got an abstract socket, .* expected a path"):
+        parse_endpoint(endpoint, for_bind=for_bind)
 
 
 def test_refusal_names_every_spelling() -> None:
@@ -91,7 +100,7 @@ def test_wildcard_is_for_binding_only(endpoint: str) -> None:
         parse_endpoint(endpoint)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("endpoint", "scheme", "address", "path"),
     [
         ("tcp://127.0.0.1:5555", "tcp", None, None),
@@ -99,10 +108,8 @@ def test_wildcard_is_for_binding_only(endpoint: str) -> None:
         ("tcp://[::1]:5555", "tcp", None, None),
         ("tcp://[fe80::1%eth0]:5555", "tcp", None, None),
         ("ipc:///run/s", "ipc", None, "/run/s"),
-        ("ipc://@name", "ipc", None, None),
         ("unix:///run/s", "unix", "/run/s", "/run/s"),
         ("unix://s", "unix", "s", "s"),
-        ("unix://@name", "unix", "\0name", None),
         ("vsock://2:5000", "vsock", (2, 5000), None),
         ("vsock://0:4294967294", "vsock", (0, 4294967294), None),
     ],

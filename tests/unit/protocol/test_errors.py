@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from protocol import errors
 from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError, describe
+from tests.tables import each_row
 
 RETRYABLE_CODES = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN, ErrorCode.QUEUE_FULL}
 
@@ -17,7 +16,7 @@ def test_message_reads_where_got_expected() -> None:
     assert error.code is ErrorCode.INVALID_FIELD
 
 
-@pytest.mark.parametrize("code", list(ErrorCode))
+@each_row("code", list(ErrorCode))
 def test_service_error_is_retryable_by_its_code(code: ErrorCode) -> None:
     error = ServiceError("Linear at tcp://h:1", code=code)
     assert error.retryable is (code in RETRYABLE_CODES)
@@ -25,7 +24,7 @@ def test_service_error_is_retryable_by_its_code(code: ErrorCode) -> None:
     assert code.value == code.name
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "parent", "retryable"),
     [
         (errors.SettingsError, errors.InputError, False),
@@ -59,7 +58,7 @@ def test_error_tree(error: type[TsqpError], parent: type[TsqpError], retryable: 
     assert error.__name__ in errors.__doc__
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "text"),
     [
         (None, "None"),

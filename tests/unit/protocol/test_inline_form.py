@@ -8,7 +8,7 @@ import msgpack
 import pytest
 import torch
 
-from protocol.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     EmbeddingRequest,
@@ -27,6 +27,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import WireTensor, from_torch
+from tests.tables import each_row
 
 IDS = b"".join(n.to_bytes(8, "little") for n in (1, 2))
 F4 = b"\0" * 16
@@ -61,7 +62,7 @@ def _without(body: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != key}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "body", "expected"),
     [
         ("Init", {}, InitRequest()),
@@ -134,7 +135,7 @@ def test_ring_linear_is_always_int32(body: dict[str, Any], modules: tuple[Module
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "body", "code"),
     [
         ("Unknown", {}, ErrorCode.UNKNOWN_METHOD),
@@ -195,7 +196,7 @@ def test_matmul_refuses_our_own_field_names(name: str) -> None:
     assert info.value.code is INVALID
 
 
-@pytest.mark.parametrize(
+@each_row(
     "envelope",
     [
         {},

@@ -12,6 +12,7 @@ from protocol.integer import (
     MAX_IN_FEATURES,
     check_kernels,
     combine_digits,
+    digits_below,
     digits_needed,
     empty_weight,
     exact_product,
@@ -20,6 +21,7 @@ from protocol.integer import (
     ring_product,
     to_digits,
 )
+from tests.tables import each_row
 
 CPU = torch.device("cpu")
 LOW, HIGH = -(2**31), 2**31 - 1
@@ -45,9 +47,7 @@ def _reference(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return ((exact + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
-@pytest.mark.parametrize(
-    "value", [0, 1, -1, 127, 128, -128, -129, 255, 256, 32767, -32768, *EXTREMES]
-)
+@each_row("value", [0, 1, -1, 127, 128, -128, -129, 255, 256, 32767, -32768, *EXTREMES])
 def test_digits_add_up_to_the_element(value: int) -> None:
     digits = to_digits(torch.tensor([[value]], dtype=torch.int32))
     assert (digits.dtype, digits.shape) == (torch.int8, (DIGITS, 1, 1))
@@ -64,7 +64,7 @@ def test_digits_of_random_elements_add_up() -> None:
     assert torch.equal(elements, before)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("low", "high", "count"),
     [
         (0, 0, 1),
@@ -90,6 +90,25 @@ def test_as_few_digits_as_hold_the_values(low: int, high: int, count: int) -> No
         assert torch.equal((digits.long() * places).sum(0), values.long())
 
 
+@pytest.mark.parametrize(
+    ("bound", "count"),
+    [
+        (0, 1),
+        (127, 1),
+        (127.5, 2),
+        (0x7F7F, 2),
+        (0x7F80, 3),
+        (0x7F7F7F, 3),
+        (0x7F7F80, 4),
+        (2e9, 4),
+    ],
+)
+def test_digits_below_a_bound_hold_every_value_within_it(bound: float, count: int) -> None:
+    assert digits_below(bound) == count
+    values = torch.tensor([[int(bound), -int(bound)]], dtype=torch.int32)
+    assert digits_needed(values) <= count
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_digits_combine_modulo_the_ring(count: int) -> None:
     products = _elements(count, 5, 9)
@@ -104,7 +123,7 @@ def test_digits_combine_modulo_the_ring(count: int) -> None:
 SHAPES = [(2, 1), (3, 5), (37, 19), (48, 96), (256, 64), (513, 130)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 17, 31, 64, 100, 255, 300])
+@each_row("rows", [1, 2, 3, 4, 7, 16, 17, 31, 64, 100, 255, 300])
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_ring_product_equals_int64_modulo_the_ring(
     rows: int, in_features: int, out_features: int
@@ -123,7 +142,7 @@ def test_no_rows_give_no_rows() -> None:
         assert product(none, weight).shape == (0, 5)
 
 
-@pytest.mark.parametrize("value", EXTREMES)
+@each_row("value", EXTREMES)
 @pytest.mark.parametrize("weight_value", [-128, -127, 127])
 @pytest.mark.parametrize("in_features", [2, 63, 2048, 8192])
 def test_extreme_values_neither_saturate_nor_round(
@@ -214,6 +233,7 @@ def test_any_layout_of_the_weight_gives_the_same_numbers() -> None:
         assert torch.equal(ring_product(elements, weight[rows]), expected[:, rows])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 24, 25, 129])
 @pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (8, 8), (13, 24), (32, 9)])
 def test_padded_product_equals_the_plain_one(

@@ -13,9 +13,9 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 
+from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import stream, stream_wire
-from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ServiceError
 from protocol.liveness import PROBE, PROBE_AFTER_S, LivenessProbe
 from protocol.messages import InitRequest, LMHeadRequest

@@ -8,14 +8,8 @@ import msgpack
 import pytest
 from pydantic import ValidationError
 
-from protocol.encoding import (
-    Form,
-    decode_reply,
-    encode_reply,
-    encode_request,
-    open_request,
-    read_request,
-)
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from protocol.encoding import decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     REQUEST_TYPES,
@@ -26,6 +20,7 @@ from protocol.messages import (
     Timing,
     response_type,
 )
+from tests.tables import each_row
 
 HEALTH: dict[str, Any] = {
     "status": "ready",
@@ -66,7 +61,7 @@ def test_health_comes_back_as_it_was_said(status: str, timing: Timing | None) ->
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         {"status": "loading"},

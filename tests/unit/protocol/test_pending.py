@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 
-from protocol.encoding import Form, encode_reply, open_request
+from gpu_side.encoding import Form, encode_reply, open_request
+from protocol.encoding import Reply
 from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ProtocolError
 from protocol.messages import LMHeadRequest, TensorReply
-from protocol.pending import OversizedRequestError, PendingChannel, Received
+from protocol.pending import OversizedRequestError, Pending, PendingChannel, Received
+from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, from_torch
 
 MILLISECOND_NS = 1_000_000
@@ -59,6 +61,21 @@ class ScriptedChannel(PendingChannel):
 
     def close(self) -> None:
         pass
+
+
+class Expecting(ScriptedChannel):
+    """Waits for the replies to requests of one kind with these ids."""
+
+    def __init__(self, prepared: PreparedRequest, ids: Iterable[int]) -> None:
+        super().__init__()
+        for request_id in ids:
+            self._pending[request_id] = Pending(
+                prepared.method, prepared, 0.0, 0.0, 0, 0, prepared.request_bytes, 0
+            )
+
+    def expected(self, frames: Sequence[memoryview]) -> Reply | None:
+        """Return the reply if it is taken without being decoded."""
+        return self._expected_reply(frames)
 
 
 def _ask(elements: int = 4) -> LMHeadRequest:
@@ -287,3 +304,12 @@ def test_deadlines_do_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch)
     assert not channel.arrived(request_id)
     channel.script.append((_reply(request_id), 1))
     channel.wait(request_id)
+
+
+def test_the_first_of_two_replies_to_a_request_counts() -> None:
+    channel = ScriptedChannel()
+    first, second = channel.submit(_ask()), channel.submit(_ask())
+    error = encode_reply(Form.FRAMED, first, "LMHead", ErrorCode.INTERNAL)
+    channel.script.extend([(_reply(first), 1), (error, 1), (_reply(second), 1)])
+    channel.wait(second)
+    assert isinstance(channel.wait(first).response, TensorReply)

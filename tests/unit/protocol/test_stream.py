@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import stream, stream_wire
-from protocol.encoding import Form, encode_reply, open_request
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -98,7 +98,7 @@ def test_full_send_queue_is_an_endpoint_error(listener: StreamListener, endpoint
         assert info.value.retryable
         # The service reads again: what waited goes out, and new requests too.
         until = time.monotonic() + 30
-        while channel._writer.unsent_messages:
+        while channel._writer.unsent:
             assert time.monotonic() < until
             listener.wait(timeout_ms=100)
             while listener.receive() is not None:
@@ -151,7 +151,7 @@ def test_replies_that_nobody_asked_for_are_not_read_without_an_end(
     """While a request waits to be sent: who reads none must not fill our memory meanwhile."""
     large = LMHeadRequest(hidden_states=from_torch(torch.zeros(LARGE)))
     channel.submit(large, timeout_s=0.05)
-    assert channel._writer.unsent_messages
+    assert channel._writer.unsent
     most = stream.QUEUED_REQUESTS + len(channel._pending)
     read, was_reading = channel._read_and_write, []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -61,17 +60,16 @@ def test_bytes_of_a_message() -> None:
 def test_every_frame_begins_at_a_multiple_of_64() -> None:
     for sizes in [(0,), (1,), (64,), (0, 0), (44, 44, 1), (63, 64, 65), tuple(range(12))]:
         places, gaps, total = layout(sizes)
-        assert [stop - start for start, stop in places] == list(sizes)
-        assert all(start % 64 == 0 for start, _ in places)
-        assert places[-1][1] == total == sum(sizes) + sum(map(len, gaps))
+        assert [place.stop - place.start for place in places] == list(sizes)
+        assert all(place.start % 64 == 0 for place in places)
+        assert places[-1].stop == total == sum(sizes) + sum(map(len, gaps))
         assert struct.unpack_from(f"<I{len(sizes)}Q", gaps[0]) == (len(sizes), *sizes)
 
 
 def test_large_frames_are_not_copied() -> None:
     tensor = memoryview(numpy.zeros(JOIN_BYTES, numpy.uint8))  # type: ignore[arg-type]
     pieces, total = to_pieces([b"header", tensor])
-    assert pieces[1] is tensor
-    assert len(pieces) == 2
+    assert any(piece is tensor for piece in pieces)
     assert total == 128 + JOIN_BYTES
 
 
@@ -159,7 +157,7 @@ def test_end_of_the_stream_in_a_large_message_is_told(pair: Pair) -> None:
     reader = _reader(right)
     left.sendall(_stream([bytes(BUFFER_BYTES * 2)])[:1000])
     assert reader.read()
-    assert reader.in_large_message
+    assert reader.large is not None
     left.close()
     assert not reader.read()
     assert not reader.messages
@@ -254,74 +252,6 @@ def test_a_peer_that_reads_a_little_at_a_time_is_waited_for_as_long_as_was_said(
     assert slow.waits == 5
 
 
-def test_a_peer_that_sends_a_little_at_a_time_is_waited_for_as_long_as_was_said(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, right = pair
-    right.settimeout(None)
-    reader = _reader(right)
-    data = memoryview(_stream([bytes(200_000)]))
-    left.sendall(data[:100])
-    reader.read()
-    sent = 100
-
-    def drip() -> None:
-        nonlocal sent
-        left.sendall(data[sent : sent + 1])
-        sent += 1
-
-    slow = SlowPeer(monkeypatch, drip)
-    reader._poll = slow  # type: ignore[assignment]
-    assert reader.read_rest(slow.now + 5 * STEP_S)
-    assert reader.in_large_message
-    assert slow.waits == 5
-    # It goes on where it was.
-    left.settimeout(10)
-    thread = threading.Thread(target=lambda: left.sendall(data[sent:]))
-    thread.start()
-    while not reader.messages:
-        reader.read()
-    thread.join()
-    assert _taken(reader) == [[bytes(200_000)]]
-
-
-def test_a_peer_that_sends_all_the_time_is_read_from_as_long_as_was_said(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, right = pair
-    reader = _reader(right)
-    left.sendall(_stream([bytes(200_000)])[:100])
-    reader.read()
-    left.sendall(bytes(10))
-    slow = SlowPeer(monkeypatch, lambda: None)
-    reader._poll = slow  # type: ignore[assignment]
-    assert reader.read_rest(slow.now)
-    assert slow.waits == 0
-    assert reader.in_large_message
-
-
-def test_the_rest_of_a_large_message_is_received_in_one_call(pair: Pair) -> None:
-    left, right = pair
-    reader = _reader(right)
-    sent = [b"h", bytes(range(256)) * 40_000]
-    thread = threading.Thread(target=lambda: left.sendall(_stream(sent)))
-    thread.start()
-    while not reader.in_large_message:
-        reader.read()
-    assert reader.read_rest(time.monotonic() + 60)
-    thread.join()
-    assert _taken(reader) == [sent]
-
-
-def test_end_of_the_stream_is_told_while_the_rest_is_waited_for(pair: Pair) -> None:
-    left, right = pair
-    reader = _reader(right)
-    left.sendall(_stream([bytes(BUFFER_BYTES * 2)])[:1000])
-    assert reader.read()
-    left.close()
-    assert not reader.read_rest(time.monotonic() + 60)
-
-
 def test_the_largest_message_that_is_allowed_is_taken(pair: Pair) -> None:
     left, right = pair
     reader = _reader(right, max_message_bytes=1000)
@@ -339,7 +269,7 @@ def test_writer_keeps_what_the_kernel_does_not_take(pair: Pair, count: int) -> N
     for frames in sent:
         writer.send(frames)
     # The kernel took some of it; all others are still whole messages behind it.
-    assert 1 <= writer.unsent_messages <= 6
+    assert 1 <= len(writer.unsent) <= 6
     received = bytearray()
     expected = _stream(*sent)
     assert 0 < writer.unsent_bytes < len(expected)
@@ -348,7 +278,7 @@ def test_writer_keeps_what_the_kernel_does_not_take(pair: Pair, count: int) -> N
         done = writer.flush()
     assert done
     assert received == expected
-    assert (writer.unsent_messages, writer.unsent_bytes) == (0, 0)
+    assert (len(writer.unsent), writer.unsent_bytes) == (0, 0)
     assert writer.send([b"small"])
 
 
@@ -357,7 +287,7 @@ def test_writer_does_not_overtake_what_waits(pair: Pair) -> None:
     writer = MessageWriter(left)
     assert not writer.send([b"header", bytes(2_000_000)])
     assert not writer.send([b"next"])
-    assert writer.unsent_messages == 2
+    assert len(writer.unsent) == 2
     reader = _reader(right)
     while len(reader.messages) < 2:
         reader.read()
@@ -380,17 +310,3 @@ def test_remembered_layouts_are_bounded() -> None:
     information = remembered.cache_info()
     assert information.maxsize is not None
     assert information.currsize <= information.maxsize
-
-
-def test_one_small_message_takes_the_short_way_and_is_the_same(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, right = pair
-    short, general = _reader(right), _reader(right)
-    skip: Callable[[int], bool] = lambda received: False  # noqa: E731
-    monkeypatch.setattr(general, "_take_only_message", skip)
-    for frames in ([b"header", b"payload"], [b"", b""], [b"h" * 100, b"p" * 20_000]):
-        for reader in (short, general):
-            left.sendall(_stream(frames))
-            reader.read()
-            assert _taken(reader) == [frames]

@@ -22,6 +22,7 @@ from protocol.tensors import (
     to_torch,
     torch_dtype,
 )
+from tests.tables import each_row
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64]
 
@@ -38,7 +39,7 @@ def test_both_forms_of_a_dtype_name_are_read(name: str) -> None:
     assert short_name(torch_dtype(name)) == name
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         *("float64", "int8", "uint32", "", "torch.", "torch.torch.float32", "Float32", " float32"),
@@ -51,7 +52,7 @@ def test_unknown_dtype_is_refused(name: object) -> None:
     assert info.value.code is ErrorCode.INVALID_FIELD
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("dtype", "shape", "data", "code", "text"),
     [
         ("float32", [2, 3], b"\0" * 23, ErrorCode.INVALID_FIELD, "got 23 bytes, expected 24 for"),
@@ -112,7 +113,7 @@ def test_contents_are_not_in_the_repr() -> None:
     assert "7777" not in repr(WireTensor.checked("float32", [1], b"7777", "x"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_row("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (1, 1, 1), (2, 1, 3, 4)])
 def test_round_trip_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 1000).to(dtype)

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from protocol.encoding import encode_request, open_request, read_request
+from gpu_side.encoding import open_request, read_request
+from protocol.encoding import encode_request
 from protocol.messages import EmbeddingRequest, LinearRequest, Request, RingLinearRequest
 from protocol.tensors import WireTensor
 

@@ -16,15 +16,9 @@ import pytest
 import torch
 import zmq
 
+from gpu_side.encoding import MAX_FRAMES, Form, OpenedRequest, encode_reply, open_request
 from gpu_side.transport.zmq_listener import Unread, ZmqListener
-from protocol.encoding import (
-    MAX_FRAMES,
-    MAX_REPLY_FRAMES,
-    Form,
-    OpenedRequest,
-    encode_reply,
-    open_request,
-)
+from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing

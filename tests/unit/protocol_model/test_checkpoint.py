@@ -25,6 +25,7 @@ from protocol.model.checkpoint import (
 from protocol.model.config import read_config
 from protocol.model.weights import load_tensor
 from tests.support import SavedModel
+from tests.tables import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -239,7 +240,7 @@ def test_weights_that_are_a_directory_are_refused(directory: Path) -> None:
     _refusal(directory, SINGLE_FILE)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "file",
     [
         "../outside.safetensors",

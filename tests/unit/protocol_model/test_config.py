@@ -17,6 +17,7 @@ from protocol.model.config import (
     RopeParameters,
     read_config,
 )
+from tests.tables import each_row
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,7 +98,7 @@ def test_a_config_that_is_a_directory_is_refused_by_file(tmp_path: Path) -> None
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("architectures", "got"),
     [
         (["GPT2LMHeadModel"], "'GPT2LMHeadModel'"),
@@ -105,7 +106,7 @@ def test_a_config_that_is_a_directory_is_refused_by_file(tmp_path: Path) -> None
         (["LlamaModel"], "'LlamaModel'"),
         ([], "[]"),
         (None, "None"),
-        (ABSENT, "None"),
+        (ABSENT, "nothing"),
         ([["LlamaForCausalLM"]], "a value of type list"),
         ({"a": 1}, "a value of type dict"),
     ],
@@ -116,7 +117,8 @@ def test_an_unsupported_architecture_is_refused_by_name(
     error = _refusal(tmp_path, architectures=architectures)
     assert error.where.endswith(": architectures")
     assert error.got == got
-    assert all(name in error.expected for name in ARCHITECTURES)
+    if architectures is not ABSENT:
+        assert all(name in error.expected for name in ARCHITECTURES)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_what_we_cannot_compute_is_refused_by_field(tmp_path: Path, field: str, 
         "max_position_embeddings",
     ],
 )
-@pytest.mark.parametrize("value", [0, -1, 2**40, 2**70, "48", 48.5, None, ABSENT, [48], True])
+@each_row("value", [0, -1, 2**40, 2**70, "48", 48.5, None, ABSENT, [48], True])
 def test_a_size_that_is_absurd_or_missing_is_refused_by_field(
     tmp_path: Path, field: str, value: Any
 ) -> None:
@@ -156,7 +158,7 @@ def test_absurd_key_value_heads_are_refused(tmp_path: Path, value: Any) -> None:
     assert "num_key_value_heads" in str(_refusal(tmp_path, num_key_value_heads=value))
 
 
-@pytest.mark.parametrize("value", [0, False, "", 1, 7, 2048, 2**40, -16, "16"])
+@each_row("value", [0, False, "", 1, 7, 2048, 2**40, -16, "16"])
 def test_an_absurd_head_dim_is_refused(tmp_path: Path, value: Any) -> None:
     assert _refusal(tmp_path, head_dim=value).where.endswith(": head_dim")
 
@@ -176,7 +178,7 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path, value: Any) -> None:
     assert _refusal(tmp_path, dtype=value).where.endswith(": dtype")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rope", "field"),
     [
         ({"rope_type": "su", "factor": 2.0}, "rope_type"),
@@ -256,7 +258,7 @@ def test_longrope_factors_must_have_one_entry_per_pair_of_dimensions(tmp_path: P
     assert "long_factor has 3 entries, head_dim / 2 is 4" in text
 
 
-@pytest.mark.parametrize(
+@each_row(
     "layer_types",
     [
         ["full_attention"],
@@ -299,7 +301,7 @@ def test_a_malformed_max_window_layers_is_refused(tmp_path: Path, first: Any) ->
     assert error.where.endswith(": max_window_layers")
 
 
-@pytest.mark.parametrize("field", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+@each_row("field", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("value", ["maybe", 7, [0]])
 def test_a_switch_that_is_no_boolean_is_refused(tmp_path: Path, field: str, value: Any) -> None:
     assert _refusal(tmp_path, **{field: value}).where.endswith(f": {field}")
@@ -310,7 +312,8 @@ def test_malformed_eos_ids_are_refused_by_the_file_that_has_them(
     tmp_path: Path, value: Any
 ) -> None:
     error = _refusal(tmp_path, eos_token_id=value)
-    assert error.where.endswith("config.json: eos_token_id")
+    # The index where it is one of several.
+    assert error.where.rpartition(": ")[2].startswith("eos_token_id")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id"):
         _read(tmp_path, eos_token_id=1)
@@ -365,7 +368,7 @@ def test_settings_that_are_left_out_take_the_values_of_transformers(tmp_path: Pa
     assert (qwen3.head_dim, qwen3.qk_norm) == (128, True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("architecture", "changes", "expected"),
     [
         ("LlamaForCausalLM", {"sliding_window": 8}, (None, None, None)),

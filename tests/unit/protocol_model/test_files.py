@@ -9,12 +9,12 @@ import pytest
 
 from protocol.errors import ManifestError, ModelError
 from protocol.model.files import (
+    fill,
     is_there,
     limit_structure,
     opened,
     parse_json,
     read_bytes,
-    read_into,
     require_inside,
     shown,
 )
@@ -117,13 +117,14 @@ def test_a_descriptor_is_closed_in_the_end(directory: Path) -> None:
         os.fstat(descriptor)
 
 
-def test_a_buffer_is_filled_as_far_as_the_file_goes(directory: Path) -> None:
-    buffer = bytearray(4)
-    with opened(directory / "a") as descriptor:
-        assert read_into(descriptor, memoryview(buffer), 1) == 4
+def test_a_buffer_is_filled_or_the_file_is_too_short(directory: Path) -> None:
+    path, buffer = directory / "a", bytearray(4)
+    with opened(path) as descriptor:
+        fill(descriptor, memoryview(buffer), 1, path)
         assert buffer == b"nsid"
-        assert read_into(descriptor, memoryview(buffer), 5) == 1
-        assert read_into(descriptor, memoryview(buffer), 99) == 0
+        for offset, got in ((5, 6), (99, 99)):
+            with pytest.raises(ModelError, match=f"a: got {got} bytes, expected {offset + 4}$"):
+                fill(descriptor, memoryview(buffer), offset, path)
 
 
 def test_a_key_twice_is_refused_at_any_depth() -> None:
@@ -140,20 +141,20 @@ def test_a_key_twice_is_refused_at_any_depth() -> None:
     ("content", "said"),
     [
         (b"[{}]" * 2 + b"{" + b"," * 3 + b":" * 2, ""),
-        (b"[{}]" * 2 + b"{{", "got 6 lists of 0 items, expected at most 5 and 3"),
-        (b"," * 4, "got 0 lists of 4 items"),
+        (b"[{}]" * 2 + b"{{", "got 6 lists, expected at most 5"),
+        (b"," * 4, "got 4 items, expected at most 3"),
         (b":" * 3, "got 3 keys, expected at most 2"),
     ],
 )
 def test_structure_is_counted_before_it_is_parsed(content: bytes, said: str) -> None:
-    limits = {"max_lists": 5, "max_items": 3}
+    limits = {"lists": 5, "items": 3, "keys": 2}
     if not said:
-        limit_structure(content, "f", **limits, max_keys=2)
+        limit_structure(content, "f", **limits)
         return
     with pytest.raises(ManifestError, match=f"^f: {said}"):
-        limit_structure(content, "f", **limits, max_keys=2, error=ManifestError)
+        limit_structure(content, "f", ManifestError, **limits)
     if "keys" in said:
-        limit_structure(content, "f", **limits)
+        limit_structure(content, "f", lists=5, items=3)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 10_000, b'{"a":' * 10_000])

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from protocol.errors import ModelError
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TensorFile, parse_header
+from tests.tables import each_row
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
@@ -99,7 +100,7 @@ def test_a_good_header_is_taken_as_the_library_takes_it(tmp_path: Path, header: 
     _parse(content)
 
 
-@pytest.mark.parametrize(("header", "field"), BAD, ids=range(len(BAD)))
+@each_row(("header", "field"), BAD, ids=range(len(BAD)))
 def test_a_bad_header_is_refused_by_tensor_and_field(header: Any, field: str) -> None:
     with pytest.raises(ModelError) as caught:
         _parse(_file(header))

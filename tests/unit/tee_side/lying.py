@@ -11,7 +11,7 @@ from protocol.channel import Exchange
 from protocol.errors import TsqpError
 from protocol.messages import LinearRequest, Request, Response, RingLinearRequest, TensorReply
 from protocol.tensors import from_torch, to_torch
-from tee_side.policy import Policy
+from tee_side.policy.placement import Policy
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids, with_results
 
 Models = Callable[..., SavedModel]

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 
 from protocol.errors import PolicyError
-from tee_side.policy import Policy, load_policy
-from tee_side.vocabulary import OPERATORS, Operator
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.words import OPERATORS, Operator
+
+# What leaves in the clear, and is believed.
+CLEAR = {"place": "gpu", "mask": "none", "verify": "none"}
+CLEAR_TOML = '{ place = "gpu", mask = "none", verify = "none" }'
 
 LINEAR: set[Operator] = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+
+
+def leaves(policy: Policy, operator: Operator) -> bool:
+    """Say whether an operator leaves the TEE, in some layer and phase."""
+    return operator in {operator for operator, _ in policy.leaving()}
 
 
 def policy_toml(**changes: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from protocol.channel import Exchange, Traffic
+from protocol.channel import Channel, Exchange, Traffic
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -18,13 +18,13 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.link import Link
 from protocol.messages import InitRequest, LMHeadRequest, Request, Response, TensorReply
 from protocol.pending import OversizedRequestError
 from protocol.tensors import from_torch
-from tee_side.services.connected import Services
-from tee_side.services.member import ConnectOptions
-from tee_side.services.plan import ReplicaGroup
+from tee_side.remote.services.connected import Services
+from tee_side.remote.services.member import ConnectOptions
+from tee_side.remote.services.plan import ReplicaGroup
+from tsqp.lab.link import Link
 
 
 @dataclass
@@ -58,6 +58,7 @@ class FakeService:
     swallows: int = 0
     connections: int = 0
     comes_back: float = float("inf")
+    checked_layers: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_up(self) -> bool:
@@ -65,7 +66,7 @@ class FakeService:
         return self.up or time.monotonic() >= self.comes_back
 
 
-class FakeConnection:
+class FakeConnection(Channel):
     """One connection to a `FakeService`."""
 
     def __init__(self, service: FakeService) -> None:
@@ -196,18 +197,25 @@ class World:
     def verify(self, endpoint: str, reply: Response, layers: tuple[int, int]) -> Any:
         """Check an Init reply."""
         service = self.services[endpoint]
+        service.checked_layers.append(layers)
         if service.held is not None:
             raise service.held
         reply.max_message_bytes = service.max_message_bytes  # type: ignore[union-attr]
         return reply
 
-    def connect(self, *groups: ReplicaGroup, layers: int = 1, timeout_s: float = 5.0) -> Services:
+    def connect(
+        self,
+        *groups: ReplicaGroup,
+        layers: int = 1,
+        timeout_s: float = 5.0,
+        connect_s: float = 1.0,
+    ) -> Services:
         """Return connected services."""
         made = Services(
             groups, layers, ConnectOptions(self.open, self.verify, self.link, timeout_s)
         )
         self.made.append(made)
-        made.connect(1.0)
+        made.connect(connect_s)
         return made
 
     def replicas(self, *names: str, timeout_s: float = 5.0) -> Any:

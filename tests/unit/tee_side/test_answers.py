@@ -21,12 +21,11 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import Request
-from tee_side.masks.mask import Mask
-from tee_side.masks.row_mix import RowMix
-from tee_side.masks.shares import Shares
-from tee_side.overlap import run
-from tee_side.sites import FloatSites
-from tee_side.vocabulary import Operator
+from tee_side.protect.masks.mask import Mask
+from tee_side.protect.masks.shares import Shares
+from tee_side.protect.sites import FloatSites
+from tee_side.remote.overlap import run
+from tee_side.words import Operator
 from tests.support import LoopbackChannel
 from tests.unit.tee_side.remote_fakes import (
     ARGUMENTS,
@@ -36,10 +35,11 @@ from tests.unit.tee_side.remote_fakes import (
     OneSite,
     remote_under,
 )
+from tsqp.lab.research.row_mix import RowMix
 
 
 class Refuses:
-    """A `Verifier` to which no result is right.
+    """A `ResultCheck` to which no result is right.
 
     `disk`: the error that looking for liars meets; `found`: whom it finds.
     """
@@ -48,10 +48,7 @@ class Refuses:
         self._disk = disk
         self._found = list(found)
 
-    def linear(self, *_: Any) -> bool:
-        return False
-
-    def lm_head(self, *_: Any) -> bool:
+    def holds(self, *_: Any) -> bool:
         return False
 
     def find(self, is_over: Callable[[], bool]) -> list[int]:
@@ -65,12 +62,12 @@ class Refuses:
 
 @pytest.fixture(autouse=True)
 def liars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no result is right, let its verifier say who computed wrongly."""
+    """Where no result is right, let its check say who computed wrongly."""
 
-    def find(_answers: Sequence[Any], verifier: Refuses, is_over: Callable[[], bool]) -> list[int]:
-        return verifier.find(is_over)
+    def find(_answers: Sequence[Any], check: Refuses, is_over: Callable[[], bool]) -> list[int]:
+        return check.find(is_over)
 
-    monkeypatch.setattr("tee_side.liars.find_liars", find)
+    monkeypatch.setattr("tee_side.remote.fault_attribution.find_liars", find)
 
 
 class Slow(ChangingChannel):
@@ -102,7 +99,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The only clock that a deadline is counted by."""
     found = SimpleNamespace(now=1000.0)
     found.monotonic = lambda: found.now
-    monkeypatch.setattr("tee_side.answers.time", found)
+    monkeypatch.setattr("tee_side.remote.call.time", found)
+    monkeypatch.setattr("tee_side.remote.fault_attribution.time", found)
     return found
 
 
@@ -122,7 +120,7 @@ def test_liars_share_one_deadline(
     """However many there are; the first has the channel's own, which costs nothing to say."""
     model = saved_model("llama")
     channel = Slow(model.directory, change, clock)
-    settings: dict[str, Any] = {"verifier": Refuses(), "timeout_s": 25.0}
+    settings: dict[str, Any] = {"check": Refuses(), "timeout_s": 25.0}
     remote = remote_under(model, [channel], None, **settings)
     with pytest.raises(expected) as caught:
         run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
@@ -201,7 +199,7 @@ def test_where_weights_cannot_be_read_again_everybody_is_barred(
     channels = [Last(model.directory), Last(model.directory)]
     disk = ModelError("model.safetensors", got="other bytes", expected="those of the manifest")
     remote = remote_under(
-        model, list(channels), Shares(), sites=OneSite(torch.int32), verifier=Refuses(disk)
+        model, list(channels), Shares(), sites=OneSite(torch.int32), check=Refuses(disk)
     )
     with pytest.raises(VerificationError, match="o_proj in layer 1 at loopback"):
         run(remote.linear(1, "o_proj", torch.ones(1, 96)))
@@ -221,7 +219,7 @@ def test_in_the_clear_the_only_answer_is_the_lie_and_nothing_is_read_for_it(
     model = saved_model("llama")
     unread = ModelError("model.safetensors", got="a read", expected="none")
     remote = remote_under(
-        model, [LoopbackChannel(model.directory)], None, verifier=Refuses(unread), timeout_s=60.0
+        model, [LoopbackChannel(model.directory)], None, check=Refuses(unread), timeout_s=60.0
     )
     with pytest.raises(VerificationError, match="o_proj in layer 1 at loopback"):
         run(remote.linear(1, "o_proj", torch.ones(1, 96)))
@@ -234,7 +232,7 @@ def test_in_the_clear_several_answers_that_are_off_only_together_are_a_lie(
     """Each within its own room, all together beyond that of the result: nobody else can be it."""
     model = saved_model("llama")
     channel = Slow(model.directory, lambda y: y, clock)
-    settings: dict[str, Any] = {"verifier": Refuses(found=()), "one_rpc_per_module": True}
+    settings: dict[str, Any] = {"check": Refuses(found=()), "one_rpc_per_module": True}
     remote = remote_under(model, [channel], None, timeout_s=31.0, **settings)
     with pytest.raises(DeadlineExceededError):  # while it is asked again
         run(remote.linear(1, "qkv_proj", torch.ones(1, 48)))
@@ -251,7 +249,7 @@ def test_under_a_mask_answers_that_are_right_are_the_masks_fault(
     model = saved_model("llama")
     channel = Slow(model.directory, lambda y: y, clock)
     remote = remote_under(
-        model, [channel], RowMix(), sites=FloatSites({}), verifier=Refuses(found=()), timeout_s=30.0
+        model, [channel], RowMix(), sites=FloatSites({}), check=Refuses(found=()), timeout_s=30.0
     )
     with pytest.raises(MaskError, match="mask row-mix: o_proj in layer 1: got a wrong result"):
         run(remote.linear(1, "o_proj", torch.ones(3, 96)))
@@ -266,7 +264,7 @@ def test_what_our_own_mask_sent_and_nobody_can_compute_with_is_nobodys_lie(
     channel = Slow(model.directory, lambda y: y, clock)
     overflow = ActivationRangeError("input", got="a row that is not finite", expected="numbers")
     remote = remote_under(
-        model, [channel], RowMix(), sites=FloatSites({}), verifier=Refuses(overflow), timeout_s=30.0
+        model, [channel], RowMix(), sites=FloatSites({}), check=Refuses(overflow), timeout_s=30.0
     )
     with pytest.raises(ActivationRangeError) as caught:
         run(remote.linear(1, "o_proj", torch.ones(3, 96)))
@@ -291,7 +289,7 @@ def test_where_no_time_is_left_everybody_who_answered_is_named_and_barred(
         list(channels),
         mask,
         sites=OneSite(dtype),
-        verifier=Refuses(),
+        check=Refuses(),
         timeout_s=10.0 * mask.services,
     )
     with pytest.raises(VerificationError) as caught:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 
 from protocol.model.config import ModelConfig, read_config
-from tee_side.batch import Batch
-from tee_side.kv_cache import KVCache
+from tee_side.model.batch import Batch
+from tee_side.model.kv_cache import KVCache
 from tests.support import SavedModel
 
 

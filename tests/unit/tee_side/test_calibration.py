@@ -16,7 +16,7 @@ from protocol.errors import ActivationRangeError, CalibrationError
 from protocol.integer import MAX_IN_FEATURES, ring_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig, read_config
-from tee_side.calibration import (
+from tee_side.protect.calibration import (
     HEADROOM,
     MAX_SUM,
     Calibration,
@@ -26,6 +26,8 @@ from tee_side.calibration import (
     norm_limit,
 )
 from tests.support import SavedModel
+from tests.tables import each_row
+from tsqp.calibrate import coarse, save_calibration
 
 MODEL, LINEAR = "a" * 64, "b" * 64
 
@@ -89,7 +91,7 @@ def test_sums_are_scaled_back_in_float32(dtype: torch.dtype) -> None:
     assert torch.all((decoded.double() - expected).abs() <= error * expected.abs() + 1e-7)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+@each_row("value", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_row_that_is_not_finite_or_far_too_large_is_refused(value: float, row: int) -> None:
     scales = SiteScales(0.5, torch.ones(1), 1e6)
@@ -180,11 +182,13 @@ def test_the_file_is_small_and_gives_back_what_was_saved(
     tmp_path: Path, config: ModelConfig
 ) -> None:
     saved, path = make(config), tmp_path / "scales.safetensors"
-    saved.save(path)
+    save_calibration(saved, path)
     loaded = Calibration.load(path, config, MODEL, LINEAR)
     assert [p.name for p in tmp_path.iterdir()] == ["scales.safetensors"]
     assert (loaded.model_digest, loaded.linear_digest, loaded.tokens) == (MODEL, LINEAR, 1234)
-    assert loaded.max_norms == saved.max_norms
+    # An exact norm is that of one row, and identifies its token.
+    assert loaded.max_norms == {site: coarse(norm) for site, norm in saved.max_norms.items()}
+    assert loaded.max_norms != saved.max_norms
     assert loaded.sites.keys() == saved.sites.keys()
     for site, scales in saved.sites.items():
         assert loaded.sites[site].input_scale == scales.input_scale
@@ -195,7 +199,7 @@ def test_the_file_is_small_and_gives_back_what_was_saved(
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, config: ModelConfig) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="directory"):
-        make(config).save(tmp_path / "taken")
+        save_calibration(make(config), tmp_path / "taken")
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
@@ -203,7 +207,7 @@ def test_another_models_file_is_refused_with_both_digests(
     tmp_path: Path, config: ModelConfig
 ) -> None:
     path, other = tmp_path / "c", "c" * 64
-    make(config).save(path)
+    save_calibration(make(config), path)
     with pytest.raises(CalibrationError, match=f"model_digest: got {MODEL}, expected {other}"):
         Calibration.load(path, config, other, LINEAR)
     with pytest.raises(CalibrationError, match=f"linear_digest: got {LINEAR}, expected {other}"):
@@ -219,7 +223,7 @@ def rewritten(
     **metadata: str | None,
 ) -> None:
     """Save a calibration and change its file; None takes an entry away."""
-    make(config).save(path)
+    save_calibration(make(config), path)
     good = {
         "format": "tsqp-calibration",
         "version": "1",

@@ -11,14 +11,13 @@ import torch
 
 from protocol.errors import DeadlineExceededError, LimitError, PromptError
 from protocol.messages import Request
-from tee_side.batch import Batch
-from tee_side.engine import Engine, Sequence
-from tee_side.kv_cache import kv_bytes
-from tee_side.model import TeeModel
-from tee_side.operators import PlacedOperators
-from tee_side.policy import Policy
-from tee_side.step import run_step
-from tee_side.vocabulary import OPERATORS, Phase
+from tee_side.engine.engine import Engine, Sequence
+from tee_side.engine.step import run_step
+from tee_side.model.batch import Batch
+from tee_side.model.kv_cache import kv_bytes
+from tee_side.model.operators import MicroBatchOperators
+from tee_side.policy.placement import Policy
+from tee_side.words import OPERATORS, Phase
 from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -250,7 +249,7 @@ def test_looking_at_what_runs_gives_nothing_back(tee: Tee) -> None:
 def test_without_a_limit_it_is_what_the_machine_has(
     tee: Tee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tee_side.engine.available_kv_bytes", lambda: 12345)
+    monkeypatch.setattr("tee_side.engine.engine.available_kv_bytes", lambda: 12345)
     assert Engine(tee.model, tee.lanes).max_kv_bytes == 12345
     assert Engine(tee.model, tee.lanes, max_kv_bytes=0).max_kv_bytes == 0
 
@@ -303,7 +302,12 @@ SPLIT = Policy.model_validate(
         "name": "split",
         "summary": "a test",
         "operators": dict.fromkeys(OPERATORS, "tee")
-        | {"o_proj": [{"place": "tee", "phase": "prefill"}, {"place": "gpu", "phase": "decode"}]},
+        | {
+            "o_proj": [
+                {"place": "tee", "phase": "prefill"},
+                {"place": "gpu", "phase": "decode", "mask": "none", "verify": "none"},
+            ]
+        },
     }
 )
 
@@ -317,14 +321,12 @@ class _Steps:
         self.rows: list[dict[int, int]] = []
         self._by_cache: dict[int, int] = {}
 
-        def noted(
-            batch: Batch, model: TeeModel, lanes: Lanes[PlacedOperators], phase: Phase
-        ) -> torch.Tensor:
+        def noted(batch: Batch, lanes: Lanes[MicroBatchOperators], phase: Phase) -> torch.Tensor:
             self.phases.append(phase)
             self.rows.append({self._by_cache[id(c.cache)]: c.tokens for c in batch.chunks})
-            return run_step(batch, model, lanes, phase)
+            return run_step(batch, lanes, phase)
 
-        monkeypatch.setattr("tee_side.engine.run_step", noted)
+        monkeypatch.setattr("tee_side.engine.engine.run_step", noted)
 
     def add(self, number: int, prompt: list[int], new_tokens: int) -> Sequence:
         sequence = self.engine.add(prompt, max_new_tokens=new_tokens, eos_token_ids=frozenset())

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tee_side.policy import load_policy
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.sampling import SamplingSettings
 from tests.support import SavedModel, token_ids
 
 Models = Callable[..., SavedModel]
@@ -97,3 +99,66 @@ def test_a_stop_string_cuts_the_result_where_the_text_ends_even_if_more_was_samp
     assert beside.result().text == alone.result().text
     assert beside.result().usage == alone.result().usage
     assert beside.result().finish_reason == "stop"
+
+
+def test_a_generation_that_was_left_early_is_not_iterated_over_again(runner: Runner) -> None:
+    """Its sequence is gone: no step would ever give it another token."""
+    generation = runner.generate(token_ids(4, vocab_size=256), max_new_tokens=9)
+    for _ in generation.steps():
+        break
+    for again in (generation, generation.steps()):
+        with pytest.raises(RuntimeError, match="iterated over or closed before"):
+            next(iter(again))
+    closed = runner.generate(token_ids(4, vocab_size=256), max_new_tokens=9)
+    closed.close()
+    with pytest.raises(RuntimeError, match="iterated over or closed before"):
+        next(iter(closed))
+    assert len(generation.token_ids) == 1
+
+
+def test_a_generation_that_is_stopped_keeps_the_tokens_so_far(runner: Runner) -> None:
+    prompt = token_ids(4, vocab_size=256)
+    whole = [one.token_id for one in runner.generate(prompt, max_new_tokens=9).steps()]
+    generation = runner.generate(prompt, max_new_tokens=9)
+    for _ in generation.steps():
+        if generation.token_count == 3:
+            generation.stop()
+    result = generation.result()
+    assert (result.token_ids, result.finish_reason) == (whole[:3], "stop")
+    assert result.text == generation.text == runner.tokenizer.decode(whole[:3])
+
+
+def test_the_work_between_two_steps_is_the_same_whatever_a_token_says(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions that the generating thread calls from one step to the next, in order.
+
+    A token of half a character shows nothing, and the one after it shows two.
+    """
+    sampling = SamplingSettings(temperature=1.5, seed=3)
+    prompt = token_ids(4, vocab_size=256)
+    called: list[list[str]] = []
+    step = runner.step
+
+    def watched() -> None:
+        sys.setprofile(None)
+        step()
+        called.append([])
+        sys.setprofile(watch)
+
+    def watch(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            called[-1].append(frame.f_code.co_qualname)
+
+    monkeypatch.setattr(runner, "step", watched)
+    generation = runner.generate(prompt, max_new_tokens=40, sampling=sampling)
+    try:
+        for _ in generation.steps():
+            pass
+    finally:
+        sys.setprofile(None)
+    detokenizer = runner.tokenizer.streamer()
+    silent = {detokenizer.feed(token_id) == "" for token_id in generation.token_ids}
+    assert silent == {True, False}
+    assert len({tuple(calls) for calls in called[1:-1]}) == 1
+    assert not any("_decode" in calls for calls in called)

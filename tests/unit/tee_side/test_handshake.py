@@ -18,12 +18,13 @@ from protocol.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
 from protocol.tensors import from_torch, torch_dtype
-from tee_side.feature_key import FeatureKey
-from tee_side.handshake import ServiceCheck
-from tee_side.masks.feature_permutation import FeaturePermutation
-from tee_side.model import load_tee_model
-from tee_side.policy import builtin_policies, load_policy
+from tee_side.model.layers import load_tee_model
+from tee_side.policy.placement import builtin_policies, load_policy
+from tee_side.remote.handshake import ServiceCheck
 from tests.support import LoopbackChannel, SavedModel
+from tests.tables import each_row
+from tsqp.lab.research.feature_key import FeatureKey
+from tsqp.lab.research.feature_permutation import FeaturePermutation
 
 Models = Callable[..., SavedModel]
 
@@ -235,7 +236,7 @@ def _mask_check(
     check.verify(channel.endpoint, channel.call(InitRequest()).response)
 
 
-@pytest.mark.parametrize("name", builtin_policies())
+@each_row("name", builtin_policies())
 def test_the_service_that_a_policy_needs_is_accepted(saved_model: Models, name: str) -> None:
     model = saved_model("llama")
     for channel in model.services(load_policy(name)):
@@ -268,11 +269,11 @@ def test_a_provisioned_service_is_refused_by_policies_that_need_the_models_own_w
     with pytest.raises(ModelMismatchError) as caught:
         _mask_check(model, provisioned, policy)
     # One with integers lies about them; it is refused all the same.
-    assert "int8" in str(caught.value) or "provisioned for a feature mask" in str(caught.value)
+    assert "int8" in str(caught.value) or "provision_id: got " in str(caught.value)
     reply = provisioned.call(InitRequest()).response
     assert isinstance(reply, InitReply)
     lying = LyingChannel(model.directory, provision_id=reply.provision_id)
-    with pytest.raises(ModelMismatchError, match="provisioned for a feature mask"):
+    with pytest.raises(ModelMismatchError, match=r"provision_id: got \w+, expected None"):
         _mask_check(model, lying, policy)
 
 
@@ -351,6 +352,17 @@ def test_digests_are_computed_once_for_all_connections(
     def again(*_: object) -> str:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("tee_side.handshake.model_digest", again)
+    monkeypatch.setattr("tee_side.remote.handshake.model_digest", again)
     for _ in range(2):
         check.verify("there", reply)
+
+
+def test_a_service_that_scales_rope_as_the_configuration_says_is_accepted(
+    saved_model: Models,
+) -> None:
+    scaling = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+    ours = saved_model("llama", rope_parameters=scaling).directory
+    reply = LoopbackChannel(ours).call(InitRequest()).response
+    assert isinstance(reply, InitReply)
+    assert reply.rotary_emb_params.attention_scaling != 1.0
+    _check(ours, LoopbackChannel(ours))

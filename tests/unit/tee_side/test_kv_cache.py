@@ -11,8 +11,8 @@ import torch
 
 from protocol.errors import LimitError
 from protocol.model.config import ModelConfig, read_config
-from tee_side import kv_cache
-from tee_side.kv_cache import KVCache, available_kv_bytes, kv_bytes
+from tee_side.model import kv_cache
+from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes
 from tests.support import SavedModel
 
 
@@ -89,7 +89,7 @@ def test_what_the_machine_could_have_is_worth_retrying(
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr("tee_side.kv_cache.torch.empty", refuse)
+    monkeypatch.setattr("tee_side.model.kv_cache.torch.empty", refuse)
     with pytest.raises(LimitError) as caught:
         KVCache(config, 10, torch.float32)
     assert caught.value.retryable

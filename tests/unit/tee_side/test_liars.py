@@ -20,11 +20,14 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch
-from tee_side.liars import _in_time, find_liars
-from tee_side.randomness import Randomness
-from tee_side.remote_operators import RemoteOperators
-from tee_side.verifier import Secrets, Verifier, Weights
-from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator, is_linear
+from tee_side.policy.placement import load_policy
+from tee_side.protect.masking import MaskRules
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import FloatCheck, Tolerance
+from tee_side.protect.verifier import LinearCheck, ResultCheck, Weights
+from tee_side.remote.fault_attribution import _in_time, find_liars
+from tee_side.remote.registered import RunParts
+from tee_side.words import OPERATORS, PRODUCTS, Operator, is_linear
 from tests.support import SavedModel
 from tests.unit.tee_side.lying import (
     Change,
@@ -36,6 +39,7 @@ from tests.unit.tee_side.lying import (
     one_more,
     site_of,
 )
+from tsqp.lab.research.operators import LMHeadCheck, ProductCheck
 
 
 @pytest.mark.parametrize("liar", [0, 1])
@@ -117,13 +121,15 @@ def test_a_wrong_unmask_is_nobodys_lie_at_any_operator(
     """Of floats, too, the one answer is compared before the service is blamed for it."""
     model = saved_model("llama")
     channel = Lying(model.directory, lambda y: y)
-    unmask = RemoteOperators._unmask
+    check = MaskRules.check_unmasked
 
-    def wrong(self: RemoteOperators, at: Operator, *arguments: Any) -> torch.Tensor:
-        y = unmask(self, at, *arguments)
-        return 2 * y if at == operator else y
+    def wrong(self: MaskRules, at: Operator, y: torch.Tensor, *arguments: Any) -> None:
+        check(self, at, y, *arguments)
+        if at == operator:
+            y.mul_(2)
 
-    monkeypatch.setattr(RemoteOperators, "_unmask", wrong)
+    # The last look at a result before it is verified.
+    monkeypatch.setattr(MaskRules, "check_unmasked", wrong)
     tee = model.tee(everything_verified("tsqp-permuted"), channels=[channel])
     with pytest.raises(MaskError) as caught:
         generate(tee)
@@ -141,20 +147,22 @@ def test_a_service_with_other_weights_than_the_tees_is_to_blame_unseen(
     model, policy = saved_model("llama"), everything_verified("cloak")
     assert policy.feature_mask is not None
     channel = Lying(model.provisioned(policy.feature_mask)[0], lambda y: y)
-    unmask = RemoteOperators._unmask
     tee, read = model.tee(policy, channels=[channel]), []
-    monkeypatch.setattr(RemoteOperators, "_unmask", lambda *given: 2 * unmask(*given))
+    monkeypatch.setattr(MaskRules, "check_unmasked", lambda _rules, _at, y, *_: y.mul_(2))
     monkeypatch.setattr(Checkpoint, "blocks", lambda *given: read.append(given) or iter(()))
     with pytest.raises(VerificationError, match="qkv_proj in layer 0 at loopback"):
         generate(tee)
     assert not read
 
 
-def _verifier(model: SavedModel, held: bool) -> Verifier:
+def _check(model: SavedModel, held: bool) -> LinearCheck:
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    kept = {(1, "gate_up_proj"): load_quantized(checkpoint, config, 1, "gate_up_proj")}
-    weights = Weights(config, checkpoint, torch.float32, kept if held else {})  # type: ignore[arg-type]
-    return Secrets(weights, Randomness(), {}, {}, None, None).under(None)
+    kept: dict[Any, Any] = {
+        (1, "gate_up_proj"): load_quantized(checkpoint, config, 1, "gate_up_proj")
+    }
+    weights = Weights(config, checkpoint, torch.float32, kept if held else {})
+    vectors = FloatCheck.draw(torch.ones(2, 2), Randomness())
+    return LinearCheck(vectors, weights, 1, Tolerance.of(torch.float32, None), False)
 
 
 def _ring_answer(
@@ -175,16 +183,16 @@ def test_every_element_counts_however_the_weight_is_cut(
     saved_model: Models, held: bool, multiplications: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = saved_model("llama")
-    monkeypatch.setattr("tee_side.liars._MULTIPLICATIONS", multiplications)
-    verifier = _verifier(model, held)
+    monkeypatch.setattr("tee_side.remote.fault_attribution._MULTIPLICATIONS", multiplications)
+    check = _check(model, held)
     modules = (("gate_proj", "up_proj"), ("gate_proj", "up_proj"), ("up_proj",))
     answers = [_ring_answer(model, names, seed) for seed, names in enumerate(modules)]
-    assert find_liars(answers, verifier, lambda: False) == []
+    assert find_liars(answers, check, lambda: False) == []
     for liar, (_, output) in enumerate(answers):
         for column in (0, 6, 7, 95, 96, 97, 191):
             if column < output.shape[1]:
                 output[4, column] += 1
-                assert find_liars(answers, verifier, lambda: False) == [liar]
+                assert find_liars(answers, check, lambda: False) == [liar]
                 output[4, column] -= 1
 
 
@@ -212,9 +220,17 @@ def test_finding_out_ends_at_the_next_block_once_the_time_is_up(
 ) -> None:
     """No weight is read after that, and none is multiplied: large ones take seconds."""
     model = saved_model("llama")
-    monkeypatch.setattr("tee_side.liars._MULTIPLICATIONS", 1)
+    monkeypatch.setattr("tee_side.remote.fault_attribution._MULTIPLICATIONS", 1)
     read: list[Any] = []
-    x, verifier = torch.ones(1, 48), _verifier(model, held=False)
+    x, linear = torch.ones(1, 48), _check(model, held=False)
+    parts = RunParts(load_policy("tsqp"), linear.weights.config, linear.weights.checkpoint, x.dtype)
+    near = linear.tolerance
+    checks: dict[str, ResultCheck] = {
+        "integers": linear,
+        "floats": linear,
+        "lm_head": LMHeadCheck(parts, FloatCheck.draw(torch.ones(2, 2), Randomness()), near),
+        "product": ProductCheck(near, Randomness()),
+    }
     answers: dict[str, tuple[Request, torch.Tensor]] = {
         "integers": _ring_answer(model, ("gate_proj", "up_proj"), 1),
         "floats": (
@@ -236,6 +252,6 @@ def test_finding_out_ends_at_the_next_block_once_the_time_is_up(
     monkeypatch.setattr(Checkpoint, "blocks", noted)
     said = iter([False] * looks)
     with pytest.raises(DeadlineExceededError, match="finding out who computed wrongly"):
-        find_liars([answers[kind]], verifier, lambda: next(said, True))
+        find_liars([answers[kind]], checks[kind], lambda: next(said, True))
     assert next(said, None) is None
     assert len(read) == (looks > 0 and kind != "product")

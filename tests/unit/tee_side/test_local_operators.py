@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import torch
 
+from protocol import integer
+from protocol.integer import int8_product
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.quantized import load_quantized
-from tee_side.calibration import Calibration
-from tee_side.local_operators import LocalOperators, load_local_operators, sites_here
-from tee_side.overlap import run
-from tee_side.policy import Policy, load_policy
-from tee_side.sites import IntegerSites, load_biases
-from tee_side.vocabulary import OPERATORS
-from tests.support import SavedModel, assemble
+from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.calibration import Calibration
+from tee_side.protect.sites import IntegerSites, load_biases
+from tee_side.remote.linear import CallSettings
+from tee_side.remote.overlap import run
+from tee_side.words import OPERATORS
+from tests.support import SavedModel
+from tests.unit.tee_side.policy_texts import CLEAR
+from tsqp.lab.research.operators import product_here
 
 Models = Callable[..., SavedModel]
 
@@ -56,14 +61,17 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
     config = read_config(saved_model("llama").directory)
     policy = _policy(
         {
-            "qkv_proj": [{"place": "tee", "layers": 0}, {"place": "gpu", "layers": "1-"}],
+            "qkv_proj": [
+                {"place": "tee", "layers": 0},
+                {"place": "gpu", "layers": "1-", "mask": "none", "verify": "none"},
+            ],
             "o_proj": [
                 {"place": "tee", "phase": "prefill"},
-                {"place": "gpu", "phase": "decode"},
+                {"place": "gpu", "phase": "decode", "mask": "none", "verify": "none"},
             ],
-            "gate_up_proj": "gpu",
+            "gate_up_proj": CLEAR,
             "down_proj": [
-                {"place": "gpu", "phase": "prefill"},
+                {"place": "gpu", "phase": "prefill", "mask": "none", "verify": "none"},
                 {"place": "tee", "phase": "decode"},
             ],
         }
@@ -81,11 +89,11 @@ def test_weights_that_the_policy_sends_away_are_not_held(saved_model: Models) ->
     local = _local(saved_model("llama"), load_policy("tsqp"))
     for call in (
         lambda: local.embedding(torch.tensor([1])),
-        lambda: local.o_proj(0, torch.ones(1, 96)),
+        lambda: local.linear((0, "o_proj"))(torch.ones(1, 96)),
         lambda: local.lm_head(torch.ones(1, 48)),
     ):
         with pytest.raises(LookupError, match="placed on the GPU"):
-            run(call())
+            call()
 
 
 @pytest.mark.parametrize("arithmetic", ["float", "int8"])
@@ -93,15 +101,16 @@ def test_a_tied_lm_head_may_stay_where_the_embedding_leaves(
     saved_model: Models, arithmetic: str
 ) -> None:
     model = saved_model("llama", tie_word_embeddings=True)
-    local = _local(model, _policy({"embedding": "gpu"}, arithmetic))
+    local = _local(model, _policy({"embedding": CLEAR}, arithmetic))
     h = torch.randn(4, 48)
     expected = h @ model.reference.get_input_embeddings().weight.t()
-    assert (run(local.lm_head(h)) - expected).norm() < 0.02 * expected.norm()
+    assert (local.lm_head(h) - expected).norm() < 0.02 * expected.norm()
 
 
 # ----------------------------------------------------------------------------- integers
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("operator", INPUTS)
@@ -122,7 +131,26 @@ def test_integers_are_those_of_int64_at_every_site(
         expected = exact.float() * (weights.scale * scales[layer, operator].input_scale)
         if (bias := biases.get((layer, operator))) is not None:
             expected = expected + bias
-        assert torch.equal(run(local.linear(layer, operator, x)), expected)
+        assert torch.equal(local.linear((layer, operator))(x), expected)
+
+
+def test_the_digits_of_a_product_are_those_of_the_calibration_whatever_the_input_is(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer for a small input would tell by the time how large its numbers are."""
+    local = _local(saved_model("llama"), load_policy("shielded"))
+    rows: list[int] = []
+
+    def counted(part: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        rows.append(len(part))
+        return int8_product(part, *arguments)
+
+    monkeypatch.setattr(integer, "int8_product", counted)
+    for size in (0.0, 1e-3, 1.0, 10.0):
+        local.linear((1, "o_proj"))(torch.full((5, 96), size))
+    assert len(rows) == 4
+    assert len(set(rows)) == 1
+    assert rows[0] > 5  # more than a small input needs
 
 
 def test_the_integer_lm_head_is_close_to_the_float_one_at_any_size(saved_model: Models) -> None:
@@ -130,7 +158,7 @@ def test_the_integer_lm_head_is_close_to_the_float_one_at_any_size(saved_model: 
     local, weight = _local(model, _policy(arithmetic="int8")), model.reference.lm_head.weight
     h = torch.randn(7, 48) * torch.logspace(-20, 20, 7)[:, None]
     expected = (h.double() @ weight.double().t()).detach()
-    error = (run(local.lm_head(h)).double() - expected).norm(dim=1) / expected.norm(dim=1)
+    error = (local.lm_head(h).double() - expected).norm(dim=1) / expected.norm(dim=1)
     # Eight bits of weight and of input: about half a percent each.
     assert error.max() < 0.02
 
@@ -140,9 +168,9 @@ def test_a_row_of_logits_does_not_depend_on_its_neighbours(saved_model: Models) 
     h = torch.randn(6, 48)
     h[2] *= 1000
     h[3] = 0
-    together = run(local.lm_head(h))
+    together = local.lm_head(h)
     for row in range(6):
-        assert torch.equal(run(local.lm_head(h[row : row + 1]))[0], together[row])
+        assert torch.equal(local.lm_head(h[row : row + 1])[0], together[row])
     assert torch.equal(together[3], torch.zeros(320))
 
 
@@ -152,7 +180,7 @@ def test_logits_of_what_is_no_number_are_no_numbers(saved_model: Models, value: 
     local = _local(saved_model("llama"), _policy(arithmetic="int8"))
     h = torch.randn(2, 48)
     h[0, 7] = value
-    logits = run(local.lm_head(h))
+    logits = local.lm_head(h)
     assert not logits[0].isfinite().any()
     assert logits[1].isfinite().all()
 
@@ -161,28 +189,30 @@ def test_logits_of_what_is_no_number_are_no_numbers(saved_model: Models, value: 
 def test_outputs_are_in_the_models_dtype(saved_model: Models, arithmetic: str) -> None:
     local = _local(saved_model("qwen2"), _policy(arithmetic=arithmetic), torch.bfloat16)
     x = torch.randn(3, 48).bfloat16()
-    assert run(local.qkv_proj(0, x)).dtype == torch.bfloat16
-    assert run(local.lm_head(x)).dtype == torch.bfloat16
+    assert local.linear((0, "qkv_proj"))(x).dtype == torch.bfloat16
+    assert local.lm_head(x).dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------------------- attention
 
 
+async def _asked(call: Awaitable[torch.Tensor]) -> torch.Tensor:
+    return await call
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("context", [1, 40, 3000])
-def test_attention_products_are_those_of_the_operands(
-    saved_model: Models, dtype: torch.dtype, context: int
-) -> None:
+def test_attention_products_are_those_of_the_operands(dtype: torch.dtype, context: int) -> None:
     """Short contexts and long ones may take different ways; the result is rounded once."""
-    ops = assemble(saved_model("llama").directory).lanes[0]["decode"]
+    settings = CallSettings(lambda _layer: [], None, None, 1)
     q, k = torch.randn(2, 3, 16).to(dtype), torch.randn(2, context, 16).to(dtype)
-    scores = run(ops.attn_scores(0, q, k))
+    scores = run(_asked(product_here("attn_scores", 0, settings)((q, k.mT))))
     exact = q.double() @ k.double().mT
     assert scores.dtype == dtype
     # One rounding to half precision, or one a product to float32.
     step = max(torch.finfo(dtype).eps, 1e-5)
     assert ((scores.double() - exact).abs() <= step * exact.abs().clamp(min=1)).all()
-    values = run(ops.attn_values(0, scores.softmax(-1), k))
+    values = run(_asked(product_here("attn_values", 0, settings)((scores.softmax(-1), k))))
     assert values.dtype == dtype
     assert values.shape == (2, 3, 16)
     exact = scores.softmax(-1).double() @ k.double()

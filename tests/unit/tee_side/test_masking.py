@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from protocol.errors import PolicyError
-from tee_side.masking import linear_masking
-from tee_side.masks.feature_permutation import FeaturePermutation
-from tee_side.masks.mask import Factors, FeatureSite, Mask, RowMask
-from tee_side.masks.pad import Pad
-from tee_side.masks.row_permutation import RowPermutation
-from tee_side.masks.shares import Shares
-from tee_side.randomness import Randomness
+from tee_side.protect.masking import linear_masking
+from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, RowMask
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.shares import Shares
+from tee_side.protect.randomness import Randomness
+from tsqp.lab.research.feature_permutation import FeaturePermutation
+from tsqp.lab.research.row_permutation import RowPermutation
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -33,7 +33,7 @@ class FewPads:
 
 
 def test_no_mask_sends_the_input_itself() -> None:
-    masked = linear_masking(None, Randomness())(0, "o_proj", X)
+    masked = linear_masking(None, Randomness())((0, "o_proj"))(X)
     assert masked is not None
     assert masked.sent[0] is X
     assert masked.unmask(X) is X
@@ -41,8 +41,8 @@ def test_no_mask_sends_the_input_itself() -> None:
 
 def test_a_row_mask_draws_from_the_generator_given() -> None:
     hide = linear_masking(RowPermutation(), Randomness(bytes(32)))
-    first, second = hide(0, "o_proj", X), hide(0, "o_proj", X)
-    again = linear_masking(RowPermutation(), Randomness(bytes(32)))(0, "o_proj", X)
+    first, second = hide((0, "o_proj"))(X), hide((0, "o_proj"))(X)
+    again = linear_masking(RowPermutation(), Randomness(bytes(32)))((0, "o_proj"))(X)
     assert first is not None
     assert second is not None
     assert again is not None
@@ -52,7 +52,7 @@ def test_a_row_mask_draws_from_the_generator_given() -> None:
 
 
 def test_shares_are_two_tensors() -> None:
-    masked = linear_masking(Shares(), Randomness())(0, "o_proj", X.int())
+    masked = linear_masking(Shares(), Randomness())((0, "o_proj"))(X.int())
     assert masked is not None
     one, two = masked.sent
     assert torch.equal(one + two, X.int())
@@ -61,27 +61,29 @@ def test_shares_are_two_tensors() -> None:
 def test_an_additive_mask_asks_for_the_sites_factors_and_passes_on_that_there_are_none() -> None:
     pads = FewPads()
     hide = linear_masking(Pad(), Randomness(), pads=pads)  # type: ignore[arg-type]
-    masked = hide(5, "down_proj", X.int())
+    masked = hide((5, "down_proj"))(X.int())
     assert masked is not None
     assert torch.equal(masked.sent[0], X.int() + 7)
     assert masked.unmask(torch.ones(3, 2).int() * 3).tolist() == [[2, 2]] * 3
-    assert hide(6, "o_proj", X.int()) is None
+    assert hide((6, "o_proj"))(X.int()) is None
     assert pads.asked == [(5, "down_proj", 3), (6, "o_proj", 3)]
 
 
 def test_a_feature_mask_uses_the_map_of_the_site() -> None:
     mask = FeaturePermutation()
-    cloaks = {
-        (layer, "o_proj"): mask.cloak(FeatureSite(4, (4,), None, Randomness(bytes([layer]) * 32)))
+    transforms = {
+        (layer, "o_proj"): mask.transform(
+            FeatureSite(4, (4,), None, Randomness(bytes([layer]) * 32))
+        )
         for layer in range(2)
     }
-    hide = linear_masking(mask, Randomness(), cloaks=cloaks)  # type: ignore[arg-type]
-    first, second = hide(0, "o_proj", X), hide(1, "o_proj", X)
+    hide = linear_masking(mask, Randomness(), transforms=transforms)  # type: ignore[arg-type]
+    first, second = hide((0, "o_proj"))(X), hide((1, "o_proj"))(X)
     assert first is not None
     assert second is not None
     assert not torch.equal(first.sent[0], second.sent[0])
     with pytest.raises(KeyError):
-        hide(2, "o_proj", X)
+        hide((2, "o_proj"))(X)
 
 
 def test_an_additive_mask_without_factors_is_refused() -> None:

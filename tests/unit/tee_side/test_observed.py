@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from protocol.channel import Exchange
-from tee_side.light import LightOperators
-from tee_side.local_operators import LocalOperators
-from tee_side.observer import AnyOperator
-from tee_side.policy import Policy, load_policy
-from tee_side.randomness import Randomness
-from tee_side.remote_operators import RemoteOperators
-from tee_side.vocabulary import LAYERLESS, OPERATORS, PRODUCTS, Operator, Place, TeeStage, is_linear
+from tee_side.model import local_ops
+from tee_side.observer import UNTIMED, AnyOperator
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.randomness import Randomness
+from tee_side.remote.linear import RemoteLinear
+from tee_side.words import LAYERLESS, OPERATORS, PRODUCTS, Operator, Place, TeeStage, is_linear
 from tests.support import SavedModel, token_ids
+from tests.tables import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -86,12 +86,12 @@ def _expected(policy: Policy, rows_wanted: bool = True) -> Notes:
             return
         notes.called(operator, layer, "gpu")
         modules = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
-        stages: list[TeeStage] = ["tee"] if is_linear(operator) else []
+        stages: list[TeeStage] = ["tee"]
         stages += ["mask", *["verify"] * modules.get(operator, 1), "unmask"]  # type: ignore[list-item]
         # The form of each reply before, the numbers of the result after it was unmasked.
         verified = policy.at(operator, layer or 0, "prefill").verify != "none"
         stages += ["verify"] if verified else []
-        stages += ["tee"] if is_linear(operator) else []
+        stages += ["tee"]
         for stage in stages:
             notes.spent(operator, layer, stage, 0, 0)
         notes.trips += [(operator, layer, policy.services)] * modules.get(operator, 1)
@@ -121,7 +121,7 @@ def _expected(policy: Policy, rows_wanted: bool = True) -> Notes:
     return notes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_every_operator_is_told_of_with_its_layer_and_its_stages(
     saved_model: Models, name: str
 ) -> None:
@@ -135,7 +135,7 @@ def test_every_operator_is_told_of_with_its_layer_and_its_stages(
     assert (notes.calls, notes.spans, notes.trips) == ([], [], [])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_each_micro_batch_tells_its_own(saved_model: Models, name: str) -> None:
     """One prompt in two parts; the first also tells of what is done once for both."""
     policy, notes = load_policy(name), Notes()
@@ -201,18 +201,20 @@ def test_an_observer_changes_no_bit(saved_model: Models, name: str, micro_batche
     assert torch.equal(observed, alone)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_without_an_observer_nothing_stands_between(saved_model: Models, name: str) -> None:
-    """The methods themselves, of the classes that time nothing."""
-    policy = load_policy(name)
-    tee = saved_model("llama").tee(policy, micro_batches=2)
+    """Local operators are the functions themselves, and no clock of a plan runs."""
+    tee = saved_model("llama").tee(name, micro_batches=2)
     for lane in tee.lanes:
-        assert type(lane.light) is LightOperators
-        assert not vars(lane.light).keys() - {"_eps", "_threads"}
-        for operator in OPERATORS:
-            method = getattr(lane["decode"], operator)
-            kind = RemoteOperators if policy.on_gpu(operator) else LocalOperators
-            assert type(method.__self__) is kind
+        assert lane.model.observer is None
+        for layer in lane.model.layers:
+            assert layer.residual is local_ops.residual
+            assert layer.rope is local_ops.apply_rope
+        calls = [call for calls in lane["decode"].linear.values() for call in calls]
+        remote = [call for call in calls if isinstance(call, RemoteLinear)]
+        leaving = {operator for operator, _ in load_policy(name).leaving()}
+        assert bool(remote) == ("o_proj" in leaving)
+        assert all(call._clock is UNTIMED for call in remote)
 
 
 def test_layers_that_are_placed_differently_are_told_apart(saved_model: Models) -> None:
@@ -223,10 +225,13 @@ def test_layers_that_are_placed_differently_are_told_apart(saved_model: Models) 
             "summary": "s",
             "operators": {
                 **dict.fromkeys(OPERATORS, "tee"),
-                "down_proj": [{"place": "tee", "layers": 0}, {"place": "gpu", "layers": "1-"}],
+                "down_proj": [
+                    {"place": "tee", "layers": 0},
+                    {"place": "gpu", "layers": "1-", "mask": "none", "verify": "none"},
+                ],
                 "attn_values": [
                     {"place": "tee", "layers": 0},
-                    {"place": "gpu", "layers": 1},
+                    {"place": "gpu", "layers": 1, "mask": "none", "verify": "none"},
                     {"place": "tee", "layers": "2-"},
                 ],
             },

@@ -9,10 +9,11 @@ import pytest
 from protocol.channel import Exchange
 from protocol.messages import TensorReply, Timing
 from protocol.tensors import WireTensor
-from tee_side.observer import OperatorTable, OperatorTotals
-from tee_side.policy import load_policy
-from tee_side.vocabulary import LAYERLESS, LIGHT_OPERATORS, OPERATORS, PRODUCTS, is_linear
+from tee_side.policy.placement import load_policy
+from tee_side.words import LAYERLESS, LIGHT_OPERATORS, OPERATORS, PRODUCTS, is_linear
 from tests.support import POLICIES, SavedModel, assemble, token_ids
+from tests.unit.tee_side.policy_texts import leaves
+from tsqp.operator_table import OperatorTable, OperatorTotals
 
 Models = Callable[..., SavedModel]
 
@@ -25,7 +26,7 @@ def test_a_forward_pass_is_counted_per_operator_and_place(saved_model: Models, n
     tee = assemble(saved_model("llama").directory, policy, observer=table)
     tee.logits(token_ids(8), chunk=4)
     rpcs_a_call = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
-    fused = not policy.on_gpu("attn_scores")
+    fused = not leaves(policy, "attn_scores")
     for operator in OPERATORS:
         totals = table.totals[operator]
         assert totals.place == policy.at(operator, 0, "decode").place
@@ -33,7 +34,7 @@ def test_a_forward_pass_is_counted_per_operator_and_place(saved_model: Models, n
             assert totals.calls == 0
             continue
         assert totals.calls == (2 if operator in LAYERLESS else 6)
-        trips = totals.calls * rpcs_a_call.get(operator, 1) if policy.on_gpu(operator) else 0
+        trips = totals.calls * rpcs_a_call.get(operator, 1) if leaves(policy, operator) else 0
         assert totals.round_trips == trips
         assert (totals.bytes_sent > 0) == (totals.bytes_received > 0) == (trips > 0)
         # The loopback channel claims 1 us of queue and 2 us of computing in 4 us of round trip.

@@ -11,7 +11,7 @@ from protocol.channel import Channel, Exchange
 from protocol.errors import DeadlineExceededError
 from protocol.messages import TensorReply
 from protocol.tensors import WireTensor
-from tee_side.overlap import Waiting, replies, run, run_overlapped
+from tee_side.remote.overlap import Waiting, replies, run, run_overlapped
 
 LOST = DeadlineExceededError("it", got="no reply", expected="one")
 

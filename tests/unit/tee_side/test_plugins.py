@@ -54,16 +54,18 @@ def test_a_file_can_be_named_like_a_module_of_the_library(tmp_path: Path) -> Non
         ("raise ValueError('two\\nlines')", ["ValueError", "two lines"]),
         ("1 +", ["SyntaxError"]),
         (
-            "from tee_side.policy import Placement\nPlacement(place='gpu', mask='nope')",
+            "from tee_side.policy.placement import Placement\n"
+            "Placement(place='gpu', mask='nope', verify='none')",
             [": Placement.mask: got 'nope', expected one of feature-permutation, "],
         ),
         ("import no_such_module_of_mine", ["ModuleNotFoundError", "no_such_module_of_mine"]),
         (
-            "from tee_side.masks.row_mix import RowMix\nRowMix(x=1)",
+            "from tsqp.lab.research.row_mix import RowMix\nRowMix(x=1)",
             [": RowMix.x: got 1, expected no such key"],
         ),
         (
-            "from tee_side.policy import Policy\nPolicy(name='x', summary='y', operators={})",
+            "from tee_side.policy.placement import Policy\n"
+            "Policy(name='x', summary='y', operators={})",
             [": policy x: operators: got nothing for embedding, ", ", expected every operator pl"],
         ),
     ],

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from protocol.errors import PolicyError
-from tee_side.masks.pad import Pad
-from tee_side.masks.registry import MASKS
-from tee_side.policy import builtin_policies, load_policy
-from tee_side.vocabulary import OPERATORS, Operator
-from tests.unit.tee_side.policy_texts import LINEAR, policy_toml, refusal
+from tee_side.policy import placement
+from tee_side.policy.placement import builtin_policies, load_policy
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.registry import find_mask
+from tee_side.words import OPERATORS, Operator
+from tests.tables import each_row
+from tests.unit.tee_side.policy_texts import CLEAR_TOML, LINEAR, leaves, policy_toml, refusal
 
 
-@pytest.mark.parametrize("name", builtin_policies())
+@each_row("name", builtin_policies())
 def test_every_builtin_policy_loads_under_its_own_name(name: str) -> None:
     policy = load_policy(name)
     assert policy.name == name
@@ -23,7 +26,7 @@ def test_every_builtin_policy_loads_under_its_own_name(name: str) -> None:
     assert set(policy.operators) == set(OPERATORS)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "on_gpu", "one_rpc_per_module"),
     [
         ("tee-only", set(), False),
@@ -45,16 +48,16 @@ def test_builtin_policies_place_what_their_names_say(
     name: str, on_gpu: set[Operator], one_rpc_per_module: bool
 ) -> None:
     policy = load_policy(name)
-    assert {operator for operator in OPERATORS if policy.on_gpu(operator)} == on_gpu
-    assert policy.needs_service == bool(on_gpu)
+    assert {operator for operator in OPERATORS if leaves(policy, operator)} == on_gpu
+    assert bool(policy.services) == bool(on_gpu)
     assert policy.one_rpc_per_module == one_rpc_per_module
 
 
 @pytest.mark.parametrize("name", ["attention-in-tee", "shielded", "shielded-prefill", "two-server"])
 def test_policies_that_keep_token_ids_and_logits(name: str) -> None:
     policy = load_policy(name)
-    assert not policy.on_gpu("embedding")
-    assert not policy.on_gpu("lm_head")
+    assert not leaves(policy, "embedding")
+    assert not leaves(policy, "lm_head")
 
 
 def test_the_default_policy_keeps_prefill_and_pads_everything_else() -> None:
@@ -66,7 +69,7 @@ def test_the_default_policy_keeps_prefill_and_pads_everything_else() -> None:
     assert policy.masks == [Pad()]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "mask"),
     [
         ("tsqp-permuted", "row-permutation"),
@@ -83,7 +86,7 @@ def test_everything_that_leaves_under_a_masked_policy_is_under_its_mask(
     name: str, mask: str
 ) -> None:
     policy = load_policy(name)
-    assert policy.masks == [MASKS.builtin[mask]()]
+    assert policy.masks == [find_mask(mask)()]
     assert all(placement.mask is not None for _, placement in policy.leaving())
     assert policy.services == (2 if mask == "shares" else 1)
     assert not policy.splits_phases
@@ -95,17 +98,17 @@ def test_policies_in_integers(name: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 80])
-@pytest.mark.parametrize("name", builtin_policies())
+@each_row("name", builtin_policies())
 def test_every_builtin_policy_fits_models_of_any_depth(name: str, layers: int) -> None:
     load_policy(name).check(layers)
 
 
 def test_a_policy_file_is_found_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(policy_toml(o_proj='"gpu"', one_rpc_per_module="true"))
+    path.write_text(policy_toml(o_proj=CLEAR_TOML, one_rpc_per_module="true"))
     policy = load_policy(str(path))
     assert (policy.name, policy.one_rpc_per_module) == ("mine", True)
-    assert [operator for operator in OPERATORS if policy.on_gpu(operator)] == ["o_proj"]
+    assert [operator for operator in OPERATORS if leaves(policy, operator)] == ["o_proj"]
 
 
 def test_a_relative_path_with_the_suffix_is_a_path(
@@ -147,11 +150,38 @@ def test_a_directory_and_a_binary_file_are_refused(tmp_path: Path) -> None:
             load_policy(str(path))
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@each_row("operator", OPERATORS)
 def test_an_operator_that_is_not_placed_is_named(tmp_path: Path, operator: Operator) -> None:
     error = refusal(tmp_path / "p.toml", policy_toml(**{operator: None}))
     assert "every operator placed" in error.expected
     assert operator in f"{error.expected} {error.got}"
+
+
+@pytest.mark.parametrize("keys", [("mask",), ("verify",), ("mask", "verify")])
+@pytest.mark.parametrize("operator", sorted(LINEAR))
+def test_a_placement_that_leaves_without_saying_how_is_refused(
+    tmp_path: Path, operator: Operator, keys: tuple[str, ...]
+) -> None:
+    """In a copy of the default policy: it would send the clear, or believe what comes back."""
+    text = (Path(placement.__file__).parent / "builtin" / "shielded.toml").read_text()
+    lines = text.splitlines()
+    changed = lines.index(f"{operator} = [") + 2
+    assert 'mask = "pad", verify = "freivalds"' in lines[changed]
+    for key in keys:
+        lines[changed] = re.sub(rf', {key} = "[a-z]+"', "", lines[changed])
+    error = refusal(tmp_path / "p.toml", "\n".join(lines))
+    assert error.where == f"{tmp_path}/p.toml: policy shielded: {operator}: decode: {keys[0]}"
+    assert error.got == "nothing"
+    assert '"none"' in error.expected
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gpu_alone_is_refused_at_every_operator(tmp_path: Path, operator: Operator) -> None:
+    error = refusal(tmp_path / "p.toml", policy_toml(**{operator: '"gpu"'}))
+    assert error.where.endswith(f": policy mine: {operator}: mask")
+    path = tmp_path / "clear.toml"
+    path.write_text(policy_toml(**{operator: CLEAR_TOML}))
+    assert load_policy(str(path)).at(operator, 0, "decode").mask is None
 
 
 def test_an_unknown_key_is_refused_by_name(tmp_path: Path) -> None:
@@ -160,10 +190,12 @@ def test_an_unknown_key_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator_is_refused_by_name(tmp_path: Path) -> None:
-    error = refusal(tmp_path / "p.toml", policy_toml(op_rms_norm='"gpu"'))
+    error = refusal(tmp_path / "p.toml", policy_toml(op_rms_norm=CLEAR_TOML))
     assert error.where.endswith(": policy mine: operators")
     assert error.got == "'rms_norm'"
     assert error.expected == f"one of {', '.join(OPERATORS)}"
+    error = refusal(tmp_path / "p.toml", policy_toml(op_gate_proj=CLEAR_TOML))
+    assert error.expected.endswith(" (did you mean gate_up_proj?)")
 
 
 @pytest.mark.parametrize("place", ['"cpu"', '"GPU"', '""', '{ place = "cpu" }'])
@@ -176,7 +208,7 @@ def test_an_unknown_place_is_refused(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize("placement", ["true", "3", "[]", '["tee", 3]', "[true]", '[["tee"]]'])
 def test_something_that_is_no_placement_is_refused(tmp_path: Path, placement: str) -> None:
     error = refusal(tmp_path / "p.toml", policy_toml(lm_head=placement))
-    assert error.where.endswith(": policy mine: lm_head")
+    assert ": policy mine: lm_head" in error.where
 
 
 @pytest.mark.parametrize("field", ["name", "summary"])

@@ -8,15 +8,24 @@ from typing import Any
 import pytest
 
 from protocol.errors import PolicyError
-from tee_side.masks.row_permutation import RowPermutation
-from tee_side.policy import Placement, load_policy
-from tee_side.vocabulary import PHASES
-from tests.unit.tee_side.policy_texts import policy_of, policy_toml, refusal
+from tee_side.policy.placement import Placement, load_policy
+from tee_side.words import PHASES
+from tests.tables import each_row
+from tests.unit.tee_side.policy_texts import CLEAR, CLEAR_TOML, policy_of, policy_toml, refusal
+from tsqp.lab.research.row_permutation import RowPermutation
+
+MASK = 'the name of a mask, a table with its name and options, or "none" to send the clear'
+VERIFY = '"freivalds", or "none" to believe every result'
+
+
+def _masked(mask: str) -> str:
+    return f'{{ place = "gpu", mask = {mask}, verify = "none" }}'
+
 
 # What is refused when the file is read: all of the message, behind the file's path.
 REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     "an unknown mask": (
-        {"o_proj": '{ place = "gpu", mask = "nope" }'},
+        {"o_proj": '{ place = "gpu", mask = "nope", verify = "none" }'},
         "policy mine: o_proj: mask: got 'nope', expected one of feature-permutation,"
         " feature-rotation, float-noise, pad, row-mix, row-permutation, row-rotation, shares,"
         " or a path to a .py file",
@@ -26,84 +35,86 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
         'policy mine: o_proj: got mask row-mix with place = "tee", expected no mask in the TEE',
     ),
     "feature mask on attention": (
-        {"attn_scores": '{ place = "gpu", mask = "feature-permutation" }'},
+        {"attn_scores": '{ place = "gpu", mask = "feature-permutation", verify = "none" }'},
         "policy mine: attn_scores: got mask feature-permutation, expected one that works on"
         " attn_scores; feature-permutation works on qkv_proj, o_proj, gate_up_proj, down_proj",
     ),
     "pad on attention": (
-        {"attn_values": '{ place = "gpu", mask = "pad" }', "arithmetic": '"int8"'},
+        {"attn_values": '{ place = "gpu", mask = "pad", verify = "none" }', "arithmetic": '"int8"'},
         "policy mine: attn_values: got mask pad, expected one that works on attn_values; pad"
         " works on qkv_proj, o_proj, gate_up_proj, down_proj",
     ),
     "pad on the LM head": (
-        {"lm_head": '{ place = "gpu", mask = "pad" }', "arithmetic": '"int8"'},
+        {"lm_head": '{ place = "gpu", mask = "pad", verify = "none" }', "arithmetic": '"int8"'},
         "policy mine: lm_head: got mask pad, expected one that works on lm_head; pad works on"
         " qkv_proj, o_proj, gate_up_proj, down_proj",
     ),
     "pad on the embedding": (
-        {"embedding": '{ place = "gpu", mask = "pad" }', "arithmetic": '"int8"'},
+        {"embedding": '{ place = "gpu", mask = "pad", verify = "none" }', "arithmetic": '"int8"'},
         "policy mine: embedding: got mask pad, expected one that works on embedding; pad"
         " works on qkv_proj, o_proj, gate_up_proj, down_proj",
     ),
     "row-mix on the embedding": (
-        {"embedding": '{ place = "gpu", mask = "row-mix" }'},
+        {"embedding": '{ place = "gpu", mask = "row-mix", verify = "none" }'},
         "policy mine: embedding: got mask row-mix, expected one that works on embedding;"
         " row-mix works on qkv_proj, attn_scores, attn_values, o_proj, gate_up_proj,"
         " down_proj, lm_head",
     ),
     "row-rotation on attention": (
-        {"attn_scores": '{ place = "gpu", mask = "row-rotation" }'},
+        {"attn_scores": '{ place = "gpu", mask = "row-rotation", verify = "none" }'},
         "policy mine: attn_scores: got mask row-rotation, expected one that works on"
         " attn_scores; row-rotation works on qkv_proj, o_proj, gate_up_proj, down_proj,"
         " lm_head",
     ),
     "pad without integers": (
-        {"o_proj": '{ place = "gpu", mask = "pad" }'},
+        {"o_proj": '{ place = "gpu", mask = "pad", verify = "none" }'},
         'policy mine: o_proj: got arithmetic = "float", expected "int8", which mask pad needs',
     ),
     "shares without integers": (
-        {"o_proj": '{ place = "gpu", mask = "shares" }'},
+        {"o_proj": '{ place = "gpu", mask = "shares", verify = "none" }'},
         'policy mine: o_proj: got arithmetic = "float", expected "int8", which mask shares needs',
     ),
     "float mask on a linear operator in integers": (
-        {"o_proj": '{ place = "gpu", mask = "row-mix" }', "arithmetic": '"int8"'},
+        {"o_proj": '{ place = "gpu", mask = "row-mix", verify = "none" }', "arithmetic": '"int8"'},
         'policy mine: o_proj: got arithmetic = "int8", expected "float", which mask row-mix needs',
     ),
     "feature mask in integers": (
-        {"o_proj": '{ place = "gpu", mask = "feature-rotation" }', "arithmetic": '"int8"'},
+        {
+            "o_proj": '{ place = "gpu", mask = "feature-rotation", verify = "none" }',
+            "arithmetic": '"int8"',
+        },
         'policy mine: o_proj: got arithmetic = "int8", expected "float", which mask'
         " feature-rotation needs",
     ),
     "an option that the mask has not": (
-        {"o_proj": '{ place = "gpu", mask = { name = "row-permutation", dummies = 3 } }'},
-        "policy mine: o_proj: mask: row-permutation: dummies: got 3, expected no such key",
+        {"o_proj": _masked('{ name = "row-permutation", dummy_row = 3 }')},
+        "policy mine: o_proj: mask: row-permutation: dummy_row: got 3, expected no such key"
+        " (did you mean dummy_rows?)",
     ),
     "an option out of range": (
-        {"o_proj": '{ place = "gpu", mask = { name = "row-permutation", dummy_rows = 0 } }'},
+        {"o_proj": _masked('{ name = "row-permutation", dummy_rows = 0 }')},
         "policy mine: o_proj: mask: row-permutation: dummy_rows: got 0, expected greater than"
         " or equal to 1",
     ),
     "an option of another type": (
-        {"o_proj": '{ place = "gpu", mask = { name = "float-noise", sigma = "much" } }'},
+        {"o_proj": _masked('{ name = "float-noise", sigma = "much" }')},
         "policy mine: o_proj: mask: float-noise: sigma: got 'much', expected a number",
     ),
     "a mask without a name": (
-        {"o_proj": '{ place = "gpu", mask = { dummy_rows = 3 } }'},
-        "policy mine: o_proj: mask: got a table without a name, expected the name of a mask,"
-        " or a table with its name and options",
+        {"o_proj": '{ place = "gpu", mask = { dummy_rows = 3 }, verify = "none" }'},
+        f"policy mine: o_proj: mask: got a table without a name, expected {MASK}",
     ),
     "a mask that is a number": (
-        {"o_proj": '{ place = "gpu", mask = 3 }'},
-        "policy mine: o_proj: mask: got 3, expected the name of a mask, or a table with its"
-        " name and options",
+        {"o_proj": '{ place = "gpu", mask = 3, verify = "none" }'},
+        f"policy mine: o_proj: mask: got 3, expected {MASK}",
     ),
     "layers of the embedding": (
         {"embedding": '{ place = "tee", layers = 0 }'},
-        "policy mine: embedding: got layers 0, expected no layers, as it belongs to none",
+        "policy mine: embedding: layers 0: got layers 0, expected no layers, as it belongs to none",
     ),
     "layers of the LM head": (
         {"lm_head": '[{ place = "tee", layers = "0-" }]'},
-        "policy mine: lm_head: got layers 0-, expected no layers, as it belongs to none",
+        "policy mine: lm_head: layers 0-: got layers 0-, expected no layers, as it belongs to none",
     ),
     "layers backwards": (
         {"o_proj": '{ place = "tee", layers = "3-1" }'},
@@ -127,7 +138,43 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "an unknown key": (
         {"o_proj": '{ place = "tee", masks = "pad" }'},
-        "policy mine: o_proj: masks: got 'pad', expected no such key",
+        "policy mine: o_proj: masks: got 'pad', expected no such key (did you mean mask?)",
+    ),
+    "an unknown key beside those that are needed": (
+        {"o_proj": '{ place = "gpu", mask = "none", verify = "none", verifies = "freivalds" }'},
+        "policy mine: o_proj: verifies: got 'freivalds', expected no such key (did you mean"
+        " verify?)",
+    ),
+    "an unknown key that is near none": (
+        {"o_proj": '{ place = "tee", colour = 1 }'},
+        "policy mine: o_proj: colour: got 1, expected no such key",
+    ),
+    "gpu alone": ({"o_proj": '"gpu"'}, f"policy mine: o_proj: mask: got nothing, expected {MASK}"),
+    "gpu alone in a table": (
+        {"o_proj": '{ place = "gpu" }'},
+        f"policy mine: o_proj: mask: got nothing, expected {MASK}",
+    ),
+    "gpu without a mask in some layers": (
+        {"o_proj": '[{ place = "tee", layers = 0 }, { place = "gpu", layers = "1-" }]'},
+        f"policy mine: o_proj: layers 1-: mask: got nothing, expected {MASK}",
+    ),
+    "gpu without a check": (
+        {"o_proj": '{ place = "gpu", mask = "none" }'},
+        f"policy mine: o_proj: verify: got nothing, expected {VERIFY}",
+    ),
+    "a mask and no check": (
+        {"o_proj": '{ place = "gpu", mask = "row-mix" }'},
+        f"policy mine: o_proj: verify: got nothing, expected {VERIFY}",
+    ),
+    "a mask that is false": (
+        {"o_proj": _masked("false")},
+        f"policy mine: o_proj: mask: got False, expected {MASK}",
+    ),
+    "an empty mask": (
+        {"o_proj": _masked('""')},
+        "policy mine: o_proj: mask: got '', expected one of feature-permutation,"
+        " feature-rotation, float-noise, pad, row-mix, row-permutation, row-rotation, shares,"
+        " or a path to a .py file",
     ),
     "no place": (
         {"o_proj": '{ mask = "row-mix" }'},
@@ -148,7 +195,7 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     "a check of what stays": (
         {
             "o_proj": (
-                '[{ phase = "decode", place = "gpu" },'
+                f'[{{ phase = "decode", {CLEAR_TOML[2:]},'
                 ' { phase = "prefill", place = "tee", verify = "freivalds" }]'
             )
         },
@@ -172,8 +219,8 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     "a mask of some layers": (
         {
             "o_proj": (
-                '[{ place = "tee", layers = "0-3" }, { place = "gpu", layers = "4-", mask = "pad"'
-                " }]"
+                '[{ place = "tee", layers = "0-3" }, { place = "gpu", layers = "4-", mask = "pad",'
+                ' verify = "none" }]'
             )
         },
         'policy mine: o_proj: layers 4-: got arithmetic = "float", expected "int8", which'
@@ -190,12 +237,12 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
         "policy mine: lm_head: placement 2: place: got 'cpu', expected 'tee' or 'gpu'",
     ),
     "the LM head in integers": (
-        {"lm_head": '"gpu"', "arithmetic": '"int8"'},
+        {"lm_head": CLEAR_TOML, "arithmetic": '"int8"'},
         'policy mine: lm_head: got place = "gpu" with arithmetic = "int8", expected place ='
         ' "tee", or arithmetic = "float": no service has integers for it',
     ),
     "an unknown operator": (
-        {"op_mlp": '"gpu"'},
+        {"op_mlp": CLEAR_TOML},
         "policy mine: operators: got 'mlp', expected one of embedding, qkv_proj, attn_scores,"
         " attn_values, o_proj, gate_up_proj, down_proj, lm_head",
     ),
@@ -205,15 +252,15 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "no placement": (
         {"o_proj": "[]"},
-        "policy mine: o_proj: got an empty list, expected at least one placement",
+        "policy mine: o_proj: got [], expected at least 1 of them",
     ),
     "a placement that is a number": (
         {"o_proj": "3"},
-        'policy mine: o_proj: got 3, expected "tee", "gpu", or a table with place',
+        "policy mine: o_proj: got 3, expected a table",
     ),
     "a list of strings": (
         {"o_proj": '["tee"]'},
-        "policy mine: o_proj: got 'tee', expected a table with place",
+        "policy mine: o_proj: got 'tee', expected a table",
     ),
     "an unknown place": (
         {"o_proj": '"cpu"'},
@@ -221,7 +268,7 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "an unknown setting": (
         {"arithmetics": '"int8"'},
-        "policy mine: arithmetics: got 'int8', expected no such key",
+        "policy mine: arithmetics: got 'int8', expected no such key (did you mean arithmetic?)",
     ),
     "a policy without a name": ({"name": None}, "policy: name: got nothing, expected a value"),
     "a name that is none": (
@@ -231,7 +278,7 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED_IN_FILE)
+@each_row("case", REFUSED_IN_FILE)
 def test_a_policy_that_cannot_work_is_refused_by_policy_operator_and_layers(
     tmp_path: Path, case: str
 ) -> None:
@@ -244,7 +291,7 @@ def test_a_policy_that_cannot_work_is_refused_by_policy_operator_and_layers(
 
 
 # What is refused beside a model of three layers: policy, operator and layer are named.
-GPU, TEE = {"place": "gpu"}, {"place": "tee"}
+GPU, TEE = CLEAR, {"place": "tee"}
 
 
 REFUSED_BESIDE_MODEL: dict[str, tuple[dict[str, Any], str]] = {
@@ -283,7 +330,7 @@ REFUSED_BESIDE_MODEL: dict[str, tuple[dict[str, Any], str]] = {
         "policy n: lm_head: got 0 placements in prefill, expected exactly one",
     ),
     "a feature mask beside clear": (
-        {"o_proj": {**GPU, "mask": "feature-permutation"}, "down_proj": "gpu"},
+        {"o_proj": {**GPU, "mask": "feature-permutation"}, "down_proj": GPU},
         "policy n: down_proj: got no mask beside feature-permutation block=null, expected in"
         " the TEE, or under the same mask with the same options: a provisioned server holds"
         " transformed linear weights and nothing else",
@@ -295,7 +342,7 @@ REFUSED_BESIDE_MODEL: dict[str, tuple[dict[str, Any], str]] = {
         " transformed linear weights and nothing else",
     ),
     "a feature mask beside a clear embedding": (
-        {"o_proj": {**GPU, "mask": "feature-rotation"}, "embedding": "gpu"},
+        {"o_proj": {**GPU, "mask": "feature-rotation"}, "embedding": GPU},
         "policy n: embedding: got no mask beside feature-rotation block=128 delta=1e-05"
         " sigma=0.0, expected in the TEE, or under the same mask with the same options: a"
         " provisioned server holds transformed linear weights and nothing else",
@@ -322,7 +369,7 @@ REFUSED_BESIDE_MODEL: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED_BESIDE_MODEL)
+@each_row("case", REFUSED_BESIDE_MODEL)
 def test_a_policy_that_does_not_fit_the_model_is_refused_with_operator_and_layer(case: str) -> None:
     operators, message = REFUSED_BESIDE_MODEL[case]
     policy = policy_of(operators)
@@ -336,18 +383,19 @@ def test_a_mask_for_attention_products_alone_is_refused_on_a_linear_operator(
 ) -> None:
     (tmp_path / "products.py").write_text(PRODUCTS_FILE)
     error = refusal(
-        tmp_path / "p.toml", policy_toml(down_proj='{ place = "gpu", mask = "products.py" }')
+        tmp_path / "p.toml",
+        policy_toml(down_proj='{ place = "gpu", mask = "products.py", verify = "none" }'),
     )
     for word in ("down_proj", "products-alone", "attn_scores, attn_values"):
         assert word in str(error)
-    placed = '{ place = "gpu", mask = "products.py" }'
+    placed = '{ place = "gpu", mask = "products.py", verify = "none" }'
     (tmp_path / "p.toml").write_text(policy_toml(attn_scores=placed, attn_values=placed))
     load_policy(str(tmp_path / "p.toml")).check(3)
 
 
 def test_a_feature_mask_beside_attention_in_the_clear_is_allowed() -> None:
     """Attention needs no weights, so a provisioned server can multiply it."""
-    policy_of({"o_proj": {**GPU, "mask": "feature-permutation"}, "attn_scores": "gpu"}).check(3)
+    policy_of({"o_proj": {**GPU, "mask": "feature-permutation"}, "attn_scores": GPU}).check(3)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +453,7 @@ def test_a_mask_may_have_options_and_each_instance_counts_once() -> None:
 
 PRODUCTS_FILE = """
 from typing import ClassVar
-from tee_side.masks.row_mix import RowMix
+from tsqp.lab.research.row_mix import RowMix
 
 class Products(RowMix):
     name: ClassVar[str] = "products-alone"
@@ -414,3 +462,10 @@ class Products(RowMix):
     def supports(cls, operator):
         return operator in ("attn_scores", "attn_values")
 """
+
+
+def test_a_policy_needs_as_many_services_as_its_mask_with_the_most() -> None:
+    shares = {"place": "gpu", "mask": "shares", "verify": "freivalds"}
+    pad = {"place": "gpu", "mask": "pad", "verify": "freivalds"}
+    both = policy_of({"o_proj": shares, "down_proj": pad}, arithmetic="int8")
+    assert both.services == 2

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from protocol.errors import InputError, PolicyError
-from tee_side.layer_range import LayerRange
-from tee_side.masks.pad import Pad
-from tee_side.masks.shares import Shares
 from tee_side.plugins import PluginError
-from tee_side.policy import Placement, Policy, builtin_policies, load_policy, policy_names
-from tee_side.vocabulary import OPERATORS
+from tee_side.policy.layer_range import LayerRange
+from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy, policy_names
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.shares import Shares
+from tee_side.refusals import first_problem
+from tee_side.words import OPERATORS
 from tests.unit.tee_side.policy_texts import LINEAR, policy_of, policy_toml, refusal
 
 MASK_FILE = """
 from typing import ClassVar
-from tee_side.masks.row_mix import RowMix
+from tsqp.lab.research.row_mix import RowMix
 
 class Mine(RowMix):
     name: ClassVar[str] = "mine"
@@ -25,7 +28,7 @@ class Mine(RowMix):
 
 
 HALF_FILE = """
-from tee_side.masks.mask import RowMask
+from tee_side.protect.masks.mask import RowMask
 
 class Half(RowMask):
     name = "half"
@@ -36,8 +39,8 @@ class Half(RowMask):
 
 
 POLICY_FILE = """
-from tee_side.policy import Placement, Policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.policy.placement import Placement, Policy
+from tee_side.words import OPERATORS
 
 POLICY = Policy(
     name="mine",
@@ -53,10 +56,13 @@ def test_a_mask_file_is_found_from_the_folder_of_the_policy_file(
     (tmp_path / "masks").mkdir()
     (tmp_path / "masks" / "mine.py").write_text(MASK_FILE)
     path = tmp_path / "policy.toml"
-    path.write_text(policy_toml(o_proj='{ place = "gpu", mask = "masks/mine.py" }'))
+    path.write_text(
+        policy_toml(o_proj='{ place = "gpu", mask = "masks/mine.py", verify = "none" }')
+    )
     monkeypatch.chdir("/")
     assert [mask.name for mask in load_policy(str(path)).masks] == ["mine"]
-    path.write_text(policy_toml(o_proj='{ place = "gpu", mask = { name = "masks/mine.py:Mine" } }'))
+    mask = '{ name = "masks/mine.py:Mine" }'
+    path.write_text(policy_toml(o_proj=f'{{ place = "gpu", mask = {mask}, verify = "none" }}'))
     assert [mask.name for mask in load_policy(str(path)).masks] == ["mine"]
 
 
@@ -82,7 +88,8 @@ def test_a_mask_file_that_is_not_there_or_has_no_mask_is_refused(
     (tmp_path / "fails.py").write_text("raise KeyError('x')")
     (tmp_path / "half.py").write_text(HALF_FILE)
     path = tmp_path / "policy.toml"
-    error = refusal(path, policy_toml(o_proj=f'{{ place = "gpu", mask = "{reference}" }}'))
+    placed = f'{{ place = "gpu", mask = "{reference}", verify = "none" }}'
+    error = refusal(path, policy_toml(o_proj=placed))
     assert str(error) == f"{path}: policy mine: o_proj: mask: {tmp_path}/{said}"
 
 
@@ -97,7 +104,7 @@ def test_a_policy_may_be_a_python_file(tmp_path: Path) -> None:
 def test_a_python_policy_is_refused_as_a_file_is(tmp_path: Path) -> None:
     """By a PolicyError, not pydantic's; behind a file's path where there is one."""
     with pytest.raises(PolicyError) as caught:
-        policy_of({"o_proj": {"place": "gpu", "mask": Pad()}})
+        policy_of({"o_proj": {"place": "gpu", "mask": Pad(), "verify": "none"}})
     expected = 'policy n: o_proj: got arithmetic = "float", expected "int8", which mask pad needs'
     assert str(caught.value) == expected
     with pytest.raises(PolicyError, match=r"^policy: name: got nothing, expected a value$"):
@@ -115,10 +122,32 @@ def test_a_python_policy_is_refused_as_a_file_is(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({}, "mask"),
+        ({"mask": Pad()}, "verify"),
+        ({"verify": "none"}, "mask"),
+        ({"mask": None, "verify": "none"}, "mask"),
+        ({"mask": "none", "verify": None}, "verify"),
+    ],
+)
+def test_a_python_placement_that_leaves_states_mask_and_verify(
+    given: dict[str, Any], key: str
+) -> None:
+    """None is not a way to say "none"."""
+    with pytest.raises(ValidationError) as caught:
+        Placement(place="gpu", **given)
+    problem = first_problem(caught.value)
+    assert key in (problem.where, *problem.path)
+    with pytest.raises(PolicyError, match=rf"policy n: o_proj: {key}: got (None|nothing)"):
+        policy_of({"o_proj": {"place": "gpu", **given}})
+
+
 def test_a_python_policy_may_hold_masks_as_objects() -> None:
     leaves = (
         Placement(place="tee", layers=LayerRange(0, 0)),
-        Placement(place="gpu", layers=LayerRange(1, None), mask=Shares()),
+        Placement(place="gpu", layers=LayerRange(1, None), mask=Shares(), verify="none"),
     )
     stays = (Placement(place="tee"),)
     policy = Policy(
@@ -179,7 +208,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, *entries: _Entry) -> None:
         assert group == "tsqp.policies"
         return [entry for entry in entries if name in (None, entry.name)]
 
-    monkeypatch.setattr("tee_side.policy.entry_points", entry_points)
+    monkeypatch.setattr("tee_side.policy.placement.entry_points", entry_points)
 
 
 def test_a_policy_of_an_installed_package_is_found_by_its_name(
@@ -218,3 +247,16 @@ def test_a_package_that_fails_is_refused_by_its_place_and_breaks_nothing_else(
         "entry point package:failing: got ImportError: no module that it needs, expected one that"
         " loads"
     )
+
+
+def test_a_copy_that_was_not_validated_states_its_protection_too(tmp_path: Path) -> None:
+    """pydantic's `model_copy` runs no validators: such a policy is refused before it is used."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from tee_side.policy.placement import Placement, load_policy\n"
+        "base = load_policy('tee-only')\n"
+        "leaves = Placement(place='tee').model_copy(update={'place': 'gpu'})\n"
+        "POLICY = base.model_copy(update={'operators': {**base.operators, 'o_proj': (leaves,)}})\n"
+    )
+    with pytest.raises(PolicyError, match="o_proj: mask: got nothing"):
+        load_policy(str(path)).check(4)

@@ -11,12 +11,13 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 
-from tee_side.randomness import (
+from tee_side.protect.randomness import (
     MAX_KEYSTREAM_BYTES,
     Keystream,
     Randomness,
     derive_key,
 )
+from tsqp.lab.research.draws import orthogonal, permutation, signs, uniform
 
 KEY = bytes(range(32))
 
@@ -82,12 +83,12 @@ def test_same_key_same_numbers_in_the_same_order() -> None:
     def draw(generator: Randomness) -> list[torch.Tensor]:
         return [
             generator.ring(3, 2),
-            generator.digits(5),
-            generator.signs(4),
-            generator.uniform(2, low=-1.0, high=3.0),
+            generator.elements((5,), torch.int8),
+            signs(generator, 4),
+            uniform(generator, 2, low=-1.0, high=3.0),
             generator.normal(3),
-            generator.permutation(6),
-            generator.orthogonal(3),
+            permutation(generator, 6),
+            orthogonal(generator, 3),
         ]
 
     first, second = draw(Randomness(KEY)), draw(Randomness(KEY))
@@ -104,13 +105,13 @@ def test_shapes_and_dtypes() -> None:
     assert generator.ring(0, 3).shape == (0, 3)
     assert generator.normal(3, 5).shape == (3, 5)
     assert generator.normal(0).shape == (0,)
-    assert generator.permutation(0).shape == (0,)
-    assert generator.orthogonal(1).abs().tolist() == [[1.0]]
+    assert permutation(generator, 0).shape == (0,)
+    assert orthogonal(generator, 1).abs().tolist() == [[1.0]]
     assert generator.ring(1).dtype == torch.int32
-    assert generator.digits(1).dtype == generator.signs(1).dtype == torch.int8
-    assert generator.normal(1).dtype == generator.orthogonal(1).dtype == torch.float64
-    assert generator.permutation(1).dtype == torch.int64
-    assert generator.uniform(1, dtype=torch.float32).dtype == torch.float32
+    assert generator.elements((1,), torch.int8).dtype == signs(generator, 1).dtype == torch.int8
+    assert generator.normal(1).dtype == orthogonal(generator, 1).dtype == torch.float64
+    assert permutation(generator, 1).dtype == torch.int64
+    assert uniform(generator, 1, dtype=torch.float32).dtype == torch.float32
 
 
 def test_results_can_be_written_to() -> None:
@@ -124,7 +125,10 @@ def test_results_can_be_written_to() -> None:
 
 def test_ring_elements_and_digits_are_uniform_bytes() -> None:
     generator = Randomness(KEY)
-    for drawn in (generator.ring(200_000).view(torch.uint8), generator.digits(800_000) & 0xFF):
+    for drawn in (
+        generator.ring(200_000).view(torch.uint8),
+        generator.elements((800_000,), torch.int8) & 0xFF,
+    ):
         assert _plausible(_chi_square(drawn.to(torch.int64) & 0xFF, 256), 256)
 
 
@@ -134,20 +138,20 @@ def test_ring_uses_all_32_bits() -> None:
 
 
 def test_signs_are_balanced() -> None:
-    drawn = Randomness(KEY).signs(1_000_000).to(torch.float64)
+    drawn = signs(Randomness(KEY), 1_000_000).to(torch.float64)
     assert set(drawn.unique().tolist()) == {-1.0, 1.0}
     assert abs(float(drawn.mean())) < 5 / 1000
 
 
 def test_uniform_fills_its_range_evenly() -> None:
-    drawn = Randomness(KEY).uniform(500_000, low=-2.0, high=6.0)
+    drawn = uniform(Randomness(KEY), 500_000, low=-2.0, high=6.0)
     assert float(drawn.min()) >= -2
     assert float(drawn.max()) < 6
     assert _plausible(_chi_square(((drawn + 2) * 32).to(torch.int64), 256), 256)
 
 
 def test_uniform_reaches_every_bit() -> None:
-    bits = (Randomness(KEY).uniform(4096) * 2.0**53).to(torch.int64)
+    bits = (uniform(Randomness(KEY), 4096) * 2.0**53).to(torch.int64)
     assert all(0.4 < float((bits >> k & 1).to(torch.float64).mean()) < 0.6 for k in range(53))
 
 
@@ -156,7 +160,7 @@ def test_uniform_reaches_every_bit() -> None:
 )
 def test_impossible_ranges_are_refused(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="low < high"):
-        Randomness(KEY).uniform(1, low=low, high=high)
+        uniform(Randomness(KEY), 1, low=low, high=high)
 
 
 def test_normal_has_its_moments_and_its_distribution() -> None:
@@ -193,7 +197,7 @@ def test_permutations_are_equally_likely() -> None:
     generator = Randomness(KEY)
     ranks = []
     for _ in range(24_000):
-        order = generator.permutation(4).tolist()
+        order = permutation(generator, 4).tolist()
         assert sorted(order) == [0, 1, 2, 3]
         ranks.append(order[0] * 64 + order[1] * 16 + order[2] * 4 + order[3])
     counts = torch.tensor(ranks).unique(return_counts=True)[1]
@@ -205,16 +209,16 @@ def test_permutations_are_equally_likely() -> None:
 def test_permutation_draws_again_on_a_collision(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = Randomness(KEY)
     draws = [torch.tensor([5, 3, 5]), torch.tensor([7, 7, 7]), torch.tensor([2, -9, 1])]
-    monkeypatch.setattr(generator, "_elements", lambda shape, dtype: draws.pop(0))
-    assert generator.permutation(3).tolist() == [1, 2, 0]
+    monkeypatch.setattr(generator, "elements", lambda shape, dtype: draws.pop(0))
+    assert permutation(generator, 3).tolist() == [1, 2, 0]
     assert not draws
 
 
 def test_orthogonal_is_orthogonal_and_has_no_preferred_sign() -> None:
     generator = Randomness(KEY)
-    q = generator.orthogonal(40)
+    q = orthogonal(generator, 40)
     assert torch.allclose(q @ q.T, torch.eye(40, dtype=torch.float64), atol=1e-13)
-    corners = torch.stack([generator.orthogonal(3) for _ in range(2000)])
+    corners = torch.stack([orthogonal(generator, 3) for _ in range(2000)])
     # Without the sign fix the diagonal of LAPACK's Q leans to one side, and det is constant.
     assert float(corners.mean(0).abs().max()) < 5 / math.sqrt(3 * 2000)
     determinants = torch.linalg.det(corners)

@@ -23,27 +23,30 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch
-from tee_side.masking import linear_masking
-from tee_side.masks.pad import Pad
-from tee_side.masks.row_mix import RowMix
-from tee_side.masks.row_permutation import RowPermutation
-from tee_side.masks.shares import Shares
-from tee_side.overlap import run
-from tee_side.randomness import Randomness
-from tee_side.remote_operators import RemoteOperators
-from tee_side.sampling import SamplingSettings
-from tee_side.sites import FloatSites, load_biases
-from tee_side.verifier import UNVERIFIED
-from tee_side.vocabulary import OPERATORS, Operator
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.model.operators import staying
+from tee_side.protect.masking import MaskRules, linear_masking
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.shares import Shares
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import FloatSite, FloatSites, load_biases
+from tee_side.protect.verifier import UNVERIFIED
+from tee_side.remote.linear import CallSettings, RemoteLinear
+from tee_side.remote.overlap import run
+from tee_side.words import OPERATORS, Operator, Site, is_linear
 from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
+from tests.tables import each_row
 from tests.unit.tee_side.remote_fakes import (
     ARGUMENTS,
     Change,
     ChangingChannel,
     Models,
     OneSite,
+    Remote,
     remote_under,
 )
+from tsqp.lab.research.row_mix import RowMix
+from tsqp.lab.research.row_permutation import RowPermutation
 
 CHANGES: dict[str, Change] = {
     "one row less": lambda output: output[:-1],
@@ -57,30 +60,28 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def _clear(model: SavedModel, channel: LoopbackChannel, **settings: Any) -> RemoteOperators:
-    return RemoteOperators(
-        lambda _layer: [channel],
-        read_config(model.directory),
-        torch.float32,
-        mask=None,
-        hide=linear_masking(None, Randomness()),
-        verifier=UNVERIFIED,
-        **settings,
-    )
+def _clear(model: SavedModel, channel: LoopbackChannel, **settings: Any) -> Remote:
+    return remote_under(model, [channel], None, **settings)
 
 
 def _call(
     model: SavedModel, operator: Operator, channel: LoopbackChannel, alone: bool
 ) -> list[torch.Tensor]:
     remote = _clear(model, channel, one_rpc_per_module=alone)
-    result = run(getattr(remote, operator)(*ARGUMENTS[operator][0]))
-    return list(result) if isinstance(result, tuple) else [result]
+    return [run(getattr(remote, operator)(*ARGUMENTS[operator][0]))]
 
 
-def _here(model: SavedModel, operator: Operator, arguments: tuple[Any, ...]) -> Any:
+def _here(model: SavedModel, operator: Operator, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Return what the TEE itself computes."""
     (lane,) = assemble(model.directory).lanes
-    return run(getattr(lane["decode"], operator)(*arguments))
+    if operator == "attn_scores":
+        return torch.matmul(arguments[1], arguments[2].transpose(1, 2))
+    if operator == "attn_values":
+        return torch.matmul(arguments[1], arguments[2])
+    if not is_linear(operator):
+        return run(getattr(lane["decode"], operator)(*arguments))
+    layer, x = arguments
+    return run(getattr(lane["decode"], operator)(lane.model.layers[layer], x))
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -90,14 +91,13 @@ def test_every_operator_returns_what_the_tee_itself_computes(
 ) -> None:
     model = saved_model("llama")
     outputs = _call(model, operator, LoopbackChannel(model.directory), alone)
-    local = _here(model, operator, ARGUMENTS[operator][0])
-    expected = list(local) if isinstance(local, tuple) else [local]
+    expected = [_here(model, operator, ARGUMENTS[operator][0])]
     assert [tuple(output.shape) for output in outputs] == ARGUMENTS[operator][1]
     for output, same in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, same, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@each_row("change", CHANGES)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_reply_of_another_shape_or_dtype_is_refused(
     saved_model: Models, operator: Operator, change: str
@@ -120,7 +120,7 @@ class InitChannel(LoopbackChannel):
 
 def test_a_reply_that_holds_no_tensor_is_refused(saved_model: Models) -> None:
     model = saved_model("llama")
-    with pytest.raises(ReplyError, match="got InitReply, expected a tensor"):
+    with pytest.raises(ReplyError, match="got InitReply, expected float32"):
         _call(model, "lm_head", InitChannel(model.directory), alone=False)
 
 
@@ -269,32 +269,17 @@ def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Model
     model = saved_model("llama")
     channel = LoopbackChannel(model.directory)
 
-    class Here:
-        async def linear(self, layer: int, operator: str, x_TI: torch.Tensor) -> torch.Tensor:
-            return torch.full((len(x_TI), 48), float(layer))
+    async def here(x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(x_TI), 48), 2.0)
 
-    settings: dict[str, Any] = {"sites": OneSite(torch.int32)}
-    remote = RemoteOperators(
-        lambda _layer: [channel],
-        read_config(model.directory),
-        torch.float32,
-        mask=Pad(),
-        hide=lambda layer, operator, x_TI: None,
-        verifier=UNVERIFIED,
-        without_factors=Here(),  # type: ignore[arg-type]
-        **settings,
-    )
+    settings: dict[str, Any] = {
+        "sites": OneSite(torch.int32),
+        "hide": lambda _site: lambda _x_TI: None,
+    }
+    remote = remote_under(model, [channel], Pad(), without_factors=here, **settings)
     assert torch.equal(run(remote.o_proj(2, torch.ones(3, 96))), torch.full((3, 48), 2.0))
     assert not channel.requests
-    alone = RemoteOperators(
-        lambda _layer: [channel],
-        read_config(model.directory),
-        torch.float32,
-        mask=Pad(),
-        hide=lambda layer, operator, x_TI: None,
-        verifier=UNVERIFIED,
-        **settings,
-    )
+    alone = remote_under(model, [channel], Pad(), **settings)
     with pytest.raises(LookupError, match="no unmasking factors"):
         run(alone.o_proj(2, torch.ones(3, 96)))
     assert not channel.requests
@@ -320,12 +305,7 @@ def test_every_operator_under_a_row_mask_is_what_it_is_without(
     )
     found = run(getattr(remote, operator)(*arguments))
     local = _here(model, operator, arguments)
-    for output, same in zip(
-        found if isinstance(found, tuple) else [found],
-        local if isinstance(local, tuple) else [local],
-        strict=True,
-    ):
-        torch.testing.assert_close(output, same, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, local, rtol=0, atol=1e-4)
     # Dummy rows crossed with the real ones, and one mask serves all modules of an operator's RPCs.
     for request in channel.requests:
         if isinstance(request, LinearRequest):
@@ -344,14 +324,50 @@ def test_a_reply_with_the_plain_number_of_rows_is_refused_under_dummy_rows(
         run(remote.o_proj(0, torch.ones(3, 96)))
 
 
-def test_no_mask_has_to_be_said(saved_model: Models) -> None:
-    """What is left out by mistake must not be taken for a mask of nothing."""
-    model = saved_model("llama")
-    with pytest.raises(TypeError, match="'mask'"):
-        RemoteOperators(  # type: ignore[call-arg]
-            lambda _layer: [LoopbackChannel(model.directory)],
-            read_config(model.directory),
-            torch.float32,
-            hide=linear_masking(RowPermutation(), Randomness()),
-            verifier=UNVERIFIED,
+@pytest.mark.parametrize("missing", ["hide", "rules", "check", "bias_leaves"])
+def test_how_an_operator_is_protected_has_to_be_said(saved_model: Models, missing: str) -> None:
+    """What is left out by mistake must not be taken for a mask of nothing, or for no check."""
+    settings: dict[str, Any] = {
+        "hide": linear_masking(RowPermutation(), Randomness())((0, "o_proj")),
+        "rules": MaskRules(RowPermutation()),
+        "check": UNVERIFIED,
+        "linear": FloatSite(),
+        "bias_leaves": False,
+        "without_factors": None,
+    }
+    calls = CallSettings(lambda _layer: [], None, None, 1)
+    site: Site = (0, "o_proj")
+    config = read_config(saved_model("llama").directory)
+    RemoteLinear(site, config, calls, **settings)
+    del settings[missing]
+    with pytest.raises(TypeError, match=f"'{missing}'"):
+        RemoteLinear(site, config, calls, **settings)
+
+
+def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tee_side.remote.linear._MAX_PLANS", 2)
+    model, made = saved_model("llama"), []
+    prepare = RemoteLinear._prepare
+    monkeypatch.setattr(
+        RemoteLinear, "_prepare", lambda self, sent: made.append(len(sent)) or prepare(self, sent)
+    )
+    calls = CallSettings(lambda _layer: [LoopbackChannel(model.directory)], None, None, 1)
+    remote = RemoteLinear(
+        (0, "o_proj"),
+        read_config(model.directory),
+        calls,
+        hide=linear_masking(None, Randomness())((0, "o_proj")),
+        rules=MaskRules(None),
+        check=UNVERIFIED,
+        linear=FloatSite(),
+        bias_leaves=True,
+        without_factors=staying(lambda x: x),
+    )
+    for rows in (1, 2, 1, 2, 3, 3, 1):
+        x = torch.randn(rows, 96)
+        torch.testing.assert_close(
+            run(remote(x)), _here(model, "o_proj", (0, x)), rtol=0, atol=1e-5
         )
+    assert made == [1, 2, 3, 1]

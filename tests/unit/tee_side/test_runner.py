@@ -28,16 +28,18 @@ from protocol.errors import (
 )
 from tee_side import assembly
 from tee_side.assembly import MaskSettings
-from tee_side.generation import GenerationResult, PadTotals
-from tee_side.observer import OperatorTable
-from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.reply_size import largest_reply
+from tee_side.engine.generation import GenerationResult, PadTotals
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.remote.reply_size import largest_reply
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.vocabulary import OPERATORS
+from tee_side.words import OPERATORS
 from tests.support import LoopbackChannel, SavedModel, make_model, token_ids, with_results
+from tsqp.operator_table import OperatorTable
 
 Models = Callable[..., SavedModel]
 
+ONE, TWO, THREE = (ClientKeys(b"secret", public) for public in (b"one", b"two", b"three"))
 PROMPTS = ([1, 5, 9, 13], [2, 7, 11, 200, 3, 8, 250])
 
 
@@ -171,6 +173,7 @@ def _offloading(
         gpu=endpoints,
         masks=model.masks(chosen, **masks),
         dtype="float32",
+        keys=(ONE, TWO) if chosen.services > 1 else (),
     )
 
 
@@ -189,7 +192,7 @@ def test_every_builtin_policy_generates(
         result = _generate(runner)
     chosen = load_policy(policy)
     assert len(result.token_ids) == 6
-    assert (result.policy, result.rpc.count > 0) == (policy, chosen.needs_service)
+    assert (result.policy, result.rpc.count > 0) == (policy, chosen.services > 0)
     padded = any(mask.name in ("pad", "float-noise") for mask in chosen.masks)
     assert (result.pads is not None) == padded
     if chosen.arithmetic == "float":
@@ -280,7 +283,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused_before_a_service_is_ask
 ) -> None:
     model = saved_model("llama")
     settings = _offloading(model, "quantized-clear", loopback)
-    gap = {"place": "gpu", "layers": "0-1"}
+    gap = {"place": "gpu", "layers": "0-1", "mask": "none", "verify": "none"}
     policy = settings.policy.model_dump() | {"name": "gap"}
     policy["operators"] = {**dict.fromkeys(OPERATORS, "tee"), "o_proj": gap}
     loopback.clear()
@@ -432,13 +435,10 @@ def test_a_service_that_is_refused_lets_go_of_the_other_and_of_pads(
 def test_one_service_under_two_names_is_refused(
     saved_model: Models, loopback: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_side.operators.secrets.token_hex", lambda size: "ab" * size)
+    monkeypatch.setattr("gpu_side.handler.secrets.token_hex", lambda size: "ab" * size)
     with pytest.raises(SettingsError) as caught:
         Runner(_offloading(saved_model("llama"), "two-server", loopback))
     assert caught.value.got == "tcp://service-0:1 and tcp://service-1:1, one and the same"
-
-
-ONE, TWO, THREE = (ClientKeys(b"secret", public) for public in (b"one", b"two", b"three"))
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,13 @@ def test_one_key_for_both_shares_is_refused_before_the_model_is_read(
     ("policy", "gpu", "keys"),
     [
         ("two-server", ("tcp://a:1", "tcp://b:1"), (ONE, TWO)),
-        ("two-server", tuple(f"tcp://{name}:1" for name in "abcd"), (ONE, TWO, ONE, TWO)),
+        (
+            "two-server",
+            tuple(
+                f"tcp://{name}:1,share={share}" for name, share in zip("abcd", "1212", strict=True)
+            ),
+            (ONE, TWO, ONE, TWO),
+        ),
         ("shielded", ("tcp://a:1", "tcp://b:1"), (ONE,)),
         ("shielded", ("tcp://a:1,share=1", "tcp://b:1"), (ONE,)),
     ],
@@ -474,19 +480,93 @@ def test_keys_may_be_shared_by_services_with_the_same_share(
         Runner(RunnerSettings(tmp_path / "no-model", load_policy(policy), gpu, keys=keys))
 
 
+TWO_LOCAL = [
+    ("tcp://127.0.0.1:1", "tcp://localhost:2"),
+    ("tcp://[::1]:1", "tcp://127.8.0.1:1"),
+    ("ipc:///a", "ipc:///b"),
+    ("unix:///a", "unix:///b"),
+    ("unix:///a", "tcp://127.0.0.1:1"),
+]
+
+
+def _two(tmp_path: Path, gpu: tuple[str, ...], **more: Any) -> RunnerSettings:
+    return RunnerSettings(tmp_path / "no-model", load_policy("two-server"), gpu, **more)
+
+
+@pytest.mark.parametrize("gpu", TWO_LOCAL)
+def test_shares_over_links_without_keys_need_to_be_asked_for_on_one_machine(
+    tmp_path: Path, gpu: tuple[str, ...]
+) -> None:
+    """Adding the frames of both links gave every token of a prompt."""
+    with pytest.raises(SettingsError) as caught:
+        Runner(_two(tmp_path, gpu))
+    assert caught.value.got == f"{gpu[0]} without keys"
+    assert "--shares-in-the-clear" in caught.value.expected
+    with pytest.raises(ModelError):  # the next thing that is looked at
+        Runner(_two(tmp_path, gpu, shares_in_the_clear=True))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "refused"),
+    [
+        (("tcp://a:1", "tcp://b:1"), "tcp://a:1"),
+        (("unix:///a", "tcp://b:1"), "tcp://b:1"),
+        (("tcp://127.0.0.1:1", "vsock://2:1"), "vsock://2:1"),
+        (("vsock://2:1", "vsock://2:2"), "vsock://2:1"),
+    ],
+)
+def test_shares_never_cross_a_network_without_keys(
+    tmp_path: Path, gpu: tuple[str, ...], refused: str
+) -> None:
+    """A vsock is a link to the host, which sees it."""
+    with pytest.raises(SettingsError) as caught:
+        Runner(_two(tmp_path, gpu, shares_in_the_clear=True))
+    assert caught.value.got == f"{refused} without keys"
+    assert "--shares-in-the-clear" not in caught.value.expected
+
+
+@pytest.mark.parametrize("gpu", [("tcp://a:1", "tcp://b:1"), ("ipc:///a", "tcp://127.0.0.1:1")])
+def test_shares_over_links_with_keys_need_no_more(tmp_path: Path, gpu: tuple[str, ...]) -> None:
+    with pytest.raises(ModelError):
+        Runner(_two(tmp_path, gpu, keys=(ONE, TWO)))
+
+
+def test_who_gets_what_is_said(saved_model: Models, loopback: dict[str, Path]) -> None:
+    model = saved_model("llama")
+    settings = _offloading(model, "two-server", loopback)
+    last = model.reference.config.num_hidden_layers - 1
+    with Runner(settings) as runner:
+        assert runner.assignments == (
+            f"tcp://service-0:1: layers 0-{last}, share 1 of 2, key one",
+            f"tcp://service-1:1: layers 0-{last}, share 2 of 2, key two",
+        )
+        assert "their links are encrypted" in (runner.leakage_summary or "")
+    local = tuple(f"tcp://127.0.0.1:{number}" for number in (1, 2))
+    loopback.update(dict.fromkeys(local, model.directory))
+    with Runner(replace(settings, gpu=local, keys=(), shares_in_the_clear=True)) as runner:
+        assert runner.assignments[1] == f"{local[1]}: layers 0-{last}, share 2 of 2, no key"
+        assert "NOT encrypted, reads prompt and answer" in (runner.leakage_summary or "")
+
+
 @pytest.mark.parametrize(
     ("policy", "masks", "said"),
     [
-        ("tee-only", {"bank": Path("b")}, "--bank: got b, expected nothing: policy tee-only runs"),
-        ("two-server", {"bank": Path("b")}, "--bank: got b, expected nothing: policy two-server"),
+        (
+            "tee-only",
+            {"bank": BankPlace.at(Path("b"))},
+            "--bank: got b, expected nothing: policy tee-only runs",
+        ),
+        (
+            "two-server",
+            {"bank": BankPlace.at(Path("b"))},
+            "--bank: got b, expected nothing: policy two-server",
+        ),
         ("shielded", {"key": Path("k")}, "--key: got k, expected nothing: .* a feature mask"),
         ("tsqp", {"calibration": Path("c")}, "--calibration: got c, expected nothing: .* int8"),
-        ("shielded", {"bank_key": Path("k")}, "--bank-key: got k, expected nothing: .* --bank"),
-        ("shielded", {"bank_index": Path("i")}, "--bank-index: got i, .* without --bank"),
     ],
 )
 def test_a_file_that_the_policy_has_no_use_for_is_refused(
-    saved_model: Models, policy: str, masks: dict[str, Path], said: str
+    saved_model: Models, policy: str, masks: dict[str, Any], said: str
 ) -> None:
     chosen = load_policy(policy)
     given = RunnerSettings(
@@ -494,6 +574,7 @@ def test_a_file_that_the_policy_has_no_use_for_is_refused(
         chosen,
         ("tcp://a:1", "tcp://b:1"),
         masks=MaskSettings(**masks),
+        keys=(ONE, TWO),
     )
     with pytest.raises(SettingsError, match=said):
         Runner(given)

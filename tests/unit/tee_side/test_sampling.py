@@ -16,7 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tee_side.sampling import Sampler, SamplingSettings, penalize_repetition, warp
+from tee_side.engine.sampling import Sampler, SamplingSettings, penalize_repetition, warp
+from tests.tables import each_row
 
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40).map(torch.tensor)
 
@@ -199,7 +200,7 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "wrong",
     [
         {"temperature": -0.1},

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_side.operators import Operators
+from gpu_side.encoding import Form, encode_reply
+from gpu_side.handler import RequestHandler
 from gpu_side.weights import load_weights
-from protocol.encoding import Form, encode_reply
 from protocol.errors import EndpointError, SettingsError
 from protocol.messages import FUSED_MODULES, InitReply, InitRequest, Timing
 from protocol.model.config import read_config
-from tee_side.layer_range import LayerRange
-from tee_side.mask_rules import most_rows
-from tee_side.policy import load_policy
-from tee_side.reply_size import init_reply_bytes, largest_reply
-from tee_side.services.plan import ReplicaGroup, ServiceSpec, assign_shares, plan_services
+from tee_side.policy.layer_range import LayerRange
+from tee_side.policy.placement import load_policy
+from tee_side.protect.masking import most_rows
+from tee_side.remote.reply_size import init_reply_bytes, largest_reply
+from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, assign_shares, plan_services
 from tests.support import SavedModel
+from tests.tables import each_row
 
 A, B, C, D = (f"tcp://{name}:1" for name in "abcd")
 
@@ -32,7 +33,7 @@ def _plan(policy: str, layers: int, *texts: str) -> tuple[ReplicaGroup, ...]:
     return plan_services(_specs(*texts), load_policy(policy), layers)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "spec"),
     [
         (A, ServiceSpec(A)),
@@ -46,7 +47,7 @@ def _plan(policy: str, layers: int, *texts: str) -> tuple[ReplicaGroup, ...]:
         # A path may hold what looks like the rest.
         ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
         ("unix:///run/a=1/s=2-3", ServiceSpec("unix:///run/a=1/s", LayerRange(2, 3))),
-        ("ipc://@name=0-,share=1", ServiceSpec("ipc://@name", LayerRange(0, None), 1)),
+        ("ipc://name=0-,share=1", ServiceSpec("ipc://name", LayerRange(0, None), 1)),
     ],
 )
 def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
@@ -54,7 +55,7 @@ def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
     assert str(spec) == text
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         f"{A}=",
@@ -101,25 +102,28 @@ def test_layers_are_spread_in_order() -> None:
     )
 
 
-def test_shares_take_turns_or_are_said() -> None:
-    alternating = (ReplicaGroup(1, 0, 3, (A, C)), ReplicaGroup(2, 0, 3, (B, D)))
-    assert _plan("two-server", 4, A, B, C, D) == alternating
+def test_shares_of_two_go_by_position_and_of_more_are_said() -> None:
+    assert _plan("two-server", 4, A, B) == (
+        ReplicaGroup(1, 0, 3, (A,), 2),
+        ReplicaGroup(2, 0, 3, (B,), 2),
+    )
+    assert _plan("two-server", 4, f"{A}=0-", f"{B}=0-3") == _plan("two-server", 4, A, B)
     said = [f"{D},share=2", f"{A},share=1", f"{C},share=1", f"{B},share=2"]
     assert _plan("two-server", 4, *said) == (
-        ReplicaGroup(1, 0, 3, (A, C)),
-        ReplicaGroup(2, 0, 3, (D, B)),
+        ReplicaGroup(1, 0, 3, (A, C), 2),
+        ReplicaGroup(2, 0, 3, (D, B), 2),
     )
     # Within the same layers; and a share may be spread otherwise than the other.
     assert _plan("two-server", 4, f"{A}=0-1", f"{B}=2-", f"{C}=0-1", f"{D}=2-") == (
-        ReplicaGroup(1, 0, 1, (A,)),
-        ReplicaGroup(1, 2, 3, (B,)),
-        ReplicaGroup(2, 0, 1, (C,)),
-        ReplicaGroup(2, 2, 3, (D,)),
+        ReplicaGroup(1, 0, 1, (A,), 2),
+        ReplicaGroup(1, 2, 3, (B,), 2),
+        ReplicaGroup(2, 0, 1, (C,), 2),
+        ReplicaGroup(2, 2, 3, (D,), 2),
     )
     assert _plan("two-server", 4, f"{A}=0-1,share=1", f"{B}=2-,share=1", f"{C},share=2") == (
-        ReplicaGroup(1, 0, 1, (A,)),
-        ReplicaGroup(1, 2, 3, (B,)),
-        ReplicaGroup(2, 0, 3, (C,)),
+        ReplicaGroup(1, 0, 1, (A,), 2),
+        ReplicaGroup(1, 2, 3, (B,), 2),
+        ReplicaGroup(2, 0, 3, (C,), 2),
     )
 
 
@@ -127,7 +131,7 @@ def test_a_policy_of_which_nothing_leaves_uses_none() -> None:
     assert _plan("tee-only", 4, A) == ()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("policy", "texts", "got", "expected"),
     [
         ("tsqp", [], "no endpoint", "1, because policy tsqp uses a gpu-service"),
@@ -137,7 +141,34 @@ def test_a_policy_of_which_nothing_leaves_uses_none() -> None:
         ("two-server", [A, A], f"{A} twice", "two that do not collude"),
         ("two-server", [f"{A},share=1", f"{A},share=2"], f"{A},share=1 and {A},share=2", "collude"),
         ("two-server", [f"{A},share=1", B], f"{A},share=1 and {B}", "share= for all of them"),
-        ("two-server", [f"{A},share=1", f"{B},share=1"], "nobody for share 2 beside", "2, because"),
+        (
+            "two-server",
+            [f"{A},share=1", f"{B},share=1"],
+            "no service for share 2 beside",
+            "2, because",
+        ),
+        # By position the owner of A and B would get both shares.
+        ("two-server", [A, B, C, D], f"{A} and {B} and {C} and {D} without share=", "share=1 or"),
+        ("two-server", [A, B, C], f"{A} and {B} and {C} without share=", "share=1 or share=2"),
+        (
+            "two-server",
+            [f"{A}=0-7", f"{B}=0-7", f"{C}=8-", f"{D}=8-", "tcp://e:1=9-"],
+            f"{C}=8- and {D}=8- and tcp://e:1=9- without share=",
+            "share=1 or share=2 for each",
+        ),
+        ("two-server", [A, B, f"{C}=0-15", f"{D}=0-15"], f"{A} and {B} and {C}=0-15", "share=1"),
+        (
+            "two-server",
+            ["tcp://a:1", "tcp://A:2"],
+            "tcp://a:1 and tcp://A:2 on one host, with a share each",
+            "share= for each",
+        ),
+        (
+            "two-server",
+            ["tcp://a:1=0-7", "tcp://b:1=0-7", "tcp://b:2=8-", "tcp://a:2=8-"],
+            "tcp://b:1 and tcp://b:2 on one host, with a share each",
+            "share= for each",
+        ),
         ("tsqp", [f"{A},share=2"], f"{A},share=2", "no share: policy tsqp uses one"),
         ("tsqp", [f"{A}=0-16"], f"{A}=0-16", "layers within 0-15"),
         ("tsqp", [f"{A}=16-"], f"{A}=16-", "layers within 0-15"),
@@ -146,20 +177,25 @@ def test_a_policy_of_which_nothing_leaves_uses_none() -> None:
         (
             "tsqp",
             [f"{A}=0-6", f"{B}=8-"],
-            f"nobody for layers 7, between {A}=0-6 and {B}=8-",
+            f"no service for layers 7, between {A}=0-6 and {B}=8-",
             "each of the layers 0-15",
         ),
         (
             "tsqp",
             [f"{A}=2-"],
-            f"nobody for layers 0-1, between the model's first layer and {A}",
+            f"no service for layers 0-1, between the model's first layer and {A}",
             "",
         ),
-        ("tsqp", [f"{A}=0-9"], f"nobody for layers 10-15, between {A}=0-9 and the model's end", ""),
+        (
+            "tsqp",
+            [f"{A}=0-9"],
+            f"no service for layers 10-15, between {A}=0-9 and the model's end",
+            "",
+        ),
         (
             "two-server",
             [f"{A}=0-7,share=1", f"{B}=8-,share=1", f"{C}=0-7,share=2"],
-            f"nobody for layers 8-15, between {C}=0-7,share=2 and the model's end",
+            f"no service for layers 8-15, between {C}=0-7,share=2 and the model's end",
             "for each share",
         ),
     ],
@@ -175,8 +211,13 @@ def test_what_does_not_fit_together_is_refused_naming_both(
 
 
 def test_shares_are_known_before_the_model_is() -> None:
-    specs = assign_shares(_specs(A, B, C), load_policy("two-server"))
-    assert [spec.share for spec in specs] == [1, 2, 1]
+    two_server = load_policy("two-server")
+    specs = assign_shares(_specs(f"{A}=0-3", f"{C}=4-", f"{B}=0-3", f"{D}=4-"), two_server)
+    assert [spec.share for spec in specs] == [1, 1, 2, 2]
+    # One host may stand for two owners where the operator says so, and loopback always does.
+    gateway = [f"{A},share=1", f"{A.replace(':1', ':2')},share=2"]
+    for texts in (gateway, ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]):
+        assert [one.share for one in assign_shares(_specs(*texts), two_server)] == [1, 2]
 
 
 # ---------------------------------------------------------------------------- size of replies
@@ -222,7 +263,7 @@ def test_an_init_reply_of_many_layers_fits(model_directory: Path) -> None:
     layers = 400
     config = read_config(model_directory)
     weights = load_weights(model_directory, device=torch.device("cpu"), dtype=torch.float32)
-    reply = Operators(weights, 2**29).apply(InitRequest()).response
+    reply = RequestHandler(weights, 2**29).apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
     norms = {
         f"layer_{n}_{kind}": reply.norm_weights["final_norm"]

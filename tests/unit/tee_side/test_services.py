@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from protocol.channel import Exchange
 from protocol.errors import (
@@ -23,14 +24,18 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.link import Link
+from protocol.messages import LMHeadRequest
 from protocol.pending import OversizedRequestError
-from tee_side.services import connected, member, replicas
-from tee_side.services.aggregate import aggregate_errors
-from tee_side.services.plan import ReplicaGroup
+from protocol.prepared import prepare
+from protocol.tensors import from_torch
+from tee_side.remote.services import connected, member, replicas
+from tee_side.remote.services.plan import ReplicaGroup
+from tee_side.remote.services.replicas import aggregate_errors
 from tests.unit.tee_side import services_fakes
 from tests.unit.tee_side.services_fakes import World, ask, service_error, wrong
+from tsqp.lab.link import Link
 
+WAITING = "start a gpu-service there; {} says how long it is waited for"
 PASSING = [
     ErrorCode.QUEUE_FULL,
     ErrorCode.DEADLINE_EXCEEDED,
@@ -168,6 +173,18 @@ def test_a_lost_service_costs_a_resend_of_the_same_request(world: World, fault: 
     # From now on it is asked first, though the other may be back.
     assert replicas.call(ask(4)).endpoint == "b"
     assert replicas.endpoint == "b"
+
+
+def test_a_started_request_is_sent_again_as_it_was(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    hidden = torch.arange(8.0).view(2, 4)
+    prepared = prepare(LMHeadRequest(hidden_states=from_torch(hidden)), (2, 4), "float32")
+    a.answers.append("lost")
+    exchange = replicas.wait(replicas.start(prepared, hidden))
+    assert exchange.endpoint == "b"
+    assert torch.equal(prepared.output(exchange), hidden)
+    assert a.got == b.got == [prepared.request(hidden)]
 
 
 @pytest.mark.parametrize("code", PASSING)
@@ -518,6 +535,8 @@ def test_what_becomes_of_a_service_is_logged(
     assert events(caplog) == [
         ("service_lost", "a", "a: got a lost connection, expected a service"),
         ("service_draining", "b", str(service_error(ErrorCode.SHUTTING_DOWN))),
+        ("waiting_for_service", "a", WAITING.format("--request-timeout-s")),
+        ("waiting_for_service", "b", WAITING.format("--request-timeout-s")),
         ("service_ready", "a", ""),
         ("service_quarantined", "a", str(wrong())),
         ("service_ready", "b", ""),
@@ -642,7 +661,7 @@ def test_a_liar_is_not_believed_over_an_earlier_connection_either(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two requests in flight one is caught over a new connection, the other waits on the old."""
-    monkeypatch.setattr("tee_side.services.connected._GRACE_S", 0.0)
+    monkeypatch.setattr("tee_side.remote.services.connected._GRACE_S", 0.0)
     a, b = world.add("a", "b")
     b.up = False
     replicas = world.replicas("a", "b")
@@ -796,6 +815,8 @@ def test_each_layer_is_asked_where_it_is(world: World) -> None:
     )
     asked = [[channel.call(ask()).endpoint for channel in services.at(n)] for n in range(4)]
     assert asked == [["a", "c"], ["a", "c"], ["b", "c"], ["b", "c"]]
+    checked = {name: set(service.checked_layers) for name, service in world.services.items()}
+    assert checked == {"a": {(0, 1)}, "b": {(2, 3)}, "c": {(0, 3)}}
 
 
 # --------------------------------------------------------------------------------------- start
@@ -804,7 +825,7 @@ def test_each_layer_is_asked_where_it_is(world: World) -> None:
 def test_a_missing_replica_is_left_out_with_a_warning(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tee_side.services.connected._GRACE_S", 0.05)
+    monkeypatch.setattr("tee_side.remote.services.connected._GRACE_S", 0.05)
     a, b = world.add("a", "b")
     a.up = False
     replicas = world.replicas("a", "b")
@@ -814,6 +835,37 @@ def test_a_missing_replica_is_left_out_with_a_warning(
     # It is used as soon as it is there and needed.
     a.up, b.up, b.answers = True, False, deque(["lost"])
     assert replicas.call(ask()).endpoint == "a"
+
+
+@pytest.mark.parametrize(("after_s", "told"), [(0.5, False), (1.5, True)])
+def test_a_start_that_takes_long_says_once_what_it_waits_for(
+    world: World,
+    clock: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    after_s: float,
+    told: bool,
+) -> None:
+    world.add("a", up=False)
+    world.services["a"].comes_back = clock.now + after_s
+    services = world.connect(ReplicaGroup(1, 0, 0, ("a",)), connect_s=10.0)
+    assert services.at(0)[0].call(ask()).endpoint == "a"
+    said = [("waiting_for_service", "a", WAITING.format("--connect-timeout-s"))]
+    assert events(caplog) == (said if told else [])
+    if told:
+        assert caplog.records[0].fields["at_most_s"] == 9  # type: ignore[attr-defined]
+
+
+def test_a_request_whose_service_is_gone_says_once_what_it_waits_for(
+    world: World, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    (a,) = world.add("a")
+    replicas = world.replicas("a", timeout_s=60.0)
+    a.answers, a.up = deque(["lost"]), False
+    with pytest.raises(DeadlineExceededError):
+        replicas.call(ask())
+    assert [name for name, _, _ in events(caplog)] == ["service_lost", "waiting_for_service"]
+    assert caplog.records[1].fields["at_most_s"] == 60  # type: ignore[attr-defined]
+    assert clock.now == pytest.approx(1060.0, abs=0.5)
 
 
 def test_nobody_there_is_a_deadline_exceeded_that_names_all(world: World) -> None:

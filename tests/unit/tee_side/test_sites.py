@@ -13,8 +13,8 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.quantized import load_quantized
-from tee_side.calibration import Calibration
-from tee_side.sites import Biases, FloatSites, IntegerSites, load_biases, tensors_of
+from tee_side.protect.calibration import Calibration
+from tee_side.protect.sites import Biases, FloatSites, IntegerSites, load_biases, tensors_of
 from tests.support import SavedModel
 
 Models = Callable[..., SavedModel]
@@ -73,11 +73,11 @@ def test_floats_pass_and_get_their_bias(saved_model: Models) -> None:
     biases = _biases(saved_model("qwen2"))
     sites = FloatSites(biases)
     x, y = torch.randn(3, 48), torch.randn(3, 96 + 96)
-    assert sites.encode(0, "qkv_proj", x) is x
+    assert sites[0, "qkv_proj"].encode(x) is x
     width = len(biases[1, "qkv_proj"])
     product = torch.randn(3, width)
-    assert torch.equal(sites.decode(1, "qkv_proj", product), product + biases[1, "qkv_proj"])
-    assert sites.decode(0, "gate_up_proj", y) is y
+    assert torch.equal(sites[1, "qkv_proj"].decode(product), product + biases[1, "qkv_proj"])
+    assert sites[0, "gate_up_proj"].decode(y) is y
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,10 +89,10 @@ def test_integers_there_and_back_are_the_operator_within_its_scales(
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     weights = load_quantized(checkpoint, config, 1, "qkv_proj")
     x = torch.randn(5, 48).to(dtype)
-    encoded = sites.encode(1, "qkv_proj", x)
+    encoded = sites[1, "qkv_proj"].encode(x)
     assert encoded.dtype == torch.int32
     product = (encoded.long() @ weights.weight.long().t()).to(torch.int32)
-    found = sites.decode(1, "qkv_proj", product)
+    found = sites[1, "qkv_proj"].decode(product)
     assert found.dtype == dtype
     attention = model.reference.model.layers[1].self_attn
     expected = torch.cat([m(x.float()) for m in (attention.q_proj, attention.k_proj)], -1)
@@ -106,9 +106,9 @@ def test_rows_are_quantised_each_by_itself(saved_model: Models) -> None:
     """Or a token's integers would depend on its neighbours in the batch."""
     sites, x = _integers(saved_model("llama")), torch.randn(9, 48)
     x[4] *= 3
-    together = sites.encode(0, "qkv_proj", x)
+    together = sites[0, "qkv_proj"].encode(x)
     for row in range(9):
-        assert torch.equal(sites.encode(0, "qkv_proj", x[row : row + 1])[0], together[row])
+        assert torch.equal(sites[0, "qkv_proj"].encode(x[row : row + 1])[0], together[row])
 
 
 @pytest.mark.parametrize("value", [1e9, float("inf"), float("nan")])
@@ -119,7 +119,7 @@ def test_an_input_that_could_wrap_is_refused_with_its_site(
     x = torch.ones(3, 96)
     x[1, 5] = value
     with pytest.raises(ActivationRangeError) as caught:
-        sites.encode(2, "down_proj", x)
+        sites[2, "down_proj"].encode(x)
     assert caught.value.where == "down_proj in layer 2: length of an input row"
     assert "calibrate" in caught.value.expected
 

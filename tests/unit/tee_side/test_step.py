@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tee_side import step
-from tee_side.batch import Batch
-from tee_side.forward import forward
-from tee_side.step import MIN_MICRO_BATCH_ROWS, run_step
+from tee_side.engine import step
+from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, run_step
+from tee_side.model.batch import Batch
+from tee_side.model.forward import forward
 from tests.support import SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
@@ -32,13 +32,13 @@ def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
     )
 
 
-def _noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, Any]]:
+def _noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     """Note the rows and the operators of every part."""
-    seen: list[tuple[int, Any, Any]] = []
+    seen: list[tuple[int, Any]] = []
 
-    def noted(batch: Batch, model: Any, ops: Any, tee: Any) -> Any:
-        seen.append((len(batch.token_ids_T), ops, tee))
-        return forward(batch, model, ops, tee)
+    def noted(batch: Batch, model: Any, ops: Any) -> Any:
+        seen.append((len(batch.token_ids_T), ops))
+        return forward(batch, model, ops)
 
     monkeypatch.setattr(step, "forward", noted)
     return seen
@@ -62,18 +62,17 @@ def test_a_step_is_cut_into_as_many_parts_as_have_enough_rows(
     tee: Tee, rows: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = _noting(monkeypatch)
-    run_step(_batch(tee, (rows, 0)), tee.model, tee.lanes, "prefill")
-    assert [count for count, _, _ in seen] == sizes
-    for (_, ops, light), lane in zip(seen, tee.lanes, strict=False):
+    run_step(_batch(tee, (rows, 0)), tee.lanes, "prefill")
+    assert [count for count, _ in seen] == sizes
+    for (_, ops), lane in zip(seen, tee.lanes, strict=False):
         assert ops is lane.prefill
-        assert light is lane.light
 
 
 def test_a_step_that_is_not_cut_runs_the_batch_itself(
     tee: Tee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Batch, "split", lambda *_: pytest.fail("cut"))
-    logits = run_step(_batch(tee, (5, 0)), tee.model, tee.lanes, "prefill")
+    logits = run_step(_batch(tee, (5, 0)), tee.lanes, "prefill")
     assert logits.shape == (1, 320)
 
 
@@ -81,8 +80,8 @@ def test_the_phase_chooses_the_table(saved_model: Models, monkeypatch: pytest.Mo
     tee, seen = saved_model("llama").tee("shielded", micro_batches=2), _noting(monkeypatch)
     for phase in ("prefill", "decode"):
         seen.clear()
-        run_step(_batch(tee, (9, 0)), tee.model, tee.lanes, phase)
-        assert [ops for _, ops, _ in seen] == [lane[phase] for lane in tee.lanes]
+        run_step(_batch(tee, (9, 0)), tee.lanes, phase)
+        assert [ops for _, ops in seen] == [lane[phase] for lane in tee.lanes]
     assert tee.lanes[0].prefill is not tee.lanes[0].decode
 
 
@@ -100,20 +99,20 @@ def test_logits_stand_in_the_order_of_the_batch(
     tee: Tee, parts: list[tuple[int, int]], wanted: int
 ) -> None:
     batch, same = _batch(tee, *parts), _batch(tee, *parts)
-    found = run_step(batch, tee.model, tee.lanes, "prefill")
-    expected = run_step(same, tee.model, tee.lanes[:1], "prefill")
+    found = run_step(batch, tee.lanes, "prefill")
+    expected = run_step(same, tee.lanes[:1], "prefill")
     assert found.shape == (wanted, 320)
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
 
 
 def test_a_step_of_which_nobody_wants_logits_has_none(tee: Tee) -> None:
-    logits = run_step(_batch(tee, (13, 5)), tee.model, tee.lanes, "prefill")
+    logits = run_step(_batch(tee, (13, 5)), tee.lanes, "prefill")
     assert len(logits) == 0
 
 
 def test_caches_hold_a_step_in_parts_and_do_not_count_it(tee: Tee) -> None:
     batch = _batch(tee, (13, 0))
-    run_step(batch, tee.model, tee.lanes, "prefill")
+    run_step(batch, tee.lanes, "prefill")
     (chunk,) = batch.chunks
     assert chunk.cache.length == 0
     batch.commit()
@@ -121,6 +120,6 @@ def test_caches_hold_a_step_in_parts_and_do_not_count_it(tee: Tee) -> None:
 
 
 def test_a_step_records_no_gradients(tee: Tee) -> None:
-    logits = run_step(_batch(tee, (13, 0)), tee.model, tee.lanes, "prefill")
+    logits = run_step(_batch(tee, (13, 0)), tee.lanes, "prefill")
     assert logits.is_inference()
     assert not logits.requires_grad

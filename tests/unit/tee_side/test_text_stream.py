@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from tee_side.text_stream import StopStrings
+from tee_side.engine.text_stream import StopStrings
 
 # Few letters, so that stop strings occur, overlap and almost occur.
 TEXT = st.text("abc", max_size=30)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from protocol.model.config import read_config
-from tee_side import functional, step
 from tee_side import threads as module
-from tee_side.light import LightOperators
-from tee_side.local_operators import LocalOperators
-from tee_side.masks.mask import Masked
-from tee_side.masks.pad import Pad
-from tee_side.overlap import run
-from tee_side.sites import IntegerSites
+from tee_side.engine import step
+from tee_side.model import local_ops
+from tee_side.model.layers import Layer, LayerNorms
+from tee_side.model.local_operators import LocalOperators
+from tee_side.protect.masks.mask import Masked
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.sites import IntegerSite
+from tee_side.remote.linear import CallSettings
+from tee_side.remote.overlap import run
 from tee_side.threads import (
     LARGE_ATTENTION,
     LARGE_FACTOR,
@@ -26,6 +28,7 @@ from tee_side.threads import (
     large_tensor,
 )
 from tests.support import SavedModel, assemble, token_ids
+from tsqp.lab.research.operators import product_here
 
 Models = Callable[..., SavedModel]
 
@@ -66,11 +69,11 @@ def test_a_block_that_is_entered_twice_finds_what_was_there_each_time() -> None:
 def _noting(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
     """Note with how many threads light operators and the weights' own products are computed."""
     found: dict[str, set[int]] = {"light": set(), "weights": set()}
-    rms_norm = functional.rms_norm
+    rms_norm = local_ops.rms_norm
 
-    def light(*arguments: Any) -> torch.Tensor:
+    def light(*arguments: Any, **bound: Any) -> torch.Tensor:
         found["light"].add(torch.get_num_threads())
-        return rms_norm(*arguments)
+        return rms_norm(*arguments, **bound)
 
     def product(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -86,7 +89,7 @@ def _noting(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
         self._products = {site: product(inner) for site, inner in self._products.items()}
         self._lm_head = product(self._lm_head) if self._lm_head is not None else None
 
-    monkeypatch.setattr(functional, "rms_norm", light)
+    monkeypatch.setattr(local_ops, "rms_norm", light)
     monkeypatch.setattr(LocalOperators, "__init__", noted)
     return found
 
@@ -109,14 +112,14 @@ def test_a_small_step_leaves_threads_to_the_weights(
 @pytest.mark.parametrize(("elements", "count"), [(LARGE_TENSOR - 1, 1), (LARGE_TENSOR, 3)])
 def test_passes_over_a_large_tensor_are_shared(elements: int, count: int) -> None:
     with TorchThreads(1):
-        with large_tensor(torch.empty(elements), 3):
+        with large_tensor(elements, 3):
             assert torch.get_num_threads() == count
         assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize(("elements", "count"), [(LARGE_FACTOR - 1, 1), (LARGE_FACTOR, 3)])
 def test_products_with_a_tensor_are_shared_earlier(elements: int, count: int) -> None:
-    with TorchThreads(1), large_tensor(torch.empty(elements), 3, heavy=True):
+    with TorchThreads(1), large_tensor(elements, 3, heavy=True):
         assert torch.get_num_threads() == count
 
 
@@ -161,10 +164,10 @@ def test_which_passes_are_shared(
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(functional, "silu_mul")
-    note(functional, "softmax")
-    note(IntegerSites, "encode")
-    note(IntegerSites, "decode")
+    note(local_ops, "silu_mul")
+    note(local_ops, "softmax")
+    note(IntegerSite, "encode")
+    note(IntegerSite, "decode")
     note(Pad, "mask")
     mask = Pad.mask
 
@@ -205,21 +208,34 @@ KEYS = LARGE_ATTENTION // (32 * 64)
     ],
 )
 def test_attention_to_a_long_context_gets_all_threads(
-    rows: int, keys: int, window: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+    saved_model: Models,
+    rows: int,
+    keys: int,
+    window: int | None,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[int] = []
-    monkeypatch.setattr(functional, "attention", lambda *_: found.append(torch.get_num_threads()))
-    light, q, k = LightOperators(1e-5), torch.empty(rows, 32, 64), torch.empty(8, keys, 64)
+    monkeypatch.setattr(local_ops, "attention", lambda *_: found.append(torch.get_num_threads()))
+    config = read_config(saved_model("llama").directory).model_copy(
+        update={"sliding_windows": (window,)}
+    )
+    weight, q, k = torch.ones(1), torch.empty(rows, 32, 64), torch.empty(8, keys, 64)
+    layer = Layer.of(0, LayerNorms(weight, weight), config, None)
     with TorchThreads(1):
-        light.attention(0, q, k, k, window)
+        layer.attention(q, k, k)
         assert torch.get_num_threads() == 1
-    light.attention(0, q, k, k, window)  # in a large step, which has them anyway
+    layer.attention(q, k, k)  # in a large step, which has them anyway
     assert found == [count, 3]
+
+
+async def _asked(call: Awaitable[torch.Tensor]) -> torch.Tensor:
+    return await call
 
 
 @pytest.mark.parametrize(("keys", "count"), [(KEYS - 1, 1), (KEYS, 3)])
 def test_so_does_each_of_its_products_alone(
-    saved_model: Models, keys: int, count: int, monkeypatch: pytest.MonkeyPatch
+    keys: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a policy keeps one of them here."""
     found: list[int] = []
@@ -230,11 +246,11 @@ def test_so_does_each_of_its_products_alone(
         return matmul(a, b)
 
     monkeypatch.setattr(torch, "matmul", noted)
-    local = LocalOperators(read_config(saved_model("llama").directory), {})
+    settings = CallSettings(lambda _layer: [], None, None, 3)
     q, k, p = torch.ones(8, 4, 64), torch.ones(8, keys, 64), torch.ones(8, 4, keys)
     with TorchThreads(1):
-        assert run(local.attn_scores(0, q, k)).shape == p.shape
-        assert run(local.attn_values(0, p, k)).shape == q.shape
+        assert run(_asked(product_here("attn_scores", 0, settings)((q, k.mT)))).shape == p.shape
+        assert run(_asked(product_here("attn_values", 0, settings)((p, k)))).shape == q.shape
     assert found == [count, count]
 
 
@@ -242,14 +258,15 @@ def test_the_rest_of_a_small_step_with_a_long_context_stays_on_one_thread(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LARGE_ATTENTION", 1)
-    tee, found, attended = assemble(saved_model("llama").directory), _noting(monkeypatch), []
-    attention = functional.attention
+    found, attended = _noting(monkeypatch), []
+    tee = assemble(saved_model("llama").directory)
+    attention = local_ops.attention
 
     def noted(*arguments: Any) -> torch.Tensor:
         attended.append(torch.get_num_threads())
         return attention(*arguments)
 
-    monkeypatch.setattr(functional, "attention", noted)
+    monkeypatch.setattr(local_ops, "attention", noted)
     tee.logits(token_ids(2))
     assert set(attended) == {3}
     assert found["light"] == {1}
@@ -258,12 +275,11 @@ def test_the_rest_of_a_small_step_with_a_long_context_stays_on_one_thread(
 def test_a_step_that_fails_gives_the_threads_back(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tee = assemble(saved_model("llama").directory)
-
-    def fail(*_: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> torch.Tensor:
         raise MemoryError
 
-    monkeypatch.setattr(functional, "rms_norm", fail)
+    monkeypatch.setattr(local_ops, "rms_norm", fail)
+    tee = assemble(saved_model("llama").directory)
     with pytest.raises(MemoryError):
         tee.logits(token_ids(2))
     assert torch.get_num_threads() == 3

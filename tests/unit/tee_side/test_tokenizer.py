@@ -19,8 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
-from tee_side import tokenizer as module
-from tee_side.tokenizer import Tokenizer
+from tee_side.engine import tokenizer as module
+from tee_side.engine.tokenizer import Tokenizer
 from tsqp.cli.program import run
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -436,9 +436,9 @@ def test_a_panic_that_nobody_foresaw_ends_a_program_with_one_line(
     monkeypatch.setattr(sys, "argv", ["tsqp"])
     monkeypatch.delenv("TSQP_DEBUG", raising=False)
     with pytest.raises(SystemExit) as ended:
-        run(command, "tsqp", "X")
+        run(command, "tsqp")
     assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("tsqp: internal error: PanicException: ")
+    assert capsys.readouterr().err.startswith("tsqp: internal error: PanicException at tests/")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tee_side.masks.row_mix import RowMix
-from tee_side.randomness import Randomness
-from tee_side.verification import FloatCheck, Tolerance, within_tolerance
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import FloatCheck, Tolerance, within_tolerance
+from tsqp.lab.research.row_mix import RowMix
 
 
 @pytest.mark.parametrize(

@@ -11,23 +11,24 @@ from torch.overrides import TorchFunctionMode
 
 from protocol.errors import ActivationRangeError, KernelError
 from protocol.integer import exact_product
-from tee_side.masks.float_noise import FloatNoise
-from tee_side.masks.registry import MASKS
-from tee_side.masks.row_mix import RowMix
-from tee_side.randomness import Randomness
-from tee_side.verification import (
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import (
     FLOAT_VECTORS,
     SECURITY_BITS,
     ExactCheck,
     FloatCheck,
     Tolerance,
     bits_of,
-    product_holds,
     vectors_for,
     within_tolerance,
 )
+from tests.tables import each_row
+from tsqp.catalogue import our_masks
+from tsqp.lab.research.float_noise import FloatNoise
+from tsqp.lab.research.operators import product_holds
+from tsqp.lab.research.row_mix import RowMix
 
-# What a sum of integers must stay below, as `tee_side.calibration` checks before it sends.
+# What a sum of integers must stay below, as `tee_side.protect.calibration` checks before it sends.
 LIMIT = 2**31 - 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,7 +58,7 @@ def _product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------- integers
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("out_features", "bits", "vectors"),
     [
         (1, 23, 3),
@@ -138,7 +139,7 @@ def _with(y: torch.Tensor, row: int, column: int, value: torch.Tensor | float) -
     return y
 
 
-@pytest.mark.parametrize("lie", INTEGER_LIES)
+@each_row("lie", INTEGER_LIES)
 @pytest.mark.parametrize("rows", [1, 3, 700])
 def test_a_wrong_product_of_integers_is_refused(lie: str, rows: int) -> None:
     weight = _weight(320, 96)
@@ -369,6 +370,7 @@ def _floats(
     return (torch.randn(*shape, generator=_generator(seed)) * scale).to(dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 200])
 @pytest.mark.parametrize("outliers", [False, True])
@@ -416,7 +418,7 @@ FLOAT_LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lie", FLOAT_LIES)
+@each_row("lie", FLOAT_LIES)
 def test_a_wrong_product_of_floats_is_refused(lie: str, dtype: torch.dtype, together: bool) -> None:
     weight, x = _floats((96, 160), dtype, 1, 160**-0.5), _floats((2, 160), dtype, 2)
     y = torch.nn.functional.linear(x, weight)
@@ -525,7 +527,7 @@ def test_a_tolerance_is_that_of_dtype_and_mask() -> None:
         clear = Tolerance.of(dtype, None)
         assert 2 * torch.finfo(dtype).eps < clear.relative < 20 * torch.finfo(dtype).eps
         assert not clear.together
-        for mask in MASKS.builtin.values():
+        for mask in our_masks().values():
             if mask.arithmetic == "float":
                 found = Tolerance.of(dtype, mask())
                 assert found.relative == clear.relative

@@ -26,23 +26,19 @@ from protocol.messages import (
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.calibration import Calibration
-from tee_side.observer import OperatorTable
-from tee_side.pads.source import PadLane
-from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.randomness import Randomness
-from tee_side.remote_operators import RemoteOperators
-from tee_side.sites import IntegerSites
-from tee_side.verifier import (
-    Secrets,
-    Unverified,
-    Verifier,
-    Weights,
-    check_verifiable,
-    verified_sites,
-)
-from tee_side.vocabulary import OPERATORS, PRODUCTS, Operator, is_linear
+from tee_side.assembly import sites_where
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.calibration import Calibration
+from tee_side.protect.pads.source import PadLane
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import IntegerSites
+from tee_side.protect.verification import ExactCheck, FloatCheck
+from tee_side.protect.verifier import Secrets, Unverified, Weights, check_verifiable
+from tee_side.remote.call import CallPlan
+from tee_side.remote.linear import RemoteLinear
+from tee_side.words import OPERATORS, PRODUCTS, Operator, Site, is_linear
 from tests.support import LoopbackChannel, SavedModel, token_ids, with_results
+from tests.tables import each_row
 from tests.unit.tee_side.lying import (
     Change,
     Lying,
@@ -53,6 +49,7 @@ from tests.unit.tee_side.lying import (
     one_more,
     site_of,
 )
+from tsqp.operator_table import OperatorTable
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -86,9 +83,7 @@ def _at(site: tuple[int, str]) -> Callable[[Request], bool]:
 # ------------------------------------------------------------------- the same tokens as without
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in builtin_policies() if load_policy(name).needs_service]
-)
+@each_row("name", [name for name in builtin_policies() if load_policy(name).services])
 def test_a_verified_policy_gives_the_tokens_that_it_gives_without(
     saved_model: Models, name: str
 ) -> None:
@@ -199,6 +194,7 @@ KINDS: dict[Operator, Callable[[Request], bool]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("lie", FLOAT_LIES)
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", ["tsqp", "tsqp-permuted"])
@@ -351,19 +347,19 @@ def test_results_are_believed_only_where_the_policy_says_so(
     saved_model: Models, name: str, verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object that is named, at all operators that leave: no check is merely missing."""
-    given: list[object] = []
-    make = RemoteOperators.__init__
+    given: dict[Operator, object] = {}
+    make = CallPlan.__init__
 
-    def noted(self: RemoteOperators, *arguments: Any, **settings: Any) -> None:
-        given.append(settings["verifier"])
-        make(self, *arguments, **settings)
+    def noted(self: CallPlan, **settings: Any) -> None:
+        given[settings["operator"]] = settings["check"]
+        make(self, **settings)
 
-    monkeypatch.setattr(RemoteOperators, "__init__", noted)
+    monkeypatch.setattr(CallPlan, "__init__", noted)
     policy = everything_verified(name) if verified else unverified(name)
-    saved_model("llama").tee(policy)
-    assert given
-    for one in given:
-        assert isinstance(one, Verifier if verified else Unverified)
+    saved_model("llama").tee(policy).logits(token_ids(3), phase="decode")
+    assert given.keys() == {operator for operator, _ in policy.leaving()}
+    for one in given.values():
+        assert isinstance(one, Unverified) != verified
 
 
 # ------------------------------------------------------------------------------------- secrets
@@ -376,7 +372,11 @@ def _secrets(model: SavedModel, policy: Policy, **changes: Any) -> Secrets:
         digests = Calibration.load(model.calibration, config, *_digests(config, checkpoint))
         integers = IntegerSites(digests, {}, torch.float32)
     weights = Weights(config, checkpoint, torch.float32, changes.get("held", {}))
-    return Secrets.draw(policy, weights, changes.get("integers", integers), Randomness())
+    return Secrets.draw(_verified(policy), weights, changes.get("integers", integers), Randomness())
+
+
+def _verified(policy: Policy) -> list[Site]:
+    return sites_where(policy, 3, lambda placed: placed.verify != "none")
 
 
 def _digests(config: Any, checkpoint: Checkpoint) -> tuple[str, str | None]:
@@ -387,21 +387,15 @@ def test_secrets_are_those_of_what_is_verified_and_no_more(saved_model: Models) 
     model = saved_model("llama")
     every_site = {(layer, operator) for layer in range(3) for operator in LINEAR}
     shielded = _secrets(model, load_policy("shielded"))
-    assert shielded.exact.keys() == every_site
-    assert (shielded.floats, shielded.lm_head, shielded.embedding) == ({}, None, None)
+    assert shielded.vectors.keys() == every_site
+    assert all(isinstance(one, ExactCheck) for one in shielded.vectors.values())
     whole = _secrets(model, everything_verified("tsqp"))
-    assert whole.floats.keys() == every_site
-    assert not whole.exact
-    assert whole.lm_head is not None
-    assert whole.embedding is not None
+    assert whole.vectors.keys() == every_site
+    assert all(isinstance(one, FloatCheck) for one in whole.vectors.values())
     none = _secrets(model, load_policy("attention-in-tee"))
-    assert (none.exact, none.floats, none.lm_head, none.embedding) == ({}, {}, None, None)
+    assert none.vectors == {}
     with pytest.raises(LookupError):
-        none.under(None).linear(0, "o_proj", torch.ones(1, 96), torch.ones(1, 48), [])
-    with pytest.raises(LookupError):
-        none.under(None).lm_head(torch.ones(1, 48), torch.ones(1, 320), torch.ones(1, 48))
-    with pytest.raises(LookupError):
-        none.under(None).embedding(torch.tensor([1]), torch.ones(1, 48))
+        none.check((0, "o_proj"), None)
 
 
 def test_two_runs_have_nothing_secret_in_common_whatever_the_masks_are_drawn_from(
@@ -413,8 +407,8 @@ def test_two_runs_have_nothing_secret_in_common_whatever_the_masks_are_drawn_fro
     for _ in range(2):
         tee = model.tee("shielded", randomness=Randomness(bytes(32)))
         found.append(tee.assembly._secrets)
-    for site, check in found[0].exact.items():
-        other = found[1].exact[site]
+    for site, check in found[0].vectors.items():
+        other = found[1].vectors[site]
         equal = check._vectors == other._vectors
         assert float(equal.double().mean()) < 0.1
 
@@ -427,19 +421,17 @@ def test_all_micro_batches_share_what_was_drawn_once(saved_model: Models) -> Non
 
 
 def test_lanes_hand_their_deadline_to_what_asks(
-    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+    saved_model: Models,
 ) -> None:
     tee = saved_model("llama").tee("shielded")
-    given: list[object] = []
-    make = RemoteOperators.__init__
-
-    def noted(self: RemoteOperators, *arguments: Any, **settings: Any) -> None:
-        given.append(settings["timeout_s"])
-        make(self, *arguments, **settings)
-
-    monkeypatch.setattr(RemoteOperators, "__init__", noted)
-    tee.assembly.lanes(lambda _layer: tee.channels, timeout_s=7.0)
-    assert set(given) == {7.0}
+    lanes = tee.assembly.lanes(lambda _layer: tee.channels, timeout_s=7.0)
+    given = {
+        call._settings.longest_s
+        for calls in lanes[0].decode.linear.values()
+        for call in calls
+        if isinstance(call, RemoteLinear)
+    }
+    assert given == {7.0}
 
 
 @pytest.mark.parametrize("shown", [repr, str])
@@ -447,7 +439,7 @@ def test_nothing_secret_is_shown(saved_model: Models, shown: Callable[[object], 
     model = saved_model("llama")
     for policy in (load_policy("shielded"), everything_verified("tsqp")):
         secrets = _secrets(model, policy)
-        for one in (secrets, secrets.under(None)):
+        for one in (secrets, secrets.check((0, "o_proj"), None)):
             text = shown(one)
             assert not re.search(r"tensor\(|ExactCheck|FloatCheck|_vectors=|Randomness", text)
             assert "Checkpoint" in text  # guards the test
@@ -501,16 +493,18 @@ def test_only_what_is_verified_is_needed(saved_model: Models, tmp_path: Path) ->
     operators: dict[str, Any] = {
         **dict.fromkeys(OPERATORS, "tee"),
         "gate_up_proj": [
-            {"layers": "1", "place": "gpu"},
-            {"layers": 0, "place": "gpu", "verify": "freivalds"},
-            {"layers": "2-", "place": "gpu", "verify": "freivalds"},
+            {"layers": "1", "place": "gpu", "mask": "none", "verify": "none"},
+            {"layers": 0, "place": "gpu", "verify": "freivalds", "mask": "none"},
+            {"layers": "2-", "place": "gpu", "verify": "freivalds", "mask": "none"},
         ],
     }
     policy = Policy.model_validate({"name": "n", "summary": "s", "operators": operators})
-    assert verified_sites(policy, 3) == [(0, "gate_up_proj"), (2, "gate_up_proj")]
-    check_verifiable(policy, config, checkpoint)
+    assert _verified(policy) == [(0, "gate_up_proj"), (2, "gate_up_proj")]
+    check_verifiable("n", _verified(policy), config, checkpoint)
     with pytest.raises(PolicyError, match=r"no model\.layers\.1\.mlp\.up_proj\.weight in "):
-        check_verifiable(everything_verified("attention-in-tee"), config, checkpoint)
+        check_verifiable(
+            "n", _verified(everything_verified("attention-in-tee")), config, checkpoint
+        )
 
 
 def test_weights_of_another_shape_are_refused(saved_model: Models, tmp_path: Path) -> None:
@@ -521,7 +515,7 @@ def test_weights_of_another_shape_are_refused(saved_model: Models, tmp_path: Pat
     save_file(tensors, changed.directory / "model.safetensors", metadata={"format": "pt"})
     config, checkpoint = read_config(changed.directory), Checkpoint(changed.directory)
     with pytest.raises(ModelError, match=name):
-        check_verifiable(load_policy("shielded"), config, checkpoint)
+        check_verifiable("n", _verified(load_policy("shielded")), config, checkpoint)
 
 
 def test_weights_that_the_range_check_was_not_made_for_are_refused(saved_model: Models) -> None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from unittest import mock
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from pydantic import Field
 
 from protocol.errors import MaskError, SettingsError
-from tee_side.masks.mask import Masked, RowMask
-from tee_side.masks.registry import MASKS
-from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.masks.mask import Masked, RowMask
+from tee_side.protect.masks.registry import MASKS
+from tee_side.words import OPERATORS
+from tests.tables import each_row
 from tsqp.catalogue import (
     find_mask_entry,
     main,
     mask_entries,
     mask_entry,
     masks_page,
+    our_masks,
     policy_entries,
     policy_entry,
 )
@@ -55,15 +57,22 @@ class Extra(RowMask):
 MINE = Policy(
     name="installed",
     summary="a policy of an installed package",
-    operators=dict.fromkeys(OPERATORS, "tee") | {"o_proj": {"place": "gpu", "phase": None}},
+    operators=dict.fromkeys(OPERATORS, "tee")
+    | {"o_proj": {"place": "gpu", "phase": None, "mask": "none", "verify": "none"}},
 )
+
+
+def _there() -> list[EntryPoint]:
+    groups = ("tsqp.masks", "tsqp.policies")
+    return [entry for group in groups for entry in entry_points(group=group)]
 
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    """Two entry points, as a package would bring them."""
+    """Two entry points, as a package would bring them, beside those that are there."""
     found = EntryPoints(
         [
+            *_there(),
             EntryPoint("extra", f"{__name__}:Extra", "tsqp.masks"),
             EntryPoint("installed", f"{__name__}:MINE", "tsqp.policies"),
         ]
@@ -74,7 +83,7 @@ def installed() -> Iterator[None]:
 
     with (
         mock.patch("tee_side.plugins.entry_points", select),
-        mock.patch("tee_side.policy.entry_points", select),
+        mock.patch("tee_side.policy.placement.entry_points", select),
     ):
         yield
 
@@ -98,7 +107,7 @@ def test_the_page_is_fresh() -> None:
 def test_the_page_has_a_row_and_a_section_for_every_mask() -> None:
     lines = masks_page().splitlines()
     header = next(line for line in lines if line.startswith("| mask "))
-    for name, mask in MASKS.builtin.items():
+    for name, mask in our_masks().items():
         (row,) = [line for line in lines if line.startswith(f"| [`{name}`]")]
         assert row.count(" | ") == header.count(" | ")
         for claim in (mask.hides, mask.known_break, mask.source, mask.cost):
@@ -122,7 +131,7 @@ def test_the_page_does_not_depend_on_what_is_installed(installed: None) -> None:
 
 def test_a_mask_entry_says_what_the_class_says() -> None:
     entry = find_mask_entry("row-permutation")
-    mask = MASKS.builtin["row-permutation"]
+    mask = our_masks()["row-permutation"]
     assert (entry.hides, entry.known_break, entry.source) == (
         mask.hides,
         mask.known_break,
@@ -174,7 +183,8 @@ def test_one_clear_operator_beside_masked_ones_is_clear() -> None:
 
 def test_installed_masks_and_policies_are_listed(installed: None) -> None:
     masks = {entry.name: entry.origin for entry in mask_entries()[0]}
-    assert masks == dict.fromkeys(MASKS.builtin, "built in") | {"extra": "package"}
+    ours = {name: "built in" if name in MASKS.builtin else "research" for name in our_masks()}
+    assert masks == ours | {"extra": "package"}
     policies = {entry.name: entry.origin for entry in policy_entries()[0]}
     assert policies == dict.fromkeys(builtin_policies(), "built in") | {"installed": "package"}
     assert find_mask_entry("extra").origin == "package"
@@ -184,7 +194,8 @@ def test_installed_masks_and_policies_are_listed(installed: None) -> None:
 def broken_package() -> Iterator[None]:
     """Entry points of a package that cannot be imported, and of one that registers a number."""
     found = EntryPoints(
-        [
+        [*_there()]
+        + [
             EntryPoint(name, value, group)
             for group in ("tsqp.masks", "tsqp.policies")
             for name, value in (("broken", "no_such_package:x"), ("number", "math:pi"))
@@ -192,7 +203,7 @@ def broken_package() -> Iterator[None]:
     )
     with (
         mock.patch("tee_side.plugins.entry_points", found.select),
-        mock.patch("tee_side.policy.entry_points", found.select),
+        mock.patch("tee_side.policy.placement.entry_points", found.select),
     ):
         yield
 
@@ -228,7 +239,7 @@ def test_masks_are_listed() -> None:
     assert "sigma = 1 (number, above 0" in words
 
 
-@pytest.mark.parametrize("name", sorted(MASKS.builtin))
+@each_row("name", sorted(our_masks()))
 def test_one_mask_in_full(name: str) -> None:
     result = _run("masks", name)
     assert result.exit_code == 0, result.output
@@ -246,7 +257,7 @@ def test_json() -> None:
     assert [entry["name"] for entry in entries if entry["uniform"]] == ["pad", "shares"]
     policies = json.loads(_run("policies", "--json").stdout)
     found = [entry.model_dump(mode="json") for entry in policy_entries()[0]]
-    assert policies == {"policies": found, "unusable": []}
+    assert policies == {"policies": found, "unusable": [], "default": "shielded"}
     one = json.loads(_run("masks", "pad", "--json").stdout)
     assert one == find_mask_entry("pad").model_dump(mode="json")
 
@@ -254,8 +265,8 @@ def test_json() -> None:
 @pytest.mark.parametrize(
     ("what", "wanted", "names"),
     [
-        ("masks", "a subclass of a mask kind", MASKS.builtin),
-        ("policies", "a tee_side.policy.Policy", builtin_policies()),
+        ("masks", "a subclass of a mask kind", our_masks()),
+        ("policies", "a tee_side.policy.placement.Policy", builtin_policies()),
     ],
 )
 def test_what_does_not_load_is_an_error_line_beside_the_others(
@@ -283,23 +294,20 @@ def test_an_unknown_mask_is_refused_with_those_that_there_are() -> None:
     assert "got 'rot13', expected one of feature-permutation, " in str(result.exception)
 
 
-@pytest.mark.parametrize("arguments", [("policies",), ("masks",), ("masks", "pad")])
-def test_json_needs_no_rich_and_tables_say_that_they_do(arguments: tuple[str, ...]) -> None:
-    with mock.patch.dict(sys.modules, {"rich": None, "rich.console": None}):
-        assert _run(*arguments, "--json").exit_code == 0
-        result = _run(*arguments)
-    assert isinstance(result.exception, SettingsError)
-    assert f"tsqp {arguments[0]}: got no module rich" in str(result.exception)
+def test_the_default_policy_is_marked() -> None:
+    names = [line.strip() for line in _run("policies").stdout.splitlines() if "(default)" in line]
+    assert [line.split()[0] for line in names] == ["shielded"]
 
 
 def test_commands_are_registered() -> None:
-    assert {"policies", "masks", "explain", "calibrate", "provision"} <= command.commands.keys()
+    names = command.list_commands(click.Context(command))
+    assert {"policies", "masks", "explain", "calibrate", "provision"} <= set(names)
 
 
 # ---------------------------------------------------------------------------- docs/policies.md
 
 
-@pytest.mark.parametrize("name", builtin_policies())
+@each_row("name", builtin_policies())
 def test_the_page_on_policies_agrees_with_their_files(name: str) -> None:
     lines = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8").splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]

@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 
 from protocol.errors import SettingsError
 from tests.unit.tsqp.bench.sample_report import partial_reports, sample_report
-from tsqp.bench.model import Report
-from tsqp.bench.settings import BenchSettings
 from tsqp.cli.main import command
+from tsqp.lab.bench.model import Report
+from tsqp.lab.bench.settings import BenchSettings
 from tsqp.processes import ProcessError
 
 REPORT = sample_report(layers=2)
@@ -44,7 +44,7 @@ class _Bench:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[_Bench]:
     kind = type("Fake", (_Bench,), {"given": [], "result": REPORT, "error": None})
-    monkeypatch.setattr("tsqp.bench.run.Bench", kind)
+    monkeypatch.setattr("tsqp.lab.bench.run.Bench", kind)
     return kind
 
 
@@ -107,7 +107,7 @@ def test_options_reach_the_settings(fake: type[_Bench], tmp_path: Path) -> None:
 
 
 def test_the_demo_model_runs_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tsqp.bench.run.Bench.run", lambda _self: None)
+    monkeypatch.setattr("tsqp.lab.bench.run.Bench.run", lambda _self: None)
     result = bench("demo")
     assert result.exit_code == 0, result.output
     # 512 tokens are all that it can have, and one follows a prompt.

@@ -10,8 +10,8 @@ import transformers
 
 from tsqp.cli.program import model_directory
 from tsqp.demo.feed import Feed
+from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.matching import Matcher
-from tsqp.tap import Seen
 
 PROMPT = "Once upon a time there was a lamp"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from protocol.encoding import Form, decode_reply, encode_reply
+from gpu_side.encoding import Form, encode_reply
+from protocol.encoding import decode_reply
 from protocol.errors import ErrorCode
 from protocol.messages import TensorReply, Timing
 from protocol.tensors import from_torch, to_torch
+from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.lie import Liar, Lie
 from tsqp.demo.verdict import check_refusal
-from tsqp.tap import Seen
 
 ASKED = Seen("down_proj", 3, (torch.zeros(1, 2),))
 REFUSAL = "tee-runner: error: down_proj in layer 3 at tcp://x:1: got a wrong result, expected x W"

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from tsqp.demo.costs import Cost
 from tsqp.demo.feed import Feed
+from tsqp.demo.intercepting_proxy import Seen
 from tsqp.demo.matching import Reading
 from tsqp.demo.rendering import act_panel, acts_table, checks_table, operators_table
 from tsqp.demo.verdict import Check
-from tsqp.tap import Seen
 
 NAMES = ("embedding", "qkv_proj", "attn_scores", "attn_values", "o_proj", "gate_up_proj")
 STORY = Text("Once upon a time there was a lamp. " * 12)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.policy import builtin_policies, load_policy
+from tee_side.policy.placement import builtin_policies, load_policy
 from tsqp.demo.verdict import (
     CLEAR_INTEGERS,
     Tokens,
@@ -80,7 +80,7 @@ def test_masked_integers_are_compared_with_clear_ones(name: str, tmp_path: Path)
 def test_clear_integers_are_compared_with_those_in_the_tee(tmp_path: Path) -> None:
     reference = load_policy(clear_reference(load_policy(CLEAR_INTEGERS), tmp_path))
     assert reference.arithmetic == "int8"
-    assert not reference.needs_service
+    assert not reference.services
 
 
 def test_agreeing_counts_from_the_start() -> None:

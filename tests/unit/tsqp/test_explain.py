@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,21 +15,24 @@ from protocol.errors import PolicyError, SettingsError
 from protocol.messages import Timing
 from protocol.model.config import read_config
 from tee_side.assembly import MaskSettings
-from tee_side.layer_range import LayerRange
-from tee_side.masks.feature_rotation import FeatureRotation
-from tee_side.masks.row_rotation import RowRotation
-from tee_side.observer import OperatorTable
-from tee_side.pads.bank import BankFile
-from tee_side.pads.layout import PadLayout
-from tee_side.policy import Placement, Policy, builtin_policies, load_policy
-from tee_side.provisioning import provision
-from tee_side.vocabulary import OPERATORS, PHASES, Phase
+from tee_side.policy.layer_range import LayerRange
+from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout
+from tee_side.words import OPERATORS, PHASES, Phase
 from tests.support import SavedModel, Tee, assemble, token_ids, with_results
+from tests.tables import each_row
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
-from tsqp.explain.explanation import explain
-from tsqp.explain.model import Cost, Explanation
-from tsqp.explain.traffic import Headers
+from tsqp.lab.explain.explanation import explain
+from tsqp.lab.explain.model import Cost, Explanation
+from tsqp.lab.explain.traffic import Headers
+from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.provisioning import provision
+from tsqp.lab.research.row_rotation import RowRotation
+from tsqp.operator_table import OperatorTable
 
 Models = Callable[..., SavedModel]
 
@@ -117,7 +118,7 @@ def test_rpcs_and_bytes_are_those_of_a_run(name: str, tmp_path: Path, config_onl
     policy, table = load_policy(name), OperatorTable()
     tee = assemble(DEMO, policy, observer=table, masks=_mask_settings(policy, tmp_path))
     _assert_like_a_run(tee, table, config_only, policy)
-    if policy.needs_service:
+    if policy.services:
         assert all(channel.traffic.round_trips > 0 for channel in tee.channels)
 
 
@@ -176,7 +177,7 @@ def test_ids_take_as_many_bytes_however_long_a_run_is() -> None:
 # ----------------------------------------------------------------------------- completeness
 
 
-@pytest.mark.parametrize("name", builtin_policies())
+@each_row("name", builtin_policies())
 def test_every_operator_layer_and_phase_is_in_exactly_one_row(name: str, config_only: Path) -> None:
     policy = load_policy(name)
     layers = read_config(config_only).num_hidden_layers
@@ -196,7 +197,7 @@ def test_every_operator_layer_and_phase_is_in_exactly_one_row(name: str, config_
                 assert (getattr(row, phase) is not None) == leaves
     assert {use.name for use in found.masks} == {mask.name for mask in policy.masks}
     assert all(use.known_break and use.hides for use in found.masks)
-    assert found.disclosure == policy.disclosure()
+    assert found.disclosure == policy.leakage_summary()
     for phase in PHASES:
         assert sum(_by_operator(found, phase).values(), start=Cost()) == getattr(found, phase)
 
@@ -219,12 +220,14 @@ def test_rows_differ_where_layers_and_phases_do(config_only: Path) -> None:
         qkv_proj=(
             Placement(place="tee", phase="prefill"),
             Placement(place="tee", phase="decode", layers=LayerRange(0, 1)),
-            Placement(place="gpu", phase="decode", layers=LayerRange(2, None)),
+            Placement(
+                place="gpu", phase="decode", layers=LayerRange(2, None), mask="none", verify="none"
+            ),
         ),
         # Two placements that mean the same are one row.
         o_proj=(
-            Placement(place="gpu", layers=LayerRange(0, 1)),
-            Placement(place="gpu", layers=LayerRange(2, None)),
+            Placement(place="gpu", layers=LayerRange(0, 1), mask="none", verify="none"),
+            Placement(place="gpu", layers=LayerRange(2, None), mask="none", verify="none"),
         ),
     )
     found = _explain(config_only, policy)
@@ -245,7 +248,7 @@ def test_rows_differ_where_layers_and_phases_do(config_only: Path) -> None:
 
 def test_shapes_are_those_that_cross_dummy_rows_included(config_only: Path) -> None:
     mask = RowRotation(shield_rows=3)
-    policy = _policy(gate_up_proj=(Placement(place="gpu", mask=mask),))
+    policy = _policy(gate_up_proj=(Placement(place="gpu", mask=mask, verify="none"),))
     found = _explain(config_only, policy, prompt_tokens=20)
     (row,) = [row for row in found.operators if row.mask]
     assert row.mask == "row-rotation(shield_rows=3)"
@@ -260,8 +263,8 @@ def test_shapes_are_those_that_cross_dummy_rows_included(config_only: Path) -> N
 
 def test_masks_of_one_name_are_told_apart_by_their_options(config_only: Path) -> None:
     policy = _policy(
-        o_proj=(Placement(place="gpu", mask=RowRotation(shield_rows=1)),),
-        down_proj=(Placement(place="gpu", mask=RowRotation(shield_rows=2)),),
+        o_proj=(Placement(place="gpu", mask=RowRotation(shield_rows=1), verify="none"),),
+        down_proj=(Placement(place="gpu", mask=RowRotation(shield_rows=2), verify="none"),),
     )
     seen = [row.sees for row in _explain(config_only, policy).operators if row.sees]
     assert seen == [
@@ -280,7 +283,7 @@ def test_two_services_get_a_message_each(config_only: Path) -> None:
 
 def test_noise_comes_with_its_guarantee(config_only: Path) -> None:
     mask = FeatureRotation(sigma=8.0)
-    policy = _policy(qkv_proj=(Placement(place="gpu", mask=mask),))
+    policy = _policy(qkv_proj=(Placement(place="gpu", mask=mask, verify="none"),))
     (use,) = _explain(config_only, policy).masks
     assert use.noise == mask.statement(192)
     assert _explain(config_only, "cloak").masks[0].noise is None
@@ -289,7 +292,7 @@ def test_noise_comes_with_its_guarantee(config_only: Path) -> None:
 # ------------------------------------------------------------------------------------ needs
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "services", "calibration", "key", "padded"),
     [
         ("tee-only", 0, False, None, None),
@@ -320,8 +323,10 @@ def test_a_pad_in_a_bank_takes_what_explain_says(tmp_path: Path) -> None:
     (pads,) = _explain(DEMO, "shielded").needs.pads
     layout = PadLayout.of(read_config(DEMO))
     digests = {"model_digest": "0" * 64, "linear_digest": "1" * 64}
-    path = tmp_path / "bank"
-    with BankFile.create(path, capacity=3, layout=layout, mask="pad", **digests) as bank:
+    purpose = Purpose.of(layout, mask="pad", **digests)
+    with BankFile.create(
+        BankPlace.at(tmp_path / "bank", beside_bank=True), purpose, capacity=3
+    ) as bank:
         assert pads.bank_bytes == bank.status().token_bytes
     assert pads.memory_bytes == layout.token_bytes
     assert pads.sites == len(layout.sites) == 20
@@ -338,7 +343,7 @@ def test_noise_has_no_bank(config_only: Path) -> None:
 def test_a_policy_that_does_not_fit_the_model_is_refused(config_only: Path) -> None:
     rows = (
         Placement(place="tee", layers=LayerRange(0, 6)),
-        Placement(place="gpu", layers=LayerRange(7, None)),
+        Placement(place="gpu", layers=LayerRange(7, None), mask="none", verify="none"),
     )
     with pytest.raises(PolicyError, match=r"mine: o_proj: got layers 0-6, expected .*0-4"):
         _explain(config_only, _policy(o_proj=rows))
@@ -357,7 +362,7 @@ def _run(*arguments: str, columns: int = 80) -> Result:
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(command, ["explain", *arguments])
 
 
-@pytest.mark.parametrize("name", builtin_policies())
+@each_row("name", builtin_policies())
 def test_tables_are_readable_in_80_columns(name: str, config_only: Path) -> None:
     result = _run(str(config_only), "--policy", name)
     assert result.exit_code == 0, result.output
@@ -386,16 +391,7 @@ def test_json_is_the_explanation(config_only: Path) -> None:
     assert json.loads(result.stdout)["operators"][1]["decode"]["messages"][0]["method"] == "Linear"
 
 
-def test_json_needs_no_rich_and_tables_say_that_they_do(config_only: Path) -> None:
-    with mock.patch.dict(sys.modules, {"rich": None, "rich.console": None}):
-        assert _run(str(config_only), "--json").exit_code == 0
-        result = _run(str(config_only))
-    assert isinstance(result.exception, SettingsError)
-    assert "no module rich" in str(result.exception)
-    assert "--json" in str(result.exception)
-
-
-@pytest.mark.parametrize("name", builtin_policies())
+@each_row("name", builtin_policies())
 def test_it_says_whether_results_are_verified(name: str, config_only: Path) -> None:
     policy = load_policy(name)
     found = _explain(config_only, policy)
@@ -415,11 +411,11 @@ def test_it_says_whether_results_are_verified(name: str, config_only: Path) -> N
     text = " ".join(CliRunner().invoke(command, arguments).output.split())
     said = {
         "results verified against the weights of MODEL": policy.verified,
-        "results not verified: a service that lies": policy.needs_service and not policy.verified,
-        "results computed in the TEE": not policy.needs_service,
+        "results not verified: a service that lies": policy.services > 0 and not policy.verified,
+        "results computed in the TEE": not policy.services,
     }
     assert {line: line in text for line in said} == said
-    assert ("believed" in text) == (policy.needs_service and not policy.verified)
+    assert ("believed" in text) == (policy.services > 0 and not policy.verified)
 
 
 def test_verified_floats_cross_without_their_bias_as_in_a_run(

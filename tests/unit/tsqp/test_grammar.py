@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from tsqp.train_demo.conversation import Document, conversation, documents, request
-from tsqp.train_demo.grammar import PLANS, Story, expand, story, with_articles
-from tsqp.train_demo.plan import Plan
-from tsqp.train_demo.vocabulary import HE, NAMES, SHE, THEY
+from tests.tables import each_row
+from tsqp.tools.train_demo.conversation import Document, conversation, documents, request
+from tsqp.tools.train_demo.grammar import PLANS, Story, expand, story, with_articles
+from tsqp.tools.train_demo.plan import Plan
+from tsqp.tools.train_demo.vocabulary import HE, NAMES, SHE, THEY
 
 # Words of the answers that the stories say in another way.
 _ANSWER_WORDS = frozenset(
@@ -58,7 +59,7 @@ def test_story_length(stories: list[Story]) -> None:
     assert 80 <= sum(lengths) / len(lengths) <= 150
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.topic)
+@each_row("plan", PLANS, ids=lambda plan: plan.topic)
 def test_every_plan_expands_fully(plan: Plan) -> None:
     rng = random.Random(5)
     for _ in range(50):

@@ -15,14 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpu_side.access import ServiceKeys
+from gpu_side.encoding import encode_reply, open_request
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Listener
-from protocol.curve import new_key_pair
-from protocol.encoding import encode_reply, open_request
 from protocol.errors import EndpointError, ErrorCode, SettingsError
 from protocol.messages import HealthReply, Response
 from tests.support import ENVIRONMENT
 from tsqp.cli.main import command
+from tsqp.key_files import new_key_pair
 
 READY = HealthReply(status="ready", uptime_s=61.4, queued_requests=3, queued_bytes=4096)
 DRAINING = READY.model_copy(update={"status": "draining"})

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tsqp import end_with_parent
-from tsqp.bench.job import Progress
+from tsqp.lab.bench.job import Progress
 from tsqp.processes import ProcessError, child, failure, start_service, worker
 
 linux_only = pytest.mark.skipif(
@@ -98,8 +98,8 @@ def test_a_child_ignores_no_signals_that_its_starter_does_not() -> None:
 
 
 def test_a_child_gets_no_settings_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEE_RUNNER_SEED", "1")
-    code = "import os; print('TEE_RUNNER_SEED' in os.environ)"
+    monkeypatch.setenv("TSQP_SEED", "1")
+    code = "import os; print('TSQP_SEED' in os.environ)"
     with child([sys.executable, "-c", code], stdout=subprocess.PIPE) as (process, _):
         assert process.stdout is not None
         assert process.stdout.read() == b"False\n"

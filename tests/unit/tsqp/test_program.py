@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import importlib
+import json
 import signal
 import subprocess
 import sys
@@ -31,7 +33,7 @@ def command():
     finally:
         print("cleaned", flush=True)
 
-run(command, "tee-runner", "X")
+run(command, "tee-runner")
 """
 
 
@@ -39,7 +41,7 @@ def end_of(body: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tu
     """Run a program whose command is `body`; return exit status and stderr."""
     command = click.command()(body)
     with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit) as ended:
-        run(command, "tsqp", "X")
+        run(command, "tsqp")
     return ended.value.code, capsys.readouterr().err
 
 
@@ -110,7 +112,7 @@ def test_handlers_are_taken_back_and_ignored_signals_stay_ignored(
         signal.signal(signal.SIGHUP, before)
 
 
-def test_an_unforeseen_error_is_one_line_and_has_its_traceback_on_demand(
+def test_an_unforeseen_error_is_one_line_without_its_text_and_has_its_traceback_on_demand(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body() -> None:
@@ -118,12 +120,65 @@ def test_an_unforeseen_error_is_one_line_and_has_its_traceback_on_demand(
 
     status, err = end_of(body, capsys)
     assert status == 1
+    place = f"tests/unit/tsqp/test_program.py:{body.__code__.co_firstlineno + 1} in body"
     assert err == (
-        "tsqp: internal error: ZeroDivisionError: two lines (set TSQP_DEBUG=1 for the traceback)\n"
+        f"tsqp: internal error: ZeroDivisionError at {place} (TSQP_DEBUG=1 shows the traceback,"
+        " with text that may be part of a prompt or key)\n"
     )
     monkeypatch.setenv("TSQP_DEBUG", "1")
     with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(ZeroDivisionError):
-        run(click.command()(body), "tsqp", "X")
+        run(click.command()(body), "tsqp")
+    assert capsys.readouterr().err == (
+        "tsqp: warning: TSQP_DEBUG=1 shows text that may be part of a prompt or key\n"
+    )
+
+
+def test_an_unforeseen_error_of_a_library_names_our_own_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def body() -> None:
+        json.loads("a secret")
+
+    _, err = end_of(body, capsys)
+    assert "JSONDecodeError at tests/unit/tsqp/test_program.py:" in err
+    assert "secret" not in err
+
+
+_PRIVATE = """
+import ctypes, resource, click
+from tsqp.cli.program import run
+
+@click.command()
+def command():
+    print(resource.getrlimit(resource.RLIMIT_CORE), ctypes.CDLL(None).prctl(3))
+
+run(command, "tee-runner", has_secrets={})
+"""
+
+
+@pytest.mark.parametrize(("has_secrets", "dumpable"), [(True, 0), (False, 1)])
+def test_memory_is_not_dumped_and_secrets_are_not_looked_at(
+    has_secrets: bool, dumpable: int
+) -> None:
+    """3 is PR_GET_DUMPABLE: with 0, only a process with CAP_SYS_PTRACE can attach."""
+    result = subprocess.run(
+        [sys.executable, "-c", _PRIVATE.format(has_secrets)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=True,
+    )
+    assert result.stdout == f"(0, 0) {dumpable}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [("tee_runner", {"has_secrets": True}), ("gpu_service", {}), ("main", {})],
+)
+def test_the_runner_alone_has_secrets(module: str, expected: dict[str, bool]) -> None:
+    with mock.patch(f"tsqp.cli.{module}.run") as started:
+        importlib.import_module(f"tsqp.cli.{module}").main()
+    assert started.call_args.kwargs == expected
 
 
 def test_an_operating_system_error_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ def command():
         for _ in range(600):
             time.sleep(0.05)
 
-run(command, "tee-runner", "X")
+run(command, "tee-runner")
 """
 
 

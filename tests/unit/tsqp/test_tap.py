@@ -16,7 +16,7 @@ from protocol.messages import (
     RingLinearRequest,
 )
 from protocol.tensors import from_torch
-from tsqp.tap import Seen, Tap, describe_request
+from tsqp.demo.intercepting_proxy import Seen, Tap, describe_request
 
 FLOATS = torch.tensor([[1.5, -2.0, 0.25]])
 WORDS = torch.tensor([[-1, 2**31 - 1, -(2**31)]], dtype=torch.int32)

@@ -13,13 +13,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tsqp
-from tsqp.train_demo.chat_format import BEGIN, END, END_OF_TURN, render, without_special_tokens
-from tsqp.train_demo.conversation import Document
-from tsqp.train_demo.corpus import Corpus
-from tsqp.train_demo.evaluation import VALIDATION_FILE, evaluate
-from tsqp.train_demo.progress import LineProgress, default_progress
-from tsqp.train_demo.record import TrainingRecord, read_record, write_record
-from tsqp.train_demo.train import OutputDirectoryError, learning_rate, train_demo
+from tsqp.tools.train_demo.chat_format import (
+    BEGIN,
+    END,
+    END_OF_TURN,
+    render,
+    without_special_tokens,
+)
+from tsqp.tools.train_demo.conversation import Document
+from tsqp.tools.train_demo.corpus import Corpus
+from tsqp.tools.train_demo.evaluation import VALIDATION_FILE, evaluate
+from tsqp.tools.train_demo.progress import LineProgress, default_progress
+from tsqp.tools.train_demo.record import TrainingRecord, read_record, write_record
+from tsqp.tools.train_demo.train import OutputDirectoryError, learning_rate, train_demo
 
 SHIPPED = Path(tsqp.__file__).parent / "demo_model"
 

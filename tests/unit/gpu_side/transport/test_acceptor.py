@@ -164,7 +164,7 @@ def test_who_says_nothing_makes_room_for_who_does(
             arrived.setblocking(False)
             with pytest.raises(BlockingIOError):
                 arrived.recv(10)
-            assert (acceptor._clients, acceptor._accepting) == (1, True)
+            assert (acceptor._clients, acceptor.accepting) == (1, True)
     assert "silent" in str([vars(record)["fields"] for record in caplog.records])
 
 
@@ -193,7 +193,7 @@ def test_who_has_just_come_may_be_unclassified_for_a_while(
         now = 1001.5
         assert acceptor._left_s() is None
         acceptor._accept()
-        assert not acceptor._accepting
+        assert not acceptor.accepting
         # It sleeps no longer than until the first of them has to go.
         assert acceptor._left_s() == 0.5
         acceptor._make_room()
@@ -202,7 +202,7 @@ def test_who_has_just_come_may_be_unclassified_for_a_while(
         acceptor._make_room()
         assert len(acceptor._unclassified) == acceptor._clients == 1
         # There is room again, and so the other one stays.
-        assert acceptor._accepting
+        assert acceptor.accepting
         assert acceptor._left_s() is None
         now = 2000.0
         acceptor._make_room()

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from gpu_side.encoding import open_request
 from gpu_side.transport import acceptor, stream_client, stream_listener
 from gpu_side.transport.stream_listener import QUEUED_REPLIES, StreamListener
-from protocol.encoding import open_request
 from protocol.errors import EndpointError
 from protocol.liveness import PROBE
 from protocol.messages import InitRequest
@@ -108,7 +108,7 @@ def test_bytes_of_replies_that_nobody_reads_are_bounded(endpoint: str) -> None:
         writer = listener._clients[route[0]].writer
         # One more than is too much already may be on its way.
         assert limit < writer.unsent_bytes <= limit + size
-        assert writer.unsent_messages < QUEUED_REPLIES
+        assert len(writer.unsent) < QUEUED_REPLIES
     listener.close()
 
 
@@ -140,7 +140,7 @@ def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
         reader.start()
         # To read it all takes two seconds at this pace, and what is left by now goes on waiting.
         assert listener.send(route, HUGE)
-        assert listener._clients[route[0]].writer.unsent_messages == 1
+        assert len(listener._clients[route[0]].writer.unsent) == 1
         assert len(received) < HUGE_BYTES // 2
         request_id = channel.submit(InitRequest())
         assert listener.wait(timeout_ms=10_000)
@@ -295,7 +295,7 @@ def test_a_client_that_reads_is_waited_for(
         thread = threading.Thread(target=read)
         thread.start()
         assert listener.send(route, HUGE)
-        assert listener._clients[route[0]].writer.unsent_messages == 0
+        assert len(listener._clients[route[0]].writer.unsent) == 0
         thread.join()
         assert listener.wait(timeout_ms=10_000)
 
@@ -348,7 +348,7 @@ def test_a_client_with_many_bytes_that_nobody_takes_is_not_read_from(
             listener.wait(timeout_ms=0)
         # A third of it each: the third reaches the limit, and nothing is read behind it.
         assert len(listener._turns[0].reader.messages) == 3
-        assert not listener._turns[0].reader.in_large_message
+        assert listener._turns[0].reader.large is None
         assert sender.is_alive()
         modest.sendall(request_bytes(5000))
         taken = [incoming for _ in range(300) if (incoming := wait_and_take(listener))]

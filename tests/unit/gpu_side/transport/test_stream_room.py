@@ -61,7 +61,7 @@ def test_large_messages_of_all_clients_are_bounded_together(
         while len(small._wanting_room) < 5:
             assert not small.wait(timeout_ms=1)
         assert small._large_bytes == limit
-        assert sum(client.reader.in_large_message for client in small._clients.values()) == 2
+        assert sum(client.reader.large is not None for client in small._clients.values()) == 2
         request_of(small, stack.enter_context(raw_socket(endpoint)))
         # What is complete counts until it is handed out; who came first gets its room.
         first.sendall(b"x")

@@ -18,11 +18,11 @@ import zmq
 from zmq.utils import z85
 
 from gpu_side.access import ServiceKeys
+from gpu_side.encoding import encode_reply, open_request
 from gpu_side.transport import zmq_listener
 from gpu_side.transport.zap import DOMAIN, ZapHandler
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import ClientKeys
-from protocol.encoding import encode_reply, open_request
 from protocol.errors import EndpointError, SettingsError
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.tensors import from_torch

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from protocol.errors import MaskError
-from tee_side.masks.mask import AdditiveMask, Mask
-from tee_side.masks.pad import Pad
-from tee_side.masks.registry import MASKS, find_mask
 from tee_side.plugins import PluginError
+from tee_side.protect.masks.mask import AdditiveMask, Mask
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.registry import MASKS, find_mask
+from tests.tables import each_row
 
 ONE = """
 from typing import ClassVar
-from tee_side.masks.mask import Masked, RowMask
-from tee_side.masks.row_mix import RowMix
+from tee_side.protect.masks.mask import Masked, RowMask
+from tsqp.lab.research.row_mix import RowMix
 
 class One(RowMix):
     name: ClassVar[str] = "one"
@@ -27,8 +28,8 @@ class Two(One):
 """
 
 
-@pytest.mark.parametrize("name", MASKS.builtin)
-def test_builtin_masks_are_found_by_their_own_name(name: str) -> None:
+@each_row("name", MASKS.names())
+def test_masks_are_found_by_their_own_name(name: str) -> None:
     assert find_mask(name).name == name
 
 
@@ -37,7 +38,7 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(name: str) -> None:
     with pytest.raises(MaskError) as caught:
         find_mask(name)
     assert caught.value.got == repr(name)
-    assert all(mask in caught.value.expected for mask in MASKS.builtin)
+    assert all(mask in caught.value.expected for mask in MASKS.names())
 
 
 def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_the_class_of_a_file_with_several_has_to_be_named(tmp_path: Path) -> Non
 
 def test_a_file_without_a_mask_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.py"
-    path.write_text("from tee_side.masks.pad import Pad\n")
+    path.write_text("from tee_side.protect.masks.pad import Pad\n")
     with pytest.raises(MaskError, match=r"0 masks \(none\)"):
         find_mask(str(path))
 
@@ -107,7 +108,9 @@ def test_a_mask_that_does_not_say_what_it_claims_does_not_load(
     lines = [f"    {name} = {value}" for name, value in said.items()]
     path = tmp_path / "mine.py"
     path.write_text(
-        "\n".join(["from tee_side.masks.mask import RowMask", "class Mine(RowMask):", *lines])
+        "\n".join(
+            ["from tee_side.protect.masks.mask import RowMask", "class Mine(RowMask):", *lines]
+        )
     )
     with pytest.raises(PluginError) as caught:
         find_mask(str(path))

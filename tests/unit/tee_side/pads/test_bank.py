@@ -11,21 +11,26 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 
 from protocol.errors import PadBankError, PadsExhaustedError
-from tee_side.pads import bank as bank_module
-from tee_side.pads import bank_format
-from tee_side.pads.bank import BankFile, read_bank_status
-from tee_side.pads.layout import PadLayout, SiteShape
+from tee_side.protect.pads import bank as bank_module
+from tee_side.protect.pads import bank_format
+from tee_side.protect.pads.bank import BankFile, read_bank_status
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tests.unit.tee_side.pads.tiny import (
-    IDENTITY,
     LAYOUT,
     MODEL_DIGEST,
+    PURPOSE,
     create,
     fill,
+    new_boot,
+    place,
     product,
     put_all,
     reopen,
@@ -88,7 +93,8 @@ def test_one_write_of_the_index_serves_many_tokens(
     monkeypatch.setattr(os, "replace", lambda *names: (writes.append(names), replace(*names)))
     for _ in range(160):
         bank.take(1)
-    assert 10 <= len(writes) <= 15
+    # Each has its copy in memory: the witness.
+    assert 20 <= len(writes) <= 30
     bank.close()
 
 
@@ -112,8 +118,9 @@ def test_index_is_on_disk_before_a_pad_is_handed_out(
     monkeypatch.setattr(os, "replace", replace)
     bank.take(2)
     index = f"{tmp_path}/bank.index"
-    assert calls == [f"fsync {index}.new", f"replace {index}.new {index}", f"fsync {tmp_path}"]
-    assert read_bank_status(tmp_path / "bank").next_index == 2
+    assert calls[:3] == [f"fsync {index}.new", f"replace {index}.new {index}", f"fsync {tmp_path}"]
+    assert all("witness" in call or "/tsqp-" in call for call in calls[3:])
+    assert read_bank_status(place(tmp_path)).next_index == 2
     bank.close()
 
 
@@ -125,7 +132,9 @@ def test_records_are_on_disk_before_they_are_available(
     fsync = os.fsync
 
     def watch(descriptor: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if tmp_path in (path, path.parent):
+            synced.append(path.name)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watch)
@@ -171,19 +180,20 @@ def test_status_while_open_and_from_outside(tmp_path: Path) -> None:
         fill(bank, 6)
         use(bank, bank.take(1))
         bank.take(1)
-        inside, outside = bank.status(), read_bank_status(tmp_path / "bank")
+        inside, outside = bank.status(), read_bank_status(place(tmp_path))
     assert (inside.available, inside.next_index) == (4, 2)
-    assert (inside.capacity, inside.mask, inside.model_digest) == (8, "pad", MODEL_DIGEST)
+    assert (inside.header.capacity, inside.header.mask) == (8, "pad")
+    assert (inside.header.model, inside.header.model_digest) == ("tiny", MODEL_DIGEST)
     assert inside.available + inside.next_index == outside.available + outside.next_index == 6
     assert outside.next_index >= 2
-    assert re.fullmatch(r"[0-9a-f]{32}", inside.bank_id)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", inside.created)
+    assert re.fullmatch(r"[0-9a-f]{32}", inside.header.bank_id)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", inside.header.created)
 
 
 def test_status_changes_nothing(tmp_path: Path) -> None:
     create(tmp_path).close()
     before = _snapshot(tmp_path)
-    read_bank_status(tmp_path / "bank")
+    read_bank_status(place(tmp_path))
     assert _snapshot(tmp_path) == before
 
 
@@ -218,19 +228,16 @@ def test_nothing_is_overwritten(name: str, kind: str, tmp_path: Path) -> None:
 def test_places_of_key_and_index_are_parameters(tmp_path: Path) -> None:
     for folder in ("data", "memory"):
         (tmp_path / folder).mkdir()
-    places: dict[str, Any] = {
-        "path": tmp_path / "data" / "bank",
-        "key_path": tmp_path / "memory" / "k",
-        "index_path": tmp_path / "memory" / "i",
-    }
-    with BankFile.create(**places, **IDENTITY, capacity=4, block=1) as bank:
+    files = (tmp_path / "data" / "bank", tmp_path / "memory" / "k", tmp_path / "memory" / "i")
+    there = BankPlace.at(*files, beside_bank=True)
+    with BankFile.create(there, PURPOSE, capacity=4, block=1) as bank:
         fill(bank, 2)
         bank.take(1)
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["bank"]
     assert {path.name for path in (tmp_path / "memory").iterdir()} == {"k", "i"}
-    with BankFile.open(**places, **IDENTITY) as bank:
+    with BankFile.open(there, PURPOSE) as bank:
         assert bank.take(1) == range(1, 2)
-    assert read_bank_status(**places).available == 0
+    assert read_bank_status(there).available == 0
 
 
 def test_create_leaves_nothing_behind_when_it_fails(
@@ -310,13 +317,16 @@ def test_writes_that_end_early_are_continued(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_digest": "c" * 64}, ("bank: model digest", "got aaaa", "expected cccc")),
-        ({"linear_digest": "d" * 64}, ("digest of the linear weights", "got bbbb", "dddd")),
+        (
+            {"model_digest": "c" * 64, "model": "other"},
+            ("bank: model: got pads for tiny, expected pads for other: its own --bank",),
+        ),
+        ({"linear_digest": "d" * 64}, ("bank: model", "pads for tiny, whose files have changed")),
         ({"mask": "float-noise"}, ("bank: mask", "got pad", "expected float-noise")),
         # Another option, or a bank from when options were not written down.
         ({"mask": "pad bits=8"}, ("bank: mask", "got pad", "expected pad bits=8")),
         (
-            {"layout": PadLayout((LAYOUT.sites[0], SiteShape(4, 1, "qkv_proj", 2, 6)))},
+            {"layout": PadLayout((LAYOUT.sites[0], SiteShape(1, "qkv_proj", 2, 6)))},
             ("bank: layout, layer 1 qkv_proj", "got 2 -> 5", "expected 2 -> 6"),
         ),
         (
@@ -324,7 +334,7 @@ def test_writes_that_end_early_are_continued(
             ("bank: layout, layer 0 o_proj", "got 3 -> 2", "expected no pads"),
         ),
         (
-            {"layout": PadLayout((*LAYOUT.sites, SiteShape(7, 1, "down_proj", 1, 1)))},
+            {"layout": PadLayout((*LAYOUT.sites, SiteShape(1, "down_proj", 1, 1)))},
             ("bank: layout, layer 1 down_proj", "got no pads", "expected 1 -> 1"),
         ),
     ],
@@ -333,8 +343,10 @@ def test_bank_of_something_else_is_refused(
     change: dict[str, Any], message: tuple[str, ...], tmp_path: Path
 ) -> None:
     create(tmp_path).close()
+    layout = change.pop("layout", LAYOUT)
+    wanted = Purpose.of(layout, **PURPOSE.model_dump(exclude={"sites"}) | change)
     with pytest.raises(PadBankError, match=_message(*message)):
-        BankFile.open(tmp_path / "bank", **{**IDENTITY, **change})
+        BankFile.open(place(tmp_path), wanted)
     reopen(tmp_path).close()
 
 
@@ -351,8 +363,8 @@ def test_key_that_others_can_reach_is_refused(mode: int, tmp_path: Path) -> None
     [
         (b"", ("got another file",)),
         (b"\xff\xfe\x00", ("got another file",)),
-        (b"tsqp-pad-bank-key 2 " + b"0" * 64 + b"\n", ("version", "'2'", "'1'")),
-        (b"tsqp-pad-bank-key 1 " + b"0" * 62 + b"\n", ("62 characters", "64 hex digits")),
+        (b"tsqp-pad-bank-key 2 " + b"0" * 64 + b"\n", ("another file", "-key 1 and 64 hex")),
+        (b"tsqp-pad-bank-key 1 " + b"0" * 62 + b"\n", ("another file", "64 hex digits")),
         (b"tsqp-pad-bank-key 1 " + b"g" * 64 + b"\n", ("64 hex digits",)),
         (b"tsqp-pad-bank-key 1 " + b"0" * 64 + b"\n", ("bank: key id", "bank.key", "expected")),
     ],
@@ -375,7 +387,7 @@ def test_missing_file_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(PadBankError, match=_message(f"{tmp_path}/{name}: ", "No such file")):
         reopen(tmp_path)
     with pytest.raises(PadBankError, match=_message(f"{tmp_path}/{name}: ", "No such file")):
-        read_bank_status(tmp_path / "bank")
+        read_bank_status(place(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["bank", "bank.key"])
@@ -414,7 +426,7 @@ def test_two_banks_with_one_key_share_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bank_module.secrets, "token_bytes", bytes)
-    bank_ids = iter(("0" * 32, "1" * 32))
+    bank_ids = iter((uuid4().hex, uuid4().hex))  # a witness outlives its bank
     monkeypatch.setattr(bank_module.secrets, "token_hex", lambda count: next(bank_ids))
     folders = [tmp_path / "one", tmp_path / "two"]
     drawn = []
@@ -479,13 +491,14 @@ def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
             use(bank, bank.take(1))
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
+        new_boot(tmp_path)
 
 
 def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
-    layout = PadLayout((SiteShape(0, 0, "qkv_proj", 1, 3), SiteShape(1, 0, "o_proj", 1, 3)))
+    layout = PadLayout((SiteShape(0, "qkv_proj", 1, 3), SiteShape(0, "o_proj", 1, 3)))
     size = bank_format.segment_bytes(layout.sites[0])
-    identity = {**IDENTITY, "layout": layout}
-    made = BankFile.create(tmp_path / "bank", **identity, capacity=2, block=1)
+    purpose = Purpose.of(layout, mask="pad", model_digest="a" * 64, linear_digest="b" * 64)
+    made = BankFile.create(place(tmp_path), purpose, capacity=2, block=1)
     with made, made.begin(2) as batch:
         for site in (0, 1):
             batch.put(site, torch.zeros(2, 3, dtype=torch.int32))
@@ -493,13 +506,15 @@ def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
     content = (tmp_path / "bank").read_bytes()
     records = [content[4096 + i * size : 4096 + (i + 1) * size] for i in range(4)]
     assert len(b"".join(records)) == len(content) - 4096
+    copy = BankPlace.at(tmp_path / "copy", tmp_path / "bank.key", beside_bank=True)
     for other in (1, 2, 3):  # another site, another index, both
         swapped = list(records)
         swapped[0], swapped[other] = swapped[other], swapped[0]
         (tmp_path / "copy").write_bytes(content[:4096] + b"".join(swapped))
         shutil.copy(tmp_path / "bank.index", tmp_path / "copy.index")
+        new_boot(tmp_path)
         with (
-            BankFile.open(tmp_path / "copy", tmp_path / "bank.key", **identity) as bank,
+            BankFile.open(copy, purpose) as bank,
             pytest.raises(PadBankError, match="pad 0, layer 0 qkv_proj"),
         ):
             bank.factors(bank.take(1), 0)
@@ -554,7 +569,7 @@ def test_what_a_crash_left_beside_the_index_does_no_harm(tmp_path: Path) -> None
         beside.write_bytes(b"x" * 1000)
         fill(bank, 2)
         assert not beside.exists()
-        assert read_bank_status(tmp_path / "bank").available == 2
+        assert read_bank_status(place(tmp_path)).available == 2
         beside.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(PadBankError, match=_message("bank.index: got")):
             bank.take(1)
@@ -683,8 +698,9 @@ def test_a_copy_of_the_file_with_the_same_key_is_refused(tmp_path: Path) -> None
     with create(tmp_path):
         for suffix in ("", ".index"):
             shutil.copy(tmp_path / f"bank{suffix}", tmp_path / f"copy{suffix}")
+        copy = BankPlace.at(tmp_path / "copy", tmp_path / "bank.key", beside_bank=True)
         with pytest.raises(PadBankError, match=_message("bank.key: got a bank in use")):
-            BankFile.open(tmp_path / "copy", tmp_path / "bank.key", **IDENTITY)
+            BankFile.open(copy, PURPOSE)
 
 
 def test_files_stay_open_until_the_batch_has_ended(tmp_path: Path) -> None:
@@ -702,8 +718,8 @@ def test_bank_that_failed_to_open_is_not_left_locked(tmp_path: Path) -> None:
     create(tmp_path).close()
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with pytest.raises(PadBankError, match="model digest"):
-            BankFile.open(tmp_path / "bank", **{**IDENTITY, "model_digest": "c" * 64})
+        with pytest.raises(PadBankError, match="bank: model"):
+            BankFile.open(place(tmp_path), PURPOSE.model_copy(update={"model_digest": "c" * 64}))
     assert len(os.listdir("/proc/self/fd")) == opened
     reopen(tmp_path).close()
 

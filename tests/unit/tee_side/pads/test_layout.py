@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import read_config
-from tee_side.pads.layout import PadLayout, SiteShape, site_number
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout, SiteShape, site_number
 from tests.support import SavedModel
 
 
@@ -36,34 +39,22 @@ def test_layout_of_some_operators_in_any_order(saved_model: Callable[..., SavedM
     ]
 
 
-def test_bits_are_distinct_and_cover_all_sites() -> None:
-    layout = PadLayout((SiteShape(0, 0, "qkv_proj", 1, 1), SiteShape(6, 1, "gate_up_proj", 1, 1)))
-    assert layout.bits == {0: 1, 6: 2}
-    assert str(layout.sites[1]) == "layer 1 gate_up_proj"
+def test_a_site_is_named_by_layer_and_operator() -> None:
+    assert str(SiteShape(1, "gate_up_proj", 1, 1)) == "layer 1 gate_up_proj"
 
 
-@pytest.mark.parametrize(
-    ("number", "layer", "operator", "features"),
-    [
-        (1, 0, "qkv_proj", 4),
-        (0, 1, "qkv_proj", 4),
-        (-4, -1, "qkv_proj", 4),
-        (0, 0, "lm_head", 4),
-        (0, 0, "qkv_proj", 0),
-        (0, 0, "qkv_proj", 2**31),
-    ],
-)
-def test_impossible_sites_are_refused(
-    number: int, layer: int, operator: str, features: int
-) -> None:
-    with pytest.raises(ValueError, match="got"):
-        SiteShape(number, layer, operator, features, 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got"):
-        SiteShape(number, layer, operator, 4, features if features != 4 else 0)  # type: ignore[arg-type]
+@pytest.mark.parametrize("site", [(-1, "qkv_proj", 4), (0, "lm_head", 4), (0, "qkv_proj", 0)])
+@pytest.mark.parametrize("large", [0, 2**31])
+def test_impossible_sites_are_refused(site: tuple[int, Any, int], large: int) -> None:
+    layer, operator, features = site
+    sites = ((0, layer, operator, features, large or 4),)
+    digests = {"model_digest": "0" * 64, "linear_digest": "0" * 64}
+    with pytest.raises(ValidationError):
+        Purpose(mask="pad", sites=sites, **digests)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 0), (0, 0)])
 def test_sites_must_be_some_ascending_and_distinct(layers: tuple[int, ...]) -> None:
-    sites = tuple(SiteShape(4 * layer, layer, "qkv_proj", 1, 1) for layer in layers)
+    sites = tuple(SiteShape(layer, "qkv_proj", 1, 1) for layer in layers)
     with pytest.raises(ValueError, match="ascending"):
         PadLayout(sites)

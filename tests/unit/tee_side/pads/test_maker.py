@@ -17,19 +17,18 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
-from tee_side.masks.float_noise import FloatNoise
-from tee_side.masks.pad import Pad
-from tee_side.pads.layout import PadLayout, SiteShape
-from tee_side.pads.maker import (
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.pads.maker import (
     PadMaker,
-    check_sites,
     held_or,
-    product_operations,
     read_weights,
 )
-from tee_side.pads.store import MemoryStore
-from tee_side.vocabulary import Site
+from tee_side.protect.pads.store import MemoryStore
+from tee_side.words import Site
 from tests.support import SavedModel
+from tsqp.cli.pads import pads, product_operations
+from tsqp.lab.research.float_noise import FloatNoise
 
 Models = Callable[..., SavedModel]
 
@@ -193,10 +192,11 @@ def test_missing_weights_are_named_before_anything_is_made(
     tensors = load_file(directory / "model.safetensors")
     light = {name: tensor for name, tensor in tensors.items() if "o_proj" not in name}
     save_file(light, directory / "model.safetensors")
-    config, checkpoint = read_config(directory), Checkpoint(directory)
+    bank = tmp_path / "bank"
+    made = ["make", str(directory), "--tokens", "1", "--bank", str(bank), "--bank-key-beside-bank"]
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.o_proj"):
-        check_sites(checkpoint, config, PadLayout.of(config))
-    check_sites(checkpoint, config, PadLayout.of(config, [(0, "down_proj")]))
+        pads.main(made, standalone_mode=False)
+    assert not bank.exists()
 
 
 def test_operations_count_four_digit_products_of_every_site(saved_model: Models) -> None:

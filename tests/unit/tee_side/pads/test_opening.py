@@ -16,14 +16,16 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
-from tee_side.masks.mask import Mask
-from tee_side.masks.pad import Pad
-from tee_side.pads import maker
-from tee_side.pads.bank import BankFile
-from tee_side.pads.layout import PadLayout
-from tee_side.policy import Policy, load_policy
-from tee_side.sites import IntegerSites
-from tee_side.vocabulary import OPERATORS, Site
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.masks.mask import Mask
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads import maker
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout
+from tee_side.protect.sites import IntegerSites
+from tee_side.words import OPERATORS, Site
 from tests.support import SavedModel
 
 Models = Callable[..., SavedModel]
@@ -42,7 +44,10 @@ class Shifted(Pad):
 
 def _policy(**masks: Mask) -> Policy:
     """Linear operators under masks of their own, the rest in the TEE."""
-    placed = {operator: {"place": "gpu", "mask": mask} for operator, mask in masks.items()}
+    placed = {
+        operator: {"place": "gpu", "mask": mask, "verify": "none"}
+        for operator, mask in masks.items()
+    }
     fields = {"name": "own", "summary": "", "arithmetic": "int8"}
     return Policy.model_validate(
         {**fields, "operators": {**dict.fromkeys(OPERATORS, "tee"), **placed}}
@@ -52,14 +57,13 @@ def _policy(**masks: Mask) -> Policy:
 def _bank(model: SavedModel, path: Path, policy: Policy, mask: str) -> None:
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     sites: list[Site] = [(layer, "o_proj") for layer in range(config.num_hidden_layers)]
-    BankFile.create(
-        path,
-        layout=PadLayout.of(config, sites),
+    purpose = Purpose.of(
+        PadLayout.of(config, sites),
         mask=mask,
         model_digest=model_digest(config, checkpoint),
         linear_digest=linear_digest(config, checkpoint) or "",
-        capacity=4,
-    ).close()
+    )
+    BankFile.create(BankPlace.at(path, beside_bank=True), purpose, capacity=4).close()
 
 
 @pytest.fixture
@@ -119,11 +123,11 @@ def test_one_bank_for_two_masks_is_refused_with_both_names(
     policy = _policy(o_proj=Pad(), down_proj=Shifted(shift=3))
     _bank(model, bank, policy, "pad")
     with pytest.raises(PolicyError) as caught:
-        model.tee(policy, bank=bank)
+        model.tee(policy, bank=BankPlace.at(bank, beside_bank=True))
     assert str(bank) in caught.value.where
     assert caught.value.got == 'masks pad and shifted label="" shift=3'
     # Refused, and not left locked.
-    model.tee(_policy(o_proj=Pad()), bank=bank).assembly.close()
+    model.tee(_policy(o_proj=Pad()), bank=BankPlace.at(bank, beside_bank=True)).assembly.close()
     # In memory each has pads of its own.
     assert len(model.tee(policy).assembly.pads) == 2
 
@@ -136,7 +140,7 @@ def test_a_bank_of_another_mask_or_options_is_refused(
     model, bank, policy = saved_model("llama"), tmp_path / "bank", _policy(o_proj=Shifted(shift=3))
     _bank(model, bank, policy, made_for)
     with pytest.raises(PadBankError) as caught:
-        model.tee(policy, bank=bank)
+        model.tee(policy, bank=BankPlace.at(bank, beside_bank=True))
     assert caught.value.where == f"{bank}: mask"
     assert caught.value.got == made_for
     assert caught.value.expected == 'shifted label="" shift=3'
@@ -147,7 +151,7 @@ def test_a_bank_opens_for_the_mask_that_it_was_made_for(
 ) -> None:
     model, bank, policy = saved_model("llama"), tmp_path / "bank", _policy(o_proj=Shifted(shift=3))
     _bank(model, bank, policy, Shifted(shift=3).described())
-    tee = model.tee(policy, bank=bank)
+    tee = model.tee(policy, bank=BankPlace.at(bank, beside_bank=True))
     _fill(tee.assembly)
     tee.assembly.close()
 

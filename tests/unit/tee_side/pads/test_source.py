@@ -12,11 +12,10 @@ import torch
 
 from protocol.errors import ModelError, PadBankError, PadsExhaustedError
 from protocol.messages import LinearOperator
-from tee_side.masks.float_noise import FloatNoise
-from tee_side.masks.mask import AdditiveMask, Factors
-from tee_side.masks.pad import Pad
-from tee_side.pads.maker import PadMaker
-from tee_side.pads.source import (
+from tee_side.protect.masks.mask import AdditiveMask, Factors
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads.maker import PadMaker
+from tee_side.protect.pads.source import (
     BATCH_TOKENS,
     FIRST_BATCH_TOKENS,
     IDLE_BATCH_TOKENS,
@@ -24,10 +23,11 @@ from tee_side.pads.source import (
     Pads,
     WhenOut,
 )
-from tee_side.pads.store import MemoryStore, PadStore
-from tee_side.randomness import Keystream
+from tee_side.protect.pads.store import MemoryStore, PadStore
+from tee_side.protect.randomness import Keystream
 from tee_side.threads import TorchThreads
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
+from tsqp.lab.research.float_noise import FloatNoise
 
 SITES: list[tuple[int, LinearOperator]] = [(site.layer, site.operator) for site in LAYOUT.sites]
 FIRST, SECOND = SITES

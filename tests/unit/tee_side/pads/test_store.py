@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.errors import PadsExhaustedError
-from tee_side.pads.store import MemoryStore, PadStore
+from tee_side.protect.pads.store import MemoryStore, PadStore
 from tests.unit.tee_side.pads.tiny import LAYOUT, create, fill, product, put_all, use
 
 CAPACITY = 8
@@ -260,3 +260,10 @@ def test_two_stores_in_memory_share_nothing() -> None:
 def test_store_without_capacity_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match=f"capacity {capacity}"):
         MemoryStore(LAYOUT, capacity)
+
+
+def test_releasing_some_indices_leaves_the_others_to_be_read(store: PadStore) -> None:
+    fill(store, 4)
+    first, second = store.take(2), store.take(2)
+    store.release(first)
+    use(store, second)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tee_side.pads.bank import BankFile
-from tee_side.pads.layout import PadLayout, SiteShape
-from tee_side.pads.store import Batch, PadStore
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.pads.store import Batch, PadStore
 
-LAYOUT = PadLayout((SiteShape(1, 0, "o_proj", 3, 2), SiteShape(4, 1, "qkv_proj", 2, 5)))
+LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))
 MODEL_DIGEST, LINEAR_DIGEST = "a" * 64, "b" * 64
-IDENTITY: dict[str, Any] = {
-    "layout": LAYOUT,
-    "mask": "pad",
-    "model_digest": MODEL_DIGEST,
-    "linear_digest": LINEAR_DIGEST,
-}
+PURPOSE = Purpose.of(
+    LAYOUT, mask="pad", model="tiny", model_digest=MODEL_DIGEST, linear_digest=LINEAR_DIGEST
+)
+
+
+def place(folder: Path) -> BankPlace:
+    """All files of a bank in one folder; the witness is in memory, by the bank's id."""
+    return BankPlace.at(folder / "bank", beside_bank=True)
+
+
+def new_boot(folder: Path) -> None:
+    """Forget what the machine's memory has noted of a bank: its witness."""
+    found = re.search(rb'"bank_id":"([0-9a-f]{32})"', (folder / "bank").read_bytes())
+    assert found is not None
+    place(folder).witness_file(found[1].decode()).unlink(missing_ok=True)
 
 
 def weight(site: int) -> torch.Tensor:
@@ -58,8 +69,8 @@ def use(store: PadStore, indices: range) -> list[torch.Tensor]:
 
 
 def create(folder: Path, capacity: int = 8, block: int = 16) -> BankFile:
-    return BankFile.create(folder / "bank", **IDENTITY, capacity=capacity, block=block)
+    return BankFile.create(place(folder), PURPOSE, capacity=capacity, block=block)
 
 
 def reopen(folder: Path, block: int = 16) -> BankFile:
-    return BankFile.open(folder / "bank", **IDENTITY, block=block)
+    return BankFile.open(place(folder), PURPOSE, block=block)

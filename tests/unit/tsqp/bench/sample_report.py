@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tee_side.vocabulary import Phase, Place
-from tsqp.bench.model import (
+from tee_side.words import Phase, Place
+from tsqp.lab.bench.model import (
     STAGES,
     Baseline,
     Case,

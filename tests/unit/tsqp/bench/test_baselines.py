@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from protocol.model.config import read_config
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.support import SavedModel
 from tests.unit.tsqp.bench.sample_report import baselines, ping_pongs
-from tsqp.bench import baselines as module
-from tsqp.bench import services
-from tsqp.bench.baselines import Baselines
-from tsqp.bench.job import Plan
-from tsqp.bench.random_model import write_random_model
-from tsqp.bench.settings import BenchSettings
+from tsqp.lab.bench import baselines as module
+from tsqp.lab.bench import services
+from tsqp.lab.bench.baselines import Baselines
+from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.settings import BenchSettings
 from tsqp.processes import ProcessError
 
 PLAN = Plan(
     prefill=(3, 4), decode=((6, 1), (5, 1), (5, 8)), generation=None, repeats=2, decode_steps=3
 )
 TRANSFORMERS, PUBLISHED, PING_PONG = (
-    f"benchmarks.{name}" for name in ("transformers_baseline", "published_client", "ping_pong")
+    f"tsqp.lab.bench.{name}" for name in ("transformers_baseline", "published_client", "ping_pong")
 )
 
 

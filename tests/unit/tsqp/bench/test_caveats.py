@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.bench.caveats import caveats, uses_pads
+from tsqp.lab.bench.caveats import caveats, uses_pads
 
 from .sample_report import of_device, policy_run, sample_report
 

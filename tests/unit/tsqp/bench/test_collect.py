@@ -7,8 +7,8 @@ import torch
 from protocol.channel import Exchange
 from protocol.messages import TensorReply, Timing
 from protocol.tensors import from_torch
-from tsqp.bench.collect import Collector
-from tsqp.bench.model import Stages
+from tsqp.lab.bench.collect import Collector
+from tsqp.lab.bench.model import Stages
 
 
 def _exchange(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tee_side.vocabulary import Phase
-from tsqp.bench.compare import baseline_name, compare
-from tsqp.bench.model import Baseline
+from tee_side.words import Phase
+from tsqp.lab.bench.compare import baseline_name, compare
+from tsqp.lab.bench.model import Baseline
 
 from .sample_report import of_device, policy_run, sample_report, spread
 

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from tsqp.bench.compare import baseline_name
-from tsqp.bench.findings import dominant, findings, missing
-from tsqp.bench.model import Stages
-from tsqp.bench.units import duration, figures
+from tsqp.lab.bench.compare import baseline_name
+from tsqp.lab.bench.findings import dominant, findings, missing
+from tsqp.lab.bench.model import Stages
+from tsqp.lab.bench.units import duration, figures
 
 from .sample_report import of_device, partial_reports, policy_run, sample_report
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tsqp.bench.fit import fit_exponent
+from tsqp.lab.bench.fit import fit_exponent
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.bench.growth import growth
+from tsqp.lab.bench.growth import growth
 
 from .sample_report import sample_report
 

@@ -10,10 +10,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tsqp.bench.caveats import caveats
-from tsqp.bench.findings import missing
-from tsqp.bench.html import render_html
-from tsqp.bench.model import Report
+from tsqp.lab.bench.caveats import caveats
+from tsqp.lab.bench.findings import missing
+from tsqp.lab.bench.html import render_html
+from tsqp.lab.bench.model import Report
 
 from .sample_report import partial_reports, sample_report, setup
 
@@ -87,12 +87,24 @@ def test_links_lead_somewhere(complete: str) -> None:
 
 def test_pictures_are_svg_with_words_for_those_who_do_not_see_them(complete: str) -> None:
     pictures = Page(complete).all("img")
-    # Side by side, two phases, growth, and three timelines of three policies.
-    assert len(pictures) == 4 + 9
+    # Side by side, two phases, and three timelines of three policies; no growth of two sizes.
+    assert len(pictures) == 3 + 9
     for picture in pictures:
         svg = b64decode(str(picture["src"]).partition(",")[2])
         assert ET.fromstring(svg).tag.endswith("svg")
         assert picture["alt"]
+
+
+def test_the_first_chart_stands_before_everything_but_the_warnings(complete: str) -> None:
+    for later in ("<h2>", "<table", "<ul>", "What this report lacks"):
+        assert complete.index("<img") < complete.find(later) or later not in complete
+
+
+def test_a_stage_that_no_step_has_is_not_explained() -> None:
+    report = undrawn(sample_report(("tsqp",), lengths=(128,), batches=(1,), layers=1))
+    terms = re.findall(r"<dt>([^<]*)</dt>", render_html(report))
+    assert {"wire", "GPU"} <= set(terms)
+    assert not {"mask", "unmask", "verify"} & set(terms)
 
 
 def test_plots_come_before_tables(complete: str) -> None:
@@ -134,12 +146,11 @@ def test_layers_are_split_into_operators_only_where_policies_are_compared() -> N
     assert text.count("silu_mul") == 6 + 2
 
 
-def test_what_to_know_first_is_at_the_top_and_above_the_plots(complete: str) -> None:
+def test_each_warning_is_said_once_at_the_top(complete: str) -> None:
     report = sample_report(layers=4)
-    first, second = caveats(report)
-    for part in (complete[: complete.index("<nav")], complete[complete.index("<h2>Plots") :]):
-        assert f"! {first}" in part
-        assert f"! {second}" in part
+    for warning in caveats(report):
+        assert complete.count(warning) == 1
+        assert f"! {warning}" in complete[: complete.index("<nav")]
     computed = undrawn(report.model_copy(update={"setup": setup(device="cpu")}))
     text = Page(render_html(computed)).text
     assert "upper bound" not in text
@@ -157,7 +168,7 @@ def test_letters_are_of_one_size_in_all_pictures() -> None:
         assert width is not None
         assert style is not None
         scales.add(round(float(width[1]) / float(style[1]), 1))
-    assert len(pictures) == 4
+    assert len(pictures) == 3
     assert len(scales) == 1
 
 

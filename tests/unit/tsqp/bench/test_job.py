@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from protocol.errors import SettingsError
-from tsqp.bench.job import Answer, Failed, Finished, Plan
+from tsqp.lab.bench.job import Answer, Failed, Finished, Plan
 
 STEP = 512
 

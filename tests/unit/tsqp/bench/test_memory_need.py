@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from tee_side.policy import load_policy
-from tsqp.bench.memory_need import (
+from tee_side.policy.placement import load_policy
+from tsqp.lab.bench.memory_need import (
     PROCESS_BYTES,
     Need,
     available_memory,
@@ -20,8 +20,8 @@ from tsqp.bench.memory_need import (
     tee_need,
     whole_model_need,
 )
-from tsqp.bench.random_model import required_bytes
-from tsqp.bench.shapes import find_shape
+from tsqp.lab.bench.random_model import required_bytes
+from tsqp.lab.bench.shapes import find_shape
 
 ONE_B = find_shape("llama-3.2-1b").config()
 VOCABULARY = 128256 * 2048

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.unit.tsqp.bench.sample_report import case, timeline
-from tsqp.bench.job import Finished, Measured, Progress
-from tsqp.bench.model import Generation
-from tsqp.bench.partial import Partial
+from tsqp.lab.bench.job import Finished, Measured, Progress
+from tsqp.lab.bench.model import Generation
+from tsqp.lab.bench.partial import Partial
 
 GENERATION = Generation(prompt_tokens=4, new_tokens=6, ttft_ms=1, tpot_ms=2, total_ms=11)
 
@@ -29,7 +29,7 @@ def test_answers_add_up() -> None:
     partial.gpu_peak_bytes = 10
     found = partial.run()
     assert (found.policy, found.summary) == ("tsqp", policy.summary)
-    assert found.disclosure == policy.disclosure()
+    assert found.disclosure == policy.leakage_summary()
     assert found.cases == (first, second)
     assert found.timelines == (timeline("tsqp"),)
     assert found.generation == GENERATION

@@ -8,10 +8,10 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from protocol.errors import SettingsError
-from tsqp.bench.model import STAGES, Report, Span, Timeline
-from tsqp.bench.plot_style import REST_COLOUR, STAGE_COLOURS, WIDTH, Plot, check_installed
-from tsqp.bench.plots import growth_plot, plots, side_by_side, stage_bars
-from tsqp.bench.timeline_plot import timeline_plot, timelines
+from tsqp.lab.bench.model import STAGES, Report, Span, Timeline
+from tsqp.lab.bench.plot_style import REST_COLOUR, STAGE_COLOURS, WIDTH, Plot, check_installed
+from tsqp.lab.bench.plots import growth_plot, plots, side_by_side, stage_bars
+from tsqp.lab.bench.timeline_plot import timeline_plot, timelines
 
 from .sample_report import partial_reports, policy_run, sample_report, setup, timeline
 
@@ -63,7 +63,7 @@ def test_bars_show_every_operator_of_every_policy() -> None:
 
 
 def _durations(report: Report) -> list[str]:
-    from tsqp.bench.units import duration
+    from tsqp.lab.bench.units import duration
 
     return [duration(c.step_ms.median * 1e3) for run in report.policies for c in run.cases]
 
@@ -115,8 +115,11 @@ def test_nothing_alike_has_no_fastest() -> None:
 
 
 def test_fewer_panels_are_narrower_and_not_larger() -> None:
-    fewer = checked(growth_plot(sample_report(("tsqp",), batches=(1,), layers=2)))
-    whole = checked(growth_plot(sample_report(("tsqp",), layers=2)))
+    lengths = (128, 512, 2048)
+    fewer = checked(growth_plot(sample_report(("tsqp",), lengths=lengths, batches=(1,), layers=2)))
+    whole = checked(
+        growth_plot(sample_report(("tsqp",), lengths=lengths, batches=(1, 4, 8), layers=2))
+    )
     assert fewer.width < whole.width == WIDTH
     for plot in (fewer, whole):
         assert f'width="{plot.width * 72:g}pt"' in plot.svg
@@ -132,15 +135,24 @@ def test_growth_states_exponents_and_the_quality_of_the_fit() -> None:
     assert not says(plot, "transformers (baseline)")
     assert "Prefill time grows faster than its prompt tokens" in plot.caption
     assert "Decode time grows no faster than its context tokens" in plot.caption
-    two = checked(growth_plot(sample_report(("tsqp",), layers=2)))
-    assert says(two, "tsqp: two points")
-    assert "n^" not in two.svg
-    assert "grows" not in two.caption
-    assert "Prefill against prompt tokens: two points" in two.caption
 
 
-def test_one_size_has_no_growth() -> None:
+def test_two_sizes_are_no_chart() -> None:
     assert growth_plot(sample_report(lengths=(128,), batches=(1,), layers=2)) is None
+    assert growth_plot(sample_report(("tsqp",), lengths=(128, 512), layers=2)) is None
+    assert sum(plot.title == "Cost against size" for plot in plots(sample_report(layers=2))) == 0
+
+
+def test_the_caption_praises_no_policy_for_what_others_move_as_well() -> None:
+    def caption(*policies: str) -> str:
+        return checked(side_by_side(sample_report(policies, layers=2))).caption
+
+    assert "tee-only moves nothing" in caption("attention-in-tee", "tee-only")
+    assert "attention-in-tee moves the least" in caption("attention-in-tee", "tsqp")
+    assert "move" not in caption("tee-only")
+    # In prefill `shielded` computes in the TEE, as `tee-only` does.
+    nothing = [line for line in caption("shielded", "tee-only").splitlines() if "move" in line]
+    assert all("moves the least" not in line for line in nothing)
 
 
 def test_a_timeline_has_a_lane_for_each_micro_batch() -> None:

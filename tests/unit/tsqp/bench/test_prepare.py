@@ -21,12 +21,12 @@ from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import load_quantized
-from tee_side.calibration import CALIBRATION_FILE, Calibration
-from tee_side.masks.registry import find_mask
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
+from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
+from tee_side.protect.masks.registry import find_mask
 from tests.support import SavedModel
-from tsqp.bench import prepare
-from tsqp.bench.job import Plan
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.job import Plan
 from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
@@ -139,7 +139,7 @@ def test_a_mask_from_a_users_file_has_a_bank_made_in_another_process(
 ) -> None:
     """Which finds the class as this one did: by the file."""
     (tmp_path / "my.pad.py").write_text(
-        "from tee_side.masks.pad import Pad\n\nclass Mine(Pad):\n    name = 'mine'\n"
+        "from tee_side.protect.masks.pad import Pad\n\nclass Mine(Pad):\n    name = 'mine'\n"
     )
     shielded = load_policy("shielded")
     mask = find_mask("./my.pad.py", tmp_path)()

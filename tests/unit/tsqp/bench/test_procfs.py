@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tsqp.bench import procfs
-from tsqp.bench.procfs import cpu_ns, peak_bytes
+from tsqp.lab.bench import procfs
+from tsqp.lab.bench.procfs import cpu_ns, peak_bytes
 
 
 def test_a_peak_remains_when_memory_is_given_back() -> None:

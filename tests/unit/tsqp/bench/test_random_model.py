@@ -13,9 +13,9 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from tests.support import token_ids
-from tsqp.bench import random_model
-from tsqp.bench.random_model import required_bytes, write_random_model
-from tsqp.bench.shapes import find_shape
+from tsqp.lab.bench import random_model
+from tsqp.lab.bench.random_model import required_bytes, write_random_model
+from tsqp.lab.bench.shapes import find_shape
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError, TsqpError
-from tee_side.masks.feature_rotation import FeatureRotation
-from tee_side.policy import load_policy
-from tee_side.provisioning import provision
+from tee_side.policy.placement import load_policy
 from tests.support import SavedModel
 from tests.unit.tsqp.bench.sample_report import baselines, case, ping_pongs
-from tsqp.bench import run, services
-from tsqp.bench.baselines import Baselines
-from tsqp.bench.job import Failed, Finished, Job, Measured, Plan, Progress
-from tsqp.bench.run import Bench
-from tsqp.bench.settings import BenchSettings
+from tsqp.lab.bench import run, services
+from tsqp.lab.bench.baselines import Baselines
+from tsqp.lab.bench.job import Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.lab.bench.run import Bench
+from tsqp.lab.bench.settings import BenchSettings
+from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.provisioning import provision
 from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
@@ -59,6 +59,16 @@ def bench(given: BenchSettings, said: list[str] | None = None) -> Bench:
             ["two-server"],
             {"endpoints": ("tcp://h:1", "tcp://h:1")},
             "got tcp://h:1 and tcp://h:1, expected 2",
+        ),
+        (
+            ["two-server"],
+            {"endpoints": ("tcp://h:1", "tcp://i:1"), "shares_in_the_clear": True},
+            "--gpu: got tcp://h:1 without keys",
+        ),
+        (
+            ["two-server"],
+            {"endpoints": ("unix:///a", "unix:///b")},
+            "on one machine, --shares-in-the-clear allows that",
         ),
         (["cloak"], {}, "policy cloak: got no --key"),
         (["cloak"], {"model": None, "shape": "llama-3.2-1b"}, "policy cloak: got --shape"),

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tee_side.policy import load_policy
-from tsqp.bench import services
-from tsqp.bench.services import start_services
-from tsqp.bench.settings import BenchSettings
+from tee_side.policy.placement import load_policy
+from tsqp.lab.bench import services
+from tsqp.lab.bench.services import start_services
+from tsqp.lab.bench.settings import BenchSettings
 
 FOLDER, MODEL, SERVED = Path("/f"), Path("/m"), Path("/served")
 

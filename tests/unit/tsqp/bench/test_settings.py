@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.bench.settings import BenchSettings
+from tsqp.lab.bench.settings import BenchSettings
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from protocol.errors import SettingsError
-from tsqp.bench.random_model import model_tensors
-from tsqp.bench.shapes import SHAPES, find_shape
+from tsqp.lab.bench.random_model import model_tensors
+from tsqp.lab.bench.shapes import SHAPES, find_shape
 
 # As their model cards and checkpoints have them, a tied LM head counted once.
 PARAMETERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.bench.summary import (
+from tsqp.lab.bench.summary import (
     by_layer,
     by_operator,
     case_name,

@@ -6,8 +6,10 @@ import re
 
 import pytest
 
-from tsqp.bench.findings import dominant
-from tsqp.bench.grids import (
+from tsqp.lab.bench.findings import dominant
+from tsqp.lab.bench.model import Generation, Stages
+from tsqp.lab.bench.table import render
+from tsqp.lab.bench.tables import (
     Grid,
     Row,
     baselines_grid,
@@ -20,8 +22,6 @@ from tsqp.bench.grids import (
     setup_pairs,
     steps_grid,
 )
-from tsqp.bench.model import Generation, Stages
-from tsqp.bench.table import render
 
 from .sample_report import case, partial_reports, sample_report, setup
 

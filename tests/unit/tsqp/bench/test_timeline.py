@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tsqp.bench.model import Span, Timeline
-from tsqp.bench.timeline import between_us, busy_us, resource
+from tsqp.lab.bench.model import Span, Timeline
+from tsqp.lab.bench.timeline import between_us, busy_us, resource
 
 
 def test_what_is_between_operators() -> None:

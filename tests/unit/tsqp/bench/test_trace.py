@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tsqp.bench.model import Report, Span, Timeline
-from tsqp.bench.trace import perfetto, perfetto_json, rows
+from tsqp.lab.bench.model import Report, Span, Timeline
+from tsqp.lab.bench.trace import perfetto, perfetto_json, rows
 
 from .sample_report import partial_reports, policy_run, sample_report
 

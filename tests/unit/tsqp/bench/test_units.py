@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.bench.units import duration, figures, percent, size, whole
+from tsqp.lab.bench.units import duration, figures, percent, size, whole
 
 
 @pytest.mark.parametrize(

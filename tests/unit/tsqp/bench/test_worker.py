@@ -15,11 +15,11 @@ import pytest
 
 from protocol.channel import Traffic
 from tee_side.runner import Runner
-from tee_side.vocabulary import Phase
+from tee_side.words import Phase
 from tests.support import SavedModel
-from tsqp.bench import worker
-from tsqp.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
-from tsqp.bench.model import Case, Generation, OperatorCost, Spread, Stages
+from tsqp.lab.bench import worker
+from tsqp.lab.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
+from tsqp.lab.bench.model import Case, Generation, OperatorCost, Spread, Stages
 from tsqp.processes import ProcessError
 
 Models = Callable[..., SavedModel]
@@ -41,6 +41,7 @@ def job(model: Path, **changes: Any) -> Job:
         link_gbps=None,
         link_rtt_us=0.0,
         dtype=None,
+        shares_in_the_clear=False,
         plan=PLAN,
     )
     return made.model_copy(update=changes)

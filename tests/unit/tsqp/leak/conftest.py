@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import SavedModel
 from tests.unit.tsqp.leak.leaks import Models, tiny
-from tsqp.bench import prepare
+from tsqp.lab.bench import prepare
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ from protocol.messages import (
     Request,
 )
 from protocol.tensors import from_torch
-from tee_side.policy import Policy, load_policy
-from tee_side.vocabulary import OPERATORS, Operator, is_linear
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.words import OPERATORS, Operator, is_linear
 from tests.support import SavedModel
-from tsqp.leak.attack import Attack, View, Work
-from tsqp.leak.model import Score
-from tsqp.leak.play import Recording, Truth
-from tsqp.leak.public import PublicModel
-from tsqp.leak.score import score
-from tsqp.leak.trace import Trace, Where
+from tsqp.lab.leak.attack import Attack, View, Work
+from tsqp.lab.leak.model import Score
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import Recording, Truth
+from tsqp.lab.leak.score import score
+from tsqp.lab.leak.trace import Trace, Where
 
 Models = Callable[..., SavedModel]
 # What becomes of the rows of one request.
@@ -156,10 +156,10 @@ def share(score: Score) -> float:
 
 def policy_of(*operators: Operator, name: str = "planted", phase: str | None = None) -> Policy:
     """Return a policy that sends some operators in the clear, in one phase or both."""
-    sent = "gpu" if phase is None else [{"place": "gpu", "phase": phase}]
+    sent: list[dict[str, str]] = [{"place": "gpu", "mask": "none", "verify": "none"}]
     if phase is not None:
         other = "decode" if phase == "prefill" else "prefill"
-        sent = [{"place": "gpu", "phase": phase}, {"place": "tee", "phase": other}]
+        sent = [sent[0] | {"phase": phase}, {"place": "tee", "phase": other}]
     return Policy.model_validate(
         {
             "name": name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tsqp.catalogue import Standing
-from tsqp.leak.model import (
+from tsqp.lab.leak.model import (
     AttackRun,
     Control,
     Cost,

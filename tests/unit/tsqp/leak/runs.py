@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.support import token_ids
-from tsqp.leak.attack import Attack, Reading, View, Work
-from tsqp.leak.attacks.direct import NearestEmbedding
-from tsqp.leak.laboratory import Laboratory
-from tsqp.leak.model import PolicyLeak, Report
-from tsqp.leak.settings import LeakSettings
+from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.attacks.direct import NearestEmbedding
+from tsqp.lab.leak.laboratory import Laboratory
+from tsqp.lab.leak.model import PolicyLeak, Report
+from tsqp.lab.leak.settings import LeakSettings
 
 PROMPTS = tuple(tuple(token_ids(6, seed)) for seed in range(3))
 FIRST = "layer 0 qkv_proj"

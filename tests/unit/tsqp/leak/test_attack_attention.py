@@ -7,20 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.masks.mask import MaskedProduct, RowMask
-from tee_side.masks.row_mix import RowMix
-from tee_side.masks.row_permutation import RowPermutation
-from tee_side.masks.row_rotation import RowRotation
-from tee_side.policy import Policy, load_policy
-from tee_side.randomness import Randomness
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.masks.mask import MaskedProduct, RowMask
+from tee_side.protect.randomness import Randomness
 from tests.support import make_model, token_ids
 from tsqp.cli.program import model_directory
-from tsqp.leak.attack import View, Work
-from tsqp.leak.attacks.attention import AttentionKeys, Keys, invariant, shares
-from tsqp.leak.model import Score
-from tsqp.leak.play import PlaySettings, Recording, play
-from tsqp.leak.public import PublicModel
-from tsqp.leak.score import score
+from tsqp.lab.leak.attack import View, Work
+from tsqp.lab.leak.attacks.attention import AttentionKeys, Keys, invariant, shares
+from tsqp.lab.leak.model import Score
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import PlaySettings, Recording, play
+from tsqp.lab.leak.score import score
+from tsqp.lab.research.draws import orthogonal, permutation
+from tsqp.lab.research.row_mix import RowMix
+from tsqp.lab.research.row_permutation import RowPermutation
+from tsqp.lab.research.row_rotation import RowRotation
 
 POLICIES = ("tsqp", "tsqp-permuted", "row-mix")
 K, C, S = 3, 8, 5
@@ -35,8 +36,8 @@ class FeatureTurn(RowRotation):
         self, a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
     ) -> MaskedProduct:
         """Turn features, shuffle positions."""
-        q_JJ = randomness.orthogonal(a_BMJ.shape[2]).float()
-        order_N = randomness.permutation(b_BJN.shape[2])
+        q_JJ = orthogonal(randomness, a_BMJ.shape[2]).float()
+        order_N = permutation(randomness, b_BJN.shape[2])
         back_N = order_N.argsort()
         return MaskedProduct(
             a_BMJ @ q_JJ, (q_JJ.T @ b_BJN)[:, :, order_N], lambda y: y[..., back_N]

@@ -12,17 +12,17 @@ import torch
 from protocol.encoding import encode_request
 from protocol.messages import LinearRequest, RingLinearRequest
 from protocol.tensors import from_torch
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.support import SavedModel
 from tsqp.cli.program import model_directory
-from tsqp.leak import weakened
-from tsqp.leak.attack import TOP, Attack, View, Work
-from tsqp.leak.attacks.pads import LowDimensionalPads, PadBasis, PadReuse
-from tsqp.leak.play import PlaySettings, Recording, play
-from tsqp.leak.public import PublicModel
-from tsqp.leak.trace import Trace
-from tsqp.leak.weakened.reused_pad import ReusedPad
-from tsqp.leak.weakened.ten_pads import LowDimensionalPad
+from tsqp.lab.leak import weakened
+from tsqp.lab.leak.attack import TOP, Attack, View, Work
+from tsqp.lab.leak.attacks.pads import LowDimensionalPads, PadBasis, PadReuse
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import PlaySettings, Recording, play
+from tsqp.lab.leak.trace import Trace
+from tsqp.lab.leak.weakened.reused_pad import ReusedPad
+from tsqp.lab.leak.weakened.ten_pads import LowDimensionalPad
 
 WEAKENED = Path(weakened.__path__[0])
 QKV = ("q_proj", "k_proj", "v_proj")

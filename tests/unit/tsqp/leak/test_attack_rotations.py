@@ -9,25 +9,25 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tee_side.masks.feature_rotation import FeatureRotation
-from tee_side.policy import Policy, load_policy
+from tee_side.policy.placement import Policy, load_policy
 from tests.support import make_model, token_ids
 from tsqp.cli.program import model_directory
-from tsqp.leak.attack import Attack, View, Work
-from tsqp.leak.attacks import rotations
-from tsqp.leak.attacks.rotations import (
+from tsqp.lab.leak.attack import Attack, View, Work
+from tsqp.lab.leak.attacks import rotations
+from tsqp.lab.leak.attacks.rotations import (
     GramDictionary,
     ModuleNorms,
     NormDictionary,
     Products,
     follow,
 )
-from tsqp.leak.attacks.static_cloak import Weights
-from tsqp.leak.model import Score
-from tsqp.leak.play import PlaySettings, Recording, play
-from tsqp.leak.public import PublicModel
-from tsqp.leak.score import score
-from tsqp.leak.trace import Where
+from tsqp.lab.leak.attacks.static_cloak import Weights
+from tsqp.lab.leak.model import Score
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import PlaySettings, Recording, play
+from tsqp.lab.leak.score import score
+from tsqp.lab.leak.trace import Where
+from tsqp.lab.research.feature_rotation import FeatureRotation
 
 DEMO = model_directory("demo")
 

@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.masks.feature_rotation import FeatureRotation
-from tee_side.masks.mask import FeatureMask
-from tee_side.policy import Policy, load_policy
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.masks.mask import FeatureMask
 from tests.support import make_model, token_ids
 from tsqp.cli.program import model_directory
-from tsqp.leak.attack import Attack, View, Work
-from tsqp.leak.attacks.static_cloak import (
+from tsqp.lab.leak.attack import Attack, View, Work
+from tsqp.lab.leak.attacks.static_cloak import (
     CloakedPermutation,
     CloakedRotation,
     Weights,
     directions,
     places,
 )
-from tsqp.leak.model import Score
-from tsqp.leak.play import PlaySettings, Recording, play
-from tsqp.leak.public import PublicModel
-from tsqp.leak.score import score
+from tsqp.lab.leak.model import Score
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import PlaySettings, Recording, play
+from tsqp.lab.leak.score import score
+from tsqp.lab.research.feature_rotation import FeatureRotation
 
 
 @pytest.fixture(scope="module")

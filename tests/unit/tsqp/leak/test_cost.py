@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from tsqp.leak.cost import cost_in, read_report
+from tsqp.lab.leak.cost import cost_in, read_report
 
 RECORDED = Path(__file__).parents[4] / "benchmarks" / "results" / "bench_null_tcp.json"
 

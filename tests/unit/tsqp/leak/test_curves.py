@@ -12,10 +12,9 @@ import torch
 
 from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig
-from tee_side.masks.feature_rotation import FeatureRotation
-from tee_side.policy import Policy, builtin_policies, load_policy
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tests.unit.tsqp.leak.leaks import Models, tiny
-from tsqp.leak.curves import (
+from tsqp.lab.leak.curves import (
     Harm,
     curve,
     harm,
@@ -26,8 +25,9 @@ from tsqp.leak.curves import (
     strength,
     with_sigma,
 )
-from tsqp.leak.model import AttackRun, Control, Point, Rate, Score
-from tsqp.leak.play import PlaySettings, logits_of
+from tsqp.lab.leak.model import AttackRun, Control, Point, Rate, Score
+from tsqp.lab.leak.record_session import PlaySettings, logits_of
+from tsqp.lab.research.feature_rotation import FeatureRotation
 
 CONFIG: Any = SimpleNamespace(hidden_size=48)
 HARM = Harm(perplexity=12.5, output_error=0.25)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.policy import Policy, load_policy
+from tee_side.policy.placement import Policy, load_policy
 from tests.support import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import (
     embedding,
@@ -22,12 +22,12 @@ from tests.unit.tsqp.leak.leaks import (
     truth_of,
     view_of,
 )
-from tsqp.leak.attack import TOP, Work
-from tsqp.leak.attacks.direct import Logits, NearestEmbedding, TokenIds
-from tsqp.leak.matching import FIRST
-from tsqp.leak.play import PlaySettings, play
-from tsqp.leak.public import PublicModel
-from tsqp.leak.trace import Trace
+from tsqp.lab.leak.attack import TOP, Work
+from tsqp.lab.leak.attacks.direct import Logits, NearestEmbedding, TokenIds
+from tsqp.lab.leak.matching import FIRST
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import PlaySettings, play
+from tsqp.lab.leak.trace import Trace
 
 IDS = token_ids(9)
 PROMPT = 6

@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tsqp.leak.html import render_html
-from tsqp.leak.words import verdict
+from tsqp.lab.leak.html import render_html
+from tsqp.lab.leak.words import verdict
 
 from ..bench.test_html import Page
 from .reports import piece, policy, reconstruction, report, run, sample, score, shielded, unjudged
@@ -59,6 +59,11 @@ def test_pictures_are_svg_with_words_for_those_who_do_not_see_them(complete: str
         assert picture["alt"]
 
 
+def test_what_was_read_comes_first(complete: str) -> None:
+    assert complete.index("<h2>What was read</h2>") < complete.index("<h2>Summary</h2>")
+    assert complete.count("<h2>What was read</h2>") == 1
+
+
 def test_everything_found_is_there(complete: str) -> None:
     made = sample()
     text = Page(complete).text
@@ -72,7 +77,7 @@ def test_everything_found_is_there(complete: str) -> None:
         "float-noise: recovery against sigma",
         "(48 tokens of the prompt never left the TEE)",
         "stip: every attack and place",
-        "two-server: controls and work",
+        "two-server (service): controls and work",
         "Attacks that find nothing to do",
         "integers under a pad",
         "97.7% of 512",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tsqp.leak.interval import LUCK, by_luck, needed, wilson
+from tsqp.lab.leak.interval import LUCK, by_luck, needed, wilson
 
 
 @pytest.mark.parametrize(

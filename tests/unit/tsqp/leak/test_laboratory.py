@@ -10,8 +10,8 @@ import pytest
 
 from protocol.errors import ModelError, PolicyError, SettingsError
 from protocol.model.config import read_config
-from tee_side.policy import load_policy
-from tee_side.vocabulary import Operator
+from tee_side.policy.placement import load_policy
+from tee_side.words import Operator
 from tests.support import SavedModel
 from tests.unit.tsqp.leak.leaks import Models, policy_of
 from tests.unit.tsqp.leak.runs import (
@@ -21,13 +21,13 @@ from tests.unit.tsqp.leak.runs import (
     run,
     settings_of,
 )
-from tsqp.leak.attacks.direct import NearestEmbedding
-from tsqp.leak.attacks.vocabulary import PlainMatching
-from tsqp.leak.interval import needed
-from tsqp.leak.laboratory import Laboratory, agreement
-from tsqp.leak.model import Report
-from tsqp.leak.settings import Watch
-from tsqp.leak.station import Station
+from tsqp.lab.leak.attack_runner import Station
+from tsqp.lab.leak.attacks.direct import NearestEmbedding
+from tsqp.lab.leak.attacks.vocabulary import PlainMatching
+from tsqp.lab.leak.interval import needed
+from tsqp.lab.leak.laboratory import Laboratory, agreement
+from tsqp.lab.leak.model import Report
+from tsqp.lab.leak.settings import Watch
 
 
 def test_the_report_says_what_was_attacked(model: SavedModel, tmp_path: Path) -> None:
@@ -182,7 +182,10 @@ def test_a_policy_or_a_model_that_does_not_fit_is_refused(
             "name": "deep",
             "operators": {
                 **dict.fromkeys(policy.operators, "tee"),
-                "qkv_proj": [{"place": "gpu", "layers": "0-7"}, {"place": "tee", "layers": "8-"}],
+                "qkv_proj": [
+                    {"place": "gpu", "layers": "0-7", "mask": "none", "verify": "none"},
+                    {"place": "tee", "layers": "8-"},
+                ],
             },
         }
     )

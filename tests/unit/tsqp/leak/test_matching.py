@@ -22,10 +22,10 @@ from tests.unit.tsqp.leak.leaks import (
     truth_of,
     view_of,
 )
-from tsqp.leak import matching
-from tsqp.leak.attack import TOP, Reading, Work
-from tsqp.leak.attacks.vocabulary import PlainMatching
-from tsqp.leak.matching import (
+from tsqp.lab.leak import matching
+from tsqp.lab.leak.attack import TOP, Reading, Work
+from tsqp.lab.leak.attacks.vocabulary import PlainMatching
+from tsqp.lab.leak.matching import (
     FIRST,
     FeatureMatcher,
     Matcher,
@@ -40,9 +40,9 @@ from tsqp.leak.matching import (
     place_name,
     search,
 )
-from tsqp.leak.public import PublicModel
-from tsqp.leak.score import score
-from tsqp.leak.trace import Trace, Where
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.score import score
+from tsqp.lab.leak.trace import Trace, Where
 
 DEEP: Where = (1, "gate_up_proj")
 IDS = token_ids(20)

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.unit.tsqp.leak.reports import N, policy, run, sample, score
-from tsqp.leak.interval import wilson
-from tsqp.leak.model import Point, Rate, Report, Score
+from tsqp.lab.leak.interval import wilson
+from tsqp.lab.leak.model import Point, Rate, Report, Score
 
 
 def test_a_report_can_be_read_again() -> None:

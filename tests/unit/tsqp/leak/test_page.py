@@ -10,8 +10,9 @@ import pytest
 
 from protocol.errors import SettingsError
 from tests.unit.tsqp.leak.reports import sample
-from tsqp.leak.page import BEGIN, END, PICTURES_OF, main, write_page
-from tsqp.leak.words import count_words, judged, rate_words, verdict
+from tsqp.lab.leak.cost import read_recorded
+from tsqp.lab.leak.page import BEGIN, END, PICTURES_OF, at_another_shape, main, write_page
+from tsqp.lab.leak.words import count_words, judged, rate_words, verdict
 
 DEMO, SHAPE = PICTURES_OF, "shape"
 
@@ -33,7 +34,7 @@ def test_what_was_measured_stands_between_the_markers(page: Path) -> None:
     assert "old demo" not in text
     assert "old shape" in text
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    assert [row[0].strip("| `") for row in rows] == [one.policy for one in report.policies]
+    assert [row[0].strip("| `") for row in rows] == [one.title for one in report.policies]
     for row, policy in zip(rows, report.policies, strict=True):
         assert row[-1].removesuffix(" |") == verdict(policy)
         # No rate without its n.
@@ -53,6 +54,23 @@ def test_writing_twice_changes_nothing(page: Path) -> None:
     for name, content in first.items():
         if name.endswith(".svg"):
             ET.fromstring(content)
+
+
+def test_the_cost_may_be_that_of_a_shape_where_offloading_pays(page: Path, tmp_path: Path) -> None:
+    costs = Path(__file__).parents[4] / "benchmarks" / "results" / "bench_null_unix.json"
+    report, cost_of, read_of = at_another_shape(sample(), read_recorded(costs))
+    overheads = {
+        one.policy: one.cost.overhead_ms for one in report.policies if one.cost is not None
+    }
+    # That is the point: what the TEE sends away costs less than what it computes alone.
+    assert overheads["shielded"] < overheads["tee-only"]
+    assert (cost_of, read_of) == ("llama-3.2-1b, service answers at once", sample().setup.model)
+    path = tmp_path / "leakage.json"
+    path.write_text(sample().model_dump_json(), encoding="utf-8")
+    main([str(path), str(page), DEMO, str(costs)])
+    drawn = page.with_name("leakage").joinpath("cost.svg").read_text(encoding="utf-8")
+    assert f"<!-- overhead of a decoded token, ms ({cost_of}) -->" in drawn
+    assert "cost of llama-3.2-1b's shape (`make leak`):" in page.read_text(encoding="utf-8")
 
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:

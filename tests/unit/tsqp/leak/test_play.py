@@ -12,15 +12,23 @@ from protocol.errors import CalibrationError, FeatureKeyError, PromptError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.assembly import MaskSettings
-from tee_side.feature_key import FeatureKey
-from tee_side.masks.mask import Masked, RowMask
-from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.randomness import Randomness
-from tee_side.vocabulary import OPERATORS, Operator
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.masks.mask import Masked, RowMask
+from tee_side.protect.randomness import Randomness
+from tee_side.words import OPERATORS, Operator
 from tests.support import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import policy_of
-from tsqp.leak.play import KEY, SERVED, PlaySettings, Recording, added_rows, logits_of, play
-from tsqp.leak.trace import PolicyTrace
+from tsqp.lab.leak.record_session import (
+    KEY,
+    SERVED,
+    PlaySettings,
+    Recording,
+    added_rows,
+    logits_of,
+    play,
+)
+from tsqp.lab.leak.trace import PolicyTrace
+from tsqp.lab.research.feature_key import FeatureKey
 
 PROMPTS = [token_ids(5), token_ids(8, seed=1)]
 POLICIES = {name: load_policy(name) for name in builtin_policies()}
@@ -271,17 +279,32 @@ def placed(**operators: Any) -> Policy:
 
 def test_added_rows_are_those_of_each_mask(model: SavedModel) -> None:
     policy = placed(
-        embedding={"place": "gpu", "mask": {"name": "row-permutation", "dummy_rows": 6}},
+        embedding={
+            "place": "gpu",
+            "mask": {"name": "row-permutation", "dummy_rows": 6},
+            "verify": "none",
+        },
         qkv_proj=[
-            {"place": "gpu", "layers": "0", "mask": Chaff(straws=5)},
-            {"place": "gpu", "layers": "1", "phase": "prefill", "mask": "row-mix"},
+            {"place": "gpu", "layers": "0", "mask": Chaff(straws=5), "verify": "none"},
+            {
+                "place": "gpu",
+                "layers": "1",
+                "phase": "prefill",
+                "mask": "row-mix",
+                "verify": "none",
+            },
             {"place": "tee", "layers": "1", "phase": "decode"},
         ],
         down_proj=[
-            {"place": "gpu", "phase": "prefill", "mask": {"name": "row-rotation"}},
-            {"place": "gpu", "phase": "decode"},
+            {
+                "place": "gpu",
+                "phase": "prefill",
+                "mask": {"name": "row-rotation"},
+                "verify": "none",
+            },
+            {"place": "gpu", "phase": "decode", "mask": "none", "verify": "none"},
         ],
-        lm_head={"place": "gpu", "mask": Chaff()},
+        lm_head={"place": "gpu", "mask": Chaff(), "verify": "none"},
     )
     expected: dict[tuple[int | None, Operator, str], int] = {
         (None, "embedding", "prefill"): 6,
@@ -300,7 +323,7 @@ def test_added_rows_are_those_of_each_mask(model: SavedModel) -> None:
     assert {(*where, phase): rows for (where, phase), rows in found.items()} == expected
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].needs_service])
+@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].services])
 def test_a_trace_is_told_what_was_added(model: SavedModel, tmp_path: Path, name: str) -> None:
     """To each request that is counted, and to nothing that the policy does not send."""
     recording = played(model, name, tmp_path)
@@ -321,8 +344,10 @@ def test_a_mask_of_ones_own_may_add_rows_in_one_phase(
     model: SavedModel, tmp_path: Path, phase: str
 ) -> None:
     other = "decode" if phase == "prefill" else "prefill"
-    masked = {"place": "gpu", "phase": phase, "mask": Chaff(straws=4)}
-    policy = placed(qkv_proj=[masked, {"place": "gpu", "phase": other}])
+    masked = {"place": "gpu", "phase": phase, "mask": Chaff(straws=4), "verify": "none"}
+    policy = placed(
+        qkv_proj=[masked, {"place": "gpu", "phase": other, "mask": "none", "verify": "none"}]
+    )
     for session, prompt in zip(played(model, policy, tmp_path).sessions, PROMPTS, strict=True):
         assert [step.tokens for step in session.traces[0].steps] == [len(prompt), 1, 1, 1]
         assert session.truth.sent == (*session.truth.prompt, *session.truth.answer[:-1])

@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tsqp.bench.plot_style import Plot
-from tsqp.leak.plots import _arranged, cost_against_leakage, curve, plots
+from tsqp.lab.bench.plot_style import Plot
+from tsqp.lab.leak.plots import _arranged, cost_against_leakage, curve, plots
 
 from .reports import curve as noise
 from .reports import (

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import PromptError
-from tee_side.tokenizer import Tokenizer
+from tee_side.engine.tokenizer import Tokenizer
 from tsqp.calibrate import default_text
 from tsqp.cli.program import model_directory
-from tsqp.leak.prompts import cut_prompts, random_prompts, text_of
+from tsqp.lab.leak.prompts import cut_prompts, random_prompts, text_of
 
 DEMO = model_directory("demo")
 BOS = "<|begin_of_text|>"

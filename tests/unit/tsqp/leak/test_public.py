@@ -18,9 +18,9 @@ from protocol.errors import CalibrationError
 from tests.support import ARCHITECTURES, SavedModel, make_model, token_ids
 from tests.unit.tsqp.leak.leaks import Models
 from tsqp.cli.program import model_directory
-from tsqp.leak import public as public_module
-from tsqp.leak.public import Prefix, PublicModel, States
-from tsqp.leak.trace import Where
+from tsqp.lab.leak import public as public_module
+from tsqp.lab.leak.public import Prefix, PublicModel, States
+from tsqp.lab.leak.trace import Where
 
 # A window that is shorter than the text; layers of both kinds; biases everywhere.
 KINDS: dict[str, dict[str, Any]] = {

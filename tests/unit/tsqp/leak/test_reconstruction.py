@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from tsqp.leak.model import Reconstruction
-from tsqp.leak.reconstruction import (
+from tsqp.lab.leak.model import Reconstruction
+from tsqp.lab.leak.reconstruction import (
     Panel,
     as_text,
     outcome,

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from gpu_side.encoding import encode_reply
 from gpu_side.weights import load_weights
-from protocol.encoding import decode_reply, encode_reply, encode_request
+from protocol.encoding import decode_reply, encode_request
 from protocol.errors import ErrorCode, MaskError, ServiceError
 from protocol.messages import (
     EmbeddingRequest,
@@ -22,8 +23,8 @@ from protocol.messages import (
 from protocol.model.weights import CPU
 from protocol.tensors import from_torch, to_torch
 from tests.support import SavedModel, token_ids
-from tsqp.leak.recording import RecordingChannel
-from tsqp.leak.trace import Trace
+from tsqp.lab.leak.recording import RecordingChannel
+from tsqp.lab.leak.trace import Trace
 
 ROWS = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
 LINEAR = LinearRequest(layer_idx=1, module_names=("o_proj",), hidden_states=from_torch(ROWS))

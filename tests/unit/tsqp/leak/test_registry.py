@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-import tsqp.leak
-from tee_side.plugins import PluginError
-from tee_side.policy import load_policy
-from tsqp.leak.attack import Attack, AttackError
-from tsqp.leak.attacks import direct, vocabulary
-from tsqp.leak.attacks.direct import Logits
-from tsqp.leak.registry import ATTACKS, find_attacks
+import tsqp.lab.leak
+from tee_side.plugins import PluginError, classes_in
+from tee_side.policy.placement import load_policy
+from tsqp.lab.leak.attack import Attack, AttackError
+from tsqp.lab.leak.attacks import direct, vocabulary
+from tsqp.lab.leak.attacks.direct import Logits
+from tsqp.lab.leak.registry import ATTACKS, find_attacks
 
 ONE = """
-from tsqp.leak.attack import Attack, Reading
+from tsqp.lab.leak.attack import Attack, Reading
 
 class Family(Attack):
     reads = "something"
@@ -50,7 +50,7 @@ SAID = {
 def mine(path: Path, **changed: str) -> str:
     """Write an attack that says some things, and return the file's path."""
     lines = [f"    {name} = {value}" for name, value in {**SAID, **changed}.items() if value]
-    text = ["from tsqp.leak.attack import Attack", "class Mine(Attack):", *lines]
+    text = ["from tsqp.lab.leak.attack import Attack", "class Mine(Attack):", *lines]
     (path / "mine.py").write_text("\n".join(text), encoding="utf-8")
     return str(path / "mine.py")
 
@@ -60,13 +60,13 @@ def mine(path: Path, **changed: str) -> str:
 
 def test_there_are_attacks_of_every_module() -> None:
     modules = {attack.__module__.rpartition(".")[2] for attack in ATTACKS.builtin.values()}
-    folder = Path(inspect.getfile(tsqp.leak)).parent / "attacks"
+    folder = Path(inspect.getfile(tsqp.lab.leak)).parent / "attacks"
     assert modules == {path.stem for path in folder.glob("*.py")} - {"__init__"}
 
 
 def test_names_are_unique_and_no_attack_is_lost() -> None:
     """Of two of one name a table would hold the last."""
-    folder = Path(inspect.getfile(tsqp.leak)).parent / "attacks"
+    folder = Path(inspect.getfile(tsqp.lab.leak)).parent / "attacks"
     written = sum(
         line.startswith("    name: ClassVar[str] = ")
         for path in folder.glob("*.py")
@@ -90,23 +90,23 @@ def test_a_builtin_attack_is_found_by_its_own_name(name: str) -> None:
 def test_a_builtin_attack_has_controls_that_load(name: str) -> None:
     """Something crosses under them, as floats or integers as they say."""
     attack = ATTACKS.builtin[name]
-    here = Path(inspect.getfile(tsqp.leak)).parent
+    here = Path(inspect.getfile(tsqp.lab.leak)).parent
     for control in filter(None, (attack.control, attack.integer_control)):
         by_path = control.endswith((".toml", ".py"))
         policy = load_policy(str(here / control) if by_path else control)
-        assert policy.needs_service
+        assert policy.services
         if control == attack.integer_control:
             assert policy.arithmetic == "int8"
 
 
 def test_a_modules_attacks_are_its_own_in_the_order_of_its_text() -> None:
     """Without families, and without what it imports."""
-    assert [one.name for one in ATTACKS.in_module(direct)] == [
+    assert [one.name for one in classes_in(direct, Attack)] == [
         "token-ids",
         "logits",
         "nearest-embedding",
     ]
-    assert [one.name for one in ATTACKS.in_module(vocabulary)] == [
+    assert [one.name for one in classes_in(vocabulary, Attack)] == [
         "vocabulary",
         "vocabulary-rows",
         "vocabulary-features",
@@ -129,7 +129,7 @@ def test_a_file_brings_one_attack_or_several(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "from tsqp.leak.attacks.direct import Logits\n", ONE.partition("class One")[0]]
+    "text", ["", "from tsqp.lab.leak.attacks.direct import Logits\n", ONE.partition("class One")[0]]
 )
 def test_a_file_without_an_attack_of_its_own_is_refused(tmp_path: Path, text: str) -> None:
     """One that it imports is none, nor is a family."""

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.masks.row_rotation import RowRotation
-from tee_side.policy import Policy, load_policy
+from tee_side.policy.placement import Policy, load_policy
 from tests.support import token_ids
 from tests.unit.tsqp.leak.leaks import (
     Models,
@@ -20,12 +19,13 @@ from tests.unit.tsqp.leak.leaks import (
     truth_of,
     view_of,
 )
-from tsqp.leak.attack import Work
-from tsqp.leak.attacks.row_space import RowSpace, SubspaceMembership
-from tsqp.leak.matching import FIRST, Observed, Present
-from tsqp.leak.play import PlaySettings, play
-from tsqp.leak.public import PublicModel
-from tsqp.leak.trace import Trace, Where
+from tsqp.lab.leak.attack import Work
+from tsqp.lab.leak.attacks.row_space import RowSpace, SubspaceMembership
+from tsqp.lab.leak.matching import FIRST, Observed, Present
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import PlaySettings, play
+from tsqp.lab.leak.trace import Trace, Where
+from tsqp.lab.research.row_rotation import RowRotation
 
 PROMPT = 8
 HIDDEN = 48

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.tsqp.leak.leaks import truth_of
-from tsqp.leak.attack import AttackError, Reading
-from tsqp.leak.model import Rate, Score
-from tsqp.leak.play import Truth
-from tsqp.leak.score import score, stream
+from tsqp.lab.leak.attack import AttackError, Reading
+from tsqp.lab.leak.model import Rate, Score
+from tsqp.lab.leak.record_session import Truth
+from tsqp.lab.leak.score import score, stream
 
 WHERE = "layer 0 qkv_proj"
 # A prompt of three tokens, and an answer of three, the last of which went through no model.

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tee_side.assembly import MaskSettings
-from tee_side.policy import builtin_policies, load_policy
+from tee_side.policy.placement import builtin_policies, load_policy
 from tests.support import token_ids
 from tests.unit.tsqp.leak.leaks import Models, linear, tiny, truth_of
-from tsqp.leak.model import Rate
-from tsqp.leak.play import PlaySettings, Session, play
-from tsqp.leak.side_information import lengths, read_lengths
-from tsqp.leak.trace import Trace
+from tsqp.lab.leak.model import Rate
+from tsqp.lab.leak.record_session import PlaySettings, Session, play
+from tsqp.lab.leak.side_information import lengths, read_lengths
+from tsqp.lab.leak.trace import Trace
 
-SEND = [name for name in builtin_policies() if load_policy(name).needs_service]
+SEND = [name for name in builtin_policies() if load_policy(name).services]
 
 
 def trace(*rows: int) -> Trace:

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.support import SavedModel
 from tests.unit.tsqp.leak.leaks import Models, policy_of, tiny
 from tests.unit.tsqp.leak.runs import (
@@ -28,15 +28,15 @@ from tests.unit.tsqp.leak.runs import (
     settings_of,
 )
 from tsqp.cli.leak import leak
-from tsqp.leak.attack import Reading, View, Work
-from tsqp.leak.attacks.direct import NearestEmbedding, TokenIds
-from tsqp.leak.attacks.rotations import NormDictionary
-from tsqp.leak.attacks.vocabulary import PlainMatching
-from tsqp.leak.laboratory import Laboratory
-from tsqp.leak.model import Control, Rate
-from tsqp.leak.settings import NOISY_CANDIDATES, Watch
-from tsqp.leak.station import Station
-from tsqp.leak.words import warnings
+from tsqp.lab.leak.attack import Reading, View, Work
+from tsqp.lab.leak.attack_runner import Station
+from tsqp.lab.leak.attacks.direct import NearestEmbedding, TokenIds
+from tsqp.lab.leak.attacks.rotations import NormDictionary
+from tsqp.lab.leak.attacks.vocabulary import PlainMatching
+from tsqp.lab.leak.laboratory import Laboratory
+from tsqp.lab.leak.model import Control, Rate
+from tsqp.lab.leak.settings import NOISY_CANDIDATES, Watch
+from tsqp.lab.leak.words import warnings
 
 
 def test_an_attack_that_reads_nothing_on_its_control_is_no_evidence(
@@ -190,7 +190,7 @@ def test_each_service_is_attacked(saved_model: Models, tmp_path: Path) -> None:
         [NearestEmbedding],
         prompts=tuple(tuple(one % 128 for one in ids) for ids in PROMPTS),
     )
-    shares, clear = report.policies
+    shares, _, _, clear = report.policies
     assert [one.service for one in shares.runs] == [1, 2]
     assert {one.control.policy for one in shares.runs if one.control} == {"quantized-clear"}
     assert all(one.worked for one in shares.runs)

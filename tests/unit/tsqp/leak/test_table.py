@@ -7,9 +7,16 @@ from io import BytesIO, TextIOWrapper
 
 import pytest
 
-from tsqp.leak.model import Control, Rate, Report
-from tsqp.leak.table import attacks_grid, curve_grid, lengths_grid, refusals, show, summary_grid
-from tsqp.leak.words import control_words, interval_words, percent, rate_words, verdict, warnings
+from tsqp.lab.leak.model import Control, Rate, Report
+from tsqp.lab.leak.table import attacks_grid, curve_grid, lengths_grid, refusals, show, summary_grid
+from tsqp.lab.leak.words import (
+    control_words,
+    interval_words,
+    percent,
+    rate_words,
+    verdict,
+    warnings,
+)
 
 from .reports import (
     control,
@@ -193,7 +200,7 @@ def test_costs_that_were_not_measured_are_dashes() -> None:
 
 
 def test_the_service_is_named_where_there_are_several() -> None:
-    assert cells(sample(), "two-server")["where"] == "layer 0 qkv_proj, service 2"
+    assert cells(sample(), "two-server (service)")["where"] == "layer 0 qkv_proj, service 2"
 
 
 def test_lengths_are_visible() -> None:

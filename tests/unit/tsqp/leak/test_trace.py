@@ -20,17 +20,17 @@ from protocol.messages import (
 )
 from protocol.tensors import from_torch
 from tee_side.assembly import MaskSettings
-from tee_side.engine import DEFAULT_STEP_TOKENS
-from tee_side.policy import Policy, builtin_policies, load_policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.words import OPERATORS
 from tests.support import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import Models, embedding, linear, message, policy_of, tiny
-from tsqp.leak.play import PlaySettings, Recording, play
-from tsqp.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
+from tsqp.lab.leak.record_session import PlaySettings, Recording, play
+from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
 
 ROWS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 WORDS = torch.arange(16, dtype=torch.int32).reshape(2, 8)
-SEND = [name for name in builtin_policies() if load_policy(name).needs_service]
+SEND = [name for name in builtin_policies() if load_policy(name).services]
 
 
 def played(
@@ -43,8 +43,8 @@ def played(
 
 def sent(phase: str | None = None, mask: Any = None, **more: Any) -> dict[str, Any]:
     """Return how an operator leaves, in one phase or both."""
-    masked = {} if mask is None else {"mask": mask}
-    return {"place": "gpu", **masked, **more} | ({} if phase is None else {"phase": phase})
+    found = {"place": "gpu", "mask": "none" if mask is None else mask, "verify": "none", **more}
+    return found | ({} if phase is None else {"phase": phase})
 
 
 def stays(phase: str | None = None, **more: Any) -> dict[str, Any]:
@@ -287,7 +287,7 @@ DECODE_MASKED = [sent("prefill"), sent("decode", "row-rotation")]
         (policy_with(qkv_proj=sent(), down_proj=sent(mask=rotation(8))), [5, 1, 1, 1]),
         (
             policy_with(
-                qkv_proj=[sent(mask=rotation(8), layers="0"), sent(layers="1")], o_proj="gpu"
+                qkv_proj=[sent(mask=rotation(8), layers="0"), sent(layers="1")], o_proj=sent()
             ),
             [5, 1, 1, 1],
         ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.support import token_ids
 from tests.unit.tsqp.leak.leaks import (
     Change,
@@ -22,18 +22,18 @@ from tests.unit.tsqp.leak.leaks import (
     truth_of,
     view_of,
 )
-from tsqp.leak.attack import Attack
-from tsqp.leak.attacks.vocabulary import (
+from tsqp.lab.leak.attack import Attack
+from tsqp.lab.leak.attacks.vocabulary import (
     BothMatching,
     FeatureMatching,
     PlainMatching,
     RowMatching,
     Sorted,
 )
-from tsqp.leak.model import Score
-from tsqp.leak.play import PlaySettings, play
-from tsqp.leak.public import PublicModel
-from tsqp.leak.trace import Trace
+from tsqp.lab.leak.model import Score
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.record_session import PlaySettings, play
+from tsqp.lab.leak.trace import Trace
 
 IDS, PROMPT = token_ids(12), 8
 # A token that comes twice, in one step and again behind it.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.unit.tsqp.leak.reports import policy, refused, report, run, score
-from tsqp.leak.model import AttackRun
-from tsqp.leak.words import above
+from tsqp.lab.leak.model import AttackRun
+from tsqp.lab.leak.words import above
 
 
 def reason(*runs: AttackRun, untried: tuple[str, ...] = ()) -> str:

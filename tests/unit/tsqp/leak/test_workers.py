@@ -12,14 +12,14 @@ import pytest
 from pydantic import BaseModel
 
 from protocol.errors import SettingsError
-from tee_side.policy import load_policy
+from tee_side.policy.placement import load_policy
 from tests.support import SavedModel, token_ids
-from tsqp.leak import workers
-from tsqp.leak.laboratory import Laboratory
-from tsqp.leak.model import Rate, Report
-from tsqp.leak.registry import find_attacks
-from tsqp.leak.settings import LeakSettings, Watch
-from tsqp.leak.workers import Job, tasks_of
+from tsqp.lab.leak import workers
+from tsqp.lab.leak.laboratory import Laboratory
+from tsqp.lab.leak.model import Rate, Report
+from tsqp.lab.leak.registry import find_attacks
+from tsqp.lab.leak.settings import LeakSettings, Watch
+from tsqp.lab.leak.workers import Job, tasks_of
 from tsqp.processes import ProcessError, StderrReader, worker
 
 PROMPTS = tuple(tuple(token_ids(6, seed)) for seed in range(3))
@@ -29,7 +29,7 @@ import signal
 import sys
 
 from protocol.errors import ModelError
-from tsqp.leak.attack import Attack
+from tsqp.lab.leak.attack import Attack
 
 
 class Mine(Attack):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_side.plans import LinearWork, Plan
-from protocol.link import Link
-from tsqp.plan.model import Asked, Rpc, Section, Segment
+from gpu_side.tasks import LinearWork, Task
+from tsqp.lab.link import Link
+from tsqp.lab.plan.model import Asked, Rpc, Section, Segment
 
 WORK = LinearWork(1, 2048, 2048, False)
-PLAN = Plan((1, 2048), "bfloat16", WORK, 4096)
+PLAN = Task((1, 2048), "bfloat16", WORK, 4096)
 NO_LINK = Link(None, 0.0)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from gpu_side.kernels import request_us
 from gpu_side.profiles import find_profile
-from protocol.link import Link
-from tsqp.plan.model import Costs, Lane, Section, Step
-from tsqp.plan.predict import Hardware, Trip, Turn, play, predict_decode, predict_prefill
+from tsqp.lab.link import Link
+from tsqp.lab.plan.model import Costs, Lane, Section, Step
+from tsqp.lab.plan.predict import Hardware, Trip, Turn, play, predict_decode, predict_prefill
 
 from .sample_costs import NO_LINK, PLAN, rpc, section
 

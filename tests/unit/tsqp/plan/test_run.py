@@ -11,17 +11,18 @@ from click.testing import CliRunner
 
 from gpu_side.profiles import find_profile
 from protocol.errors import SettingsError, TsqpError
-from protocol.link import Link
-from tee_side.policy import Policy, load_policy
-from tee_side.vocabulary import OPERATORS
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.words import OPERATORS
 from tests.support import SavedModel
-from tsqp.bench.memory_need import tee_need
-from tsqp.bench.shapes import find_shape
+from tests.unit.tee_side.policy_texts import leaves
 from tsqp.cli.main import command
 from tsqp.cli.plan import read_link
-from tsqp.plan import run
-from tsqp.plan.job import as_in_layer
-from tsqp.plan.model import Costs, Lane, Step
+from tsqp.lab.bench.memory_need import tee_need
+from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.link import Link
+from tsqp.lab.plan import run
+from tsqp.lab.plan.job import as_in_layer
+from tsqp.lab.plan.model import Costs, Lane, Step
 
 from .sample_costs import NO_LINK, section
 
@@ -29,26 +30,35 @@ from .sample_costs import NO_LINK, section
 def layered(*qkv: dict[str, str]) -> Policy:
     operators: dict[str, Any] = dict.fromkeys(OPERATORS, "tee")
     return Policy(
-        name="layered", summary="", operators={**operators, "qkv_proj": [*qkv], "o_proj": "gpu"}
+        name="layered",
+        summary="",
+        operators={
+            **operators,
+            "qkv_proj": [*qkv],
+            "o_proj": {"place": "gpu", "mask": "none", "verify": "none"},
+        },
     )
 
 
 def test_a_policy_as_in_one_of_its_layers() -> None:
-    policy = layered({"place": "tee", "layers": "0"}, {"place": "gpu", "layers": "1-"})
+    policy = layered(
+        {"place": "tee", "layers": "0"},
+        {"place": "gpu", "layers": "1-", "mask": "none", "verify": "none"},
+    )
     first, other = as_in_layer(policy, 0), as_in_layer(policy, 5)
     for count in (1, 7):
         first.check(count)
         other.check(count)
-    assert not first.on_gpu("qkv_proj")
+    assert not leaves(first, "qkv_proj")
     assert all(other.at("qkv_proj", layer, "decode").place == "gpu" for layer in range(9))
-    assert first.on_gpu("o_proj")
+    assert leaves(first, "o_proj")
 
 
 def test_layers_of_one_kind_are_measured_once() -> None:
     config = find_shape("tinyllama-1.1b").config()
     policy = layered(
         {"place": "tee", "layers": "0"},
-        {"place": "gpu", "layers": "1-19"},
+        {"place": "gpu", "layers": "1-19", "mask": "none", "verify": "none"},
         {"place": "tee", "layers": "20-"},
     )
     kinds = run._kinds(policy, config)
@@ -131,7 +141,10 @@ def test_bad_input_is_refused_before_any_work(
 
 def test_a_policy_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
     lines = [f'{name} = "tee"' for name in OPERATORS if name != "o_proj"]
-    lines += ['o_proj = [{ place = "gpu", layers = "0-98" }, { place = "tee", layers = "99-" }]']
+    lines += [
+        'o_proj = [{ place = "gpu", layers = "0-98", mask = "none", verify = "none" },'
+        ' { place = "tee", layers = "99-" }]'
+    ]
     path = tmp_path / "deep.toml"
     path.write_text('name = "deep"\nsummary = ""\n[operators]\n' + "\n".join(lines))
     with pytest.raises(TsqpError, match="layers 0-98"):
@@ -139,7 +152,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None
 
 
 def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tsqp.bench.memory_need.available_memory", lambda: 10**8)
+    monkeypatch.setattr("tsqp.lab.bench.memory_need.available_memory", lambda: 10**8)
     with pytest.raises(SettingsError, match="100 MB available"):
         run.Planning(settings(shape="tinyllama-1.1b"), print)
 

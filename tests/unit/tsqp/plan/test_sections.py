@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protocol.errors import TsqpError
-from tsqp.plan.model import Lane
-from tsqp.plan.sections import lanes_of, typical, typical_lanes, with_round_trips
-from tsqp.plan.trace import Marked, Received, StepTrace, Submitted
+from tsqp.lab.plan.model import Lane
+from tsqp.lab.plan.sections import lanes_of, typical, typical_lanes, with_round_trips
+from tsqp.lab.plan.trace import Marked, Received, StepTrace, Submitted
 
 from .sample_costs import PLAN, rpc, section
 

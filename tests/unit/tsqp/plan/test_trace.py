@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 
 from protocol.channel import Exchange, Traffic
 from protocol.messages import Timing
-from tsqp.plan import trace
-from tsqp.plan.trace import Marked, Received, Submitted, Tracer
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from tee_side.model.layers import load_tee_model
+from tests.support import SavedModel
+from tsqp.lab.plan import trace
+from tsqp.lab.plan.trace import Marked, Received, Submitted, Tracer
 
 
 class Channel:
@@ -39,8 +44,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracer() -> Tracer:
-    planner: Any = SimpleNamespace(plan=lambda request: f"plan of {request}")
-    return Tracer(planner)
+    checker: Any = SimpleNamespace(check=lambda request: f"plan of {request}")
+    return Tracer(checker)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +66,20 @@ def test_a_round_trip_is_noted_with_the_services_whole_claim(
     assert channel.traffic is inner.traffic
 
 
-def test_a_layer_begins_with_its_first_norm(clock: None) -> None:
-    kept = tracer()
-    light = trace._MarkingLight(1e-5, kept, 3)
-    h_TD, weight_D = torch.ones(1, 4), torch.ones(4)
+def test_a_layer_begins_with_its_first_norm(saved_model: Callable[..., SavedModel]) -> None:
+    directory, noted = saved_model("llama").directory, []
+    model = load_tee_model(read_config(directory), Checkpoint(directory), torch.float32)
+    marking = trace._marking(model, noted.append)
+    h_TD = torch.randn(1, 48)
+    for layer, plain in zip(marking.layers, model.layers, strict=True):
+        assert torch.equal(layer.input_layernorm(h_TD), plain.input_layernorm(h_TD))
+        layer.post_attention_layernorm(h_TD)
+    assert torch.equal(marking.norm(h_TD), model.norm(h_TD))
+    assert noted == [0, 1, 2, None]
 
-    def norms() -> None:
-        for layer in (0, 0, 1, 1, None):
-            light.rms_norm(layer, h_TD, weight_D)
 
-    events = kept.step(norms).events
-    assert all(isinstance(event, Marked) and event.lane == 3 for event in events)
-    assert [event.layer for event in events if isinstance(event, Marked)] == [0, 1, None]
+def test_what_a_lane_marks_is_an_event_of_it(saved_model: Callable[..., SavedModel]) -> None:
+    kept, tee = tracer(), saved_model("llama").tee("tee-only")
+    lane = kept.lane(3, [], lambda _channels: tee.lanes[0])
+    events = kept.step(lambda: lane.model.norm(torch.randn(1, 48))).events
+    assert [(type(event), event.lane) for event in events] == [(Marked, 3)]

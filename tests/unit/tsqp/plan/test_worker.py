@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tee_side.vocabulary import Place
-from tsqp.bench.model import OperatorCost, Stages
-from tsqp.plan import worker
-from tsqp.plan.model import Lane
+from tee_side.words import Place
+from tsqp.lab.bench.model import OperatorCost, Stages
+from tsqp.lab.plan import worker
+from tsqp.lab.plan.model import Lane
 
 from .sample_costs import rpc, section
 

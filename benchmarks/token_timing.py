@@ -1,0 +1,248 @@
+"""Whether the time between tokens tells an observer of the requests which tokens showed text.
+
+    python -m benchmarks.token_timing [--policy NAME] [--rounds 8] [--json FILE]
+
+A copy of the demo model whose tokenizer shows nothing for every odd token id generates with
+temperature 1, into a terminal. A relay before the service notes when requests come. Two ways to
+show text take turns, in processes of their own: `thread` is tee-runner's own (a printer by the
+clock), `inline` decodes and writes between two tokens, as tee-runner did before.
+
+For each token two times are measured: `gap`, from the last request before it was sampled to the
+first one after, and `step`, from there to the first one of the token after it. `auc`: how often the
+time of a token that showed text is longer than that of one that did not, 0.5 where they are alike
+(Mann-Whitney), with its 95 % interval by DeLong (1988). `later_us`: how much longer, by the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import click
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import rankdata
+
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.policy.placement import load_policy
+from tee_side.runner import Runner, RunnerSettings
+from tsqp.cli.program import model_directory
+from tsqp.cli.running import stream
+from tsqp.cli.status import StatusLine
+from tsqp.processes import start_service
+
+Way = Literal["inline", "thread"]
+Times = npt.NDArray[np.float64]
+WAYS: tuple[Way, ...] = ("inline", "thread")
+TOKENS = 480
+PROMPT = [0, 813, 759, 262, 411]
+# As often as tee-runner's status line was drawn, when it was drawn between tokens.
+_REDRAW_S = 0.1
+
+
+def half_silent(directory: Path) -> None:
+    """Copy the demo model, so that odd token ids are special tokens: their text is empty.
+
+    No token ends a generation, so that all have the same length.
+    """
+    shutil.copytree(model_directory("demo"), directory)
+    for name in ("config.json", "generation_config.json"):
+        if (settings := directory / name).exists():
+            kept = json.loads(settings.read_text(encoding="utf-8")) | {"eos_token_id": None}
+            settings.write_text(json.dumps(kept), encoding="utf-8")
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    known = {one["id"] for one in content["added_tokens"]}
+    content["added_tokens"] += [
+        {"id": token_id, "content": text, "special": True, **flags}
+        for text, token_id in content["model"]["vocab"].items()
+        if token_id % 2 and token_id not in known
+    ]
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+class Relay:
+    """Forwards connections to a service; `requests`: when each client's requests came, in ns."""
+
+    def __init__(self, address: str, service: str) -> None:
+        self._service = service
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(address)
+        self._listener.listen()
+        self.requests: list[list[int]] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            service = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            service.connect(self._service)
+            times: list[int] = []
+            self.requests.append(times)
+            # A request begins where the client speaks after the service has.
+            answered = threading.Event()
+            answered.set()
+            for pair in ((client, service, times), (service, client, None)):
+                threading.Thread(target=self._pump, args=(*pair, answered), daemon=True).start()
+
+    @staticmethod
+    def _pump(
+        source: socket.socket,
+        target: socket.socket,
+        times: list[int] | None,
+        answered: threading.Event,
+    ) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**20):
+                if times is None:
+                    answered.set()
+                elif answered.is_set():
+                    times.append(time.perf_counter_ns())
+                    answered.clear()
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+def generate(way: Way, model: Path, endpoint: str, policy: str, seed: int) -> dict[str, Any]:
+    """Generate into this process's terminal, and return for each token whether it showed text."""
+    settings = RunnerSettings(model, load_policy(policy), (endpoint,), threads=1)
+    with Runner(settings, tokenizer=Tokenizer(model)) as runner:
+        sampling = SamplingSettings(temperature=1.0, seed=seed)
+        generation = runner.generate(PROMPT, max_new_tokens=TOKENS, sampling=sampling)
+        if way == "thread":
+            stream(runner, generation, {"as_json": False, "stats": True})
+        else:
+            text, drawn = generation.text_stream(), 0.0
+            with StatusLine("inline", generation) as status:
+                for sampled in generation.steps():
+                    if text is not None and (shown := text.feed(sampled.token_id)):
+                        click.echo(shown, nl=False)
+                    if (now := time.perf_counter()) - drawn > _REDRAW_S:
+                        status.draw()
+                        drawn = now
+        decoder = runner.tokenizer.streamer()
+        return {"showed": [decoder.feed(token_id) != "" for token_id in generation.token_ids]}
+
+
+def measure(
+    way: Way, relay: Relay, arguments: list[str], result: Path
+) -> tuple[list[bool], list[int]]:
+    """Run one generation in a process of its own; return what showed text, and request times."""
+    before = len(relay.requests)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "benchmarks.token_timing", "--as", way, "--json", str(result)]
+    with subprocess.Popen(
+        [*command, *arguments], stdin=theirs, stdout=theirs, stderr=theirs
+    ) as run:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # how Linux says that the other end is closed
+            while data := os.read(ours, 2**16):
+                said = (said + data)[-2000:]
+    os.close(ours)
+    if run.returncode:
+        raise RuntimeError(said.decode(errors="replace"))
+    times = max(relay.requests[before:], key=len)
+    return json.loads(result.read_text())["showed"], times
+
+
+def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[bool, float]]]:
+    """Return for each token but the first and last few whether it showed text, and its times."""
+    each = (len(requests) - 1) // len(showed)
+    if each * len(showed) + 1 != len(requests):  # one for Init
+        raise RuntimeError(f"{len(requests)} requests of {len(showed)} tokens")
+    first, last = requests[1::each], requests[each::each]
+    found: dict[str, list[tuple[bool, float]]] = {"gap": [], "step": []}
+    for n in range(8, len(showed) - 2):
+        found["gap"].append((showed[n], (first[n + 1] - last[n]) / 1e3))
+        found["step"].append((showed[n], (first[n + 2] - first[n + 1]) / 1e3))
+    return found
+
+
+def auc(printed: Times, silent: Times) -> tuple[float, float, float]:
+    """Return the area under the curve and its 95 % interval (DeLong, DeLong and Clarke-Pearson)."""
+    m, n = len(printed), len(silent)
+    ranks = rankdata(np.concatenate([printed, silent]))
+    over_silent = (ranks[:m] - rankdata(printed)) / n
+    under_printed = 1 - (ranks[m:] - rankdata(silent)) / m
+    area = float(over_silent.mean())
+    error = float(np.sqrt(over_silent.var(ddof=1) / m + under_printed.var(ddof=1) / n))
+    return area, area - 1.96 * error, area + 1.96 * error
+
+
+def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[float]]:
+    """Compare the times of tokens that showed text with those of tokens that did not."""
+    printed = np.array([us for showed, us in found if showed])
+    silent = np.array([us for showed, us in found if not showed])
+    area, low, high = auc(printed, silent)
+    return {
+        "printed": len(printed),
+        "silent": len(silent),
+        "auc": round(area, 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "later_us": round(float(np.median(printed) - np.median(silent)), 1),
+        "median_us": round(float(np.median([us for _, us in found])), 1),
+    }
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--policy", default="attention-in-tee")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    for hidden in ("--as", "--model", "--endpoint"):
+        parser.add_argument(
+            hidden, dest=hidden.strip("-").replace("as", "way"), help=argparse.SUPPRESS
+        )
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.way:
+        found = generate(given.way, Path(given.model), given.endpoint, given.policy, given.seed)
+        given.json.write_text(json.dumps(found))
+        return
+    times: dict[Way, dict[str, list[tuple[bool, float]]]] = {
+        way: {"gap": [], "step": []} for way in WAYS
+    }
+    with tempfile.TemporaryDirectory() as name, ExitStack() as running:
+        folder = Path(name)
+        half_silent(folder / "model")
+        start_service(running, ["demo", "--bind", f"unix://{folder}/service", "--threads", "1"])
+        relay = Relay(f"{folder}/relay", f"{folder}/service")
+        for seed in range(given.rounds):
+            for way in WAYS if seed % 2 else WAYS[::-1]:
+                arguments = ["--model", f"{folder}/model", "--endpoint", f"unix://{folder}/relay"]
+                arguments += ["--policy", given.policy, "--seed", str(seed)]
+                measured = intervals(*measure(way, relay, arguments, folder / "result.json"))
+                for kind, values in measured.items():
+                    times[way][kind] += values
+    report = {
+        way: {kind: summary(values) for kind, values in kinds.items()}
+        for way, kinds in times.items()
+    }
+    text = json.dumps({"policy": given.policy, "rounds": given.rounds, **report}, indent=1)
+    print(text)
+    if given.json:
+        given.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

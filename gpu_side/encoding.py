@@ -1,0 +1,289 @@
+"""A request as it is received, and a reply as it is sent, in both encodings of the schema.
+
+*Framed* (our client): a multipart message whose first frame is a small msgpack map, in which every
+tensor points at a raw frame of its own (`protocol.encoding`). *Inline* (the published schema, any
+REQ socket in any language): one msgpack map `{method, request}` or `{status, response | error}`
+with the tensor bytes inside (`gpu_side.inline`). A message is framed if and only if its map has the
+key `version`.
+
+Decoding a request goes in two stages, so that a request with a bad body still gets an error reply
+under its own id: `open` reads the envelope, `read` the message in it. A forward pass repeats the
+same few hundred headers: what a header was found to say, when it was decoded and checked in full,
+is looked up by its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gpu_side.inline import read_inline, to_inline
+from gpu_side.replies import Kernel
+from protocol.codec import MAX_HEADER_BYTES, MAX_REQUEST_CONTAINERS, pack, unpack
+from protocol.encoding import reply_template
+from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
+from protocol.framed import read_framed
+from protocol.header_numbers import reply_header, split_request
+from protocol.messages import (
+    MAX_TIMEOUT_MS,
+    PROTOCOL_VERSION,
+    REQUEST_TYPES,
+    Request,
+    Response,
+    TensorReply,
+    Timing,
+)
+from protocol.tensors import Buffer, WireTensor
+from protocol.validation import validate
+
+MAX_REQUEST_FRAMES = 4
+# Of a request, received at all: more than it may have, so that a slightly wrong one gets its error
+# reply.
+MAX_FRAMES = 64
+# Headers that are remembered: 126 layers of four operators in four shapes.
+MAX_KNOWN_HEADERS = 4096
+
+
+class Form(Enum):
+    """Which of the two encodings a message came in; the reply goes out in the same."""
+
+    FRAMED = "framed"
+    INLINE = "inline"
+
+
+class EnvelopeError(ProtocolError):
+    """A request whose envelope is wrong, but which says enough to be answered in its own form."""
+
+    def __init__(self, error: ProtocolError, form: Form, request_id: int) -> None:
+        super().__init__(error.where, got=error.got, expected=error.expected, code=error.code)
+        self.form = form
+        self.request_id = request_id
+
+
+class _RequestHeader(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: int
+    request_id: Annotated[int, Field(ge=1, lt=2**63)]
+    timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)]
+    method: str
+    request: dict[str, Any]
+
+
+class KnownTensor(NamedTuple):
+    """A tensor field of a known request: everything about it but the bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    frame: int
+    payload_bytes: int
+
+
+class KnownRequest(NamedTuple):
+    """What a header said when its request was read in full, and what computes the result.
+
+    `validate`: builds the message from its fields, of which `fields` are those without a tensor.
+    """
+
+    method: str
+    body: Mapping[str, Any]
+    validate: Callable[[dict[str, Any]], Request]
+    fields: Mapping[str, Any]
+    tensors: tuple[KnownTensor, ...]
+    kernel: Kernel
+
+
+class OpenedRequest(NamedTuple):
+    """A request's envelope; `timeout_ms` is None in the inline form, which has no deadline.
+
+    `known`: what the header was found to say when it came before, None the first time.
+    """
+
+    form: Form
+    request_id: int
+    timeout_ms: int | None
+    method: str
+    body: Mapping[str, Any]
+    frames: Sequence[Buffer]
+    known: KnownRequest | None = None
+
+
+class RequestReader:
+    """Reads requests of at most `max_bytes`, and finds what computes them.
+
+    `prepare`: checks that a request can be served and returns its kernel; raises ProtocolError. It
+    is called once for all requests with the same header.
+    """
+
+    def __init__(self, max_bytes: int, prepare: Callable[[Request], Kernel]) -> None:
+        self._max_bytes = max_bytes
+        self._prepare = prepare
+        # By the bytes behind the header's numbers.
+        self.known: dict[bytes, KnownRequest] = {}
+
+    def open(self, frames: Sequence[Buffer]) -> OpenedRequest:
+        """Read a request's envelope. Raises as `open_request` does."""
+        if 1 < len(frames) <= MAX_REQUEST_FRAMES and (split := split_request(frames[0])):
+            request_id, timeout_ms, template = split
+            known = self.known.get(template)
+            if known and 0 < request_id < 2**63 and 0 < timeout_ms <= MAX_TIMEOUT_MS:
+                return OpenedRequest(
+                    Form.FRAMED, request_id, timeout_ms, known.method, known.body, frames, known
+                )
+        return open_request(frames, self._max_bytes)
+
+    def read(self, opened: OpenedRequest) -> tuple[Request, Kernel]:
+        """Decode and check the message, and return it with its kernel. Raises ProtocolError."""
+        known, frames = opened.known, opened.frames
+        if known is not None and len(frames) == len(known.tensors) + 1:
+            fields = dict(known.fields)
+            for name, dtype, shape, frame, payload_bytes in known.tensors:
+                if len(frames[frame]) != payload_bytes:
+                    break
+                fields[name] = WireTensor(dtype, shape, frames[frame])
+            else:
+                # The model's own checks each time: they cost less than filling it in by hand.
+                return known.validate(fields), known.kernel
+        request = read_request(opened)
+        kernel = self._prepare(request)
+        if opened.form is Form.FRAMED and (split := split_request(frames[0])):
+            self._remember(split[-1], opened, request, kernel)
+        return request, kernel
+
+    def _remember(
+        self, template: bytes, opened: OpenedRequest, request: Request, kernel: Kernel
+    ) -> None:
+        """Remember a request with tensors: others are not repeated."""
+        tensors = []
+        fields = {name: getattr(request, name) for name in opened.body}
+        for name in opened.body:
+            if isinstance(tensor := fields[name], WireTensor):
+                frame, size = opened.body[name]["frame"], tensor.payload_bytes
+                tensors.append(KnownTensor(name, tensor.dtype, tensor.shape, frame, size))
+                del fields[name]
+        if tensors:
+            if len(self.known) >= MAX_KNOWN_HEADERS:
+                self.known.clear()
+            validate = type(request).__pydantic_validator__.validate_python
+            self.known[template] = KnownRequest(
+                opened.method, opened.body, validate, fields, tuple(tensors), kernel
+            )
+
+
+def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
+    """Read a request's envelope.
+
+    Raises EnvelopeError, or another ProtocolError for what is no message at all.
+    """
+    if not 1 <= len(frames) <= MAX_REQUEST_FRAMES:
+        raise ProtocolError(
+            "request",
+            got=f"{len(frames)} frames",
+            expected=f"1 to {MAX_REQUEST_FRAMES}",
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
+    limit = max_bytes if len(frames) == 1 else MAX_HEADER_BYTES
+    envelope = unpack(
+        frames[0], where="request", max_bytes=limit, max_containers=MAX_REQUEST_CONTAINERS
+    )
+    framed = "version" in envelope
+    try:
+        return (_open_framed if framed else _open_inline)(envelope, frames)
+    except ProtocolError as error:
+        given = envelope.get("request_id")
+        request_id = given if type(given) is int and 0 < given < 2**63 else 0
+        raise EnvelopeError(error, likely_form(frames, envelope), request_id) from None
+
+
+def likely_form(frames: Sequence[Buffer], envelope: Mapping[str, Any] | None = None) -> Form:
+    """Say in which form to answer a request that is wrong: several frames are ours alone."""
+    framed = len(frames) > 1 or (envelope is not None and "version" in envelope)
+    return Form.FRAMED if framed else Form.INLINE
+
+
+def unread(frames: Sequence[Buffer]) -> OpenedRequest:
+    """Return what is known of a request whose envelope cannot be read."""
+    return OpenedRequest(likely_form(frames), 0, None, "", {}, frames)
+
+
+def _open_framed(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRequest:
+    if envelope["version"] != PROTOCOL_VERSION:
+        raise ProtocolError(
+            "request.version",
+            got=describe_untrusted(envelope["version"]),
+            expected=str(PROTOCOL_VERSION),
+            code=ErrorCode.UNSUPPORTED_VERSION,
+        )
+    header = validate(_RequestHeader, envelope, "request")
+    return OpenedRequest(
+        Form.FRAMED,
+        header.request_id,
+        header.timeout_ms,
+        header.method,
+        header.request,
+        frames,
+    )
+
+
+def _open_inline(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRequest:
+    method, body = envelope.get("method"), envelope.get("request")
+    if (
+        set(envelope) != {"method", "request"}
+        or not isinstance(method, str)
+        or not isinstance(body, dict)
+        or len(frames) != 1
+    ):
+        raise ProtocolError(
+            "request",
+            got=f"{len(frames)} frames and a map of {len(envelope)} keys",
+            expected="one frame with method (str) and request (map), or a framed request",
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
+    return OpenedRequest(Form.INLINE, 0, None, method, body, frames)
+
+
+def read_request(opened: OpenedRequest) -> Request:
+    """Decode and check the message in an opened envelope. Raises ProtocolError."""
+    cls = REQUEST_TYPES.get(opened.method)
+    if cls is None:
+        raise ProtocolError(
+            "request.method",
+            got=describe_untrusted(opened.method),
+            expected=f"one of {', '.join(REQUEST_TYPES)}",
+            code=ErrorCode.UNKNOWN_METHOD,
+        )
+    if opened.form is Form.FRAMED:
+        return read_framed(cls, opened.body, opened.frames, opened.method)
+    return read_inline(cls, opened.body, opened.method)
+
+
+def encode_reply(
+    form: Form,
+    request_id: int,
+    method: str,
+    result: Response | ErrorCode,
+    timing: Timing | None = None,
+) -> list[Buffer]:
+    """Encode a good reply, or an error reply that carries nothing but the code."""
+    if form is Form.INLINE:
+        if isinstance(result, ErrorCode):
+            return [pack({"status": "error", "error": result.value})]
+        return [pack({"status": "success", "response": to_inline(result)})]
+    frames: list[Buffer] = [b""]
+    if type(result) is TensorReply:
+        output = result.output
+        frames.append(output.data)
+        template = _tensor_template(method, output.dtype, output.shape)
+    else:
+        template = reply_template(method, result, frames)
+    frames[0] = reply_header(request_id, timing, template)
+    return frames
+
+
+@lru_cache(MAX_KNOWN_HEADERS)
+def _tensor_template(method: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    return reply_template(method, TensorReply(output=WireTensor(dtype, shape, b"")), [b""])

@@ -1,0 +1,70 @@
+"""What the service answers: for each request what computes it.
+
+A request is checked, then computed, in the same way whatever computes it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from gpu_side.kernels import Kernels, NullWeights, TorchKernels
+from gpu_side.queues import QueueLimits
+from gpu_side.replies import Kernel, Result
+from gpu_side.served_model import ServedModel
+from gpu_side.tasks import RequestChecker
+from gpu_side.weights import ServiceWeights
+from protocol.messages import EmbeddingRequest, HealthRequest, InitRequest, Request
+
+
+class RequestHandler:
+    """Answers requests from weights, or from the null device that is there instead of them.
+
+    Stateless between requests. `limits`: what Init says of the queue, which is the loop's. Call it
+    under `torch.inference_mode`, which costs more than some requests do.
+    """
+
+    def __init__(
+        self,
+        weights: ServiceWeights | NullWeights,
+        max_message_bytes: int,
+        limits: QueueLimits | None = None,
+    ) -> None:
+        self._model: ServedModel
+        self._kernels: Kernels
+        if isinstance(weights, NullWeights):
+            self._model, self._kernels = weights.model, weights.kernels
+        else:
+            self._model, self._kernels = weights, TorchKernels(weights)
+        self._checker = RequestChecker(self._model, max_message_bytes)
+        self._max_message_bytes = max_message_bytes
+        self._limits = limits or QueueLimits()
+        self._instance_id = secrets.token_hex(16)
+
+    def prepare(self, request: Request) -> Kernel:
+        """Return what computes all requests that have this one's header.
+
+        Raises ProtocolError where it does not fit; so does the kernel, for token ids. Health is not
+        for us: the loop knows what waits.
+        """
+        if isinstance(request, InitRequest):
+            return self._init
+        if isinstance(request, HealthRequest):
+            raise TypeError("Health is answered by the request loop")
+        kernel = self._kernels.prepare(request, self._checker.check(request))
+        return self._checks_ids(kernel) if isinstance(request, EmbeddingRequest) else kernel
+
+    def apply(self, request: Request) -> Result:
+        """Compute one request. Raises ProtocolError."""
+        return self.prepare(request)(request)
+
+    def _checks_ids(self, kernel: Kernel) -> Kernel:
+        def checked(request: Any) -> Result:
+            self._checker.check_ids(request.input_ids)
+            return kernel(request)
+
+        return checked
+
+    def _init(self, _request: Request) -> Result:
+        reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)
+        return reply, None

@@ -1,0 +1,204 @@
+"""What a service says that it holds: everything about a model directory but the matrices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpu_side.provision import PROVISION_FILE, Provision, read_provision
+from gpu_side.queues import QueueLimits
+from protocol.errors import ModelError, SettingsError, describe
+from protocol.messages import (
+    FUSED_MODULES,
+    Arithmetic,
+    InitConfig,
+    InitReply,
+    LinearOperator,
+    ModuleName,
+    NormWeight,
+    RotaryParams,
+)
+from protocol.model.checkpoint import (
+    FINAL_NORM,
+    Checkpoint,
+    light_tensors,
+    linear_tensors,
+    norm_names,
+)
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.files import is_there
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.rope import rope_frequencies
+from protocol.model.tensor_file import TensorFile
+from protocol.model.weights import load_tensor
+from protocol.tensors import from_torch
+
+BOTH: tuple[Arithmetic, ...] = ("float", "int8")
+
+# Which fused operator a module belongs to.
+OPERATOR_OF: dict[ModuleName, LinearOperator] = {
+    module: operator for operator, modules in FUSED_MODULES.items() for module in modules
+}
+
+# What a null device says of a directory without linear weights, unless a calibration in it says
+# which weights it was made of. It is no digest of anything.
+NO_LINEAR_DIGEST = "0" * 64
+_CALIBRATION_FILE = "calibration.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What Init says, and what decides which requests can be answered.
+
+    `arithmetic`: which linear weights are held. `norms`: float32 on the CPU, under the names of the
+    wire schema, empty where the directory holds weights for somebody's feature mask (`provision`);
+    such a directory has no embedding and no LM head either. `layers`: first and last layer whose
+    weights are held, None: all; the embedding goes with layer 0, the LM head with the last.
+    """
+
+    config: ModelConfig
+    model_digest: str
+    linear_digest: str
+    provision: Provision | None
+    arithmetic: tuple[Arithmetic, ...]
+    norms: dict[str, torch.Tensor]
+    layers: tuple[int, int] | None = None
+
+    @property
+    def held_layers(self) -> range:
+        """Layers whose linear weights are held."""
+        first, last = self.layers or (0, self.config.num_hidden_layers - 1)
+        return range(first, last + 1)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether Embedding can be answered."""
+        return self.provision is None and self.held_layers[0] == 0
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether LMHead can be answered."""
+        return self.provision is None and self.held_layers[-1] == self.config.num_hidden_layers - 1
+
+    def init_reply(
+        self, max_message_bytes: int, limits: QueueLimits, instance_id: str
+    ) -> InitReply:
+        """Return the reply to Init."""
+        config = self.config
+        inv_freq, attention_scaling = rope_frequencies(config)
+        return InitReply(
+            config=InitConfig(
+                num_layers=config.num_hidden_layers,
+                hidden_size=config.hidden_size,
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
+            rotary_emb_params=RotaryParams(
+                inv_freq=from_torch(inv_freq), attention_scaling=attention_scaling
+            ),
+            norm_weights={
+                name: NormWeight(weight=from_torch(norm), eps=config.rms_norm_eps)
+                for name, norm in self.norms.items()
+            },
+            model_digest=self.model_digest,
+            linear_digest=self.linear_digest,
+            max_message_bytes=max_message_bytes,
+            arithmetic=self.arithmetic,
+            provision_id=None if self.provision is None else self.provision.provision_id,
+            instance_id=instance_id,
+            layers=(self.held_layers[0], self.held_layers[-1]),
+            max_queued_requests=limits.requests,
+            max_queued_bytes=limits.bytes,
+        )
+
+
+def read_served_model(
+    directory: Path,
+    arithmetic: Sequence[Arithmetic] = BOTH,
+    *,
+    weights: bool = True,
+    layers: tuple[int, int] | None = None,
+) -> tuple[ServedModel, Checkpoint]:
+    """Check a model directory and read what Init says of it, but no matrix.
+
+    `arithmetic`: which linear weights are wanted; a directory for a feature mask has float ones
+    only. `weights`: whether a model's own directory must have them at all: for a null device the
+    norms, embedding and LM head are enough. `layers`: first and last to hold, None: all; the
+    directory has all of them. Raises ModelError that names file and tensor, and SettingsError for
+    layers that the model has not.
+    """
+    config = read_config(directory)
+    if layers is not None and not 0 <= layers[0] <= layers[1] < config.num_hidden_layers:
+        raise SettingsError(
+            "layers to hold",
+            got=f"{layers[0]}-{layers[1]}",
+            expected=f"a range within 0-{config.num_hidden_layers - 1}, the model's",
+        )
+    provision = read_provision(directory)
+    checkpoint = Checkpoint(directory)
+    linears = linear_tensors(config, FUSED_MODULES)
+    if provision is None:
+        checkpoint.require(light_tensors(config) | (linears if weights else {}))
+    elif "float" not in arithmetic:
+        raise ModelError(
+            f"{directory / PROVISION_FILE}: mask {provision.mask}",
+            got=f"arithmetic {', '.join(arithmetic)}",
+            expected="float: transformed weights have no integers",
+        )
+    else:
+        arithmetic = ("float",)
+        checkpoint.require(linears)
+    checkpoint.refuse_extra(config)
+    linear = linear_digest(config, checkpoint)
+    if linear is not None:
+        checkpoint.require(linears)
+    held = ServedModel(
+        config=config,
+        model_digest=(
+            model_digest(config, checkpoint) if provision is None else provision.provision_id
+        ),
+        linear_digest=linear or _calibrated_digest(directory) or NO_LINEAR_DIGEST,
+        provision=provision,
+        arithmetic=tuple(kind for kind in BOTH if kind in arithmetic),
+        norms=_read_norms(config, checkpoint) if provision is None else {},
+        layers=layers,
+    )
+    return held, checkpoint
+
+
+def _calibrated_digest(directory: Path) -> str | None:
+    """Return the digest of the linear weights that the directory's calibration was made of.
+
+    A runner without linear weights of its own expects the service to have those.
+    """
+    path = directory / _CALIBRATION_FILE
+    if not is_there(path):
+        return None
+    digest = TensorFile(path).metadata.get("linear_digest")
+    if digest is None or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ModelError(
+            f"{path}: linear_digest",
+            got="nothing" if digest is None else describe(digest),
+            expected="64 hexadecimal digits",
+        )
+    return digest
+
+
+def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Read the norms under the names of the wire schema, which knows no q_norm and k_norm."""
+    size = (config.hidden_size,)
+
+    def read(name: str) -> torch.Tensor:
+        return load_tensor(checkpoint, name, size, dtype=torch.float32)
+
+    norms = {"final_norm": read(FINAL_NORM)}
+    for layer in range(config.num_hidden_layers):
+        names = norm_names(config, layer)
+        for short in ("input_layernorm", "post_attention_layernorm"):
+            norms[f"layer_{layer}_{short}"] = read(names[short])
+    return norms

@@ -1,0 +1,220 @@
+"""Checks of requests, and what each asks for: the same for every device, computed or not.
+
+What a request asks for follows from its method, modules, dtypes and shapes, so one check is enough
+for all requests with the same header. Only token ids are looked at each time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from gpu_side.served_model import OPERATOR_OF, ServedModel
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.messages import (
+    FUSED_MODULES,
+    EmbeddingRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    RingLinearRequest,
+)
+from protocol.tensors import FLOAT_DTYPES, ITEMSIZE, WireTensor, to_torch
+
+# Everything but Init.
+Computed: TypeAlias = (
+    EmbeddingRequest | LinearRequest | RingLinearRequest | MatmulRequest | LMHeadRequest
+)
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWork:
+    """A product with a weight; `integer`: in the ring, with int8 weights."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    integer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulWork:
+    """Products [m, k] @ [k, n], `batch` of them."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingWork:
+    """Rows of the embedding."""
+
+    tokens: int
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a checked request asks for.
+
+    `shape` and `dtype` are those of the output; `input_bytes` is the size of all input tensors.
+    """
+
+    shape: Shape
+    dtype: str
+    work: LinearWork | MatmulWork | EmbeddingWork
+    input_bytes: int
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the output on the wire, in bytes."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class RequestChecker:
+    """Says what a request asks for, or refuses it with a ProtocolError."""
+
+    def __init__(self, held: ServedModel, max_message_bytes: int) -> None:
+        self._held = held
+        self._config = held.config
+        self._layers = held.held_layers
+        self._max_message_bytes = max_message_bytes
+
+    def check(self, request: Computed) -> Task:
+        """Check a request. Raises ProtocolError: it does not fit, or what it needs is not held."""
+        match request:
+            case LinearRequest():
+                return self._linear(request, request.hidden_states, integer=False)
+            case RingLinearRequest():
+                return self._linear(request, request.elements, integer=True)
+            case MatmulRequest(a=a, b=b):
+                return self._matmul(a.dtype, a.shape, b.dtype, b.shape)
+            case LMHeadRequest(hidden_states=hidden):
+                return self._lm_head(hidden.dtype, hidden.shape)
+            case EmbeddingRequest(input_ids=ids):
+                return self._embedding(ids.dtype, ids.shape, request.dtype)
+
+    def check_ids(self, tensor: WireTensor) -> None:
+        """Raise ProtocolError for a token id outside the vocabulary."""
+        low, high = (int(bound) for bound in torch.aminmax(to_torch(tensor)))
+        if low < 0 or high >= self._config.vocab_size:
+            # The ids themselves stay out of the message: messages are logged.
+            raise _refuse(
+                "Embedding.input_ids",
+                "an id outside the vocabulary",
+                f"0 to {self._config.vocab_size - 1}",
+            )
+
+    def _linear(
+        self, request: LinearRequest | RingLinearRequest, tensor: WireTensor, *, integer: bool
+    ) -> Task:
+        if ("int8" if integer else "float") not in self._held.arithmetic:
+            raise self._unavailable(request.method, f"{'int8' if integer else 'float'} weights")
+        layers = self._config.num_hidden_layers
+        if request.layer_idx >= layers:
+            where = f"{request.method}.layer_idx"
+            raise _refuse(where, str(request.layer_idx), f"0 to {layers - 1}")
+        if request.layer_idx not in self._layers:
+            raise self._unavailable(request.method, f"layer {request.layer_idx}")
+        names, dtype, method = request.module_names, tensor.dtype, request.method
+        modules = FUSED_MODULES[OPERATOR_OF[names[0]]]
+        if len(names) > 1 and names != modules:
+            together = " or ".join(" ".join(m) for m in FUSED_MODULES.values() if len(m) > 1)
+            raise _refuse(f"{method}.module_names", " ".join(names), f"one module, or {together}")
+        where = f"{method}.{'elements' if integer else 'hidden_states'}"
+        if integer and dtype != "int32":
+            raise _refuse(where, dtype, "int32")
+        if not integer and dtype not in FLOAT_DTYPES:
+            raise _refuse(where, dtype, "a float dtype")
+        sizes = [self._config.module_shape(name) for name in names]
+        in_features, out_features = sizes[0][1], sum(size[0] for size in sizes)
+        return self._product(where, dtype, tensor.shape, in_features, out_features, integer)
+
+    def _lm_head(self, dtype: str, shape: Shape) -> Task:
+        if not self._held.has_lm_head:
+            raise self._unavailable("LMHead", "an LM head")
+        where = "LMHead.hidden_states"
+        if dtype not in FLOAT_DTYPES:
+            raise _refuse(where, dtype, "a float dtype")
+        config = self._config
+        return self._product(where, dtype, shape, config.hidden_size, config.vocab_size, False)
+
+    def _product(
+        self,
+        where: str,
+        dtype: str,
+        shape: Shape,
+        in_features: int,
+        out_features: int,
+        integer: bool,
+    ) -> Task:
+        if shape[-1] != in_features:
+            raise _refuse(where, f"shape {list(shape)}", f"{in_features} on the last axis")
+        rows = math.prod(shape[:-1])
+        self._bound_output(where, rows * out_features, dtype)
+        work = LinearWork(rows, in_features, out_features, integer)
+        size = math.prod(shape) * ITEMSIZE[dtype]
+        return Task((*shape[:-1], out_features), dtype, work, size)
+
+    def _embedding(self, ids_dtype: str, shape: Shape, dtype: str) -> Task:
+        if not self._held.has_embedding:
+            raise self._unavailable("Embedding", "an embedding")
+        if ids_dtype != "int64":
+            raise _refuse("Embedding.input_ids", ids_dtype, "int64")
+        if len(shape) > 2:
+            raise _refuse("Embedding.input_shape", f"{list(shape)}", "[T] or [batch, T]")
+        tokens, hidden_size = math.prod(shape), self._config.hidden_size
+        self._bound_output("Embedding.input_ids", tokens * hidden_size, dtype)
+        work = EmbeddingWork(tokens, hidden_size)
+        return Task((*shape, hidden_size), dtype, work, tokens * ITEMSIZE["int64"])
+
+    def _matmul(self, a_dtype: str, a: Shape, b_dtype: str, b: Shape) -> Task:
+        if a_dtype != b_dtype or a_dtype not in FLOAT_DTYPES:
+            raise _refuse("Matmul.dtype", f"{a_dtype} and {b_dtype}", "one float dtype")
+        where, got = "Matmul.shape", f"{list(a)} @ {list(b)}"
+        if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
+            raise _refuse(where, got, "[..., M, K] @ [..., K, N]")
+        try:
+            leading = tuple(torch.broadcast_shapes(a[:-2], b[:-2]))
+        except RuntimeError:
+            raise _refuse(where, got, "leading dimensions that broadcast") from None
+        M, K, N = *a[-2:], b[-1]
+        batch = math.prod(leading)
+        # torch.matmul writes out operands that broadcast.
+        self._bound_output(where, batch * max(M * N, M * K, K * N), a_dtype)
+        size = (math.prod(a) + math.prod(b)) * ITEMSIZE[a_dtype]
+        return Task((*leading, M, N), a_dtype, MatmulWork(batch, M, K, N), size)
+
+    def _unavailable(self, method: str, needed: str) -> ProtocolError:
+        held = " and ".join(self._held.arithmetic)
+        provision, layers = self._held.provision, ""
+        if self._held.layers is not None:
+            layers = f" of layers {self._layers[0]} to {self._layers[-1]}"
+        mask = "" if provision is None else f", for the mask {provision.mask} alone"
+        return ProtocolError(
+            method,
+            got=f"a request that needs {needed}",
+            expected=f"one that {held} linear weights{layers} can answer{mask}",
+            code=ErrorCode.UNAVAILABLE,
+        )
+
+    def _bound_output(self, where: str, elements: int, dtype: str) -> None:
+        """Refuse a request whose small inputs ask for an output that no reply may hold."""
+        size = elements * ITEMSIZE[dtype]
+        if size > self._max_message_bytes:
+            raise ProtocolError(
+                where,
+                got=f"an output of {size} bytes",
+                expected=f"at most {self._max_message_bytes}",
+                code=ErrorCode.LIMIT_EXCEEDED,
+            )
+
+
+def _refuse(where: str, got: str, expected: str) -> ProtocolError:
+    return ProtocolError(where, got=got, expected=expected, code=ErrorCode.INVALID_FIELD)

@@ -1,0 +1,1 @@
+"""Sequences, steps, sampling, text in and out."""

@@ -1,0 +1,245 @@
+"""A running generation: tokens and text as they come, and everything about it at its end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from protocol.channel import Traffic
+from tee_side.engine.engine import FinishReason, Sampled
+from tee_side.engine.engine import Sequence as EngineSequence
+from tee_side.engine.text_stream import TextStream
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.policy.placement import Policy
+
+
+class Usage(BaseModel):
+    """Token counts."""
+
+    model_config = ConfigDict(frozen=True)
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerationTiming(BaseModel):
+    """`ttft_s`: time to first token. `tpot_s`: mean time per token after it; None with one."""
+
+    model_config = ConfigDict(frozen=True)
+    ttft_s: float
+    tpot_s: float | None
+    total_s: float
+
+
+class RpcTotals(BaseModel):
+    """Round trips of this generation, and bytes of all their frames."""
+
+    model_config = ConfigDict(frozen=True)
+    count: int
+    bytes_sent: int
+    bytes_received: int
+
+
+class PadTotals(BaseModel):
+    """How the pads stand: `available` tokens are left, as `tee-runner pads status` counts.
+
+    Steps that found too few `waited` until more were made, or were computed `in_tee`.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    available: int
+    waited: int
+    in_tee: int
+
+
+class GenerationResult(BaseModel):
+    """What `tee-runner generate --json` prints. `text` is None without a tokenizer."""
+
+    model_config = ConfigDict(frozen=True)
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    usage: Usage
+    timing: GenerationTiming
+    policy: str
+    rpc: RpcTotals
+    pads: PadTotals | None
+
+
+class Host(Protocol):
+    """What a generation needs of the `Runner` that runs it."""
+
+    policy: Policy
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Runner.traffic`."""
+        ...
+
+    @property
+    def pads(self) -> PadTotals | None:
+        """See `Runner.pads`."""
+        ...
+
+    def step(self) -> None:
+        """See `Runner.step`."""
+        ...
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """See `Runner.forget`."""
+        ...
+
+
+class Generation:
+    """A running generation: iterate over it for the text as it comes, then ask for `result`.
+
+    `steps` yields the sampled tokens instead. Either is iterated over once; `close` gives up.
+    """
+
+    def __init__(
+        self,
+        runner: Host,
+        sequence: EngineSequence,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str],
+    ) -> None:
+        self._runner = runner
+        self._sequence = sequence
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._begun = False
+        self._arrived: deque[Sampled] = deque()
+        self._before = runner.traffic
+        self._pads_before = runner.pads
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._started
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the text as it comes. Raises RuntimeError as `steps` does."""
+        shown = self.text_stream()
+        for sampled in self.steps():
+            if shown and (text := shown.feed(sampled.token_id)):
+                yield text
+        if shown and (text := shown.flush()):
+            yield text
+
+    def steps(self) -> Iterator[Sampled]:
+        """Yield every token as it is sampled; only stop strings make it decode text on the way.
+
+        Every token takes the same work from here to the next request, whatever its text is.
+        Raises RuntimeError if it was iterated over or closed before: its sequence is gone.
+        """
+        if self._begun:
+            raise RuntimeError("a generation that was iterated over or closed before")
+        self._begun = True
+        watch = self.text_stream() if self._stop else None
+        try:
+            while self._arrived or not self._sequence.finish_reason:
+                if not self._arrived:
+                    self._runner.step()
+                    continue
+                sampled = self._arrived.popleft()
+                self._last = time.perf_counter()
+                if self._first is None:
+                    self._first = self._last
+                if watch is not None:
+                    watch.feed(sampled.token_id)
+                    if self._sequence.finish_reason and not self._arrived:
+                        watch.flush()
+                    if watch.found:
+                        self._sequence.stop()
+                yield sampled
+                if watch is not None and watch.found:
+                    return
+        finally:
+            self.close()
+
+    def take(self, sampled: Sampled) -> None:
+        """Queue a token; several generations of a runner may be iterated over in turns."""
+        self._arrived.append(sampled)
+
+    def stop(self) -> None:
+        """End after the tokens so far, as a stop string does."""
+        self._sequence.stop()
+
+    def text_stream(self) -> TextStream | None:
+        """Return what turns the tokens of `steps` into text; None without a tokenizer."""
+        return TextStream(self._tokenizer, self._stop) if self._tokenizer else None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids that `steps` has yielded so far."""
+        return self._sequence.token_ids[: self.token_count]
+
+    @property
+    def text(self) -> str | None:
+        """Text of `token_ids`, up to a stop string; None without a tokenizer."""
+        if (stream := self.text_stream()) is None:
+            return None
+        return "".join(map(stream.feed, self.token_ids)) + stream.flush()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether tokens were sampled that nobody has taken yet."""
+        return bool(self._arrived)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens generated so far."""
+        return len(self._sequence.token_ids) - len(self._arrived)
+
+    @property
+    def rpc(self) -> RpcTotals:
+        """Round trips so far."""
+        now = self._runner.traffic
+        return RpcTotals(
+            count=now.round_trips - self._before.round_trips,
+            bytes_sent=now.bytes_sent - self._before.bytes_sent,
+            bytes_received=now.bytes_received - self._before.bytes_received,
+        )
+
+    @property
+    def pads(self) -> PadTotals | None:
+        """How the pads stand, and how often they were out so far."""
+        now, before = self._runner.pads, self._pads_before
+        if now is None or before is None:
+            return None
+        return PadTotals(
+            available=now.available,
+            waited=now.waited - before.waited,
+            in_tee=now.in_tee - before.in_tee,
+        )
+
+    def close(self) -> None:
+        """Give the sequence's place back."""
+        self._begun = True
+        self._runner.forget(self._sequence)
+
+    def result(self) -> GenerationResult:
+        """Return everything about the finished generation; RuntimeError if it has not ended."""
+        sequence = self._sequence
+        if sequence.finish_reason is None:
+            raise RuntimeError("the result of a generation that has not ended")
+        prompt, new = len(sequence.prompt_ids), self.token_count
+        first = self._last if self._first is None else self._first
+        return GenerationResult(
+            prompt_token_ids=list(sequence.prompt_ids),
+            token_ids=self.token_ids,
+            text=self.text,
+            finish_reason=sequence.finish_reason,
+            usage=Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new),
+            timing=GenerationTiming(
+                ttft_s=first - self._started,
+                tpot_s=(self._last - first) / (new - 1) if new > 1 else None,
+                total_s=self._last - self._started,
+            ),
+            policy=self._runner.policy.name,
+            rpc=self.rpc,
+            pads=self.pads,
+        )

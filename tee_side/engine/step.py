@@ -1,0 +1,51 @@
+"""One step of the engine: a flat batch, whole or as micro-batches that overlap.
+
+While a service works for one micro-batch, the TEE works on another. Micro-batches of several
+sequences are independent of each other; those of one long prompt follow each other through the
+layers as a wavefront, each a little behind the one whose keys it looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tee_side.model.batch import Batch
+from tee_side.model.forward import forward, logits
+from tee_side.model.operators import MicroBatchOperators
+from tee_side.remote.overlap import run, run_overlapped
+from tee_side.threads import ONE_THREAD_ELEMENTS, TorchThreads
+from tee_side.words import Phase
+
+# A smaller micro-batch costs hardly less than a larger one, in the TEE and at a service.
+MIN_MICRO_BATCH_ROWS = 4
+
+
+@torch.inference_mode()
+def run_step(batch: Batch, lanes: Sequence[MicroBatchOperators], phase: Phase) -> torch.Tensor:
+    """Run a batch and return the logits [N, V] of its output rows; see `forward` for errors.
+
+    `lanes`: the operators of each micro-batch; one of them is no micro-batch at all. Whether the
+    step fails or not, they keep nothing of it.
+    """
+    rows = batch.token_ids_T.shape[0]
+    parts = max(1, min(len(lanes), rows // MIN_MICRO_BATCH_ROWS))
+    micro_batches = [batch] if parts == 1 else batch.split(parts)
+    for chunk in batch.chunks:
+        chunk.cache.begin_step()
+    model = lanes[0].model
+    large = rows // parts * model.config.hidden_size > ONE_THREAD_ELEMENTS
+    try:
+        with TorchThreads(torch.get_num_threads() if large else 1):
+            h_ND = run_overlapped(
+                [
+                    forward(part, lane.model, lane[phase])
+                    for part, lane in zip(micro_batches, lanes, strict=False)
+                ]
+            )
+            # Once for all of them: wherever it is, the LM head is the largest matrix to read.
+            return run(logits(torch.cat(h_ND), model, lanes[0][phase]))
+    finally:
+        for lane in lanes:
+            lane.end_step()

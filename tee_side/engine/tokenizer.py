@@ -1,0 +1,263 @@
+"""Text to token ids and back, with the `tokenizers` library alone.
+
+Reads `tokenizer.json`, and for chat the template in `chat_template.jinja` or
+`tokenizer_config.json`, which runs in Jinja's immutable sandbox, for a limited time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+
+from protocol.errors import ModelError, PromptError
+from protocol.model.config import MAX_JSON_BYTES, read_json
+from protocol.model.files import limit_structure
+from protocol.model.manifest import Manifest, find_file, read_file
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+# Those of the supported architectures have up to 17 MB.
+MAX_TOKENIZER_BYTES = 24 * 1024 * 1024
+# Of lists and objects, and of what they hold. The library takes fifty bytes for each before it
+# knows what it reads; those of the supported architectures have up to 300,000 and 700,000.
+_MAX_LISTS = 600_000
+_MAX_ITEMS = 2_000_000
+
+# A template that takes a second renders ten thousand messages; the largest context has 4 MB.
+_TEMPLATE_SECONDS = 10.0
+_MAX_TEXT = 16 * 1024 * 1024
+# Of a number that a template computes, in bits; arithmetic on larger ones is one step of Python's
+# that may last for hours.
+_MAX_BITS = 4096
+
+
+class Tokenizer:
+    """The tokenizer of a model directory. Raises ModelError when it is missing or damaged.
+
+    With a manifest, every file must be the one that it names, or ManifestError is raised.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        path = find_file(directory, TOKENIZER_FILE, manifest)
+        if path is None:
+            expected = "one (or a prompt given as token ids)"
+            raise ModelError(str(directory), got=f"no {TOKENIZER_FILE}", expected=expected)
+        content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
+        limit_structure(content, str(path), lists=_MAX_LISTS, items=_MAX_ITEMS)
+        self._path = path
+        with _library_errors(path, quoted=True):
+            self._raw = RawTokenizer.from_buffer(content)
+            # The file may ask for a prompt that is cut off, or filled up to any length. Neither
+            # is for one prompt; the first is silent, and the second can end the process.
+            self._raw.no_truncation()
+            self._raw.no_padding()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with BOS where the model's tokenizer adds one.
+
+        Raises PromptError for text that is not Unicode (a lone surrogate from undecodable bytes),
+        ModelError where the tokenizer fails on it.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            got = "bytes that are not UTF-8"
+            raise PromptError("prompt", got=got, expected="UTF-8 text") from None
+        with _library_errors(self._path, quoted=False):
+            ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens.
+
+        Raises ModelError where the tokenizer fails on them.
+        """
+        with _library_errors(self._path, quoted=False):
+            text: str = self._raw.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def streamer(self) -> Detokenizer:
+        """Return a decoder that is fed one token at a time."""
+        return Detokenizer(self)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of a conversation, ready for the assistant's next turn.
+
+        Raises ModelError if the model has no chat template, a damaged one, or one that does not end
+        in time, PromptError if it refuses the messages.
+        """
+        path, template, special = self._chat_template()
+        values = {"messages": list(messages), "add_generation_prompt": True, **special}
+        where = f"{self._directory}: chat template"
+        try:
+            text = _render(template, values)
+        except _DamagedTemplateError as error:
+            expected = "a chat template without mistakes"
+            raise ModelError(str(path), got=str(error)[:160], expected=expected) from None
+        except _EndlessTemplate as error:
+            expected = "a template that ends, with a prompt"
+            raise ModelError(where, got=str(error), expected=expected) from None
+        except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
+            # Its message may hold the prompt.
+            got = f"{type(error).__name__} (a template's own words are not shown)"
+            expected = "a conversation that the template accepts"
+            raise PromptError(where, got=got, expected=expected) from None
+        return self.encode(text, add_special_tokens=False)
+
+    def _chat_template(self) -> tuple[Path, str, dict[str, Any]]:
+        """Return the file with the template, the template, and the special tokens for it."""
+        path = find_file(self._directory, CONFIG_FILE, self._manifest)
+        config = {} if path is None else read_json(path, self._manifest)
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            # Several named templates, of which "default" is the one for chat.
+            named = [entry for entry in template if isinstance(entry, dict)]
+            template = {e.get("name"): e.get("template") for e in named}.get("default")
+        if own := find_file(self._directory, TEMPLATE_FILE, self._manifest):
+            path, content = own, read_file(own, MAX_JSON_BYTES, self._manifest)
+            try:
+                template = content.decode("utf-8")
+            except UnicodeDecodeError:
+                got = "bytes that are not UTF-8"
+                raise ModelError(str(path), got=got, expected="a template") from None
+        if path is None or not isinstance(template, str):
+            expected = f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)"
+            raise ModelError(str(self._directory), got="no chat template", expected=expected)
+        special = {name: config.get(name) for name in _SPECIAL_TOKENS}
+        texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
+        return path, template, {name: text for name, text in texts.items() if text is not None}
+
+
+class Detokenizer:
+    """Turns tokens into text as they come; a character split over tokens waits for its end.
+
+    The library's own DecodeStream raises where bytes turn out to be no UTF-8.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0  # of the ids before `_read`, those that decoding needs as context
+        self._read = 0
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that this token completes, which may be empty.
+
+        Raises ModelError where the tokenizer fails on it.
+        """
+        self._ids.append(token_id)
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._shown, self._read = self._read, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """Return the unfinished end, because no more tokens come."""
+        text, self._read = self._new_text(), len(self._ids)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._shown : self._read])
+        return self._tokenizer.decode(self._ids[self._shown :])[len(before) :]
+
+
+@contextmanager
+def _library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
+    """Turn what the library raises into a ModelError.
+
+    `quoted`: with its message, which may hold the text that it works on. What it raises is a plain
+    Exception, or, for a panic of its Rust code, one that derives from BaseException alone.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - see above; `from error` would quote it
+        name = type(error).__name__
+        got = f"{name}: {error}"[:160] if quoted else f"{name} on use"
+        expected = "a tokenizer" if quoted else "a tokenizer that takes any text"
+        raise ModelError(str(path), got=got, expected=expected) from None
+
+
+class _EndlessTemplate(BaseException):
+    """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
+
+
+class _DamagedTemplateError(Exception):
+    """A template that is none, whatever the messages are."""
+
+
+def _render(template: str, values: dict[str, Any]) -> str:
+    """Render a template; raise _EndlessTemplate when it goes on for too long.
+
+    Raises _DamagedTemplateError where it cannot be compiled, and whatever running it raises.
+
+    Whatever loops, calls itself or emits nothing executes lines of Python, and each of them looks
+    at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
+    one of 15 ms. One step inside of Python's own C code is not interrupted.
+    """
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def watch(_frame: FrameType, _event: str, _argument: object) -> Any:
+        if time.monotonic() > end:
+            raise _EndlessTemplate(f"no end after {_TEMPLATE_SECONDS:g} s")
+        return watch
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.intercepted_binops = frozenset({"*", "**"})
+    environment.binop_table |= {"*": _times, "**": _power}
+    end = time.monotonic() + _TEMPLATE_SECONDS
+    pieces, size, before = [], 0, sys.gettrace()
+    sys.settrace(watch)
+    try:
+        try:
+            compiled = environment.from_string(template)
+        except Exception as error:  # Python's own errors, too: it compiles to Python
+            raise _DamagedTemplateError(f"{type(error).__name__}: {error}") from error
+        for piece in compiled.generate(values):
+            pieces.append(piece)
+            size += len(piece)
+            if size > _MAX_TEXT:
+                raise _EndlessTemplate(f"more than {_MAX_TEXT} characters")
+    finally:
+        sys.settrace(before)
+    return "".join(pieces)
+
+
+def _times(left: Any, right: Any) -> Any:
+    """Multiply, within limits."""
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, str | list | tuple) and isinstance(other, int):
+            if len(one) * other > _MAX_TEXT:
+                raise OverflowError("a repetition that is too long")
+        elif isinstance(one, int) and one.bit_length() > _MAX_BITS:
+            raise OverflowError("a number that is too large")
+    return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+    """Raise to a power, within limits."""
+    whole = isinstance(left, int) and isinstance(right, int)
+    if whole and left.bit_length() * right > _MAX_BITS:
+        raise OverflowError("a number that is too large")
+    return left**right

@@ -1,0 +1,1 @@
+"""The forward pass, and the operators that it computes in the TEE."""

@@ -1,0 +1,129 @@
+"""Keys and values of one sequence, in one piece of memory as long as the sequence may become.
+
+The kernel gives that memory page by page as it is written (where it overcommits, as Linux does
+unless told otherwise): what a cache may have is counted beforehand, by `tee_side.engine.engine`.
+
+Shape suffixes as in `tee_side.model.forward`: K key/value heads, S context length, C head dim. A
+layer's keys are [K, S, C], so that the part in use is a view that a batched product reads in place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from protocol.errors import LimitError
+from protocol.model.config import ModelConfig
+
+# What is left of the memory at start for everything but KV caches.
+_SHARE_OF_MEMORY = 0.8
+_MEMORY = Path("/proc/meminfo")
+
+
+def kv_shape(config: ModelConfig, capacity: int) -> tuple[int, int, int, int]:
+    """Return the shape of all keys, and of all values, of a sequence: layers, K, S, C."""
+    return (config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim)
+
+
+def kv_bytes(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
+    """Return how many bytes the KV cache of a sequence of `capacity` tokens has."""
+    return 2 * math.prod(kv_shape(config, capacity)) * dtype.itemsize
+
+
+def available_kv_bytes() -> int:
+    """Return 80 % of the memory that is available now; of all of it where nobody says that."""
+    return int(_available_bytes() * _SHARE_OF_MEMORY)
+
+
+def _available_bytes() -> int:
+    try:
+        for line in _MEMORY.read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    except OSError:
+        pass  # no Linux, or no /proc
+    return _machine_bytes()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def mib(size: int) -> str:
+    """Say a number of bytes."""
+    return f"{size / 2**20:.1f} MiB"
+
+
+class KVCache:
+    """KV cache of one sequence.
+
+    `length` tokens are valid in every layer. A step writes behind them, layer by layer, and only
+    `commit` makes them count: a step that fails half-way leaves nothing to undo, and can be run
+    again. Raises LimitError if the machine does not give as much memory; retrying helps where it
+    has as much at all.
+    """
+
+    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
+        shape = kv_shape(config, capacity)
+        self.length = 0
+        self.capacity = capacity
+        self.nbytes = kv_bytes(config, capacity, dtype)
+        # Rows behind `length` that each layer has written in this step.
+        self._written = [0] * config.num_hidden_layers
+        try:
+            keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        except RuntimeError:  # torch has no more specific error for exhausted CPU memory
+            error = LimitError(
+                f"KV memory, which the machine refuses, of {mib(_machine_bytes())} that it has",
+                got=f"a request that needs {mib(self.nbytes)} for {capacity} tokens",
+                expected=f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)",
+            )
+            error.retryable = self.nbytes <= _machine_bytes()
+            raise error from None
+        self._layers = list(zip(keys, values, strict=True))
+
+    def release(self) -> None:
+        """Give the memory back: the sequence has ended, and is asked for its length at most."""
+        self._layers = []
+        self.nbytes = 0
+
+    def begin_step(self) -> None:
+        """Forget what has been written behind `length`, by a step that failed."""
+        self._written = [0] * len(self._written)
+
+    def written(self, layer: int) -> int:
+        """Return how many rows behind `length` a layer has written in this step."""
+        return self._written[layer]
+
+    def append(
+        self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor, *, behind: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one layer's new rows; return all keys and values [K, S, C] up to them.
+
+        `behind`: how many rows of the same step stand between `length` and these. IndexError if
+        they have not been written yet, or if there is no room: both are mistakes of the caller.
+        """
+        start = self.length + behind
+        end = start + k_TKC.shape[0]
+        if end > self.capacity:
+            # torch would drop a single row silently: it broadcasts to an empty slice.
+            raise IndexError(f"KV cache: got {end} tokens, expected at most {self.capacity}")
+        if behind > self._written[layer]:
+            raise IndexError(
+                f"KV cache: got rows behind {behind} others, expected at most"
+                f" {self._written[layer]}, which are there"
+            )
+        self._written[layer] = behind + k_TKC.shape[0]
+        keys, values = self._layers[layer]
+        keys.narrow(1, start, end - start).copy_(k_TKC.transpose(0, 1))
+        values.narrow(1, start, end - start).copy_(v_TKC.transpose(0, 1))
+        return keys.narrow(1, 0, end), values.narrow(1, 0, end)
+
+    def commit(self, tokens: int) -> None:
+        """Count the rows that every layer has written."""
+        self.length += tokens
+        self.begin_step()

@@ -1,0 +1,146 @@
+"""What the forward pass itself holds: sizes, norms and RoPE, all from the TEE's own directory.
+
+A `Layer` has the local operators of one layer, bound to its norms. Nothing of it leaves the TEE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from protocol.model.checkpoint import FINAL_NORM, Checkpoint, light_tensors, norm_names
+from protocol.model.config import ModelConfig
+from protocol.model.weights import load_tensor
+from tee_side.model import local_ops
+from tee_side.model.batch import Chunk
+from tee_side.model.rope import Rope
+from tee_side.observer import Observer, timed
+from tee_side.threads import large_attention, large_tensor
+
+Tensor: TypeAlias = torch.Tensor
+Norm: TypeAlias = Callable[[Tensor], Tensor]
+
+_UNUSED = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """RMSNorm weights of one layer: [D]; `q_norm`, `k_norm`: [C], empty unless `qk_norm`."""
+
+    input_layernorm: Tensor
+    post_attention_layernorm: Tensor
+    q_norm: Tensor = _UNUSED
+    k_norm: Tensor = _UNUSED
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The local operators of one layer, timed where there is an observer.
+
+    `kv_cache`: writes a chunk's keys and values, and returns those of its whole context [K, S, C].
+    Others: see `tee_side.model.local_ops`.
+    """
+
+    index: int
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
+    q_norm: Norm
+    k_norm: Norm
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    kv_cache: Callable[[Chunk, Tensor, Tensor], tuple[Tensor, Tensor]]
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    softmax: Callable[[Tensor, Tensor | None], Tensor]
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
+    residual: Callable[[Tensor, Tensor], Tensor]
+    window: int | None
+
+    @staticmethod
+    def of(index: int, norms: LayerNorms, config: ModelConfig, observer: Observer | None) -> Layer:
+        """Bind the local operators of a layer."""
+        window = config.sliding_windows[index]
+        # Most steps leave all threads but one to others; what is large gets all of them.
+        threads = torch.get_num_threads()
+
+        def norm(weight: Tensor) -> Norm:
+            bound = partial(local_ops.rms_norm, weight=weight, eps=config.rms_norm_eps)
+            return timed(bound, observer, "rms_norm", index)
+
+        def kv_cache(chunk: Chunk, k_TKC: Tensor, v_TKC: Tensor) -> tuple[Tensor, Tensor]:
+            return chunk.cache.append(index, k_TKC, v_TKC, behind=chunk.behind)
+
+        def attention(q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
+            context = k_KSC.shape[1] if window is None else min(k_KSC.shape[1], window)
+            with large_attention(q_THC.numel() * context, threads):
+                return local_ops.attention(q_THC, k_KSC, v_KSC, window)
+
+        def softmax(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
+            with large_tensor(scores.numel(), threads):
+                return local_ops.softmax(scores, causal_mask)
+
+        def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+            with large_tensor(gate_TF.numel(), threads):
+                return local_ops.silu_mul(gate_TF, up_TF)
+
+        return Layer(
+            index,
+            norm(norms.input_layernorm),
+            norm(norms.post_attention_layernorm),
+            norm(norms.q_norm),
+            norm(norms.k_norm),
+            timed(local_ops.apply_rope, observer, "rope", index),
+            timed(kv_cache, observer, "kv_cache", index),
+            timed(attention, observer, "attention", index),
+            timed(softmax, observer, "softmax", index),
+            timed(silu_mul, observer, "silu_mul", index),
+            timed(local_ops.residual, observer, "residual", index),
+            window,
+        )
+
+
+@dataclass(frozen=True)
+class TeeModel:
+    """The part of a model that is needed whatever the placement is.
+
+    `norms`, `final_norm`: the weights; `layers`, `norm`: what the forward pass calls.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    norms: list[LayerNorms]
+    final_norm: Tensor
+    rope: Rope
+    observer: Observer | None = None
+    layers: tuple[Layer, ...] = field(init=False)
+    norm: Norm = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers = tuple(
+            Layer.of(index, norms, self.config, self.observer)
+            for index, norms in enumerate(self.norms)
+        )
+        eps = self.config.rms_norm_eps
+        norm = partial(local_ops.rms_norm, weight=self.final_norm, eps=eps)
+        object.__setattr__(self, "layers", layers)
+        object.__setattr__(self, "norm", timed(norm, self.observer, "rms_norm", None))
+
+    def observed(self, observer: Observer | None) -> TeeModel:
+        """Return the model with an observer that is told of every local operator."""
+        return replace(self, observer=observer)
+
+
+def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> TeeModel:
+    """Read the norms; the checkpoint must have been checked for them. Raises ModelError."""
+    shapes = light_tensors(config)
+
+    def read(name: str) -> Tensor:
+        return load_tensor(checkpoint, name, shapes[name], dtype=dtype)
+
+    norms = [
+        LayerNorms(**{short: read(name) for short, name in norm_names(config, layer).items()})
+        for layer in range(config.num_hidden_layers)
+    ]
+    return TeeModel(config, dtype, norms, read(FINAL_NORM), Rope(config))

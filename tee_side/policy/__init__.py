@@ -1,0 +1,1 @@
+"""Placement policies as data, and what the GPU side learns under each."""

@@ -1,0 +1,398 @@
+"""Placement policies: which operator runs where, in which layers and phases, and masked how.
+
+A policy is data: a small TOML file (the built-in ones are in `tee_side/policy/builtin`), or a
+Python file with a `Policy` named `POLICY`:
+
+    name = "my-policy"
+    summary = "..."
+    arithmetic = "int8"
+
+    [operators]
+    embedding = "tee"
+    o_proj = { place = "gpu", mask = "pad", verify = "freivalds" }
+    qkv_proj = [
+        { phase = "prefill", place = "tee" },
+        { phase = "decode", layers = "0-3", place = "tee" },
+        { phase = "decode", layers = "4-", place = "gpu", mask = "pad", verify = "none" },
+    ]
+    ...
+
+Every operator must be placed, for every layer and phase exactly once. What leaves the TEE states
+its `mask` and its `verify`; "none" is the only way to send something unmasked or unverified.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from protocol.errors import MaskError, PolicyError, describe
+from protocol.messages import Arithmetic
+from tee_side.plugins import PluginError, is_path, load_entry_point, load_object, read_checked
+from tee_side.policy.layer_range import LayerRange
+from tee_side.policy.leakage_summary import leakage_summary
+from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.protect.masks.registry import find_mask
+from tee_side.refusals import did_you_mean, first_problem, refusal
+from tee_side.words import (
+    LAYERLESS,
+    OPERATORS,
+    PHASES,
+    Operator,
+    Phase,
+    Place,
+    Verify,
+    is_linear,
+)
+
+_SUFFIX = ".toml"
+_ENTRY_POINTS = "tsqp.policies"
+_FOLDER = "folder"
+_BUILTIN = files("tee_side.policy") / "builtin"
+
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+# What every placement that leaves the TEE must state, and how.
+_STATED = {
+    "mask": 'the name of a mask, a table with its name and options, or "none" to send the clear',
+    "verify": '"freivalds", or "none" to believe every result',
+}
+
+
+def _layer_range(value: object) -> LayerRange:
+    """Read `3`, "3", "0-3" or "4-". Raises ValueError, which pydantic catches."""
+    if isinstance(value, LayerRange):
+        return value
+    return LayerRange.parse("" if isinstance(value, bool) else str(value))
+
+
+def _mask(value: object, info: ValidationInfo) -> Mask | None:
+    """Read a mask: an instance, a name or path, a table with `name` and its options, or "none"."""
+    if value == "none":
+        return None
+    if isinstance(value, Mask):
+        return value
+    options = dict(value) if isinstance(value, dict) else {"name": value}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        got = "a table without a name" if isinstance(value, dict) else describe(value)
+        raise refusal(got, _STATED["mask"])
+    try:
+        mask = find_mask(name, (info.context or {}).get(_FOLDER))
+        return mask(**options)
+    except ValidationError as error:
+        problem = first_problem(error, mask.model_fields)
+        raise refusal(problem.got, problem.expected, f"{name}: {problem.field}") from None
+    except (MaskError, PluginError) as error:
+        where = "" if error.where == "mask" else error.where
+        raise refusal(error.got, error.expected, where) from None
+
+
+class Placement(BaseModel):
+    """Where an operator runs: in which layers (None: all) and in which phase (None: both).
+
+    With place "gpu", `mask` and `verify` must be given; mask "none" reads as None. `verify`: how
+    results are checked. "freivalds" refuses wrong ones (docs/verification.md), of integers all, of
+    floats those that rounding does not explain; "none" believes them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    place: Place
+    mask: Annotated[SerializeAsAny[Mask] | None, BeforeValidator(_mask)] = None
+    verify: Verify = "none"
+    layers: Annotated[LayerRange | None, BeforeValidator(_layer_range)] = None
+    phase: Phase | None = None
+
+    @model_validator(mode="after")
+    def _states_protection(self) -> Placement:
+        for key, expected in _STATED.items():
+            if self.place == "gpu" and key not in self.model_fields_set:
+                raise refusal("nothing", expected, key)
+        return self
+
+    def covers(self, layer: int, phase: Phase) -> bool:
+        """Say whether this is about a layer in a phase."""
+        return (self.layers is None or layer in self.layers) and self.phase in (None, phase)
+
+    @property
+    def scope(self) -> str:
+        """What this is about, such as `layers 4- decode`; empty if about everything."""
+        layers = f"layers {self.layers}" if self.layers else None
+        return " ".join(filter(None, (layers, self.phase)))
+
+    def __str__(self) -> str:
+        under = f"under {self.mask.name}" if self.mask else ""
+        verified = "verified" if self.verify != "none" else ""
+        return " ".join(filter(None, [self.scope, self.place, under, verified]))
+
+
+def _placements(value: object) -> object:
+    """Read "tee", one table, or a list of tables."""
+    if isinstance(value, str):
+        value = {"place": value}
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+Placements: TypeAlias = Annotated[
+    tuple[Placement, ...], Field(min_length=1), BeforeValidator(_placements)
+]
+
+# Where, got and expected of an error.
+_Conflicts: TypeAlias = Iterator[tuple[str, str, str]]
+
+
+class Policy(BaseModel):
+    """Where each operator runs.
+
+    `one_rpc_per_module`: q, k, v, gate and up each travel alone. `arithmetic`: whether the linear
+    operators and the LM head are computed in floats, or in int8 weights and a ring of integers,
+    wherever they run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # Printed in status lines and reports.
+    name: Annotated[str, Field(pattern=f"^{_NAME}$")]
+    summary: Annotated[str, Field(max_length=200)]
+    one_rpc_per_module: bool = False
+    arithmetic: Arithmetic = "float"
+    operators: dict[Operator, Placements]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validated(cls, given: Any, handler: ModelWrapValidatorHandler[Policy]) -> Policy:
+        """Raise PolicyError, which pydantic lets pass, instead of an error that names a field."""
+        try:
+            policy = handler(given)
+        except ValidationError as error:
+            raise _refused(given, error) from None
+        policy._raise_first(policy._conflicts())
+        return policy
+
+    def _raise_first(self, conflicts: _Conflicts) -> None:
+        for where, got, expected in conflicts:
+            raise PolicyError(f"policy {self.name}: {where}", got=got, expected=expected)
+
+    def _conflicts(self) -> _Conflicts:
+        if missing := [name for name in OPERATORS if name not in self.operators]:
+            yield "operators", f"nothing for {', '.join(missing)}", "every operator placed"
+        for operator in OPERATORS:
+            for placement in self.operators[operator]:
+                where = _joined(operator, placement.scope)
+                for got, expected in self._conflicts_of(operator, placement):
+                    yield where, got, expected
+
+    def _conflicts_of(self, operator: Operator, placed: Placement) -> Iterator[tuple[str, str]]:
+        """Yield what does not go together in a placement, and what would."""
+        mask, in_tee = placed.mask, placed.place == "tee"
+        if placed.layers is not None and operator in LAYERLESS:
+            yield f"layers {placed.layers}", "no layers, as it belongs to none"
+        if placed.verify != "none" and in_tee:
+            got = f'verify = "{placed.verify}" with place = "tee"'
+            yield got, "none: nothing comes back that could be wrong"
+        if mask is not None and in_tee:
+            yield f'mask {mask.name} with place = "tee"', "no mask in the TEE"
+        if mask is not None and placed.verify != "none" and not mask.verifiable:
+            got = f'verify = "{placed.verify}" under {mask.described()}'
+            yield got, "a mask whose results are the plain ones, within its tolerance"
+        if mask is not None and not mask.supports(operator):
+            able = ", ".join(name for name in OPERATORS if mask.supports(name))
+            expected = f"one that works on {operator}; {mask.name} works on {able}"
+            yield f"mask {mask.name}", expected
+        if mask is not None and mask.arithmetic != self.arithmetic and is_linear(operator):
+            needed = f'"{mask.arithmetic}", which mask {mask.name} needs'
+            yield f'arithmetic = "{self.arithmetic}"', needed
+        if self.arithmetic == "int8" and operator == "lm_head" and not in_tee:
+            expected = 'place = "tee", or arithmetic = "float": no service has integers for it'
+            yield 'place = "gpu" with arithmetic = "int8"', expected
+
+    def check(self, num_hidden_layers: int) -> None:
+        """Check the policy against a model's size.
+
+        Raises PolicyError that names policy, operator and layer: a layer beyond the model,
+        one that is placed twice or not at all, or feature masks that cannot go together.
+        """
+        self._raise_first(self._misfits(num_hidden_layers))
+
+    def _misfits(self, num_layers: int) -> _Conflicts:
+        for operator, placement in self.leaving():
+            # Validated when it was made; a copy that pydantic did not validate may say less.
+            for key, expected in _STATED.items():
+                if key not in placement.model_fields_set:
+                    yield _joined(operator, key), "nothing", expected
+        for operator in OPERATORS:
+            for layers in (placement.layers for placement in self.operators[operator]):
+                if layers is not None and (layers.last or layers.first) >= num_layers:
+                    expected = f"layers within 0-{num_layers - 1}, which is what the model has"
+                    yield operator, f"layers {layers}", expected
+            for layer in range(1 if operator in LAYERLESS else num_layers):
+                for phase in PHASES:
+                    found = [p for p in self.operators[operator] if p.covers(layer, phase)]
+                    if len(found) != 1:
+                        where = "" if operator in LAYERLESS else f"layer {layer}"
+                        got = f"{len(found)} placements in {phase}"
+                        got += f" ({'; '.join(map(str, found))})" if found else ""
+                        yield _joined(operator, where), got, "exactly one"
+        # A clear product beside a feature mask: the server has no clear weights then.
+        feature = self.feature_mask
+        for operator, placed in self.leaving() if feature else ():
+            if placed.mask != feature and (is_linear(operator) or operator in LAYERLESS):
+                mask = placed.mask.described() if placed.mask else "no mask"
+                expected = (
+                    "in the TEE, or under the same mask with the same options: a provisioned server"
+                    " holds transformed linear weights and nothing else"
+                )
+                where = _joined(operator, placed.scope)
+                yield where, f"{mask} beside {feature and feature.described()}", expected
+
+    def at(self, operator: Operator, layer: int, phase: Phase) -> Placement:
+        """Return the placement of an operator in a layer (0 where it has none) and a phase."""
+        return next(p for p in self.operators[operator] if p.covers(layer, phase))
+
+    def leaving(self) -> Iterator[tuple[Operator, Placement]]:
+        """Yield what leaves the TEE."""
+        for operator in OPERATORS:
+            for placement in self.operators[operator]:
+                if placement.place == "gpu":
+                    yield operator, placement
+
+    @property
+    def services(self) -> int:
+        """How many services the policy needs: none, one, or two that do not collude."""
+        return max((p.mask.services if p.mask else 1 for _, p in self.leaving()), default=0)
+
+    @property
+    def verified(self) -> bool:
+        """Whether results of something that leaves are checked."""
+        return any(placement.verify != "none" for _, placement in self.leaving())
+
+    @property
+    def splits_phases(self) -> bool:
+        """Whether prefill and decode are placed differently, and so cannot share a step."""
+        return any(p.phase for placements in self.operators.values() for p in placements)
+
+    @property
+    def masks(self) -> list[Mask]:
+        """Every mask in use, once."""
+        found: list[Mask] = []
+        for _, placement in self.leaving():
+            if placement.mask is not None and placement.mask not in found:
+                found.append(placement.mask)
+        return found
+
+    @property
+    def feature_mask(self) -> FeatureMask | None:
+        """The feature mask in use; `check` refuses a second one."""
+        return next((mask for mask in self.masks if isinstance(mask, FeatureMask)), None)
+
+    def leakage_summary(self, *, links_encrypted: bool = True) -> str | None:
+        """Say in one line what the GPU side learns; None if nothing leaves."""
+        return leakage_summary(
+            self.name,
+            [(operator, placement.mask) for operator, placement in self.leaving()],
+            verified=all(placement.verify != "none" for _, placement in self.leaving()),
+            links_encrypted=links_encrypted,
+        )
+
+
+def builtin_policies() -> list[str]:
+    """Return the names of the policies that ship with us."""
+    names = (Path(entry.name) for entry in _BUILTIN.iterdir())
+    return sorted(name.stem for name in names if name.suffix == _SUFFIX)
+
+
+def policy_names() -> list[str]:
+    """Return the names of built-in policies and of those that installed packages bring."""
+    return sorted({*builtin_policies(), *(e.name for e in entry_points(group=_ENTRY_POINTS))})
+
+
+def load_policy(name_or_path: str) -> Policy:
+    """Load a policy by name, or a file by its path (it has a `/`, or ends in `.toml` or `.py`).
+
+    A Python file, or an entry point of the group `tsqp.policies`, is run in the TEE: load only
+    what you trust. No package is imported for a built-in name. Raises PolicyError that names file,
+    policy, operator and field, and PluginError for a Python file or package that does not load.
+    """
+    path = Path(name_or_path)
+    if is_path(name_or_path) or path.suffix == _SUFFIX:
+        if path.suffix == ".py":
+            return _checked(load_object(name_or_path, "POLICY"), name_or_path)
+        try:
+            return _parse(read_checked(path).decode("utf-8"), str(path), path.parent)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "text that is not UTF-8"
+            raise PolicyError(str(path), got=reason, expected="a policy file") from None
+    if name_or_path in builtin_policies():
+        text = (_BUILTIN / f"{name_or_path}{_SUFFIX}").read_text(encoding="utf-8")
+        return _parse(text, name_or_path, None)
+    for entry in entry_points(group=_ENTRY_POINTS, name=name_or_path):
+        return _checked(load_entry_point(entry), f"entry point {entry.value}")
+    expected = f"one of {', '.join(policy_names())}, or a path to a .toml or .py file"
+    raise PolicyError("policy", got=repr(name_or_path), expected=expected)
+
+
+def _checked(found: object, where: str) -> Policy:
+    if isinstance(found, Policy):
+        return found
+    raise PolicyError(where, got=describe(found), expected="a tee_side.policy.placement.Policy")
+
+
+def _parse(text: str, where: str, folder: Path | None) -> Policy:
+    try:
+        return Policy.model_validate(tomllib.loads(text), context={_FOLDER: folder})
+    except PolicyError as error:
+        inner = f"{where}: {error.where}"
+        raise PolicyError(inner, got=error.got, expected=error.expected) from None
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError
+        raise PolicyError(where, got=f"invalid TOML ({error})", expected="a policy") from None
+
+
+def _refused(given: object, error: ValidationError) -> PolicyError:
+    """Say what pydantic refuses, by policy, operator, layers and phase as far as they are known."""
+    problem = first_problem(error, {**Policy.model_fields, **Placement.model_fields})
+    table = given if isinstance(given, dict) else {}
+    name = table.get("name")
+    known = isinstance(name, str) and re.fullmatch(_NAME, name)
+    policy = f"policy {name}" if known else "policy"
+    match problem.path:
+        case ("operators", operator, "[key]"):
+            expected = f"one of {', '.join(OPERATORS)}{did_you_mean(operator, OPERATORS)}"
+            return PolicyError(f"{policy}: operators", got=describe(operator), expected=expected)
+        case ("operators", operator, int(index), *fields):
+            scope = _raw_scope(table["operators"][operator], index, fields)
+            where = _joined(policy, operator, scope, *fields, problem.where)
+        case ("operators", *path) | path:
+            where = _joined(policy, *path, problem.where)
+    return PolicyError(where, got=problem.got, expected=problem.expected)
+
+
+def _raw_scope(placements: Any, index: int, fields: Sequence[str | int]) -> str:
+    """Name one of an operator's placements before it is validated: by what it says, or number."""
+    several = placements if isinstance(placements, list | tuple) else [placements]
+    said = several[index] if isinstance(several[index], dict) else {}
+    layers, phase = (None if key in fields else said.get(key) for key in ("layers", "phase"))
+    scope = [f"layers {layers}"] if isinstance(layers, str | int) else []
+    scope += [phase] if phase in PHASES else []
+    return " ".join(scope) or (f"placement {index + 1}" if len(several) > 1 else "")
+
+
+def _joined(*parts: object) -> str:
+    return ": ".join(str(part) for part in parts if part != "")

@@ -1,0 +1,1 @@
+"""Hides what leaves, and checks what comes back."""

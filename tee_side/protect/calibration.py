@@ -1,0 +1,327 @@
+"""Activation scales for integer arithmetic, fixed before anything runs, and their file.
+
+A *site* is one linear operator of one layer. With int8 weights w (one scale per output column) and
+inputs x = round(input / input_scale), every sum of a product is bounded by Cauchy and Schwarz:
+
+    |x . w_j| <= ||x|| ||w_j|| <= ||x|| max_j ||w_j||        must stay below 2^31
+
+so a row whose norm is at most (2^31 - 1) / max_j ||w_j|| cannot wrap in the ring Z_2^32, whatever
+its direction. Each row is checked for that, and refused otherwise. A scale never depends on a
+request: it would be a side channel, and pads are drawn for rings, not for ranges.
+
+The file holds the weights' scales too, so that a TEE without linear weights can scale results back.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.errors import ActivationRangeError, CalibrationError, ModelError, describe
+from protocol.integer import digits_below
+from protocol.messages import FUSED_MODULES
+from protocol.model.config import ModelConfig
+from protocol.model.files import read_bytes, require_inside
+from protocol.model.manifest import Manifest
+from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
+from tee_side.words import Site
+
+CALIBRATION_FILE = "calibration.safetensors"
+CALIBRATION_VERSION = 1
+
+# Sums must fit a signed 32-bit integer, or they could not be told from what they wrapped to.
+MAX_SUM = 2**31 - 1
+
+# Room above the largest row that calibration saw: a row beyond it would end a generation. On the
+# demo model, rows of its own text are at most 2.4 times as large as those of a text of another
+# kind. Where inputs have no outliers there is far more room than this.
+HEADROOM = 4.0
+
+# What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
+# than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
+_MARGIN = 0.995
+
+# A headroom that is none.
+_SMALLEST = 1e-300
+
+TABLES = ("input_scale", "norm_limit", "max_norm")
+FORMAT = {"format": "tsqp-calibration", "version": str(CALIBRATION_VERSION)}
+_DIGEST = ("[0-9a-f]{64}", "64 hexadecimal digits")
+# Of the file's metadata: a pattern for each, and what it says.
+_METADATA = {name: (value, value) for name, value in FORMAT.items()} | {
+    "model_digest": _DIGEST,
+    "linear_digest": _DIGEST,
+    "tokens": ("[1-9][0-9]{0,17}", "a number"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SiteScales:
+    """The scales of one site.
+
+    `weight_scale`: float32 [N], what one step of column j's int8 weights stands for; `input_scale`:
+    what one step of an input stands for; `norm_limit`: largest Euclidean norm of a row of integer
+    inputs whose sums cannot wrap, (2^31 - 1) / max_j ||w_j||; `digits`: how many base-256 digits
+    hold every element of such a row, whatever the input is.
+    """
+
+    input_scale: float
+    weight_scale: torch.Tensor
+    norm_limit: float
+    digits: int = field(init=False)
+    _factor_N: torch.Tensor = field(init=False, repr=False)
+    _row_limit: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_factor_N", self.weight_scale * self.input_scale)
+        object.__setattr__(self, "_row_limit", self.norm_limit * _MARGIN)
+        object.__setattr__(self, "digits", digits_below(self.norm_limit))
+
+    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Quantise a float input [T, I] to int32 [T, I]: round(x / input_scale), ties to even.
+
+        Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
+        ActivationRangeError for a row whose product could wrap, and for values that are not finite.
+
+        GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
+        """
+        # Whole numbers from here on: a float32 that has been rounded converts exactly.
+        scaled_TI = x_TI.to(torch.float32).div(self.input_scale).round_()
+        if scaled_TI.shape[0] == 1:  # decode: the norm of everything takes one call less
+            largest = torch.linalg.vector_norm(scaled_TI).item()
+        else:
+            # A norm that is NaN is the largest of all, and fails the comparison below.
+            largest = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
+        if not largest <= self._row_limit:
+            # In whole multiples: an exact norm would name the token to whoever reads a log.
+            times = largest / self._row_limit
+            raise ActivationRangeError(
+                "length of an input row",
+                got=f"less than {math.floor(times) + 1} times"
+                if math.isfinite(times)
+                else "one that is not finite",
+                expected="at most once what cannot wrap in the ring",
+            )
+        return scaled_TI.to(torch.int32)
+
+    def decode(self, y_TN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Scale sums int32 [T, N] back: y * weight_scale * input_scale in float32, then `dtype`."""
+        # int32 * float32 is a float32 product of the rounded integer.
+        return (y_TN * self._factor_N).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """The scales of every site of a model, and what they were made from.
+
+    `model_digest`, `linear_digest`: those of `protocol.model.identity`; `tokens`: how many tokens
+    calibration saw; `max_norms`: largest Euclidean norm of a row of inputs, per site, as floats,
+    rounded up to a power of 2^(1/4) by whoever makes the calibration: an exact one identifies a
+    token of a private text.
+    """
+
+    sites: dict[Site, SiteScales]
+    model_digest: str
+    linear_digest: str
+    tokens: int
+    max_norms: dict[Site, float]
+
+    def headroom(self, site: Site) -> float:
+        """Return how many times as large as the largest row seen an input row may be."""
+        scales = self.sites[site]
+        largest = self.max_norms[site] / scales.input_scale
+        # A file may hold any positive numbers, also such as are too small to divide by.
+        return max(scales.norm_limit / largest, _SMALLEST) if largest else math.inf
+
+    def check_ring(self) -> None:
+        """Check that the largest rows seen, times `HEADROOM`, stay within the ring.
+
+        Raises CalibrationError for the site that needs most.
+        """
+        site = min(self.sites, key=self.headroom)
+        # 1e-6: what rounding may take from a scale that uses the ring up.
+        if not self.headroom(site) >= HEADROOM * (1 - 1e-6):
+            layer, operator = site
+            bits = math.log2(MAX_SUM * HEADROOM / self.headroom(site))
+            raise CalibrationError(
+                "ring Z_2^32",
+                got=f"2^{bits:.1f} for {operator} in layer {layer}",
+                expected="at most 2^31",
+            )
+
+    def check_weights(self, site: Site, weight_scale: torch.Tensor, max_norm: float) -> None:
+        """Check a site against the quantised weights that are in use.
+
+        `weight_scale`: float32 [N]; `max_norm`: largest Euclidean norm of a row of the integer
+        weights. Raises CalibrationError where results would be scaled wrongly or could wrap.
+        """
+        layer, operator = site
+        scales = self.sites[site]
+        limit = norm_limit(max_norm)
+        if not scales.norm_limit <= limit:
+            raise CalibrationError(
+                f"{operator} in layer {layer}: norm limit of these weights",
+                got=f"{scales.norm_limit:.6g}",
+                expected=f"at most {limit:.6g} (calibrate again)",
+            )
+        if not torch.equal(scales.weight_scale, weight_scale):
+            raise CalibrationError(
+                f"{operator} in layer {layer}: weight scales",
+                got="others than those of these weights",
+                expected="the same (calibrate again)",
+            )
+
+    @staticmethod
+    def load(
+        path: Path,
+        config: ModelConfig,
+        model_digest: str,
+        linear_digest: str | None = None,
+        manifest: Manifest | None = None,
+    ) -> Calibration:
+        """Read a file and check it against a model.
+
+        `linear_digest`: None where the TEE has no linear weights; the service's is then compared
+        with the file's by whoever shakes hands with it. `manifest`: the file's content must be that
+        of the calibration that it names, wherever the file is. Raises CalibrationError: no such
+        file, damaged, of another version or model, with sites missing or left over, scales that are
+        not positive and finite, or a ring that is too small for what calibration saw; and
+        ManifestError.
+        """
+        metadata, tensors = _read(path, config, manifest)
+        compared = {"model_digest": model_digest, "linear_digest": linear_digest}
+        for name, expected in compared.items():
+            if expected is not None and metadata[name] != expected:
+                raise CalibrationError(
+                    f"{path}: {name}",
+                    got=metadata[name],
+                    expected=f"{expected}, the digest of this model",
+                )
+        order = [(layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES]
+        rows = zip(*(tensors[name].flatten().tolist() for name in TABLES), strict=True)
+        sites: dict[Site, SiteScales] = {}
+        max_norms: dict[Site, float] = {}
+        for site, (input_scale, limit, max_norms[site]) in zip(order, rows, strict=True):
+            sites[site] = SiteScales(input_scale, tensors[weight_scale_name(site)], limit)
+        digests = (metadata["model_digest"], metadata["linear_digest"])
+        found = Calibration(sites, *digests, int(metadata["tokens"]), max_norms)
+        found.check_ring()
+        return found
+
+
+def norm_limit(max_norm: float) -> float:
+    """Return the largest norm of an integer input row that cannot wrap.
+
+    `max_norm`: largest Euclidean norm of a row of the int8 weights; weights that are all zero
+    bound nothing, but an input must still fit an integer.
+    """
+    return MAX_SUM / max(1.0, max_norm)
+
+
+def calibration_path(model: Path, given: Path | None) -> Path:
+    """Return the file to read: the one given, else the one beside the model.
+
+    Raises CalibrationError, which names the command that makes one, if there is none; and
+    ModelError for a link out of the model's directory.
+    """
+    path = require_inside(model / CALIBRATION_FILE) if given is None else given
+    if not path.is_file():
+        raise CalibrationError(
+            f"activation scales {path}",
+            got="no such file",
+            expected=f"one made by: tsqp calibrate {model}"
+            + ("" if given is None else f" --output {given}"),
+        )
+    return path
+
+
+def weight_scale_name(site: Site) -> str:
+    """Return the name of a site's tensor in the file."""
+    layer, operator = site
+    return f"{layer}.{operator}.weight_scale"
+
+
+def _expected_tensors(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype (safetensors' name) of every tensor of a model's file."""
+    layers = config.num_hidden_layers
+    expected: dict[str, tuple[tuple[int, ...], str]] = {
+        name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES
+    }
+    for operator, modules in FUSED_MODULES.items():
+        out_features = sum(config.module_shape(module)[0] for module in modules)
+        for layer in range(layers):
+            expected[weight_scale_name((layer, operator))] = ((out_features,), "F32")
+    return expected
+
+
+def _read(
+    path: Path, config: ModelConfig, manifest: Manifest | None
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Read metadata and tensors, both checked by themselves and against the model's shape."""
+    expected = _expected_tensors(config)
+    content, header = _content(path, expected, manifest)
+    _check_metadata(path, header.metadata)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in expected.items():
+        found = header.entries.get(name)
+        if found is None or (found.shape, found.dtype) != (shape, dtype):
+            got = f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor"
+            raise CalibrationError(f"{path}: {name}", got=got, expected=f"{dtype} {list(shape)}")
+        raw = bytearray(content[found.begin : found.end])
+        tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
+    if extra := sorted(header.entries.keys() - tensors.keys()):
+        raise CalibrationError(
+            f"{path}: {describe(extra[0])}",
+            got="a tensor that the model does not explain",
+            expected=f"the sites of {config.num_hidden_layers} layers",
+        )
+    for name, tensor in tensors.items():
+        # The largest row seen may be zero: a model's weights may be.
+        positive = tensor >= 0 if name == "max_norm" else tensor > 0
+        bad = ~(positive & tensor.isfinite())
+        if bad.any():
+            raise CalibrationError(
+                f"{path}: {name}",
+                got=f"{tensor[bad][0].item():g}",
+                expected="positive finite numbers",
+            )
+    # A column of weights that is not all zero has a norm of at least 1.
+    if (largest := tensors["norm_limit"].max().item()) > MAX_SUM:
+        raise CalibrationError(
+            f"{path}: norm_limit", got=f"{largest:g}", expected=f"at most {MAX_SUM}: the ring's"
+        )
+    return header.metadata, tensors
+
+
+def _content(
+    path: Path, expected: dict[str, tuple[tuple[int, ...], str]], manifest: Manifest | None
+) -> tuple[bytes, Header]:
+    """Read the whole file at once, so that what is verified is what is used."""
+    largest = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in expected.values())
+    try:
+        content = read_bytes(path, largest, inside=False)
+        if manifest is not None:
+            manifest.check_file(path, content, CALIBRATION_FILE)
+        end = 8 + min(MAX_HEADER_BYTES, int.from_bytes(content[:8], "little"))
+        return content, parse_header(content[:end], len(content), str(path))
+    except ModelError as error:
+        raise CalibrationError(
+            error.where, got=error.got, expected="a file made by tsqp calibrate"
+        ) from None
+
+
+def _check_metadata(path: Path, metadata: dict[str, Any]) -> None:
+    for name, (pattern, expected) in _METADATA.items():
+        value = metadata.get(name)
+        if value is None or not re.fullmatch(pattern, value):
+            got = "nothing" if value is None else describe(value)
+            raise CalibrationError(f"{path}: {name}", got=got, expected=expected)
+    if extra := sorted(metadata.keys() - _METADATA.keys()):
+        raise CalibrationError(
+            f"{path}: metadata {describe(extra[0])}", got="an unknown key", expected="no such key"
+        )

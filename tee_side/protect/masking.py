@@ -1,0 +1,145 @@
+"""Brings a mask together with what it needs, and holds it to the rules.
+
+A mask may be a user's own file. What it sends decides how large the reply is, for which the service
+must not be blamed; what it returns goes into the forward pass. So both are checked in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeAlias
+
+import torch
+
+from protocol.errors import MaskError, PolicyError
+from protocol.tensors import short_name
+from tee_side.protect.masks.mask import (
+    AdditiveMask,
+    FeatureMask,
+    KeyedTransform,
+    Mask,
+    Masked,
+    RowMask,
+    SharingMask,
+    as_it_is,
+)
+from tee_side.protect.pads.source import PadLane
+from tee_side.protect.randomness import Randomness
+from tee_side.words import Operator, Site
+
+# Hides the input of one linear operator; None where no factors are left.
+Hide: TypeAlias = Callable[[torch.Tensor], Masked | None]
+# Returns how the input of a site is hidden.
+HideAt: TypeAlias = Callable[[Site], Hide]
+
+_MORE_ROWS = 4096
+
+
+def linear_masking(
+    mask: Mask | None,
+    randomness: Randomness,
+    *,
+    pads: PadLane | None = None,
+    transforms: Mapping[Site, KeyedTransform] | None = None,
+) -> HideAt:
+    """Return how a mask hides the inputs of linear operators, by site.
+
+    Raises PolicyError for an additive mask without factors, or a feature mask without its key.
+    """
+    match mask:
+        case None:
+            return lambda _site: lambda x_TI: Masked((x_TI,), as_it_is)
+        case RowMask() | SharingMask():
+            return lambda _site: lambda x_TI: mask.mask(x_TI, randomness)
+        case FeatureMask():
+            if transforms is None:
+                raise PolicyError(
+                    f"mask {mask.name}", got="no key", expected="--key, as tsqp provision wrote it"
+                )
+            return lambda site: lambda x_TI: transforms[site].mask(x_TI, randomness)
+        case AdditiveMask():
+            if pads is None:
+                raise PolicyError(
+                    f"mask {mask.name}", got="no factors", expected="pads made in advance"
+                )
+            return lambda site: _padding(mask, pads, site)
+    raise PolicyError(
+        f"mask {mask.name}",
+        got=type(mask).__name__,
+        expected="a RowMask, FeatureMask, AdditiveMask or SharingMask",
+    )
+
+
+def _padding(mask: AdditiveMask, pads: PadLane, site: Site) -> Hide:
+    layer, operator = site
+
+    def hide(x_TI: torch.Tensor) -> Masked | None:
+        factors = pads.draw(layer, operator, x_TI.shape[0])
+        return None if factors is None else mask.mask(x_TI, factors)
+
+    return hide
+
+
+def most_rows(mask: Mask | None, rows: int) -> int:
+    """Return how many rows may cross instead of `rows`: a row mask's twice as many, and 4096.
+
+    Others send a row for a row. `tee_side.remote.reply_size` bounds replies by the same number.
+    """
+    return 2 * rows + _MORE_ROWS if isinstance(mask, RowMask) else rows
+
+
+class MaskRules:
+    """The rules of one mask, None for none: what crosses in the clear is checked alike."""
+
+    def __init__(self, mask: Mask | None) -> None:
+        self._mask = mask
+        self.services = 1 if mask is None else mask.services
+        # For errors.
+        self.name = f"mask {mask.name}" if mask is not None else "no mask"
+        self.in_the_clear = mask is None
+        # Pads and shares are passes over a tensor; others multiply, factorise or draw noise.
+        self.heavy = mask is not None and not mask.uniform
+
+    def most_rows(self, rows: int) -> int:
+        """Return how many rows may cross instead of `rows`."""
+        return most_rows(self._mask, rows)
+
+    def check_sent(
+        self, operator: Operator, plain: torch.Tensor, most_rows: int, masked: object
+    ) -> None:
+        """Refuse what must not cross instead of `plain` [T, ...], before it is sent.
+
+        Each service gets [rows, ...] of the same dtype and size, at most `most_rows`. Raises
+        MaskError.
+        """
+        if not isinstance(masked, Masked) or not isinstance(masked.sent, tuple):
+            self.refuse(operator, type(masked).__name__, "Masked((tensor,), unmask)")
+        if len(masked.sent) != self.services:
+            self.refuse(operator, f"{len(masked.sent)} tensors to send", f"{self.services} tensors")
+        wanted, dtype, first = plain.shape[1:], plain.dtype, masked.sent[0].shape
+        for sent in masked.sent:
+            shape = sent.shape
+            if shape != first or shape[1:] != wanted or sent.dtype != dtype or shape[0] > most_rows:
+                sizes = ", ".join(["rows", *map(str, wanted)])
+                self.refuse(
+                    operator,
+                    f"{short_name(sent.dtype)} {list(shape)} to send",
+                    f"{short_name(dtype)} [{sizes}], at most {most_rows} rows",
+                )
+
+    def check_unmasked(
+        self,
+        operator: Operator,
+        y: torch.Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        """Refuse a result that is not one. Raises MaskError."""
+        if y is None or y.shape != shape or y.dtype != dtype:
+            got = "nothing" if y is None else f"{short_name(y.dtype)} {list(y.shape)}"
+            expected = f"{short_name(dtype)} {list(shape)}"
+            self.refuse(operator, f"{got} from unmask", expected)
+
+    def refuse(self, operator: Operator, got: str, expected: str) -> NoReturn:
+        """Raise MaskError."""
+        raise MaskError(f"{self.name}: {operator}", got=got, expected=expected)

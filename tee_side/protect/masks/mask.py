@@ -1,0 +1,250 @@
+"""What a mask is: it hides a tensor before it leaves the TEE, and undoes that in the reply.
+
+Three kinds. A *row mask* acts on the token axis and needs nothing from the server. A *feature mask*
+acts on the hidden axis and needs a server that holds transformed weights. An *additive mask* adds
+what a product can take away again, and needs unmasking factors made in advance, or a second server.
+
+A mask is a frozen pydantic model; its fields are the options that a policy may set. It has to say,
+as class attributes, what it claims and what breaks it. A new one is one file: see
+docs/write-a-mask.md. Shape suffixes: T rows, I in_features, O out_features; B heads, and M, J, N
+for the product [B, M, J] x [B, J, N].
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from protocol.errors import MaskError
+from protocol.messages import FUSED_MODULES, Arithmetic
+from tee_side.protect.randomness import Randomness
+from tee_side.words import PRODUCTS, Operator
+
+Kind = Literal["row", "feature", "additive"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """What crosses, one tensor a service, and how to turn the replies into the plain result.
+
+    `unmask` must not write to the replies: where the result is refused, they say who is to blame.
+    """
+
+    sent: tuple[torch.Tensor, ...]
+    unmask: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedProduct:
+    """The two operands that cross, and how to turn their product into the plain one.
+
+    `unmask`: as in `Masked`.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    unmask: Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_it_is(y: torch.Tensor) -> torch.Tensor:
+    """Unmask what was sent in the clear."""
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Prepared for one exchange: `r` [T, I] to add, and `u` = r W [T, O] to take away again."""
+
+    # Not in a traceback or a log: either gives the input away to who saw what crossed.
+    r: torch.Tensor = field(repr=False)
+    u: torch.Tensor = field(repr=False)
+
+
+class Mask(BaseModel):
+    """Base of all masks; subclass one of the kinds below.
+
+    Required class attributes:
+      name         how policies name it
+      hides        what it claims to hide
+      known_break  what it is known not to hide, with the attack that breaks it
+      broken       whether that attack recovers tokens where the weights are public
+      source       paper, project or section that the scheme is from
+      tolerance    largest |result - plain result| / max |plain result| in float32; 0 is exact
+      cost         what it costs in the TEE, on the wire and at the server
+    Optional, and False unless the class itself says so:
+      uniform      whether what crosses is uniform random numbers, independent of the input
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+    hides: ClassVar[str]
+    known_break: ClassVar[str]
+    broken: ClassVar[bool]
+    uniform: ClassVar[bool] = False
+    source: ClassVar[str]
+    tolerance: ClassVar[float]
+    cost: ClassVar[str]
+    arithmetic: ClassVar[Arithmetic] = "float"
+    services: ClassVar[int] = 1
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        """Refuse a mask that does not say what it claims, when its file is loaded.
+
+        Raises MaskError.
+        """
+        if "name" not in cls.__dict__:
+            return  # one of the kinds
+        required = ("kind", "hides", "known_break", "broken", "source", "tolerance", "cost")
+        missing = [attribute for attribute in required if not hasattr(cls, attribute)]
+        if missing := [*missing, *sorted(cls.__abstractmethods__)]:
+            raise MaskError(
+                f"mask {cls.__name__}",
+                got=f"no {', '.join(missing)}",
+                expected="what every mask of its kind has to say and do",
+            )
+        if not isinstance(cls.broken, bool) or not cls.tolerance >= 0:
+            raise MaskError(
+                f"mask {cls.__name__}",
+                got=f"broken = {cls.broken!r}, tolerance = {cls.tolerance!r}",
+                expected="True or False, and a number from 0",
+            )
+        # Not inherited: a subclass that sends something else would claim it without a word.
+        cls.uniform = bool(cls.__dict__.get("uniform", False))
+        if cls.uniform and cls.broken:
+            raise MaskError(
+                f"mask {cls.__name__}",
+                got="uniform = True and broken = True",
+                expected="one of them: uniform numbers tell nothing",
+            )
+
+    @property
+    def verifiable(self) -> bool:
+        """Whether results are the plain ones within `tolerance`, with these options."""
+        return True
+
+    def described(self) -> str:
+        """Return name and all options: equal for equal masks, and for no others."""
+        return describe_mask(self.name, self.model_dump(mode="json"))
+
+    @classmethod
+    def supports(cls, operator: Operator) -> bool:
+        """Say whether the mask works on an operator; the layers' linear ones by default."""
+        return operator in FUSED_MODULES
+
+
+def describe_mask(name: str, options: dict[str, Any]) -> str:
+    """Return what `Mask.described` does, for a mask that is known by its fields alone."""
+    # JSON says where a value ends: no two sets of options look alike.
+    values = (f"{key}={json.dumps(options[key], sort_keys=True)}" for key in sorted(options))
+    return " ".join([name, *values])
+
+
+class RowMask(Mask):
+    """Acts on the token axis: any map of the rows that a product on the right leaves alone.
+
+    Fresh randomness in every call, from `randomness` alone.
+    """
+
+    kind: ClassVar[Kind] = "row"
+
+    @abstractmethod
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
+        """Hide the rows of a linear operator's input. GPU sees: `Masked.sent`.
+
+        The sent tensor may have more rows than T; `unmask` gets that many and returns T. Floats in
+        and out; the bias is added afterwards, in the TEE.
+        """
+
+    def mask_ids(self, ids_T: torch.Tensor, vocab_size: int, randomness: Randomness) -> Masked:
+        """Hide token ids, int64 [T]. GPU sees: `Masked.sent`. Override to support it."""
+        raise NotImplementedError
+
+    def mask_product(
+        self, a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
+    ) -> MaskedProduct:
+        """Hide both operands of an attention product. Override to support it."""
+        raise NotImplementedError
+
+    @classmethod
+    def supports(cls, operator: Operator) -> bool:
+        """Linear operators and the LM head; others if their method is there."""
+        if operator == "embedding":
+            return cls.mask_ids is not RowMask.mask_ids
+        if operator in PRODUCTS:
+            return cls.mask_product is not RowMask.mask_product
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSite:
+    """What a feature mask gets to know of the operator that it transforms.
+
+    `outputs`: sizes of the modules side by side, whose rows must stay together. `gain`: the weight
+    [I] of the RMSNorm in front, None where there is none. `randomness`: of this site alone, the
+    same at provisioning and in the TEE.
+    """
+
+    in_features: int
+    outputs: tuple[int, ...]
+    gain: torch.Tensor | None
+    randomness: Randomness
+
+
+class KeyedTransform:
+    """A static linear map of one site's input and output, as a feature mask prepares it."""
+
+    @abstractmethod
+    def weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Transform the weight for the server, float64 in and out."""
+
+    @abstractmethod
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
+        """Hide the input. GPU sees: `Masked.sent`. `randomness`: fresh, for noise."""
+
+
+class FeatureMask(Mask):
+    """Acts on the hidden axis, by a map that the server's weights have undone in advance.
+
+    Static: made once by `tsqp provision`, from a key that stays in the TEE.
+    """
+
+    kind: ClassVar[Kind] = "feature"
+
+    @abstractmethod
+    def transform(self, site: FeatureSite) -> KeyedTransform:
+        """Make the map of a site."""
+
+
+class AdditiveMask(Mask):
+    """Adds a random r before, takes u = r W away after; (r, u) are made ahead and used once."""
+
+    kind: ClassVar[Kind] = "additive"
+
+    @abstractmethod
+    def draw(self, words_TI: torch.Tensor) -> torch.Tensor:
+        """Turn words of the pads' keystream, int32 and uniform, into r of the same shape."""
+
+    @abstractmethod
+    def mask(self, x_TI: torch.Tensor, factors: Factors) -> Masked:
+        """Hide the input. GPU sees: `Masked.sent`."""
+
+
+class SharingMask(Mask):
+    """Splits the input over two services that must not collude; needs nothing made ahead."""
+
+    kind: ClassVar[Kind] = "additive"
+    services: ClassVar[int] = 2
+
+    @abstractmethod
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
+        """Split the input. Each service sees: one tensor of `Masked.sent`."""

@@ -1,0 +1,363 @@
+"""Pads in a file: made ahead of time, encrypted, and never handed out twice across crashes.
+
+Three files: FILE holds u of every (token index, site), FILE.index says which indices were used,
+FILE.key is the key (`BankPlace` says where each is). r is never stored; it is computed again from
+the key.
+
+**Order on disk.** Filling: index file (how many nonces), records, fsync, index file. Taking: index
+file, its witness, and only then are the indices handed out, a block at a time. The index file is
+replaced as a whole (write beside, fsync, rename, fsync of the directory), so a crash leaves the old
+one or the new one. What is stored as handed out never decreases: a crash costs the rest of a block
+and the batch being filled.
+
+**Records.** Each is AES-256-GCM under a random nonce, with the header's hash, index and site as
+associated data, in slot index % capacity: a record that was moved, exchanged or left over from the
+slot's earlier use does not open. After a crash the same indices are filled again, with the same r;
+none of them had been handed out, so no pad is used twice. The nonce is random, rather than made of
+index and site, because the second u need not be the first: float products depend on how many rows
+were computed at once, and a machine can err. Two plaintexts under one nonce would give their
+difference away and let records be forged; so nonces are counted, on disk, before they are drawn,
+and a bank ends while equal ones are unlikely (`bank_format.MAX_RECORDS`).
+
+**Places.** Key and index are refused on the bank's own file system (`BankPlace.check_apart`). A
+*witness*, a copy of the index in memory, is written after every write of the index and compared
+when the bank is opened: an index that was put back since the machine started is a PadBankError.
+
+**What this cannot do.** A host that puts back an older FILE.index while the machine is off makes
+the bank hand out pads again, which gives the difference of two plaintexts away: that file alone is
+enough for pads whose slots were not filled again since, and the older FILE with it for all. A
+backup or a snapshot of the VM that is started again does the same by accident: the witness is
+turned back with the memory. The remedies are storage that the host cannot turn back, and a key that
+does not outlive it: keep key and index file on memory-backed file systems inside the VM, so that
+after a reboot the bank opens no more and has to be made anew; never copy the files. The host also
+sees when pads are used, and how many.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self, TypeAlias
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from protocol.errors import PadBankError
+from tee_side.protect.pads.bank_files import (
+    BankPlace,
+    lock,
+    open_file,
+    read_file,
+    read_private,
+    refusal,
+    refusing,
+    replace,
+    require_space,
+    write_new,
+)
+from tee_side.protect.pads.bank_format import (
+    MAX_RECORDS,
+    NONCE_BYTES,
+    STATE_BYTES,
+    Header,
+    Keys,
+    Purpose,
+    State,
+    decode_state,
+    encode_header,
+    encode_key,
+    encode_state,
+    read_header,
+    read_key,
+    segment_bytes,
+)
+from tee_side.protect.pads.layout import WORD_BYTES, PadLayout, SiteShape
+from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
+from tee_side.protect.randomness import KEY_BYTES
+
+Tensor: TypeAlias = torch.Tensor
+
+
+@dataclass(frozen=True)
+class PadBankStatus:
+    """What a person wants to know about a bank. `next_index`: the first that was not handed out.
+
+    `file_bytes` is what the bank takes when it is full, `allocated_bytes` what it takes now.
+    """
+
+    path: Path
+    header: Header
+    available: int
+    next_index: int
+    token_bytes: int
+    file_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The files of a bank, read and checked, but for the records, which start at `start`."""
+
+    place: BankPlace
+    descriptor: int
+    header: Header
+    keys: Keys
+    witness: Path
+    state: State
+    start: int
+
+    def status(self, state: State) -> PadBankStatus:
+        file = os.fstat(self.descriptor)
+        return PadBankStatus(
+            path=self.place.bank,
+            header=self.header,
+            available=state.filled - state.reserved,
+            next_index=state.reserved,
+            token_bytes=_offsets(self.header.layout)[1],
+            file_bytes=file.st_size,
+            allocated_bytes=file.st_blocks * 512,
+        )
+
+
+class BankFile(PadStore):
+    """A `PadStore` in a file; see the module. Made by `create` or `open`, never directly.
+
+    One process at a time: FILE and FILE.key are locked (flock) while it is open.
+    """
+
+    def __init__(self, opened: _Opened, files: ExitStack, block: int) -> None:
+        header, keys, state = opened.header, opened.keys, opened.state
+        layout = header.layout
+        super().__init__(
+            layout,
+            header.capacity,
+            keys.pads,
+            first=state.reserved,
+            filled=state.filled,
+            block=block,
+        )
+        self._opened = opened
+        self._path = opened.place.bank
+        self._files = files
+        self._descriptor = opened.descriptor
+        # The highest bound that may be on disk, even if writing it seemed to fail.
+        self._stored = state.reserved
+        # Nonces that may have been drawn; changes under the lock.
+        self._sealed = state.sealed
+        # For the taking and for the filling thread.
+        self._opener, self._sealer = AESGCM(keys.records), AESGCM(keys.records)
+        self._offsets, self._slot_bytes = _offsets(layout)
+
+    @classmethod
+    def create(
+        cls, place: BankPlace, purpose: Purpose, *, capacity: int, block: int = DEFAULT_BLOCK
+    ) -> Self:
+        """Make an empty bank for `capacity` tokens and its key, and open it.
+
+        Raises PadBankError if one of the files exists, cannot be written, will not fit, or may not
+        lie where it would.
+        """
+        place.check_apart()
+        header = Header(
+            **purpose.model_dump(),
+            bank_id=secrets.token_hex(16),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            capacity=capacity,
+        )
+        key = secrets.token_bytes(KEY_BYTES)
+        head, keys = encode_header(header, key)
+        size = len(head) + capacity * _offsets(header.layout)[1]
+        contents = {
+            place.key: encode_key(key),
+            place.bank: head,
+            place.index: encode_state(State(0, 0, 0), keys),
+        }
+        for file in contents:
+            if os.path.lexists(file):
+                raise PadBankError(str(file), got="an existing file", expected="none")
+        with ExitStack() as made:
+            for file, content in contents.items():
+                with refusing(file):
+                    if file is place.key:
+                        require_space(place.bank, size)
+                    write_new(file, content, size if file is place.bank else len(content))
+                made.callback(file.unlink)
+            made.pop_all()
+        return cls.open(place, purpose, block=block)
+
+    @classmethod
+    def open(cls, place: BankPlace, purpose: Purpose, *, block: int = DEFAULT_BLOCK) -> Self:
+        """Open an existing bank, made for this purpose, and lock it.
+
+        Raises PadBankError that names the file and both values: missing, in use, damaged or
+        truncated, put back, a key that is another or that others may read, a place where it may not
+        lie, pads for another mask, model or layout.
+        """
+        place.check_apart()
+        with ExitStack() as files:
+            opened = files.enter_context(_load(place, os.O_RDWR, locked=True))
+            _check_purpose(place.bank, opened.header, purpose)
+            with refusing(opened.witness):
+                replace(opened.witness, encode_state(opened.state, opened.keys))
+            return cls(opened, files.pop_all(), block)
+
+    def status(self) -> PadBankStatus:
+        """Describe the bank; counts are this process's own."""
+        with self._lock:
+            self.check_usable()
+            return self._opened.status(State(self._next, self._filled, self._sealed))
+
+    def _persist(self, reserved: int, filled: int) -> None:
+        self._stored = max(self._stored, reserved)
+        content = encode_state(State(self._stored, filled, self._sealed), self._opened.keys)
+        # In this order: a witness that is ahead would refuse an honest index after a crash.
+        for file in (self._opened.place.index, self._opened.witness):
+            with refusing(file, len(content)):
+                replace(file, content)
+
+    def _starting(self, indices: range) -> None:
+        sealed = self._sealed + len(indices) * len(self._layout.sites)
+        if sealed > MAX_RECORDS:
+            raise PadBankError(
+                f"{self._path}: records ever encrypted",
+                got=f"{sealed} with these",
+                expected=f"at most {MAX_RECORDS}: a new bank (nonces of one key must not meet)",
+            )
+        # Counted even if writing the count fails: the next one that succeeds has it.
+        self._sealed = sealed
+        self._persist(self._reserved, self._filled)
+
+    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
+        rows = u_NO.numpy().data.cast("B")
+        row_bytes = site.out_features * WORD_BYTES
+        nonces = secrets.token_bytes(NONCE_BYTES * len(indices))
+        for position, index in enumerate(indices):
+            bound, offset = self._place(index, site)
+            nonce = nonces[position * NONCE_BYTES : (position + 1) * NONCE_BYTES]
+            row = rows[position * row_bytes : (position + 1) * row_bytes]
+            sealed = memoryview(nonce + self._sealer.encrypt(nonce, row, bound))
+            with refusing(self._path, (len(indices) - position) * segment_bytes(site)):
+                while sealed:
+                    written = os.pwrite(self._descriptor, sealed, offset)
+                    sealed, offset = sealed[written:], offset + written
+
+    def _sync(self) -> None:
+        with refusing(self._path):
+            os.fsync(self._descriptor)
+
+    def _read(self, indices: range, site: SiteShape) -> Tensor:
+        u = torch.empty(len(indices), site.out_features, dtype=torch.int32)
+        rows = u.numpy().data.cast("B")
+        row_bytes = site.out_features * WORD_BYTES
+        sealed = bytearray(segment_bytes(site))
+        nonce, content = memoryview(sealed)[:NONCE_BYTES], memoryview(sealed)[NONCE_BYTES:]
+        for position, index in enumerate(indices):
+            bound, offset = self._place(index, site)
+            where = f"{self._path}: pad {index}, {site}"
+            try:
+                read = os.preadv(self._descriptor, [sealed], offset)
+                if read != len(sealed):
+                    raise PadBankError(where, got=f"{read} bytes", expected=f"{len(sealed)}")
+                row = self._opener.decrypt(nonce, content, bound)
+            except OSError as error:
+                raise refusal(self._path, error, len(sealed)) from error
+            except InvalidTag:
+                raise PadBankError(
+                    where,
+                    got="another record than was written",
+                    expected="its authentication tag to match",
+                ) from None
+            rows[position * row_bytes : (position + 1) * row_bytes] = row
+        return u
+
+    def _let_go(self) -> None:
+        self._files.close()
+
+    def _place(self, index: int, site: SiteShape) -> tuple[bytes, int]:
+        """Return what a record is bound to (associated data), and where it stands in FILE."""
+        slot = self._opened.start + index % self._capacity * self._slot_bytes
+        bound = self._opened.keys.header_hash + (index << 32 | site.number).to_bytes(12, "big")
+        return bound, slot + self._offsets[site.number]
+
+
+def read_bank_status(place: BankPlace) -> PadBankStatus:
+    """Describe a bank that another process may be using; nothing is locked or changed.
+
+    What that process has reserved counts as used. Raises PadBankError as `BankFile.open`, but for
+    where the files lie and what they are for.
+    """
+    with _load(place, os.O_RDONLY, locked=False) as opened:
+        return opened.status(opened.state)
+
+
+@contextmanager
+def _load(place: BankPlace, flags: int, *, locked: bool) -> Iterator[_Opened]:
+    """Read and check everything but the records; the files are open, and locked, in the block."""
+    with ExitStack() as files:
+        descriptors = []
+        # FILE.key as well: a copy of FILE with the same key would use the same pads.
+        for path, how in ((place.bank, flags), (place.key, os.O_RDONLY)):
+            descriptors.append(open_file(path, how))
+            files.callback(os.close, descriptors[-1])
+            if locked:
+                lock(descriptors[-1], path)
+        bank, key = descriptors
+        header, keys, start = read_header(bank, place.bank, read_key(key, place.key), place.key)
+        expected = start + header.capacity * _offsets(header.layout)[1]
+        if (size := os.fstat(bank).st_size) != expected:
+            raise PadBankError(
+                f"{place.bank}: size", got=f"{size} bytes", expected=f"{expected} bytes"
+            )
+        witness = place.witness_file(header.bank_id)
+        # First what is written last, or a process that uses the bank would seem to put it back.
+        noted = read_private(witness, STATE_BYTES + 1)
+        state = decode_state(read_file(place.index, STATE_BYTES + 1), place.index, header, keys)
+        if noted is not None:
+            seen = decode_state(noted, witness, header, keys)
+            # `filled` may go back: a batch whose last write failed is made again.
+            if state.reserved < seen.reserved or state.sealed < seen.sealed:
+                raise PadBankError(
+                    f"{place.index}: an older copy, put back",
+                    got=f"pads {state.reserved} .. {state.filled}",
+                    expected=f"from {seen.reserved} on, as {witness} says: pads would be used"
+                    " twice; delete the bank and make another",
+                )
+        yield _Opened(place, bank, header, keys, witness, state, start)
+
+
+def _offsets(layout: PadLayout) -> tuple[dict[int, int], int]:
+    """Return where in a token's slot each site's record starts, and the slot's size."""
+    offsets, end = {}, 0
+    for site in layout.sites:
+        offsets[site.number] = end
+        end += segment_bytes(site)
+    return offsets, end
+
+
+def _check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
+    got, expected = ((p.model_digest, p.linear_digest) for p in (made_for, wanted))
+    if got != expected:
+        same = made_for.model == wanted.model
+        raise PadBankError(
+            f"{path}: model",
+            got=f"pads for {made_for.model or 'another model'}"
+            + (", whose files have changed since" if same else ""),
+            expected=f"pads for {wanted.model}: its own --bank, or a new one by pads make",
+        )
+    if made_for.mask != wanted.mask:
+        raise PadBankError(f"{path}: mask", got=made_for.mask, expected=wanted.mask)
+    found, needed = made_for.layout, wanted.layout
+    if differing := set(found.sites) ^ set(needed.sites):
+        number = min(site.number for site in differing)
+        first, second = found.by_number.get(number), needed.by_number.get(number)
+        raise PadBankError(
+            f"{path}: layout, {first or second}",
+            got=f"{first.in_features} -> {first.out_features}" if first else "no pads",
+            expected=f"{second.in_features} -> {second.out_features}" if second else "no pads",
+        )

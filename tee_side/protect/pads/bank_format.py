@@ -1,0 +1,247 @@
+"""The bytes of a pad bank: key file, header, index file.
+
+FILE        magic | version | key id | length | JSON | HMAC | zeros up to a page | records
+FILE.index  magic | version | SHA-256 of the header | reserved | filled | sealed | HMAC
+FILE.key    one line of text: a name, a version, 32 bytes in hex
+
+All numbers are unsigned and big endian. Every subkey comes from the key by HKDF-SHA256 with the
+header's hash in it, and every header has a random bank id: no record, header or index of one bank
+passes in another, even if two banks were given one key. The header is authentic and not encrypted:
+who reads FILE learns the model's digests and the name of its directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from protocol.errors import PadBankError
+from protocol.messages import Digest, LinearOperator
+from tee_side.protect.pads.layout import WORD_BYTES, PadLayout, SiteShape
+from tee_side.protect.randomness import KEY_BYTES, derive_key
+
+VERSION = 1
+NONCE_BYTES = 12
+_TAG_BYTES = 16
+# Random nonces of one AES-GCM key: among n of 96 bits two are equal with probability n^2 / 2^97 at
+# most, here 2^-33 (NIST SP 800-38D, section 8.3). Every one that may have been drawn counts, also
+# for batches that a crash ended and that were made again.
+MAX_RECORDS = 2**32
+_MAC_BYTES = 32
+_PAGE = 4096
+_PREAMBLE = struct.Struct(">8sI8sI")
+_MAGIC = b"TSQPPADS"
+_MAX_HEADER_BYTES = 4 * 1024 * 1024
+_STATE = struct.Struct(">8sI32sQQQ")
+_STATE_MAGIC = b"TSQPPIDX"
+STATE_BYTES = _STATE.size + _MAC_BYTES
+_KEY_LINE = f"tsqp-pad-bank-key {VERSION} "
+# Indices stay below, so that sums of them cannot leave 64 bits.
+_MAX_INDEX = 2**62
+
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Purpose(BaseModel):
+    """What pads are made for. A bank opens for the purpose that it was created with.
+
+    `mask`: as `Mask.described`, with all options: they change u. `model`: the name of the model's
+    directory, for messages; empty in banks that were made before it was kept. Digests as in
+    `protocol.model.identity`. `sites`: number, layer, operator, in_features, out_features.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mask: Annotated[str, Field(min_length=1, max_length=4096)]
+    model: Annotated[str, Field(max_length=255)] = ""
+    model_digest: Digest
+    linear_digest: Digest
+    sites: tuple[tuple[_Count, _Count, LinearOperator, _Size, _Size], ...]
+
+    @classmethod
+    def of(cls, layout: PadLayout, **fields: str) -> Purpose:
+        """Make one from a layout and all other fields but `sites`."""
+        sites = tuple(
+            (s.number, s.layer, s.operator, s.in_features, s.out_features) for s in layout.sites
+        )
+        return cls(sites=sites, **fields)
+
+    @property
+    def layout(self) -> PadLayout:
+        """The sites as a layout. Raises ValueError if they are none."""
+        return PadLayout(tuple(SiteShape(*site[1:]) for site in self.sites))
+
+
+class Header(Purpose):
+    """What a bank is for; never changes after it was created. `created`: UTC, ISO 8601."""
+
+    bank_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    created: Annotated[str, Field(max_length=40)]
+    capacity: Annotated[int, Field(ge=1, lt=_MAX_INDEX)]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What is derived from a bank's key for one header; the header's hash is no secret."""
+
+    header_hash: bytes
+    header_mac: bytes = field(repr=False)
+    index_mac: bytes = field(repr=False)
+    records: bytes = field(repr=False)
+    pads: bytes = field(repr=False)
+
+    @classmethod
+    def derive(cls, key: bytes, header: bytes) -> Keys:
+        """Derive from the 32 bytes of the key file, for the header's bytes without their MAC."""
+        digest = hashlib.sha256(header).digest()
+
+        def subkey(purpose: str) -> bytes:
+            return derive_key(key, f"tsqp pad bank {purpose} ".encode() + digest)
+
+        return cls(digest, *(subkey(name) for name in ("header", "index", "records", "pads")))
+
+
+class State(NamedTuple):
+    """The bounds on disk: below `reserved` nothing may be handed out, below `filled` all is.
+
+    `sealed`: how many records may have been encrypted, those of lost batches included. `reserved`
+    and `sealed` never decrease.
+    """
+
+    reserved: int
+    filled: int
+    sealed: int
+
+
+def encode_header(header: Header, key: bytes) -> tuple[bytes, Keys]:
+    """Return everything that stands before the records, and the keys."""
+    text = header.model_dump_json().encode()
+    body = _PREAMBLE.pack(_MAGIC, VERSION, _key_id(key), len(text)) + text
+    keys = Keys.derive(key, body)
+    sealed = body + _mac(keys.header_mac, body)
+    return sealed + bytes(-len(sealed) % _PAGE), keys
+
+
+def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Header, Keys, int]:
+    """Return header, keys and where the records start. Raises PadBankError that names the file."""
+    preamble = os.pread(file, _PREAMBLE.size, 0)
+    if len(preamble) < _PREAMBLE.size or not preamble.startswith(_MAGIC):
+        raise PadBankError(str(path), got="no magic bytes", expected="a pad bank")
+    _, version, key_id, length = _PREAMBLE.unpack(preamble)
+    _check_version(path, version)
+    if key_id != _key_id(key):
+        raise PadBankError(
+            f"{path}: key id",
+            got=f"{_key_id(key).hex()} from {key_path}",
+            expected=f"{key_id.hex()}, the key that this bank was created with",
+        )
+    if not 0 < length <= _MAX_HEADER_BYTES:
+        raise PadBankError(
+            f"{path}: header", got=f"{length} bytes", expected=f"1 .. {_MAX_HEADER_BYTES}"
+        )
+    end = _PREAMBLE.size + length
+    start = end + _MAC_BYTES
+    start += -start % _PAGE
+    head = os.pread(file, start, 0)
+    keys = Keys.derive(key, head[:end])
+    sealed = head[:end] + _mac(keys.header_mac, head[:end])
+    if not hmac.compare_digest(head, sealed + bytes(start - len(sealed))):
+        raise PadBankError(
+            f"{path}: header", got="another content than was written", expected="its HMAC to match"
+        )
+    try:
+        header = Header.model_validate_json(head[_PREAMBLE.size : end])
+        header.layout  # noqa: B018 - raises if it is none
+    except ValueError as error:  # pydantic's is one, too
+        raise PadBankError(
+            f"{path}: header", got=f"{type(error).__name__}", expected="the fields of version 1"
+        ) from None
+    return header, keys, start
+
+
+def encode_state(state: State, keys: Keys) -> bytes:
+    """Return the content of the index file, and of its witness."""
+    body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, *state)
+    return body + _mac(keys.index_mac, body)
+
+
+def decode_state(content: bytes, path: Path, header: Header, keys: Keys) -> State:
+    """Check the content of an index file. Raises PadBankError that names it."""
+    if len(content) != STATE_BYTES or not content.startswith(_STATE_MAGIC):
+        raise PadBankError(
+            str(path), got=f"{len(content)} bytes", expected=f"an index of {STATE_BYTES} bytes"
+        )
+    _, version, header_hash, *numbers = _STATE.unpack(content[: _STATE.size])
+    _check_version(path, version)
+    if header_hash != keys.header_hash:
+        raise PadBankError(
+            f"{path}: bank",
+            got=header_hash.hex()[:16],
+            expected=f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
+        )
+    mac = _mac(keys.index_mac, content[: _STATE.size])
+    if not hmac.compare_digest(content[_STATE.size :], mac):
+        raise PadBankError(
+            str(path), got="another content than was written", expected="its HMAC to match"
+        )
+    state = State(*numbers)
+    if not state.reserved <= state.filled <= min(state.reserved + header.capacity, _MAX_INDEX):
+        raise PadBankError(
+            str(path),
+            got=f"pads {state.reserved} .. {state.filled}",
+            expected=f"at most {header.capacity} pads",
+        )
+    return state
+
+
+def encode_key(key: bytes) -> bytes:
+    """Return the content of a key file."""
+    return f"{_KEY_LINE}{key.hex()}\n".encode()
+
+
+def read_key(file: int, path: Path) -> bytes:
+    """Read a key from an open file. Raises PadBankError: others may read it, or it is no key."""
+    status = os.fstat(file)
+    if status.st_mode & 0o077:
+        raise PadBankError(
+            f"{path}: mode",
+            got=stat.filemode(status.st_mode),
+            expected="-rw------- (a key is for its owner alone)",
+        )
+    line = os.pread(file, 256, 0).decode("ascii", "replace")
+    found = re.fullmatch(f"{_KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n", line)
+    if found is None:
+        # Never quoted: what stands in a wrong place may be the key.
+        raise PadBankError(
+            str(path), got="another file", expected=f"{_KEY_LINE}and {2 * KEY_BYTES} hex digits"
+        )
+    return bytes.fromhex(found[1])
+
+
+def segment_bytes(site: SiteShape) -> int:
+    """Return the size of one sealed record: nonce, u, tag."""
+    return NONCE_BYTES + site.out_features * WORD_BYTES + _TAG_BYTES
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version != VERSION:
+        raise PadBankError(f"{path}: version", got=f"{version}", expected=f"{VERSION}")
+
+
+def _key_id(key: bytes) -> bytes:
+    """Return what tells keys apart and says nothing about them."""
+    return derive_key(key, b"tsqp pad bank key id")[:8]
+
+
+def _mac(key: bytes, content: bytes) -> bytes:
+    return hmac.digest(key, content, "sha256")

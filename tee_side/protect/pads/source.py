@@ -1,0 +1,228 @@
+"""Hands out unmasking factors, each once, and says what happens when there are none left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from protocol.errors import PadsExhaustedError, TsqpError
+from protocol.messages import LinearOperator
+from tee_side.protect.masks.mask import AdditiveMask, Factors
+from tee_side.protect.pads.layout import site_number
+from tee_side.protect.pads.maker import PadMaker
+from tee_side.protect.pads.store import PadStore
+from tee_side.threads import TorchThreads
+
+WhenOut = Literal["wait", "tee", "fail"]
+
+# Tokens in one product of the maker while a run waits. Nobody knows how long an answer will be, so
+# each batch is twice the one before: a run makes at most a first batch more in vain than it uses,
+# and a long one soon has products of a size that the int8 kernels are fast at. Fewer rows than the
+# first batch has cost hardly less.
+FIRST_BATCH_TOKENS = 8
+BATCH_TOKENS = 64
+# While nothing runs: leaving that time waits for the batch in work.
+IDLE_BATCH_TOKENS = 32
+
+# Rows whose factors are read for all operators of a step at once: in one go they take half the
+# time, between operators the processor has forgotten how. More rows would take more memory.
+_ROWS_READ_AHEAD = 8
+
+
+class Pads:
+    """The pads of a run, for one additive mask.
+
+    Micro-batches draw from a `PadLane` each. `when_out`: make more while the run waits, let the TEE
+    compute the step's linear operators itself, or raise PadsExhaustedError. `maker`: None in a TEE
+    without linear weights, which cannot make any. `ahead`: tokens that `filling` keeps pads ready
+    for, None for all that the store has room for. `on_wait` is told how many are missing.
+    """
+
+    def __init__(
+        self,
+        mask: AdditiveMask,
+        store: PadStore,
+        maker: PadMaker | None,
+        when_out: WhenOut,
+        *,
+        ahead: int | None = None,
+        on_wait: Callable[[int], None] | None = None,
+    ) -> None:
+        self._mask = mask
+        self._store = store
+        self._maker = maker
+        self._when_out = when_out
+        self._ahead = store.capacity if ahead is None else ahead
+        self._on_wait = on_wait
+        self._batch_tokens = FIRST_BATCH_TOKENS
+        # A small step that waits leaves all but one to others; weights are read with all of them.
+        self._threads = torch.get_num_threads()
+        # What the thread of `filling` met last, unless a later attempt succeeded.
+        self._failure: TsqpError | None = None
+        # Totals for people: steps that found no pads left, by what was done instead.
+        self.waited = 0
+        self.in_tee = 0
+
+    @property
+    def available(self) -> int:
+        """Tokens that pads are ready for."""
+        return self._store.available
+
+    @property
+    def left(self) -> int:
+        """Tokens that pads are ready for after this run, as `tee-runner pads status` counts."""
+        return self._store.left
+
+    def lane(self) -> PadLane:
+        """Return what one micro-batch draws from."""
+        return PadLane(self, self._store)
+
+    def read(self, indices: range, site: int) -> Factors:
+        """Return the factors of a site for indices that were taken, once."""
+        words_TI, u_TO = self._store.factors(indices, site)
+        if self._mask.arithmetic == "float":
+            u_TO = u_TO.view(torch.float32)
+        return Factors(self._mask.draw(words_TI), u_TO)
+
+    def take(self, rows: int) -> range | None:
+        """Take indices for a micro-batch's rows; None where the TEE shall compute.
+
+        Raises as `PadLane.draw`.
+        """
+        if self._store.available < rows:
+            if self._when_out == "fail":
+                failure = f"; making more failed: {self._failure}" if self._failure else ""
+                raise PadsExhaustedError(
+                    "pads",
+                    got=f"{self._store.available} left{failure}",
+                    expected=f"{rows} (tee-runner pads make, or --when-out wait or tee)",
+                ) from self._failure
+            if self._when_out == "tee":
+                self.in_tee += 1
+                return None
+            self.waited += 1
+            self._make(rows)
+        return self._store.take(rows)
+
+    def _make(self, rows: int) -> None:
+        if self._maker is None:
+            raise PadsExhaustedError(
+                "pads", got="no linear weights to make more from", expected=f"{rows} in the bank"
+            )
+        if rows > self._store.capacity:
+            raise PadsExhaustedError(
+                "pads",
+                got=f"room for {self._store.capacity} tokens",
+                expected=f"{rows} (fewer --step-tokens need fewer at once)",
+            )
+        while (missing := rows - self._store.available) > 0:
+            if self._on_wait is not None:
+                self._on_wait(missing)
+            wanted = min(self._store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
+            if wanted < 1:
+                raise PadsExhaustedError(
+                    "pads",
+                    got=f"room for {self._store.capacity} tokens, used by this step",
+                    expected=f"{missing} more (fewer --step-tokens need fewer at once)",
+                )
+            with TorchThreads(self._threads):
+                self._maker.fill(self._store, wanted)
+            self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Make pads in a thread of its own while the block runs, as many as are wanted ahead.
+
+        Leaving the block waits for the batch in work. A full disk, or weights that changed, end
+        the thread and not the run, which goes on with the pads that are left: the next block tries
+        again, and so does a run that waits for pads and gets the error then. What else the thread
+        raises, a mistake of this program, is raised when the block is left.
+        """
+        maker = self._maker
+        if maker is None:
+            yield
+            return
+        stop = threading.Event()
+        failed: list[BaseException] = []
+
+        def fill() -> None:
+            try:
+                while not stop.is_set() and (missing := self._missing_ahead()) > 0:
+                    maker.fill(self._store, min(missing, IDLE_BATCH_TOKENS))
+                    self._failure = None
+            except TsqpError as error:
+                self._failure = error
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+                failed.append(error)
+
+        thread = threading.Thread(target=fill, name="pads", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def _missing_ahead(self) -> int:
+        return min(self._store.room, self._ahead - self._store.available)
+
+
+class PadLane:
+    """Draws pads for one micro-batch after another.
+
+    A step with T rows takes T token indices the first time one of its operators asks; each
+    operator then gets the factors of its own site for these indices, once. An operator that asks
+    again, because a step is repeated or a new one began, gets new indices: no factor is ever used
+    for two inputs. Who runs steps says when one has ended: what it left over would keep room in
+    the store until this lane draws again, which may be never.
+    """
+
+    def __init__(self, pads: Pads, store: PadStore) -> None:
+        self._pads = pads
+        self._store = store
+        self._indices: range | None = None
+        self._used: set[int] = set()
+        self._ready: dict[int, Factors] = {}
+        self._rows = 0
+
+    def draw(self, layer: int, operator: LinearOperator, rows: int) -> Factors | None:
+        """Return factors for `rows` rows of a site; None where the TEE shall compute.
+
+        Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
+        in a process that was forked, or after the store was closed.
+        """
+        # Factors that were read ahead are in a forked child, too, and the store is not asked for
+        # them again.
+        self._store.check_usable()
+        site = site_number(layer, operator)
+        if site in self._used or rows != self._rows:
+            # Where the rest fails the step is over, and whoever asks next starts one.
+            self.end_step()
+            self._indices = self._pads.take(rows)
+            self._ready = self._read_ahead(self._indices)
+            self._rows = rows
+        self._used.add(site)
+        if self._indices is None:
+            return None
+        return self._ready.pop(site, None) or self._pads.read(self._indices, site)
+
+    def end_step(self) -> None:
+        """Release what a step, failed or not, did not use; whoever draws next starts another."""
+        indices = self._indices
+        # No rows: nobody asks for so few.
+        self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
+        if indices is not None:
+            self._store.release(indices)
+
+    def _read_ahead(self, indices: range | None) -> dict[int, Factors]:
+        if indices is None or len(indices) > _ROWS_READ_AHEAD:
+            return {}
+        return {
+            site.number: self._pads.read(indices, site.number) for site in self._store.layout.sites
+        }

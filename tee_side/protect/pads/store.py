@@ -1,0 +1,354 @@
+"""Hands out pads, each once, and takes in new ones.
+
+A pad is r, uniform over Z_2^32, and u = r W mod 2^32, for one token index at every site of a
+layout. Indices only grow, over the whole life of a store:
+
+    consumed          handed out        reserved   available            being filled
+    ------------------|-----------------|----------|--------------------|-----------
+                      oldest in use     next       reserved             filled
+
+Two equal pads give their plaintexts' difference away, so an index is handed out once, and each of
+its sites is read once. What breaks these rules is a mistake of the caller, and a RuntimeError.
+
+Threads: one thread may fill (`begin`, and the batch) while another takes; bookkeeping is under one
+lock, and the long parts of filling (making, encrypting, writing and syncing data) are outside it.
+Processes: a copy in a forked child would hand out what its parent does, and is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from typing import Self, TypeAlias
+
+import torch
+
+from protocol.errors import PadsExhaustedError
+from tee_side.protect.pads.layout import PadLayout, SiteShape
+from tee_side.protect.randomness import KEY_BYTES, Keystream
+
+Tensor: TypeAlias = torch.Tensor
+
+DEFAULT_BLOCK = 16
+
+
+class PadStore(ABC):
+    """What a step draws its pads from, and what the maker fills.
+
+    The bookkeeping is here; a subclass says how u and the two bounds are kept.
+
+    Reservation goes in blocks, because the subclass may have to reach the disk for it: `take`
+    hands out of what is already reserved, and reserves more when that is used up. The block is as
+    large as all that was handed out before, up to `block`: a short run loses no more pads than it
+    used, a long one at most `block` - 1.
+    """
+
+    def __init__(
+        self, layout: PadLayout, capacity: int, key: bytes, *, first: int, filled: int, block: int
+    ) -> None:
+        if capacity < 1 or block < 1:
+            raise ValueError(f"pads: got capacity {capacity}, block {block}, expected at least 1")
+        self._layout = layout
+        self._capacity = capacity
+        self._block = block
+        self._first = self._next = self._reserved = first
+        self._filled = filled
+        # Index -> sites not yet read; in the order of the indices, complete ones removed.
+        self._in_use: dict[int, int] = {}
+        # One bit for each site's number: sets of sites are integers.
+        self._all_sites = sum(1 << site.number for site in layout.sites)
+        self._key = key
+        self._keystream = Keystream(key)
+        self._batch: Batch | None = None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._closed = False
+
+    @property
+    def layout(self) -> PadLayout:
+        """The sites of every token."""
+        return self._layout
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens there is space for."""
+        return self._capacity
+
+    @property
+    def available(self) -> int:
+        """How many tokens could be taken now."""
+        with self._lock:
+            return self._filled - self._next
+
+    @property
+    def left(self) -> int:
+        """How many tokens a later process could take: of a block that is begun, none."""
+        with self._lock:
+            return self._filled - self._reserved
+
+    @property
+    def room(self) -> int:
+        """How many tokens could be filled now: free space.
+
+        Not what is still in use, nor what a batch is filling.
+        """
+        with self._lock:
+            return self._room()
+
+    def take(self, count: int) -> range:
+        """Hand out `count` >= 1 consecutive indices, each for the first and last time.
+
+        Raises PadsExhaustedError if fewer are available; nothing is handed out then.
+        """
+        if count < 1:
+            raise ValueError(f"pads: got {count} to take, expected at least 1")
+        with self._lock:
+            self.check_usable()
+            end = self._next + count
+            if end > self._filled:
+                raise PadsExhaustedError(
+                    "pads", got=f"{self._filled - self._next} pads", expected=f"{count}"
+                )
+            if end > self._reserved:
+                block = min(self._block, max(1, self._next - self._first))
+                reserved = min(self._filled, max(end, self._reserved + block))
+                self._persist(reserved, self._filled)
+                self._reserved = reserved
+            taken = range(self._next, end)
+            self._next = end
+            for index in taken:
+                self._in_use[index] = self._all_sites
+            return taken
+
+    def factors(self, indices: range, site: int) -> tuple[Tensor, Tensor]:
+        """Return r int32 [T, in_features] and u int32 [T, out_features] of indices just taken.
+
+        GPU sees: x + r, for which the caller is answerable; neither r nor u.
+
+        Raises RuntimeError if one of the indices was not taken here, was released, or was already
+        asked for at this site. PadBankError if the record was damaged: the pair is used up then.
+        """
+        shape = self._shape_of(site)
+        with self._lock:
+            self.check_usable()
+            self._use_up(indices, shape)
+            r = self._keystream.rows(indices, site, shape.in_features)
+            return r, self._read(indices, shape)
+
+    def release(self, indices: range) -> None:
+        """Give up what was not read of these indices, after a step that failed or left sites out.
+
+        Their space can be filled again. Indices whose sites were all read need no release.
+        """
+        with self._lock:
+            for index in indices:
+                self._in_use.pop(index, None)
+
+    def begin(self, count: int) -> Batch:
+        """Start filling the next `count` indices, 1 <= `count` <= `room`; one batch at a time.
+
+        Raises PadBankError for a bank that has to end, or a disk that cannot be written.
+        """
+        with self._lock:
+            self.check_usable()
+            if self._batch is not None:
+                raise RuntimeError("pads: got a second batch, expected the first one to end")
+            if not 1 <= count <= self._room():
+                raise ValueError(f"pads: got {count} to fill, expected 1 .. {self._room()}")
+            indices = range(self._filled, self._filled + count)
+            self._starting(indices)
+            self._batch = Batch(self, indices)
+            return self._batch
+
+    def check_usable(self) -> None:
+        """Raise RuntimeError in a store that was closed, or copied by fork.
+
+        For callers that keep factors they have read: those are as good as the store itself.
+        """
+        if self._closed:
+            raise RuntimeError("pads: got a closed store, expected an open one")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "pads: got a store copied by fork, expected one opened in this process"
+            )
+
+    def close(self) -> None:
+        """Let go of files and locks; nothing can be taken or filled afterwards.
+
+        Nothing is written. The rest of the reserved block is lost, as after a crash: to give it
+        back, the stored bound would have to move backwards, and a bound that never does is what
+        makes "never handed out twice" easy to see, and possible to tie to a monotonic counter.
+        While another thread fills a batch, files stay open until that has ended.
+        """
+        with self._lock:
+            self._closed = True
+            if self._batch is None:
+                self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What a subclass says. `persist` under the lock, before any index below `reserved` is handed
+    # out; `starting` under the lock, before a batch; `write` and `sync` by the filling thread
+    # without the lock; `read` under the lock.
+
+    @abstractmethod
+    def _persist(self, reserved: int, filled: int) -> None:
+        """Make both bounds outlive a crash, or raise."""
+
+    def _starting(self, indices: range) -> None:  # noqa: B027 - not every store counts
+        """Note that these indices are about to be written, or raise."""
+
+    @abstractmethod
+    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
+        """Write u to the slots of these indices."""
+
+    @abstractmethod
+    def _sync(self) -> None:
+        """Make everything written outlive a crash, or raise."""
+
+    @abstractmethod
+    def _read(self, indices: range, site: SiteShape) -> Tensor:
+        """Return u int32 [T, out_features]."""
+
+    def _let_go(self) -> None:  # noqa: B027 - not every store holds anything
+        """Close files and drop locks; may be called twice."""
+
+    def _room(self) -> int:
+        oldest = next(iter(self._in_use), self._next)
+        end = self._filled if self._batch is None else self._batch.indices.stop
+        return oldest + self._capacity - end
+
+    def _use_up(self, indices: range, site: SiteShape) -> None:
+        """Mark the pairs as read, all or none, before anything of them is."""
+        bit = 1 << site.number
+        in_use = self._in_use
+        for index in indices:
+            if not in_use.get(index, 0) & bit:
+                raise RuntimeError(
+                    f"pads: {site}: got index {index}, expected one that was taken here and"
+                    f" neither released nor used at this site before"
+                )
+        for index in indices:
+            left = in_use[index] ^ bit
+            if left:
+                in_use[index] = left
+            else:
+                del in_use[index]
+
+    def _shape_of(self, site: int) -> SiteShape:
+        shape = self._layout.by_number.get(site)
+        if shape is None:
+            raise ValueError(f"pads: got site {site}, expected one of the layout")
+        return shape
+
+
+class Batch:
+    """Consecutive indices that are being filled. Used as a context: leaving it uncommitted ends it.
+
+    `indices`: N token indices. What was put without a commit is made again later, for the same
+    indices and the same r: none of them was handed out, so work is lost and nothing else. The
+    keystream is the batch's own, for the filling thread.
+    """
+
+    def __init__(self, store: PadStore, indices: range) -> None:
+        self.indices = indices
+        self._store = store
+        self._keystream = Keystream(store._key)
+        self._missing = store._all_sites
+
+    def r(self, site: int) -> Tensor:
+        """Return int32 [N, in_features], uniform over Z_2^32."""
+        shape = self._store._shape_of(site)
+        return self._keystream.rows(self.indices, site, shape.in_features)
+
+    def put(self, site: int, u_NO: Tensor) -> None:
+        """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
+        shape = self._store._shape_of(site)
+        self._check_open()
+        expected = (len(self.indices), shape.out_features)
+        if tuple(u_NO.shape) != expected or u_NO.dtype != torch.int32:
+            raise ValueError(
+                f"pads: {shape}: got {u_NO.dtype} {list(u_NO.shape)},"
+                f" expected torch.int32 {list(expected)}"
+            )
+        bit = 1 << site
+        if not self._missing & bit:
+            raise RuntimeError(f"pads: {shape}: got it put twice, expected once")
+        self._store._write(self.indices, shape, u_NO.contiguous())
+        self._missing ^= bit
+
+    def commit(self) -> None:
+        """Make the indices available, once every site has been put.
+
+        If it raises, the batch is over and its work is lost.
+        """
+        self._check_open()
+        if self._missing:
+            raise RuntimeError(
+                f"pads: got a batch with {self._missing.bit_count()} sites not put, expected none"
+            )
+        store = self._store
+        try:
+            # After a sync that failed, the kernel may have dropped what it could not write, and
+            # the next sync would succeed: so the batch ends here either way.
+            store._sync()
+            with store._lock:
+                self._check_open()
+                store._persist(store._reserved, self.indices.stop)
+                store._filled = self.indices.stop
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """End the batch; the indices are the next to be filled again. No effect after a commit."""
+        with self._store._lock:
+            if self._store._batch is self:
+                self._store._batch = None
+                if self._store._closed:
+                    self._store._let_go()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    def _check_open(self) -> None:
+        self._store.check_usable()
+        if self._store._batch is not self:
+            raise RuntimeError("pads: got a batch that has ended, expected an open one")
+
+
+class MemoryStore(PadStore):
+    """Pads in memory, under a key of its own that dies with it: nothing to persist, or to repeat.
+
+    Memory: `layout.token_bytes` * `capacity`. Raises ValueError for a capacity below 1.
+    """
+
+    def __init__(self, layout: PadLayout, capacity: int) -> None:
+        key = os.urandom(KEY_BYTES)
+        super().__init__(layout, capacity, key, first=0, filled=0, block=1)
+        self._u = {
+            site.number: torch.empty(capacity, site.out_features, dtype=torch.int32)
+            for site in layout.sites
+        }
+
+    def _persist(self, reserved: int, filled: int) -> None:
+        """Nothing outlives this process, and a later one has another key."""
+
+    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
+        self._u[site.number][self._slots(indices)] = u_NO
+
+    def _sync(self) -> None:
+        """Nothing is on a disk."""
+
+    def _read(self, indices: range, site: SiteShape) -> Tensor:
+        return self._u[site.number][self._slots(indices)]
+
+    def _slots(self, indices: range) -> Tensor:
+        return torch.tensor(indices, dtype=torch.int64) % self._capacity

@@ -1,0 +1,165 @@
+"""Random numbers that hide something: one generator, AES-256 in counter mode.
+
+Masks are only as good as what they are drawn from. torch's own generators are not cryptographic:
+whoever sees some of their output can compute the rest. Here the key comes from the operating
+system unless a test gives one, and everything is a function of the key and of the order of calls.
+
+How much may be drawn: blocks of AES never repeat under one key, true random ones do, so n blocks
+can be told from random numbers with probability about n^2 / 2^129. A `Randomness` refuses nothing,
+since 2^48 bytes from one key (years of drawing) still leave 2^-41.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TypeAlias
+
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+KEY_BYTES = 32
+NONCE_BYTES = 16
+BLOCK_BYTES = 16
+# The counter of one keystream has 32 bits; past them it would run into the next site's blocks.
+MAX_KEYSTREAM_BYTES = 2**32 * BLOCK_BYTES
+
+Tensor: TypeAlias = torch.Tensor
+# The type: inside the classes below, `bytes` is a method.
+Bytes: TypeAlias = bytes
+
+_MANTISSA_BITS = 53
+
+
+class Randomness:
+    """A cryptographic generator. `key`: 32 bytes, from the operating system if None.
+
+    `nonce`: the initial counter block, 16 bytes. The same key and nonce give the same numbers on
+    every machine (floats: up to the last bit of log, cos and QR); a key must not be used with two
+    nonces whose counters can meet, so vary the key, by `derive`, and not the nonce.
+
+    Threads: a generator belongs to one thread; give others a generator that was derived from it.
+    Processes: a copy in a forked child would repeat what its parent draws, and is refused with
+    RuntimeError.
+
+    Raises ValueError for a key or nonce of another length, and for negative sizes.
+    """
+
+    def __init__(self, key: Bytes | None = None, nonce: Bytes = bytes(NONCE_BYTES)) -> None:
+        if key is None:
+            key = os.urandom(KEY_BYTES)
+        _check_length("key", key, KEY_BYTES)
+        _check_length("nonce", nonce, NONCE_BYTES)
+        self._key = key
+        self._nonce = nonce
+        self._context = Cipher(algorithms.AES(key), modes.CTR(nonce)).encryptor()
+        # Not os.register_at_fork: it would not hear of a fork made by a C library.
+        self._process = os.getpid()
+
+    def bytes(self, n: int) -> bytearray:
+        """Return `n` uniform bytes."""
+        if n < 0:
+            raise ValueError(f"randomness: got {n} bytes, expected at least 0")
+        self._check_process()
+        drawn = bytearray(n)
+        self._context.update_into(b"\0" * n, drawn)
+        return drawn
+
+    def ring(self, *shape: int) -> Tensor:
+        """Return int32 elements, uniform over Z_2^32."""
+        return self.elements(shape, torch.int32)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return float64 elements, standard normal (Box and Muller 1958).
+
+        Their radius comes from a uniform of 53 bits that is never 0, so |x| <= 8.58, and what a
+        true normal has beyond that (probability 1e-17) is missing.
+        """
+        count = math.prod(_checked(shape))
+        pairs = (count + 1) // 2
+        bits = self.elements((2, pairs), torch.int64).bitwise_and(2**_MANTISSA_BITS - 1).double()
+        radius = ((bits[0] + 1) * 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
+        angle = bits[1] * (2 * math.pi * 2.0**-_MANTISSA_BITS)
+        both = torch.cat((radius * angle.cos(), radius * angle.sin()))
+        return both[:count].reshape(shape)
+
+    def derive(self, label: Bytes) -> Randomness:
+        """Return an independent generator (HKDF-SHA256, RFC 5869) that depends on key and label.
+
+        Not on what was drawn before: the same label gives the same generator again, so a label
+        is used once.
+        """
+        self._check_process()
+        return Randomness(derive_key(self._key, b"tsqp randomness " + label, salt=self._nonce))
+
+    def elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return elements of an integer dtype, uniform over all its values."""
+        count = math.prod(_checked(shape))
+        if count == 0:  # torch refuses an empty buffer
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.bytes(count * dtype.itemsize), dtype=dtype).view(shape)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "randomness: got a generator copied by fork, expected one made in this process"
+            )
+
+
+class Keystream:
+    """Pads' random numbers: for a token index and a site, always the same ones under one key.
+
+    AES-256-CTR whose initial counter block is index (8 bytes, big endian) | site (4) | 0 (4).
+    Blocks of different pairs never meet as long as one draw stays within 2^32 blocks; longer
+    ones are refused. A model of 112 sites with 8 KiB each takes 2^16 blocks a token: after
+    2^26 tokens the advantage of telling them from random is below 2^-44 (see the module).
+
+    An instance belongs to one thread at a time; it has no state but its cipher context.
+    """
+
+    def __init__(self, key: Bytes) -> None:
+        _check_length("key", key, KEY_BYTES)
+        self._context = Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
+
+    def bytes(self, index: int, site: int, count: int) -> bytearray:
+        """Return the first `count` bytes for a pair. Raises ValueError if anything overflows."""
+        if not (0 <= index < 2**64 and 0 <= site < 2**32):
+            raise ValueError(
+                f"keystream: got index {index}, site {site}, expected 64 and 32 bits, unsigned"
+            )
+        if not 0 <= count <= MAX_KEYSTREAM_BYTES:
+            raise ValueError(
+                f"keystream: got {count} bytes, expected at most {MAX_KEYSTREAM_BYTES}"
+            )
+        self._context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
+        drawn = bytearray(count)
+        self._context.update_into(b"\0" * count, drawn)
+        return drawn
+
+    def rows(self, indices: range, site: int, features: int) -> Tensor:
+        """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian."""
+        if not indices or not features:
+            return torch.empty(len(indices), features, dtype=torch.int32)
+        drawn = [
+            torch.frombuffer(self.bytes(index, site, 4 * features), dtype=torch.int32)
+            for index in indices
+        ]
+        return drawn[0][None] if len(drawn) == 1 else torch.stack(drawn)
+
+
+def derive_key(key: bytes, info: bytes, salt: bytes | None = None) -> bytes:
+    """Return 32 bytes by HKDF-SHA256; another `info` or `salt` gives an unrelated key."""
+    return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(key)
+
+
+def _check_length(what: str, value: bytes, expected: int) -> None:
+    if len(value) != expected:
+        raise ValueError(f"randomness: {what}: got {len(value)} bytes, expected {expected}")
+
+
+def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if any(size < 0 for size in shape):
+        raise ValueError(f"randomness: got shape {list(shape)}, expected sizes of at least 0")
+    return shape

@@ -1,0 +1,174 @@
+"""A call plan, and the one function that carries a plan out: the round trip of an operator.
+
+A plan holds what is known before an operator is called: the channels, the prepared requests, the
+mask, the check, the scales and the form of the reply. It is made once for each site (an operator
+of a layer) and row count. `carry_out` reads from top to bottom; the slow path, which it enters
+where a result is refused, is in `tee_side.remote.fault_attribution`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from protocol.channel import Channel, Exchange
+from protocol.errors import ReplyError
+from protocol.prepared import PreparedRequest
+from tee_side.observer import StageClock, Untimed
+from tee_side.protect.masking import MaskRules
+from tee_side.protect.masks.mask import Masked
+from tee_side.protect.verifier import ResultCheck, Unverified
+from tee_side.remote.fault_attribution import Answer, Refused, refuse, time_left
+from tee_side.remote.overlap import Waiting, replies
+from tee_side.threads import AsBefore, TorchThreads
+from tee_side.words import Operator
+
+# What an operator is called with: a tensor, or the two operands of an attention product.
+Operand: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallPlan:
+    """How an operator leaves the TEE, for one number of rows.
+
+    `channels`: one for each share. `encode`: turns an input into what is multiplied; `decode`: a
+    product into the output. `hide`: masks the encoded input, and returns None where no factors are
+    left; `without_factors` then computes the operator in the TEE. `requests`: checks what the mask
+    sends, and returns the prepared requests for it: one, or one for each module that travels alone.
+    `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of its numbers, or
+    `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own deadlines.
+    `sending`, `receiving`: contexts that set the number of threads. `clock`: told of each stage.
+    """
+
+    operator: Operator
+    layer: int | None
+    channels: tuple[Channel, ...]
+    encode: Callable[[Operand], Operand]
+    hide: Callable[[Operand], Masked | None]
+    requests: Callable[[Operand, Masked], tuple[PreparedRequest, ...]]
+    rules: MaskRules
+    shape: tuple[int, ...]
+    check: ResultCheck | Unverified
+    decode: Callable[[torch.Tensor], torch.Tensor]
+    without_factors: Callable[[Operand], Awaitable[torch.Tensor]]
+    timeout_s: float
+    sending: TorchThreads | AsBefore
+    receiving: TorchThreads | AsBefore
+    clock: StageClock | Untimed
+
+
+async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
+    """Return an operator's output for the input x.
+
+    GPU sees: `Masked.sent` of the plan's mask. A result that is refused is used for nothing; the
+    same masked tensors are then sent again, to another service. Raises the channels' errors;
+    ReplyError (form) and VerificationError (numbers) where no other service is left to ask;
+    MaskError for a mask that sends, or returns, what it must not.
+    """
+    clock = plan.clock
+    clock.called()
+    with plan.sending:
+        clock.mark("tee")
+        encoded = plan.encode(x)
+        clock.mark("mask")
+        masked = plan.hide(encoded)
+        requests = () if masked is None else plan.requests(encoded, masked)
+        clock.mark(None)
+    if masked is None:
+        return await _without_factors(plan, x)
+    until = time.monotonic() + plan.timeout_s
+    left_s: float | None = None  # the channel's own deadline, which is as far away
+    while True:
+        exchanges: list[Exchange] = []
+        outputs: list[list[torch.Tensor]] = []  # of each request, one a service
+        for request in requests:
+            if exchanges:
+                left_s = time_left(plan.operator, until)
+            answered = await replies(_start(plan.channels, request, masked.sent, left_s))
+            clock.exchanged(answered)
+            clock.mark("verify")
+            exchanges += answered
+            outputs.append(_opened(request, answered))
+            clock.mark(None)
+            if not outputs[-1]:
+                break
+        if outputs[-1]:
+            with plan.receiving:
+                clock.mark("unmask")
+                y = masked.unmask(*(outputs[0] if len(outputs) == 1 else _joined(outputs)))
+                plan.rules.check_unmasked(plan.operator, y, plan.shape, outputs[0][0].dtype)
+                check = plan.check
+                if not isinstance(check, Unverified):
+                    clock.mark("verify")
+                if isinstance(check, Unverified) or check.holds(encoded, y, masked.sent):
+                    clock.mark("tee")
+                    output = plan.decode(y)
+                    clock.mark(None)
+                    return output
+                clock.mark(None)
+        left_s = refuse(_refused(plan, requests, masked, exchanges, bool(outputs[-1])), until)
+
+
+def _start(
+    channels: Sequence[Channel],
+    request: PreparedRequest,
+    sent: Sequence[torch.Tensor],
+    left_s: float | None,
+) -> Waiting:
+    """Send one request to each service, all before waiting for any."""
+    waiting: list[tuple[Channel, int]] = []
+    try:
+        for channel, payload in zip(channels, sent, strict=True):
+            waiting.append((channel, channel.start(request, payload, left_s)))
+    except BaseException:
+        for channel, request_id in waiting:
+            channel.abandon(request_id)
+        raise
+    return waiting
+
+
+def _opened(request: PreparedRequest, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+    """Return each service's tensor; none where a reply is of another form than was asked for."""
+    try:
+        return list(map(request.output, exchanges))
+    except ReplyError:
+        return []
+
+
+def _joined(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """Return each service's product, with the outputs of all modules side by side."""
+    return [torch.cat(parts, dim=-1) for parts in zip(*outputs, strict=True)]
+
+
+def _refused(
+    plan: CallPlan,
+    requests: Sequence[PreparedRequest],
+    masked: Masked,
+    exchanges: Sequence[Exchange],
+    well_formed: bool,
+) -> Refused:
+    """Collect what the slow path needs to know of a result that is not used."""
+    asked = [
+        (request, channel, payload)
+        for request in requests
+        for channel, payload in zip(plan.channels, masked.sent, strict=True)
+    ]
+    answers = [
+        Answer(channel, request, payload, exchange)
+        for (request, channel, payload), exchange in zip(asked, exchanges, strict=False)
+    ]
+    return Refused(plan.operator, plan.layer, answers, plan.check, plan.rules, well_formed)
+
+
+async def _without_factors(plan: CallPlan, x: Operand) -> torch.Tensor:
+    """Compute an operator in the TEE for which no pads are left."""
+    # Other micro-batches may be waiting for nothing but their turn to send.
+    await replies(())
+    plan.clock.mark("tee")
+    y = await plan.without_factors(x)
+    plan.clock.mark(None)
+    return y

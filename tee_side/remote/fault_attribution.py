@@ -1,0 +1,209 @@
+"""The slow path of a call: which service is at fault for a refused result, and what comes next.
+
+Where a reply has another form, its service is at fault. Where the numbers are wrong, each answer is
+computed once more, which takes as long as the product does in the TEE, and ends with the time of
+the call. Services at fault are asked no more in this run. A service must not gain by keeping the
+TEE from finding out: where that fails, every service that answered is asked no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from protocol.channel import Channel, Exchange
+from protocol.errors import (
+    ActivationRangeError,
+    DeadlineExceededError,
+    MaskError,
+    ReplyError,
+    TsqpError,
+    VerificationError,
+)
+from protocol.messages import Request
+from protocol.prepared import PreparedRequest
+from tee_side.protect.masking import MaskRules
+from tee_side.protect.verifier import Blocks, ResultCheck, Unverified
+from tee_side.words import Operator
+
+log = logging.getLogger("tee_side")
+
+# Of a part of a product that is computed once more, after which the clock is looked at: some 0.1 s
+# on one core.
+_MULTIPLICATIONS = 2**31
+
+
+class Answer(NamedTuple):
+    """What one service was sent, and its reply."""
+
+    channel: Channel
+    request: PreparedRequest
+    sent: torch.Tensor
+    exchange: Exchange
+
+
+class Refused(NamedTuple):
+    """A result that is not used, and every answer that it was made of.
+
+    `rules`: of the mask that the answers were unmasked under. `well_formed`: whether all have the
+    form that was asked for, so that it is the numbers that are wrong.
+    """
+
+    operator: Operator
+    layer: int | None
+    answers: Sequence[Answer]
+    check: ResultCheck | Unverified
+    rules: MaskRules
+    well_formed: bool
+
+
+def time_left(operator: Operator, until: float) -> float | None:
+    """Return how long a further request of a call may take; None for the channel's own deadline.
+
+    Raises DeadlineExceededError where nothing is left: the service that got a request without any
+    time would be taken for lost.
+    """
+    if until == math.inf:
+        return None
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceededError(
+            operator, got="the end of its time", expected="all replies that it needs"
+        )
+    return left_s
+
+
+def refuse(refused: Refused, until: float) -> float | None:
+    """Ask services at fault no more, and return how long another may take to compute the same.
+
+    Raises what the result was refused with where no service, or no time, is left: ReplyError,
+    VerificationError, or MaskError where every answer is right.
+    """
+    error = _distrust_liars(refused, until) if refused.well_formed else _distrust_forms(refused)
+    if time.monotonic() >= until:
+        raise error
+    return time_left(refused.operator, until)
+
+
+def _distrust_forms(refused: Refused) -> ReplyError:
+    """Ask every service no more that sent a reply of another form; return the last error."""
+    found: ReplyError | None = None
+    for channel, request, _, exchange in refused.answers:
+        try:
+            request.output(exchange)
+        except ReplyError as error:
+            found = ReplyError(
+                f"{refused.operator} reply from {exchange.endpoint}",
+                got=error.got,
+                expected=error.expected,
+            )
+            channel.distrust(exchange, found)
+    if found is None:
+        raise LookupError("a reply of another form, of which there is none")
+    return found
+
+
+def _distrust_liars(refused: Refused, until: float) -> VerificationError:
+    """Ask the services no more that computed wrongly; return the last error.
+
+    Raises MaskError where every answer is right.
+    """
+    operator, layer = refused.operator, refused.layer
+    where = operator if layer is None else f"{operator} in layer {layer}"
+    liars = _liars(refused, until)
+    known = liars is not None
+    if liars is None:
+        liars = refused.answers
+    if not liars:
+        raise MaskError(
+            f"{refused.rules.name}: {where}",
+            got="a wrong result, unmasked from right answers",
+            expected="factors that were made from these weights, and an unmask that undoes mask",
+        )
+    everybody = " or ".join(dict.fromkeys(answer.exchange.endpoint for answer in liars))
+    nobody_left: VerificationError | None = None
+    for channel, _, _, exchange in liars:
+        error = VerificationError(
+            f"{where} at {exchange.endpoint if known else everybody}",
+            got="a wrong result",
+            expected="what the weights of the TEE's own model give",
+        )
+        try:
+            channel.distrust(exchange, error)
+        except VerificationError as last:
+            nobody_left = last
+    if nobody_left is not None:
+        raise nobody_left
+    return error
+
+
+def _liars(refused: Refused, until: float) -> Sequence[Answer] | None:
+    """Return the wrong answers, none where all were unmasked wrongly; None: it is unknown."""
+    answers, in_the_clear = refused.answers, refused.rules.in_the_clear
+    if in_the_clear and len(answers) == 1:
+        return answers  # the result that was refused is the answer itself
+    if isinstance(refused.check, Unverified):
+        raise LookupError("a result that was refused, and is not verified")
+    try:
+        asked = [
+            (answer.request.request(answer.sent), answer.request.output(answer.exchange))
+            for answer in answers
+        ]
+        wrong = find_liars(asked, refused.check, lambda: time.monotonic() >= until)
+    except ActivationRangeError:
+        raise  # of what our own mask sent: no service can compute with it
+    except TsqpError as unknown:
+        # The time is up, or the weights on disk, read once more for this, are not there or are
+        # others by now. A liar must not be spared for it.
+        fields = {"operator": refused.operator, "layer": refused.layer, "detail": str(unknown)}
+        log.warning("liar_unknown", extra={"fields": fields})
+        return None
+    # In the clear nothing was unmasked: who is not off alone is off together with others.
+    return answers if in_the_clear and not wrong else [answers[index] for index in wrong]
+
+
+def find_liars(
+    answers: Sequence[tuple[Request, torch.Tensor]],
+    check: ResultCheck,
+    is_over: Callable[[], bool],
+) -> Sequence[int]:
+    """Return which of the answers to one operator are wrong, after all of it was refused.
+
+    None of them is where the result was unmasked wrongly. `is_over`: asked before every block of a
+    weight. Raises DeadlineExceededError once it says so, and as `ResultCheck.wrong` does.
+    """
+    return check.wrong(answers, lambda blocks, rows: _in_time(blocks, rows, is_over))
+
+
+def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
+    """Hand blocks of a weight on while there is time, none larger than some 0.1 s of work.
+
+    `rows`: of what each is multiplied by. Raises DeadlineExceededError.
+    """
+    while True:
+        _require_time(is_over)
+        found = next(blocks, None)
+        if found is None:
+            return
+        columns, weight_nI = found
+        step = max(1, _MULTIPLICATIONS // max(1, rows * weight_nI.shape[1]))
+        for start in range(0, len(weight_nI), step):
+            if start:
+                _require_time(is_over)
+            part = weight_nI[start : start + step]
+            begin = columns.start + start
+            yield slice(begin, begin + len(part)), part
+
+
+def _require_time(is_over: Callable[[], bool]) -> None:
+    if is_over():
+        raise DeadlineExceededError(
+            "finding out who computed wrongly",
+            got="the end of the request's time",
+            expected="time to compute the product once more",
+        )

@@ -1,0 +1,154 @@
+"""Linear operators that leave the TEE: one object for each site, with a call plan a row count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from protocol.channel import Channel
+from protocol.messages import FUSED_MODULES, LinearRequest, ModuleName, RingLinearRequest
+from protocol.model.config import ModelConfig
+from protocol.prepared import PreparedRequest, prepare
+from protocol.tensors import WireTensor, short_name
+from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
+from tee_side.protect.masking import Hide, MaskRules
+from tee_side.protect.masks.mask import Masked
+from tee_side.protect.sites import LinearSite
+from tee_side.protect.verifier import ResultCheck, Unverified
+from tee_side.remote.call import CallPlan, carry_out
+from tee_side.threads import large_tensor
+from tee_side.words import Operator, Site
+
+# The services of a layer, one for each share; a mask uses the first `mask.services` of them. The
+# embedding goes where layer 0 is, the LM head where the last one is.
+ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
+
+# Row counts that a site keeps plans for: every decode batch, and whole prefill chunks.
+_MAX_PLANS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CallSettings:
+    """What all calls of a micro-batch have in common.
+
+    `channels_at`: the services of each layer. `timeout_s`: after which no other service is asked
+    for what was refused; None: each request has its channel's own deadline. `observer`: told of
+    every stage; None for none. `threads`: that large tensors are worked on with.
+    """
+
+    channels_at: ChannelsAt
+    timeout_s: float | None
+    observer: Observer | None
+    threads: int
+
+    def clock(self, operator: Operator, layer: int | None) -> StageClock | Untimed:
+        """Return what tells the observer of an operator's stages."""
+        return UNTIMED if self.observer is None else StageClock(self.observer, operator, layer)
+
+    @property
+    def longest_s(self) -> float:
+        """`timeout_s`, infinite for None."""
+        return math.inf if self.timeout_s is None else self.timeout_s
+
+
+class RemoteLinear:
+    """A linear operator of one layer under one protection; call it with its input [T, I].
+
+    `hide`: masks what `linear` has encoded. `bias_leaves`: the service adds the bias, as nothing is
+    masked or checked. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published
+    schema, instead of together with what shares their input. `without_factors`: see `CallPlan`.
+
+    GPU sees: the input, as the mask leaves it. Raises as `carry_out` does.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        config: ModelConfig,
+        settings: CallSettings,
+        *,
+        hide: Hide,
+        rules: MaskRules,
+        check: ResultCheck | Unverified,
+        linear: LinearSite,
+        bias_leaves: bool,
+        without_factors: Callable[[torch.Tensor], Awaitable[torch.Tensor]],
+        one_rpc_per_module: bool = False,
+    ) -> None:
+        self._site, self._settings = site, settings
+        self._hide, self._rules, self._check, self._linear = hide, rules, check, linear
+        self._bias_leaves, self._without_factors = bias_leaves, without_factors
+        layer, operator = site
+        modules = FUSED_MODULES[operator]
+        alone = [(module,) for module in modules]
+        self._messages: Sequence[tuple[ModuleName, ...]] = (
+            alone if one_rpc_per_module else [modules]
+        )
+        self._sizes = {module: config.module_shape(module)[0] for module in modules}
+        self._clock = settings.clock(operator, layer)
+        self._plans: dict[int, CallPlan] = {}
+
+    def __call__(self, x_TI: torch.Tensor) -> Awaitable[torch.Tensor]:
+        """Return the outputs of the operator's modules side by side [T, O], biases included."""
+        plan = self._plans.get(x_TI.shape[0])
+        return carry_out(self._plan(x_TI) if plan is None else plan, x_TI)
+
+    def _plan(self, x_TI: torch.Tensor) -> CallPlan:
+        """Make the plan for the row count of this input, and keep it."""
+        layer, operator = self._site
+        settings, rules, rows = self._settings, self._rules, x_TI.shape[0]
+        shape, most_rows = (rows, sum(self._sizes.values())), rules.most_rows(rows)
+        # By how many rows cross: as many as there are, unless a row mask adds some.
+        prepared: dict[int, tuple[PreparedRequest, ...]] = {}
+
+        def requests(encoded: torch.Tensor, masked: Masked) -> tuple[PreparedRequest, ...]:
+            rules.check_sent(operator, encoded, most_rows, masked)
+            sent_RI = masked.sent[0]
+            found = prepared.get(sent_RI.shape[0])
+            if found is None:
+                found = prepared[sent_RI.shape[0]] = self._prepare(sent_RI)
+            return found
+
+        plan = CallPlan(
+            operator=operator,
+            layer=layer,
+            channels=tuple(settings.channels_at(layer)[: rules.services]),
+            encode=self._linear.encode,
+            hide=self._hide,
+            requests=requests,
+            rules=rules,
+            shape=shape,
+            check=self._check,
+            decode=self._linear.decode,
+            without_factors=self._without_factors,
+            timeout_s=settings.longest_s,
+            sending=large_tensor(x_TI.numel(), settings.threads, rules.heavy),
+            receiving=large_tensor(math.prod(shape), settings.threads, rules.heavy),
+            clock=self._clock,
+        )
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[rows] = plan
+        return plan
+
+    def _prepare(self, sent_RI: torch.Tensor) -> tuple[PreparedRequest, ...]:
+        """Prepare the requests for tensors like this one."""
+        layer, _ = self._site
+        dtype, (rows, _) = short_name(sent_RI.dtype), sent_RI.shape
+        wire = WireTensor(dtype, tuple(sent_RI.shape), b"")
+        return tuple(
+            prepare(
+                RingLinearRequest(layer_idx=layer, module_names=names, elements=wire)
+                if sent_RI.dtype is torch.int32
+                else LinearRequest(
+                    layer_idx=layer, module_names=names, hidden_states=wire, bias=self._bias_leaves
+                ),
+                (rows, sum(self._sizes[name] for name in names)),
+                dtype,
+            )
+            for names in self._messages
+        )

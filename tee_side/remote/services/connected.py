@@ -1,0 +1,127 @@
+"""All services of a run: connected, checked, and found by layer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+from protocol.channel import Channel, Traffic
+from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
+from tee_side.remote.services.member import ConnectOptions, Instances, Member
+from tee_side.remote.services.plan import ReplicaGroup
+from tee_side.remote.services.replicas import (
+    TELL_S,
+    TURN_S,
+    Replicas,
+    aggregate_errors,
+    log_waiting,
+    warn,
+)
+
+log = logging.getLogger("tee_side")
+
+# How long a start waits for services that others stand in for.
+_GRACE_S = 1.0
+
+
+class Services:
+    """The services of a run, once `connect` has found them.
+
+    `groups`: of `plan_services`; none where nothing leaves the TEE. Share i of a layer goes to the
+    group that was planned for it and to no other, whatever fails. `traffic`: of all of them.
+    """
+
+    def __init__(
+        self, groups: Sequence[ReplicaGroup], num_layers: int, options: ConnectOptions
+    ) -> None:
+        self.traffic = Traffic()
+        self._options = options
+        instances = Instances()
+        self._groups = tuple(self._replicas(group, instances) for group in groups)
+        shares = range(1, 1 + max((group.share for group in groups), default=0))
+        self._at: tuple[tuple[Channel, ...], ...] = tuple(
+            tuple(
+                channel
+                for share in shares
+                for group, channel in zip(groups, self._groups, strict=True)
+                if group.share == share and group.first <= layer <= group.last
+            )
+            for layer in range(num_layers)
+        )
+
+    def _replicas(self, group: ReplicaGroup, instances: Instances) -> Replicas:
+        members = [
+            Member(endpoint, group, self._options, instances, self.traffic)
+            for endpoint in group.endpoints
+        ]
+        return Replicas(members, timeout_s=self._options.timeout_s, traffic=self.traffic)
+
+    def at(self, layer: int) -> tuple[Channel, ...]:
+        """Return the channels of a layer, one for each share."""
+        return self._at[layer]
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect to all, and check what they hold before anything secret is sent.
+
+        A service that is not there is left out, with a warning, where another stands in for it.
+        When the time is up, each that is missing gets a last turn, of a moment.
+        Raises ModelMismatchError, ReplyError, ProtocolError and SettingsError (one process at two
+        endpoints) in any case, DeadlineExceededError and EndpointError where no other stands in.
+        """
+        deadline = time.monotonic() + timeout_s
+        grace, tell = deadline, time.monotonic() + TELL_S
+        late = False
+        while (missing := self._missing()) and not late:
+            enough = all(group.is_ready for group in self._groups)
+            if enough:
+                grace = min(grace, time.monotonic() + _GRACE_S)
+            until = grace if enough else deadline
+            now = time.monotonic()
+            if late := now >= until:
+                # What has come while this process was stopped was not looked at yet.
+                until = now + TURN_S
+            for group, member in missing:
+                turn = time.monotonic() + TURN_S
+                turn = until if len(missing) == 1 else min(until, turn)
+                group.try_connect(member, min(turn, tell))
+                if member.quarantined is not None:
+                    raise member.quarantined
+                if isinstance(member.error, EndpointError) and len(group.members) == 1:
+                    raise member.error
+            if not enough and time.monotonic() >= tell:
+                tell = math.inf
+                for group, member in missing:
+                    if not group.is_ready:
+                        log_waiting(member.endpoint, deadline, "--connect-timeout-s")
+        for group in self._groups:
+            if not group.is_ready:
+                raise _no_reply(group, timeout_s)
+        for _, member in missing:
+            warn("service_missing", member, member.error or _silent(member.endpoint))
+
+    def _missing(self) -> list[tuple[Replicas, Member]]:
+        return [
+            (group, member)
+            for group in self._groups
+            for member in group.members
+            if member.session is None
+        ]
+
+    def close(self) -> None:
+        """Disconnect from all."""
+        for group in self._groups:
+            group.close()
+
+
+def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
+    errors = {member.endpoint: member.error or _silent(member.endpoint) for member in group.members}
+    for error in errors.values():
+        if len(errors) == 1 and not isinstance(error, DeadlineExceededError):
+            return error
+    return aggregate_errors("Init", errors, timeout_s)
+
+
+def _silent(endpoint: str) -> DeadlineExceededError:
+    return DeadlineExceededError(endpoint, got="no answer yet", expected="a reply to Init")

@@ -1,0 +1,175 @@
+"""One service: its connection, which is used only after the handshake, or why there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.channel import Channel, ChannelWrapper, Traffic
+from protocol.errors import DeadlineExceededError, EndpointError, ServiceError, TsqpError
+from protocol.messages import InitReply, InitRequest, Response
+from protocol.pending import PendingChannel
+from tee_side.remote.services.plan import ReplicaGroup, one_service
+
+# A handshake that is not answered by then is begun again, over a new connection.
+_HANDSHAKE_S = 5.0
+# From one failed attempt to the next.
+_PAUSE_S = 0.05
+# How long one attempt to connect a stream may take.
+_CONNECT_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectOptions:
+    """How every service is reached and checked.
+
+    `open` returns a fresh channel; `verify` compares an Init reply from an endpoint with what is
+    asked of it for some layers, and raises ModelMismatchError or ReplyError. `link`: what
+    each channel is wrapped in. `timeout_s`: deadline of a request that names none.
+    """
+
+    open: Callable[[str], PendingChannel]
+    verify: Callable[[str, Response, tuple[int, int]], InitReply]
+    link: ChannelWrapper | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Instances:
+    """The service processes of a run, by the instance id that each gives itself.
+
+    An id belongs to the endpoint that it was first seen at, for the whole run, gone or not: the
+    process may remember what it saw, and one that lied must not be asked under another name.
+    Against mistakes only. An id is what a process claims, so it never counts against the endpoint
+    that had it first, which may be no more than the one that was named.
+    """
+
+    _first: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def register(self, instance: str, share: int, endpoint: str) -> None:
+        """Take a process in. Raises SettingsError where it was seen at another endpoint."""
+        its_share, where = self._first.setdefault(instance, (share, endpoint))
+        if where != endpoint:
+            raise one_service(where, endpoint, 1 if its_share == share else 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """A connection to a service that has passed the handshake.
+
+    `connection`: the transport's own; `channel`: what requests go through.
+    """
+
+    member: Member
+    connection: PendingChannel
+    channel: Channel
+
+
+class Member:
+    """A service of a group, and the state of our relations with it.
+
+    It is ready (`session`), lost (`error` says why; `try_connect` may bring it back), or
+    quarantined for the rest of the run (`quarantined` says why).
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        group: ReplicaGroup,
+        options: ConnectOptions,
+        instances: Instances,
+        total: Traffic,
+    ) -> None:
+        self.endpoint = endpoint
+        self.session: Session | None = None
+        self.error: TsqpError | None = None
+        self.quarantined: TsqpError | None = None
+        # What it says that it lets one client have waiting, for people.
+        self.queue_limits = ""
+        self._group = group
+        self._options = options
+        self._instances = instances
+        self._total = total
+        # A connection on which Init was asked, and until when its answer is waited for.
+        self._handshake: tuple[PendingChannel, int, float] | None = None
+        self._next_attempt = 0.0
+
+    def try_connect(self, until: float) -> bool:
+        """Try to connect and to pass the handshake, until then; True once that is done.
+
+        Goes on where the last call ended. Raises nothing of a service's: keeps what went wrong.
+        """
+        if self.session is not None or self.quarantined is not None:
+            return self.session is not None
+        try:
+            self._try_connect(until)
+        except (EndpointError, DeadlineExceededError, ServiceError) as error:
+            self.lose(error)
+        except TsqpError as error:
+            self.quarantine(error)
+        except BaseException:
+            self._abort_handshake()
+            raise
+        return self.session is not None
+
+    def _try_connect(self, until: float) -> None:
+        if self._handshake is None:
+            now = time.monotonic()
+            if now < self._next_attempt:
+                time.sleep(max(0.0, min(until, self._next_attempt) - now))
+                if until < self._next_attempt:
+                    return
+            self._handshake = self._begin()
+        connection, request_id, give_up = self._handshake
+        if not connection.arrived(request_id, until) and time.monotonic() < give_up:
+            return
+        options, group = self._options, self._group
+        response = connection.wait(request_id).response
+        reply = options.verify(self.endpoint, response, (group.first, group.last))
+        self._instances.register(reply.instance_id, group.share, self.endpoint)
+        connection.limit_messages(reply.max_message_bytes)
+        self.queue_limits = (
+            f"it queues {reply.max_queued_requests} requests and {reply.max_queued_bytes} bytes"
+            " of one client"
+        )
+        channel: Channel = connection
+        if options.link is not None:
+            channel = options.link(connection, options.timeout_s)
+        self._handshake, self.error = None, None
+        self.session = Session(self, connection, channel)
+
+    def _begin(self) -> tuple[PendingChannel, int, float]:
+        connection = self._options.open(self.endpoint)
+        try:
+            connection.use_one_connection()
+            connection.traffic = self._total
+            give_up = time.monotonic() + _HANDSHAKE_S
+            request_id = connection.submit(InitRequest(), _HANDSHAKE_S, send_within_s=_CONNECT_S)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, request_id, give_up
+
+    def lose(self, error: TsqpError) -> None:
+        """Note that it cannot be asked now. Its session, if any, is for the caller to close."""
+        self.session, self.error = None, error
+        self._next_attempt = time.monotonic() + _PAUSE_S
+        self._abort_handshake()
+
+    def quarantine(self, error: TsqpError) -> None:
+        """Never ask it again. The session: as in `lose`."""
+        self.lose(error)
+        self.quarantined = error
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._abort_handshake()
+        if self.session is not None:
+            self.session.connection.close()
+            self.session = None
+
+    def _abort_handshake(self) -> None:
+        if self._handshake is not None:
+            connection, self._handshake = self._handshake[0], None
+            connection.close()

@@ -1,0 +1,224 @@
+"""Who is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2]`, read and laid over a model.
+
+Services with the same layers and the same share stand in for each other. A share's ranges of layers
+must cover the model without overlapping. A service never gets two shares, and no link that shares
+depend on is in the clear unless the operator says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from protocol.curve import ClientKeys, is_beyond_loopback, require_zmq_keys
+from protocol.endpoint import parse_endpoint
+from protocol.errors import SettingsError
+from tee_side.policy.layer_range import LAYER_RANGE, LayerRange
+from tee_side.policy.placement import Policy
+
+GRAMMAR = "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3"
+_SUFFIXES = re.compile(rf"(?P<rest>.+?)(=(?P<layers>{LAYER_RANGE}))?(,share=(?P<share>[12]))?")
+
+
+def _refused(got: object, expected: str) -> SettingsError:
+    return SettingsError("--gpu", got=str(got), expected=expected)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One `--gpu`. `layers`: None for all of them; `share`: 1 or 2, None where it is not said."""
+
+    endpoint: str
+    layers: LayerRange | None = None
+    share: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> ServiceSpec:
+        """Read what a person wrote. Raises SettingsError and EndpointError.
+
+        A path may hold `=` and `,`: only what looks like layers or a share at its end is one.
+        """
+        match = _SUFFIXES.fullmatch(text)
+        parts = match.group("rest", "layers", "share") if match else (text, None, None)
+        endpoint, layers, share = parts
+        scheme = endpoint.partition("://")[0]
+        odd = "=,"  # neither is in a host, a port or a number
+        if ",share" in endpoint or (scheme in ("tcp", "vsock") and set(odd) & set(endpoint)):
+            raise _refused(repr(text), GRAMMAR)
+        parse_endpoint(endpoint)
+        try:
+            return ServiceSpec(
+                endpoint,
+                LayerRange.parse(layers) if layers else None,
+                int(share) if share else None,
+            )
+        except ValueError:
+            raise _refused(repr(text), "a range that runs forwards") from None
+
+    def __str__(self) -> str:
+        layers = "" if self.layers is None else f"={self.layers}"
+        return f"{self.endpoint}{layers}" + ("" if self.share is None else f",share={self.share}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Services that stand in for each other. `share`: from 1 to `shares`; `last` is included."""
+
+    share: int
+    first: int
+    last: int
+    endpoints: tuple[str, ...]
+    shares: int = 1
+
+    def __str__(self) -> str:
+        share = f", share {self.share} of {self.shares}" if self.shares > 1 else ""
+        return f"layers {LayerRange(self.first, self.last)}{share}"
+
+
+def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[ServiceSpec, ...]:
+    """Return the services that a policy uses, with their shares of two: none, if nothing leaves.
+
+    Without `share=`, the first of two endpoints for the same layers gets share 1. Raises
+    SettingsError for too few, one twice, shares that the policy does not have, and where only
+    `share=` can tell which gets which: more than two endpoints, or two on one host.
+    """
+    needed = policy.services
+    if not needed:
+        return ()
+    uses = f"{needed}, because policy {policy.name} uses"
+    uses += " a gpu-service" if needed == 1 else f" {needed} that do not collude"
+    if len(specs) < needed:
+        raise _refused("no endpoint" if not specs else "one endpoint", uses)
+    seen: dict[str, ServiceSpec] = {}
+    for spec in specs:
+        if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
+            raise one_service(other, spec, needed)
+        if needed == 1 and spec.share == 2:
+            raise _refused(spec, f"no share: policy {policy.name} uses one")
+    said = [spec for spec in specs if spec.share is not None]
+    if needed == 1:
+        return tuple(specs)
+    if not said:
+        return _by_position(specs)
+    for spec in specs:
+        if spec.share is None:
+            raise _refused(f"{said[0]} and {spec}", "share= for all of them, or for none")
+    for share in range(1, needed + 1):
+        if not any(spec.share == share for spec in specs):
+            raise _refused(f"no service for share {share} beside {said[0]}", uses)
+    return tuple(specs)
+
+
+def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
+    hosts: dict[str, ServiceSpec] = {}
+    found: list[ServiceSpec] = []
+    for spec in specs:
+        alike = [other for other in specs if _overlap(spec.layers, other.layers)]
+        if len(alike) > 2:
+            expected = "share=1 or share=2 for each: services with the same share stand in for each"
+            got = f"{' and '.join(map(str, alike))} without share="
+            raise _refused(got, f"{expected} other, and belong to one owner")
+        given = replace(spec, share=1 if alike[0] is spec else 2)
+        found.append(given)
+        if is_beyond_loopback(spec.endpoint):
+            other = hosts.setdefault(spec.endpoint.rpartition(":")[0].lower(), given)
+            if other.share != given.share:
+                expected = "hosts of two owners, or share= for each where that host is no owner's"
+                got = f"{other.endpoint} and {spec.endpoint} on one host, with a share each"
+                raise _refused(got, f"{expected} (a gateway)")
+    return tuple(found)
+
+
+def _overlap(one: LayerRange | None, other: LayerRange | None) -> bool:
+    return one is None or other is None or one.first in other or other.first in one
+
+
+def plan_services(
+    specs: Sequence[ServiceSpec], policy: Policy, num_layers: int
+) -> tuple[ReplicaGroup, ...]:
+    """Say which services are asked for which share of which layers, in order. See the module.
+
+    Raises SettingsError, which names both where two do not fit together.
+    """
+    groups: dict[tuple[int, int, int], list[ServiceSpec]] = {}
+    for spec in assign_shares(specs, policy):
+        layers = spec.layers or LayerRange(0, None)
+        last = num_layers - 1 if layers.last is None else layers.last
+        if max(layers.first, last) >= num_layers:
+            raise _refused(spec, f"layers within 0-{num_layers - 1}, the model's")
+        groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
+    for share in range(1, policy.services + 1):
+        parts = {key[1:]: alike[0] for key, alike in sorted(groups.items()) if key[0] == share}
+        _check_cover(parts, num_layers)
+    return tuple(
+        ReplicaGroup(*key, tuple(spec.endpoint for spec in alike), policy.services)
+        for key, alike in sorted(groups.items())
+    )
+
+
+def _check_cover(parts: Mapping[tuple[int, int], ServiceSpec], num_layers: int) -> None:
+    """Check that parts, in order, have each layer once. Raises SettingsError."""
+    begin, before = 0, "the model's first layer"
+    ends = {(num_layers, num_layers): "the model's end"}
+    for (first, last), named in [*parts.items(), *ends.items()]:
+        if first > begin:
+            gap = f"layers {LayerRange(begin, first - 1)}, between {before} and {named}"
+            raise _refused(
+                f"no service for {gap}", f"each of the layers 0-{num_layers - 1}, for each share"
+            )
+        if first < begin:
+            got = f"{before} and {named}, which overlap"
+            raise _refused(got, "the same layers, or none in common")
+        begin, before = last + 1, str(named)
+
+
+def check_links(
+    specs: Sequence[ServiceSpec],
+    keys: Sequence[ClientKeys | None],
+    policy: Policy,
+    *,
+    shares_in_the_clear: bool,
+) -> bool:
+    """Refuse links from which one party could read two shares; return whether all are encrypted.
+
+    The holder of a key that two shares have can be both services, and an observer of links without
+    keys adds what crosses them. `specs`: with their shares. `shares_in_the_clear`: allow links
+    without keys that do not leave this machine. Raises SettingsError, also for keys of a stream.
+    """
+    for spec, own in zip(specs, keys, strict=True):
+        if own is not None:
+            require_zmq_keys(spec.endpoint)
+    if policy.services < 2:
+        return True
+    holders: dict[bytes, ServiceSpec] = {}
+    for spec, own in zip(specs, keys, strict=True):
+        if own is not None:
+            other = holders.setdefault(own.service, spec)
+            if other.share != spec.share:
+                raise SettingsError(
+                    "--service-key",
+                    got=f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
+                    expected="one --service-key for each --gpu, and different keys for different"
+                    " shares: services that do not collude share no key",
+                )
+            continue
+        leaves = is_beyond_loopback(spec.endpoint) or spec.endpoint.startswith("vsock:")
+        if leaves or not shares_in_the_clear:
+            raise _refused(
+                f"{spec.endpoint} without keys",
+                "--identity and --service-key (tcp:// and ipc:// can have them): an observer of all"
+                f" links of policy {policy.name} adds the shares and reads prompt and answer"
+                + ("" if leaves else "; on one machine, --shares-in-the-clear allows that"),
+            )
+    return None not in keys
+
+
+def one_service(first: object, second: object, shares: int = 2) -> SettingsError:
+    """Refuse two names of one service: it would get both shares, or be asked again once it lied.
+
+    Against a mistake, not against a lie.
+    """
+    same = str(first) == str(second)
+    twice = f"{first} twice" if same else f"{first} and {second}, one and the same"
+    return _refused(twice, "each service once" if shares == 1 else "two that do not collude")

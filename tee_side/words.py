@@ -1,0 +1,52 @@
+"""The words that policies, masks and reports share: operators, phases, places, stages."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, TypeGuard, get_args
+
+from protocol.messages import FUSED_MODULES, LinearOperator
+
+# What a policy places.
+Operator = Literal[
+    "embedding",
+    "qkv_proj",
+    "attn_scores",
+    "attn_values",
+    "o_proj",
+    "gate_up_proj",
+    "down_proj",
+    "lm_head",
+]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
+
+# What never leaves the TEE. `attention` is scores, softmax and values in one, where all three stay.
+LightOperator = Literal[
+    "rms_norm", "rope", "kv_cache", "attention", "softmax", "silu_mul", "residual", "sample"
+]
+LIGHT_OPERATORS: tuple[LightOperator, ...] = get_args(LightOperator)
+
+# Operators that no layer has, and those that multiply two activations.
+LAYERLESS: tuple[Operator, ...] = ("embedding", "lm_head")
+PRODUCTS: tuple[Operator, ...] = ("attn_scores", "attn_values")
+
+Place = Literal["tee", "gpu"]
+
+# How results of what leaves are checked; see `tee_side.protect.verification`.
+Verify = Literal["none", "freivalds"]
+
+# Prefill: a step that holds tokens of a prompt. Decode: one sampled token a sequence.
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+# What the TEE spends time on for one operator. `tee`: computing it, or scaling and rounding around
+# a product that is computed elsewhere; `verify`: checking what came back, its form and its numbers.
+TeeStage = Literal["tee", "mask", "verify", "unmask"]
+TEE_STAGES: tuple[TeeStage, ...] = get_args(TeeStage)
+
+# One linear operator of one layer.
+Site: TypeAlias = tuple[int, LinearOperator]
+
+
+def is_linear(operator: Operator) -> TypeGuard[LinearOperator]:
+    """Say whether this is one of a layer's linear operators."""
+    return operator in FUSED_MODULES

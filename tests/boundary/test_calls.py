@@ -1,0 +1,13 @@
+"""A linear RPC only becomes shorter: its Python calls are counted in both programs."""
+
+from __future__ import annotations
+
+from tests.tools.calls import measure
+from tests.tools.core_size import RECORDED
+
+
+def test_an_rpc_takes_no_more_calls_than_are_recorded() -> None:
+    found = measure()
+    assert found.keys() == RECORDED["calls"].keys()
+    for side, calls in found.items():
+        assert calls <= RECORDED["calls"][side], f"{side}: python -m tests.tools.calls"

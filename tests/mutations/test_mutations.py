@@ -1,0 +1,38 @@
+"""The table fits the tree, and what does not is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutations import Mutation, MutationError, Table
+
+
+def test_every_mutation_fits_the_tree() -> None:
+    table = Table.read()
+    assert table.problems() == []
+    assert len(table.mutations) >= 70
+    assert {mutation.concern for mutation in table.mutations} == table.concerns.keys()
+
+
+@pytest.mark.parametrize(("text", "times"), [("b = 1", 0), ("a = 1; a = 1", 2)])
+def test_a_text_that_is_not_there_once_is_an_error(tmp_path: Path, text: str, times: int) -> None:
+    mutation = Mutation("name", "masks", "file.py", "a = 1", "a = 2")
+    with pytest.raises(MutationError, match="got no such file"):
+        mutation.applied(tmp_path)
+    (tmp_path / "file.py").write_text(text)
+    with pytest.raises(MutationError, match=f"got the text {times} times, expected 1"):
+        mutation.applied(tmp_path)
+
+
+def test_only_the_text_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text("x = 0\na = 1\n")
+    assert Mutation("n", "masks", "file.py", "a = 1", "a = 2").applied(tmp_path) == "x = 0\na = 2\n"
+
+
+def test_a_name_that_is_used_twice_is_an_error(tmp_path: Path) -> None:
+    entry = '[[mutation]]\nname = "n"\nconcern = "c"\nfile = "f"\nold = "o"\nnew = "x"\n'
+    (tmp_path / "table.toml").write_text(f"[concerns]\nc = []\n{entry}{entry}")
+    with pytest.raises(MutationError, match="got n twice"):
+        Table.read(tmp_path / "table.toml")

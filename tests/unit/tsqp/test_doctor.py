@@ -1,0 +1,197 @@
+"""`tsqp doctor MODEL`: each thing that a run lacks is named, with the command that makes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from protocol.errors import SettingsError
+from tests.support import Service, make_model, running_service
+from tsqp import preflight
+from tsqp.cli.main import command
+from tsqp.cli.program import model_directory
+from tsqp.cli.tee_runner import command as tee_runner
+from tsqp.key_files import new_key_pair
+
+Found = dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    options = ("--arithmetic", "int8", "--threads", "1")
+    with running_service(model_directory("demo"), f"unix://{folder}/s", *options) as running:
+        yield running
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    copy = tmp_path / "model"
+    shutil.copytree(model_directory("demo"), copy)
+    return copy
+
+
+def _doctor(model: Path | str, *arguments: str) -> tuple[int, Found]:
+    """Return the exit status, and what was found of the run, by name."""
+    result = CliRunner().invoke(command, ["doctor", str(model), *arguments, "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    findings = json.loads(result.stdout)["findings"]
+    return result.exit_code, {one["name"]: one for one in findings if one["topic"] == "run"}
+
+
+def _states(found: Found) -> dict[str, str]:
+    return {name: one["state"] for name, one in found.items()}
+
+
+def test_a_run_that_would_start_lacks_nothing(service: Service, tmp_path: Path) -> None:
+    bank = ["--bank", str(tmp_path / "bank"), "--bank-key-beside-bank"]
+    made = CliRunner().invoke(tee_runner, ["pads", "make", "demo", "--tokens", "2", *bank])
+    assert made.exit_code == 0, made.output
+    status, found = _doctor("demo", "--gpu", service.endpoint, *bank)
+    assert status == 0, found
+    expected = {"model", "policy", "linear weights", "tokenizer", "calibration", "bank", "entropy"}
+    states = _states(found)
+    states.pop("clock")
+    assert states == dict.fromkeys([*expected, f"service {service.endpoint}"], "ok")
+    assert found["bank"]["detail"] == "2 of 2 pads left"
+
+
+def test_a_policy_of_which_nothing_leaves_needs_no_service() -> None:
+    status, found = _doctor("demo", "--policy", "tee-only")
+    assert status == 0
+    assert not {"calibration", "bank", "keys"} & found.keys()
+    assert not any(name.startswith("service") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("removed", "name", "remedy"),
+    [
+        ("calibration.safetensors", "calibration", "tsqp calibrate {model}"),
+        ("config.json", "model", "Hugging Face directory"),
+        ("model.safetensors", "model", "Hugging Face directory"),
+    ],
+)
+def test_a_file_that_is_missing_is_named_with_what_makes_it(
+    service: Service, model: Path, removed: str, name: str, remedy: str
+) -> None:
+    (model / removed).unlink()
+    status, found = _doctor(model, "--gpu", service.endpoint)
+    assert status == 1
+    assert found[name]["state"] == "missing"
+    assert remedy.format(model=model) in found[name]["remedy"]
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(service: Service, model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    status, found = _doctor(model, "--gpu", service.endpoint)
+    assert (status, found["tokenizer"]["state"]) == (0, "note")
+    (model / "tokenizer.json").write_text("{")
+    status, found = _doctor(model, "--gpu", service.endpoint)
+    assert (status, found["tokenizer"]["state"]) == (1, "missing")
+
+
+def test_a_bank_that_is_missing_or_empty_is_named(service: Service, tmp_path: Path) -> None:
+    bank = str(tmp_path / "bank")
+    given = ("--gpu", service.endpoint, "--bank", bank, "--bank-key-beside-bank")
+    for _ in range(2):
+        status, found = _doctor("demo", *given)
+        assert (status, found["bank"]["state"]) == (1, "missing")
+        assert "tee-runner pads make" in found["bank"]["remedy"]
+        Path(bank).write_bytes(b"no bank")
+    status, found = _doctor("demo", *given, "--policy", "tee-only")
+    assert (status, found["bank"]["remedy"]) == (1, "leave out --bank")
+
+
+def test_a_service_that_is_not_there_or_holds_another_model_is_named(
+    service: Service, tmp_path: Path
+) -> None:
+    nowhere = f"unix://{tmp_path}/none"
+    status, found = _doctor("demo", "--gpu", nowhere, "--timeout-s", "0.2")
+    assert status == 1
+    demo = model_directory("demo")
+    assert found[f"service {nowhere}"]["remedy"] == f"gpu-service {demo} --bind {nowhere}"
+    make_model(tmp_path / "other")
+    for policy, said in (
+        ("shielded", "holds another model"),
+        ("attention-in-tee", "has no float weights (gpu-service --arithmetic)"),
+    ):
+        other = ("--gpu", service.endpoint, "--policy", policy)
+        status, found = _doctor(tmp_path / "other", *other)
+        assert (status, found[f"service {service.endpoint}"]["detail"]) == (1, said)
+
+
+def test_links_that_give_shares_away_are_named(service: Service, tmp_path: Path) -> None:
+    nowhere = f"unix://{tmp_path}/none"
+    given = ("--policy", "two-server", "--gpu", service.endpoint, "--gpu", nowhere)
+    status, found = _doctor("demo", *given)
+    assert status == 1
+    assert "without keys" in found["services"]["detail"]
+    status, found = _doctor("demo", *given, "--shares-in-the-clear", "--timeout-s", "0.2")
+    assert found[f"service {service.endpoint}"]["state"] == "ok"
+    assert (status, found[f"service {nowhere}"]["state"]) == (1, "missing")
+
+
+def test_keys_are_read_and_missing_ones_are_said(tmp_path: Path) -> None:
+    given = ("--gpu", "tcp://192.0.2.1:1", "--timeout-s", "0.05")
+    _, found = _doctor("demo", *given)
+    assert found["keys"]["state"] == "note"
+    assert "not encrypted" in found["keys"]["detail"]
+    status, found = _doctor("demo", *given, "--identity", str(tmp_path / "none.key"))
+    assert (status, found["keys"]["state"]) == (1, "missing")
+    assert found["keys"]["remedy"] == "tsqp keys new NAME"
+    secret, public, _ = new_key_pair(tmp_path / "k")
+    keys = ("--identity", str(secret), "--service-key", str(public))
+    _, found = _doctor("demo", *given, *keys)
+    assert found["keys"]["state"] == "ok"
+
+
+def test_a_generator_that_is_not_seeded_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unseeded(_size: int, _flags: int) -> bytes:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "getrandom", unseeded)
+    status, found = _doctor("demo", "--policy", "tee-only")
+    assert (status, found["entropy"]["state"]) == (1, "missing")
+
+
+@pytest.mark.parametrize(("source", "state"), [("tsc", "ok"), ("hpet", "note"), (None, "note")])
+def test_a_slow_clock_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str | None, state: str
+) -> None:
+    path = tmp_path / "source"
+    if source is not None:
+        path.write_text(f"{source}\n")
+    monkeypatch.setattr(preflight, "_CLOCK_SOURCE", path)
+    _, found = _doctor("demo", "--policy", "tee-only")
+    assert found["clock"]["state"] == state
+
+
+def test_an_unknown_policy_is_missing_and_not_an_error() -> None:
+    status, found = _doctor("demo", "--policy", "none-of-ours")
+    assert (status, found["policy"]["remedy"]) == (1, "tsqp policies")
+
+
+def test_a_table_says_what_to_do() -> None:
+    result = CliRunner().invoke(command, ["doctor", "demo", "--policy", "none-of-ours"])
+    assert result.exit_code == 1
+    assert result.stdout.startswith("run:\n")
+    assert "-> tsqp policies\n" in result.stdout
+
+
+def test_options_of_a_run_need_a_model() -> None:
+    result = CliRunner().invoke(command, ["doctor", "--bank", "x"])
+    assert isinstance(result.exception, SettingsError)
+    assert (result.exception.where, result.exception.got) == ("--bank", "no MODEL")
+
+
+def test_instructions_of_the_processor_are_listed() -> None:
+    result = CliRunner().invoke(command, ["doctor", "--json"])
+    assert result.exit_code == 0
+    names = {found["name"] for found in json.loads(result.stdout)["findings"]}
+    assert {"avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "amx_bf16"} <= names

@@ -1,0 +1,5 @@
+"""`python -m tsqp` is `tsqp`."""
+
+from tsqp.cli.main import main
+
+main()

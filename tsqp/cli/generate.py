@@ -1,0 +1,150 @@
+"""`tee-runner generate`: text from one prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+from click.shell_completion import CompletionItem
+
+from tsqp.cli.options import use
+from tsqp.cli.prompts import chosen_prompt
+from tsqp.cli.running import RUN_OPTIONS, errors_as_json, load, open_runner, sampling_of, stream
+from tsqp.cli.settings import CONTEXT, config_option, model_argument
+
+if TYPE_CHECKING:
+    import torch
+
+    from tsqp.operator_table import OperatorTotals
+
+_PARTS = ("tee", "wire", "queue", "gpu")
+
+
+class PrivateFile(click.ParamType[BinaryIO]):
+    """A file to write that its owner alone can read: mode 0600, also where it was there before."""
+
+    name = "file"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> BinaryIO:
+        """Open it for appending, so that a run that is refused leaves an old file as it was."""
+        try:
+            file = open(value, "ab", opener=partial(os.open, mode=0o600))  # noqa: SIM115
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                os.fchmod(file.fileno(), 0o600)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            self.fail(f"{value}: got {reason}, expected a file to write", param, ctx)
+        if ctx is not None:
+            ctx.call_on_close(partial(_close, file))
+        return file
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Leave files to the shell."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # what could not be written was said by `_write`
+        file.close()
+
+
+@click.command(context_settings=CONTEXT)
+@model_argument()
+@click.option("--prompt", metavar="TEXT")
+@click.option(
+    "--prompt-file",
+    metavar="FILE",
+    help="UTF-8; - reads standard input. A final newline and a byte-order mark are dropped.",
+)
+@click.option("--prompt-token-ids", metavar="1,2,3")
+@click.option(
+    "--report",
+    type=PrivateFile(),
+    metavar="FILE",
+    help="Write the JSON object, with totals per operator, to this file.",
+)
+@click.option(
+    "--save-logits",
+    type=PrivateFile(),
+    metavar="FILE",
+    help="Write the logits of every new token to this safetensors file, to compare them.",
+)
+@use(*RUN_OPTIONS)
+@config_option
+@click.pass_context
+def generate(
+    context: click.Context,
+    /,
+    *,
+    prompt: str | None,
+    prompt_file: str | None,
+    prompt_token_ids: str | None,
+    report: BinaryIO | None,
+    save_logits: BinaryIO | None,
+    **settings: Any,
+) -> None:
+    """Generate text from a prompt.
+
+    MODEL is a Hugging Face directory, or "demo". Prompt and answer are on this machine only: what
+    the GPU side can see of them is the policy's, and the first line on stderr says it.
+    """
+    from tsqp.operator_table import OperatorTable
+
+    given = chosen_prompt(
+        context, prompt=prompt, prompt_file=prompt_file, prompt_token_ids=prompt_token_ids
+    )
+    table = OperatorTable() if report else None
+    logits: list[torch.Tensor] = []
+    with errors_as_json(settings) as so_far:
+        sampling = sampling_of(settings)
+        # Token ids are enough for a model without a tokenizer; what comes out are token ids, too.
+        loaded = load(settings, text_needed=given.token_ids is None)
+        ids = given.token_ids
+        if ids is None and loaded.tokenizer is not None:
+            ids = loaded.tokenizer.encode(given.text or "")
+        with open_runner(settings, loaded, table) as runner:
+            so_far.generation = generation = runner.generate(
+                ids or [],
+                max_new_tokens=settings["max_new_tokens"],
+                sampling=sampling,
+                stop=settings["stop"],
+                with_text=loaded.tokenizer is not None,
+            )
+            result = stream(runner, generation, settings, logits if save_logits else None)
+            described = so_far.described(runner, result, sampling)
+    if settings["as_json"]:
+        click.echo(json.dumps(described))
+    if report and table:
+        operators = {name: _costs(totals) for name, totals in table.totals.items()}
+        _write(report, json.dumps(described | {"operators": operators}, indent=1).encode())
+    if save_logits:
+        import torch
+        from safetensors.torch import save
+
+        _write(save_logits, save({"logits": torch.stack(logits).to(torch.float32)}))
+
+
+def _costs(totals: OperatorTotals) -> dict[str, object]:
+    counts = ("place", "calls", "round_trips", "bytes_sent", "bytes_received")
+    times = {f"{part}_s": getattr(totals, f"{part}_ns") / 1e9 for part in _PARTS}
+    return {name: getattr(totals, name) for name in counts} | times
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    """Write and flush, because click drops errors of closing. Raises OSError with the name."""
+    try:
+        with suppress(OSError):  # a device has no length
+            file.truncate(0)
+        file.write(content)
+        file.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from None

@@ -1,0 +1,141 @@
+"""What the options of a run name: manifest, policy, keys and pad bank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from protocol.errors import SettingsError, describe
+from tsqp.cli.settings import settings_files
+
+if TYPE_CHECKING:
+    from protocol.curve import ClientKeys
+    from protocol.model.manifest import Manifest
+    from tee_side.plugins import FileCheck
+    from tee_side.policy.placement import Policy
+    from tee_side.protect.pads.bank_files import BankPlace
+
+
+def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | None:
+    """Read what `--manifest` and `--manifest-digest` say; None without them.
+
+    Checks the settings files of this command against it, and says on stderr what a manifest inside
+    MODEL is worth. Raises SettingsError, ManifestError.
+    """
+    _refuse_from_settings_file()
+    path, digest = settings["manifest"], settings["manifest_digest"]
+    if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
+        raise SettingsError(
+            "--manifest-digest", got=describe(digest), expected="64 hexadecimal digits"
+        )
+    if path is None:
+        if digest is not None:
+            raise SettingsError(
+                "--manifest-digest", got="no --manifest", expected="the file that it is of"
+            )
+        return None
+    from protocol.model.manifest import Manifest
+
+    found = Manifest.load(path, digest)
+    for settings_file, content in settings_files():
+        found.check_also("--config", settings_file, content)
+    if digest is None and path.resolve().parent == directory.resolve():
+        click.echo(
+            f"{path} lies in the model's directory, and is taken without --manifest-digest: it"
+            " shows damage, but nothing that was changed on purpose",
+            err=True,
+        )
+    return found
+
+
+def _refuse_from_settings_file() -> None:
+    """Refuse a settings file that says which manifest: the manifest is what pins that file."""
+    context = click.get_current_context(silent=True)
+    for name in ("manifest", "manifest_digest"):
+        if context and context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
+            raise SettingsError(
+                f"--{name.replace('_', '-')}",
+                got="a value in a settings file, which a manifest has to pin",
+                expected="it on the command line or in the environment",
+            )
+
+
+def check_of(manifest: Manifest | None, option: str) -> FileCheck:
+    """Return what checks a file that `option` led to; without a manifest any file is accepted."""
+    from tee_side.plugins import accept_any
+
+    return accept_any if manifest is None else partial(manifest.check_also, option)
+
+
+def load_pinned_policy(name: str, manifest: Manifest | None) -> Policy:
+    """Load a policy and its masks; with a manifest only from files that it pins.
+
+    Raises PolicyError, PluginError, ManifestError.
+    """
+    from tee_side.plugins import checking_files
+    from tee_side.policy.placement import load_policy
+
+    with checking_files(check_of(manifest, "--policy")):
+        return load_policy(name)
+
+
+def warn_without_keys(endpoints: Sequence[str]) -> None:
+    """Say on stderr, in one line, which of these services are reached over a network in the open.
+
+    `endpoints`: as `ServiceSpec.parse` reads them; all are reached without keys.
+    """
+    from protocol.curve import is_beyond_loopback
+    from tee_side.remote.services.plan import ServiceSpec
+
+    known = [ServiceSpec.parse(text).endpoint for text in endpoints]
+    exposed = [endpoint for endpoint in known if is_beyond_loopback(endpoint)]
+    if exposed:
+        click.echo(
+            f"{', '.join(exposed)}: the connection is not encrypted, and anyone may answer"
+            " (--identity and --service-key; tsqp keys new makes keys)",
+            err=True,
+        )
+
+
+def read_client_keys(settings: dict[str, Any], manifest: Manifest | None) -> tuple[ClientKeys, ...]:
+    """Read what --identity and --service-key name; with a manifest only key files that it pins.
+
+    Raises KeyFileError, ManifestError and SettingsError.
+    """
+    from protocol.curve import ClientKeys, public_key, read_secret_key
+
+    identity: Path | None = settings["identity"]
+    services: tuple[str, ...] = settings["service_key"]
+    if identity is None and not services:
+        return ()
+    if identity is None or not services:
+        given, missing = "--identity", "--service-key"
+        if identity is None:
+            given, missing = missing, given
+        raise SettingsError("keys", got=f"{given} alone", expected=f"{missing} as well, or neither")
+    secret, check = read_secret_key(identity), check_of(manifest, "--service-key")
+    return tuple(ClientKeys(secret, public_key(service, check)) for service in services)
+
+
+def bank_place(settings: Mapping[str, Any]) -> BankPlace | None:
+    """Return where the bank is, None where none is named. Raises SettingsError."""
+    from tee_side.protect.pads.bank_files import BankPlace
+
+    rest = ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
+    if settings["bank"] is None:
+        for name in rest:
+            if settings[name]:
+                raise SettingsError(
+                    f"--{name.replace('_', '-')}",
+                    got=str(settings[name]),
+                    expected="nothing without --bank",
+                )
+        return None
+    *files, beside = (settings[name] for name in rest)
+    return BankPlace.at(settings["bank"], *files, beside_bank=beside)

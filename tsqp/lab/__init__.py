@@ -1,0 +1,1 @@
+"""The laboratory: benchmarks, leakage, planning, explanations, research masks."""

@@ -1,0 +1,213 @@
+"""What `tsqp bench` reports: the JSON document, from which table, page and trace are drawn.
+
+Times are microseconds unless a name says otherwise, sizes are bytes. A *step* is one forward pass
+of the engine; a *case* is one kind of step of one policy, run several times.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tee_side.words import Phase, Place
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Stages(_Model):
+    """Where time went, in microseconds.
+
+    `tee_us`: the operator itself where it runs in the TEE, and scaling and rounding around a
+    product that does not; `queue_us` and `gpu_us` are the service's own claim, and `wire_us` is
+    what is left of the round trip.
+    """
+
+    tee_us: float = 0.0
+    mask_us: float = 0.0
+    verify_us: float = 0.0
+    encode_us: float = 0.0
+    wire_us: float = 0.0
+    queue_us: float = 0.0
+    gpu_us: float = 0.0
+    decode_us: float = 0.0
+    unmask_us: float = 0.0
+
+    @property
+    def total_us(self) -> float:
+        """All of it."""
+        return sum((getattr(self, name) for name in type(self).model_fields), start=0.0)
+
+    def __add__(self, other: Stages) -> Stages:
+        names = type(self).model_fields
+        return Stages(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+STAGES: tuple[str, ...] = tuple(Stages.model_fields)
+
+
+class OperatorCost(_Model):
+    """One operator in one layer (None: it belongs to none), in one step.
+
+    `operator`: a placed one (`qkv_proj`) or a light one (`rms_norm`).
+    """
+
+    operator: str
+    layer: int | None
+    place: Place
+    calls: float
+    rpcs: float
+    bytes_sent: float
+    bytes_received: float
+    stages: Stages
+
+
+class Spread(_Model):
+    """A median of several runs, with the smallest and the largest of them."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+
+class Case(_Model):
+    """One kind of step under one policy.
+
+    `tokens`: of the prompt in prefill; in decode, of the context that each sequence has. `batch`:
+    sequences. `step_ms`: wall time of the measured part (a whole prompt, or one decode step).
+    `heavy_ms`: of it, Embedding and LM head computed in the TEE; `overhead_ms`: the rest.
+    `tokens_per_s`: prompt tokens, or tokens decoded of all sequences together. `cpu_*_ms`: CPU
+    time of all threads of a side, per measured part; None where the services are not ours.
+
+    `operators`: of one more such part, run with an observer. As many are observed as are timed (in
+    decode 3 to 12), one by one, and this is the one whose wall time is their median. They add up to
+    it less `rest_us`, which is what no operator accounts for; that is negative where micro-batches
+    overlap, by what was done at the same time.
+    """
+
+    phase: Phase
+    tokens: int
+    batch: int
+    micro_batches: int
+    step_ms: Spread
+    heavy_ms: float
+    overhead_ms: float
+    tokens_per_s: float
+    cpu_tee_ms: float
+    cpu_gpu_ms: float | None
+    rpcs: float
+    bytes_sent: float
+    bytes_received: float
+    operators: tuple[OperatorCost, ...]
+    rest_us: float
+
+
+class Generation(_Model):
+    """A whole request: time to first token and time per output token, without an observer."""
+
+    prompt_tokens: int
+    new_tokens: int
+    ttft_ms: float
+    tpot_ms: float
+    total_ms: float
+
+
+class Span(_Model):
+    """A piece of the timeline of one step. `lane`: the micro-batch; times from the step's start."""
+
+    lane: int
+    operator: str
+    layer: int | None
+    stage: str
+    start_us: float
+    duration_us: float
+
+
+class Timeline(_Model):
+    """One measured step, piece by piece."""
+
+    phase: Phase
+    tokens: int
+    batch: int
+    spans: tuple[Span, ...]
+
+
+class PolicyRun(_Model):
+    """All cases of one policy. `*_peak_bytes`: largest resident set of each process."""
+
+    policy: str
+    summary: str
+    disclosure: str | None
+    cases: tuple[Case, ...]
+    generation: Generation | None
+    timelines: tuple[Timeline, ...]
+    tee_peak_bytes: int
+    gpu_peak_bytes: int | None
+    kv_bytes: int
+    vocabulary_bytes: int
+
+
+class Baseline(_Model):
+    """Another way to do the same: `transformers`, `published`.
+
+    `step_ms` is comparable with `overhead_ms` where `against` is "null", with `step_ms` otherwise.
+    With `new_tokens` beyond 1: of decode the mean of a step, of prefill the whole request.
+    """
+
+    name: str
+    description: str
+    phase: Phase
+    tokens: int
+    new_tokens: int
+    dtype: str
+    against: Literal["null", "cpu", "none"]
+    step_ms: Spread
+    round_trips: int
+    bytes_sent: int
+    bytes_received: int
+
+
+class PingPong(_Model):
+    """Round trips of one payload each way. `ours`: as a Linear RPC; `raw`: the same frames."""
+
+    transport: str
+    payload_bytes: int
+    kind: Literal["ours", "raw"]
+    p50_us: float
+    p90_us: float
+    round_trips: int
+
+
+class Setup(_Model):
+    """What was measured, and on what. `gpu_threads`: None where the services are not ours.
+
+    Reports from before `spin_us` and `step_tokens` were noted were made with their defaults.
+    """
+
+    command: str
+    created: str
+    machine: dict[str, str | int]
+    model: str
+    num_hidden_layers: int
+    dtype: str
+    device: str
+    transport: str
+    link: str | None
+    tee_threads: int
+    gpu_threads: int | None
+    spin_us: float = 0.0
+    step_tokens: int = 512
+
+
+class Report(_Model):
+    """The document. `incomplete`: why it lacks cases, None if it lacks none."""
+
+    version: Literal[1] = 1
+    setup: Setup
+    policies: tuple[PolicyRun, ...]
+    baselines: tuple[Baseline, ...]
+    ping_pong: tuple[PingPong, ...]
+    incomplete: str | None = None

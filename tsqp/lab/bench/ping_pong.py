@@ -1,0 +1,286 @@
+"""One RPC of ours beside a raw ping-pong of the same frames on the same transport.
+
+    python -m tsqp.lab.bench.ping_pong [--transports zeromq-ipc,zeromq-tcp,unix,tcp]
+        [--payloads 4096,65536,1048576] [--round-trips 1000] [--spin-us 0] [--json FILE]
+
+`ours`: a Linear through `protocol.connect` to `gpu-service --device null`, from tensor to tensor:
+encoding, checks and decoding of both sides are in it. Its module is as wide as it is high, so that
+as many bytes come back. `raw`: an echo of frames of these sizes with nothing of ours
+(`tsqp.lab.bench.raw_echo`); for `tcp`, a plain socket, there is only that. Both servers are
+processes of their own. The two alternate in short blocks, so that what else the machine
+does meets both, and the first round trips of each block do not count.
+
+Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import torch
+
+from gpu_side.encoding import Form, encode_reply
+from protocol.connect import open_channel
+from protocol.encoding import encode_request
+from protocol.errors import SettingsError, TsqpError
+from protocol.messages import LinearRequest, TensorReply, Timing
+from protocol.tensors import Buffer, from_torch, to_torch
+from tsqp.lab.bench.model import PingPong
+from tsqp.lab.bench.output import write_results
+from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.raw_echo import TCP_SOCKET, StreamPing, ZmqPing, is_stream
+
+BLOCK = 50
+SETTLE = 5
+_WIDTH = 2048
+_ROW_BYTES = _WIDTH * torch.bfloat16.itemsize
+_TIMEOUT_MS = 30_000
+# o_proj is square: 32 heads of 64 in, 2048 out.
+_SETTINGS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": _WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Where to bind, `{folder}` filled in; None where there is no such thing."""
+
+    ours: str | None
+    raw: str
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "zeromq-ipc": Transport("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
+    "zeromq-tcp": Transport("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+    "unix": Transport("unix://{folder}/ours.sock", "unix://{folder}.sock"),
+    "tcp": Transport(None, f"{TCP_SOCKET}127.0.0.1:0"),
+}
+
+
+@contextmanager
+def running(
+    command: Sequence[str], ready: str, stream: Literal["stdout", "stderr"]
+) -> Iterator[str]:
+    """Start a server, wait for a line with `ready`, and yield the word behind it; end it after."""
+    process = subprocess.Popen(
+        command,
+        text=True,
+        stdout=subprocess.PIPE if stream == "stdout" else subprocess.DEVNULL,
+        stderr=subprocess.PIPE if stream == "stderr" else None,
+    )
+    lines: list[str] = []
+    try:
+        for line in process.stdout or process.stderr or ():
+            lines.append(line)
+            if ready in line:
+                yield line.split(ready, 1)[1].split()[0]
+                break
+        else:
+            raise SettingsError(
+                Path(command[0]).name,
+                got=lines[-1].strip() if lines else "no output",
+                expected=f"a line with {ready.strip()!r}",
+            )
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@contextmanager
+def raw_pings(
+    address: str, request: Sequence[Buffer], reply: Sequence[Buffer], spin_us: float
+) -> Iterator[Callable[[], object]]:
+    """Start an echo server for frames of these sizes, and yield what makes one round trip."""
+    sizes = [",".join(str(len(frame)) for frame in frames) for frames in (request, reply)]
+    command = [sys.executable, "-m", "tsqp.lab.bench.raw_echo", address, *sizes]
+    frames = [bytes(frame) for frame in request]
+    with running([*command, "--spin-us", str(spin_us)], "ready ", "stdout") as bound:
+        ping: StreamPing | ZmqPing
+        if is_stream(bound):
+            ping = StreamPing(bound, frames, sum(map(len, reply)), spin_us=spin_us)
+        else:
+            ping = ZmqPing(bound, frames, spin_us=spin_us)
+        try:
+            yield ping.round_trip
+        finally:
+            ping.close()
+
+
+@contextmanager
+def our_service(endpoint: str, folder: Path, device: str, spin_us: float) -> Iterator[str]:
+    """Start a gpu-service for the square module, and yield its endpoint."""
+    program = str(Path(sys.executable).parent / "gpu-service")
+    command = [program, str(folder), "--bind", endpoint, "--device", device]
+    command += ["--arithmetic", "float", "--spin-us", str(spin_us)]
+    with running(command, " ready endpoint=", "stderr") as bound:
+        yield bound
+
+
+@contextmanager
+def our_pings(
+    endpoint: str, hidden: torch.Tensor, spin_us: float
+) -> Iterator[Callable[[], object]]:
+    """Yield what sends a tensor through the square module and returns what comes back."""
+    channel = open_channel(endpoint, spin_us=spin_us)
+
+    def round_trip() -> torch.Tensor:
+        request = LinearRequest(
+            layer_idx=0, module_names=("o_proj",), hidden_states=from_torch(hidden)
+        )
+        response = channel.call(request).response
+        if not isinstance(response, TensorReply):
+            raise SettingsError(
+                endpoint, got=type(response).__name__, expected="a reply with a tensor"
+            )
+        return to_torch(response.output)
+
+    try:
+        yield round_trip
+    finally:
+        channel.close()
+
+
+def frames_of(hidden: torch.Tensor) -> tuple[list[Buffer], list[Buffer]]:
+    """Return the frames of the request and of its reply, as they are on the wire."""
+    tensor = from_torch(hidden)
+    request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=tensor)
+    timing = Timing(queue_us=1, compute_us=1)
+    reply = encode_reply(Form.FRAMED, 1, request.method, TensorReply(output=tensor), timing)
+    return list(encode_request(request, 1, _TIMEOUT_MS)), list(reply)
+
+
+def interleaved(
+    contenders: Sequence[Callable[[], object]], round_trips: int, block: int = BLOCK
+) -> list[list[float]]:
+    """Return microseconds of at least so many round trips of each, in turns of short blocks."""
+    found: list[list[float]] = [[] for _ in contenders]
+    gc.collect()
+    gc.freeze()  # as tee-runner does
+    try:
+        while len(found[-1]) < round_trips:
+            for round_trip, times_us in zip(contenders, found, strict=True):
+                for _ in range(SETTLE):
+                    round_trip()
+                for _ in range(block):
+                    started_ns = time.perf_counter_ns()
+                    round_trip()
+                    times_us.append((time.perf_counter_ns() - started_ns) / 1e3)
+    finally:
+        gc.unfreeze()
+    return found
+
+
+def measure(
+    name: str, payloads: Sequence[int], *, round_trips: int, device: str, spin_us: float
+) -> list[PingPong]:
+    """Measure one transport with every payload. Raises EndpointError, SettingsError."""
+    transport = TRANSPORTS[name]
+    results: list[PingPong] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        endpoint = None
+        if transport.ours is not None:
+            write_random_model(folder, _SETTINGS)
+            endpoint = stack.enter_context(
+                our_service(transport.ours.format(folder=folder), folder, device, spin_us)
+            )
+        for payload in payloads:
+            hidden = torch.zeros(payload // _ROW_BYTES, _WIDTH, dtype=torch.bfloat16)
+            with ExitStack() as of_payload:
+                kinds: dict[Literal["ours", "raw"], Callable[[], object]] = {}
+                if endpoint is not None:
+                    kinds["ours"] = of_payload.enter_context(our_pings(endpoint, hidden, spin_us))
+                address = transport.raw.format(folder=f"{folder}/{payload}")
+                kinds["raw"] = of_payload.enter_context(
+                    raw_pings(address, *frames_of(hidden), spin_us)
+                )
+                times = interleaved(list(kinds.values()), round_trips)
+            results += [
+                _result(name, payload, kind, found)
+                for kind, found in zip(kinds, times, strict=True)
+            ]
+    return results
+
+
+def _result(
+    transport: str, payload: int, kind: Literal["ours", "raw"], times_us: Sequence[float]
+) -> PingPong:
+    return PingPong(
+        transport=transport,
+        payload_bytes=payload,
+        kind=kind,
+        p50_us=statistics.median(times_us),
+        p90_us=statistics.quantiles(times_us, n=10)[-1],
+        round_trips=len(times_us),
+    )
+
+
+def _payload(text: str) -> int:
+    size = int(text)
+    if size <= 0 or size % _ROW_BYTES:
+        raise SettingsError("--payloads", got=text, expected=f"multiples of {_ROW_BYTES}")
+    return size
+
+
+def measure_all(options: argparse.Namespace) -> list[PingPong]:
+    """Measure what the command line asks for."""
+    payloads = [_payload(text) for text in options.payloads.split(",")]
+    names = options.transports.split(",")
+    for name in names:
+        if name not in TRANSPORTS:
+            raise SettingsError(
+                "--transports", got=repr(name), expected=f"of {', '.join(TRANSPORTS)}"
+            )
+    settings = {
+        "round_trips": options.round_trips,
+        "device": options.device,
+        "spin_us": options.spin_us,
+    }
+    return [result for name in names for result in measure(name, payloads, **settings)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--transports", default=",".join(TRANSPORTS))
+    parser.add_argument("--payloads", default="4096,65536,1048576", help="bytes each way")
+    parser.add_argument("--round-trips", type=int, default=1000)
+    parser.add_argument("--device", default="null", help="of our gpu-service")
+    parser.add_argument("--spin-us", type=float, default=0.0, help="on both sides of both")
+    parser.add_argument("--json", type=Path, help="write the result to this file instead")
+    options = parser.parse_args(arguments)
+    try:
+        found = measure_all(options)
+    except TsqpError as error:
+        sys.exit(f"ping_pong: error: {error}")
+    write_results(found, options.json)
+
+
+if __name__ == "__main__":
+    main()

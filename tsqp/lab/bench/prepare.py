@@ -1,0 +1,335 @@
+"""Makes what a benchmark needs on disk: random weights, calibration, pads.
+
+Each in a process of its own, so that its memory is not counted with what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import pickle
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from protocol.errors import ModelError, PolicyError, TsqpError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, linear_tensors
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.weights import load_tensor
+from tee_side.assembly import sites_under
+from tee_side.plugins import load_module, loaded_files
+from tee_side.policy.placement import Policy
+from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
+from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout
+from tee_side.protect.pads.maker import PadMaker, read_weights
+from tee_side.protect.pads.source import BATCH_TOKENS
+from tee_side.words import PHASES
+from tsqp.calibrate import calibrate_on, save_calibration
+from tsqp.end_with_parent import end_with
+from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.random_model import write_random_model
+from tsqp.lab.bench.shapes import find_shape
+from tsqp.processes import failure
+
+# Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
+_CALIBRATION_TOKENS = 24
+
+
+def random_model(directory: Path, shape: str, *, linear: bool, layers: int | None = None) -> None:
+    """Write a shape with random weights into an empty directory. `layers`: None for all."""
+    in_fresh_process(_write_random_model, str(directory), shape, linear, layers)
+
+
+def _write_random_model(directory: str, shape: str, linear: bool, layers: int | None) -> None:
+    found = find_shape(shape)
+    if layers is not None:
+        found = found.with_layers(layers)
+    write_random_model(Path(directory), dict(found.settings), linear=linear)
+
+
+def endless(model: Path, beside: Path) -> Path:
+    """Return a directory of the model without EOS: what it says must not end a measurement early.
+
+    `beside`: a folder to make it in. Digests do not cover EOS ids: services may have the original.
+    """
+    if not read_config(model).eos_token_ids:
+        return model
+    made = beside / "endless"
+    made.mkdir()
+    for file in model.iterdir():
+        # Names further EOS ids.
+        if file.name not in ("config.json", "generation_config.json"):
+            _share(file, made / file.name)
+    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    content["eos_token_id"] = None
+    (made / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return made
+
+
+def calibration(model: Path, beside: Path) -> Path:
+    """Return a directory of the model with scales, made from random token ids if it has none.
+
+    `beside`: a folder to make it in: a model that was given is not written to.
+    """
+    if (model / CALIBRATION_FILE).exists():
+        return model
+    if not Checkpoint(model).holds(linear_tensors(read_config(model), FUSED_MODULES)):
+        raise ModelError(
+            str(model), got="no linear weights and no calibration", expected="one of them"
+        )
+    calibrated = beside / "calibrated"
+    calibrated.mkdir()
+    for file in model.iterdir():
+        _share(file, calibrated / file.name)
+    in_fresh_process(_calibrate, str(calibrated))
+    return calibrated
+
+
+def hollow(model: Path, beside: Path) -> Path:
+    """Return a directory of the model whose linear weights are zeros.
+
+    For services that answer with zeros, which is right then: results of a verified policy pass
+    their checks, at the same cost as those of any weights. Scales of inputs are those of the model,
+    if it has a calibration. `beside`: a folder to make it in.
+    """
+    made = beside / "hollow"
+    made.mkdir()
+    in_fresh_process(_write_hollow, str(model), str(made))
+    return made
+
+
+def _write_hollow(model: str, made: str) -> None:
+    source, target = Path(model), Path(made)
+    config, checkpoint = read_config(source), Checkpoint(source)
+    shutil.copyfile(source / "config.json", target / "config.json")
+    shapes = light_tensors(config)
+    checkpoint.require(shapes)
+    light = {
+        name: load_tensor(checkpoint, name, shape, dtype=checkpoint.rows(name, 0, 1).dtype)
+        for name, shape in shapes.items()
+    }
+    files = {
+        "light.safetensors": shapes,
+        "zeros.safetensors": linear_tensors(config, FUSED_MODULES),
+    }
+    save_file(light, target / "light.safetensors", metadata={"format": "pt"})
+    write_zeros(target / "zeros.safetensors", files["zeros.safetensors"])
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (target / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    if (source / CALIBRATION_FILE).exists():
+        save_calibration(_hollow_scales(config, source, target), target / CALIBRATION_FILE)
+
+
+def _hollow_scales(config: ModelConfig, source: Path, target: Path) -> Calibration:
+    """Return a model's scales for weights of zeros, whose own scale is 1."""
+    of = Checkpoint(source)
+    found = Calibration.load(
+        source / CALIBRATION_FILE, config, model_digest(config, of), linear_digest(config, of)
+    )
+    made = Checkpoint(target)
+    return replace(
+        found,
+        sites={
+            site: replace(scales, weight_scale=torch.ones_like(scales.weight_scale))
+            for site, scales in found.sites.items()
+        },
+        model_digest=model_digest(config, made),
+        linear_digest=linear_digest(config, made) or "",
+    )
+
+
+def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Write a safetensors file of bfloat16 zeros, which takes next to no room on a disk."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        # What is past the end of what was written reads as zeros.
+        file.truncate(8 + len(text) + end)
+
+
+def _share(file: Path, name: Path) -> None:
+    """Give a file another name; a copy where the file system or its owner forbids it.
+
+    No symbolic link: one that leads out of a model's directory is refused.
+    """
+    if not file.is_file():
+        return
+    try:
+        name.hardlink_to(file.resolve())
+    except OSError:
+        shutil.copyfile(file, name)
+
+
+def _calibrate(model: str) -> None:
+    directory = Path(model)
+    config = read_config(directory)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, config.vocab_size, (1, _CALIBRATION_TOKENS), generator=generator)
+    made = calibrate_on(config, Checkpoint(directory), ids.tolist())
+    save_calibration(made, directory / CALIBRATION_FILE)
+
+
+def pads_needed(policy: Policy, plan: Plan, step_tokens: int) -> int:
+    """Return how many pads a policy uses up in a plan, at most."""
+    phases = {
+        phase
+        for phase in PHASES
+        for _, placement in policy.leaving()
+        if isinstance(placement.mask, AdditiveMask) and placement.phase in (None, phase)
+    }
+    needed = 0
+    if "prefill" in phases:
+        needed += plan.runs("prefill") * sum(plan.prefill)
+        needed += sum(context * batch for context, batch in plan.decode)
+        needed += plan.generation[0] if plan.generation else 0
+    if "decode" in phases:
+        needed += sum(
+            batch * plan.new_tokens(context, batch, step_tokens) for context, batch in plan.decode
+        )
+        needed += plan.generation[1] if plan.generation else 0
+    return needed
+
+
+def bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -> Path | None:
+    """Make pads ahead; None for a policy without any, or whose mask no bank can hold.
+
+    `zeros`: factors u = 0, for services that answer with zeros: unmasked, activations stay finite.
+    The work online is the same.
+    """
+    masks = [mask for mask in policy.masks if isinstance(mask, AdditiveMask)]
+    if not masks or masks[0].arithmetic != "int8":
+        return None
+    if len(masks) > 1:
+        raise PolicyError(
+            f"policy {policy.name}",
+            got=f"{len(masks)} masks with pads",
+            expected="one: a bank is made for one",
+        )
+    in_fresh_process(_write_bank, str(model), policy, tokens, str(path), zeros)
+    return path
+
+
+def _write_bank(model: str, policy: Policy, tokens: int, path: str, zeros: bool) -> None:
+    directory = Path(model)
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    (mask,) = (mask for mask in policy.masks if isinstance(mask, AdditiveMask))
+    layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+    purpose = Purpose.of(
+        layout,
+        mask=mask.described(),
+        model=directory.resolve().name,
+        model_digest=model_digest(config, checkpoint),
+        linear_digest=linear_digest(config, checkpoint) or "",
+    )
+    store = BankFile.create(BankPlace.at(Path(path), beside_bank=True), purpose, capacity=tokens)
+    with store:
+        if not zeros:
+            PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)).fill(store, tokens)
+            return
+        for first in range(0, tokens, BATCH_TOKENS):
+            count = min(BATCH_TOKENS, tokens - first)
+            with store.begin(count) as batch:
+                for site in layout.sites:
+                    batch.put(site.number, torch.zeros(count, site.out_features, dtype=torch.int32))
+                batch.commit()
+
+
+def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
+    """Return about how much room a bank takes on disk."""
+    return (
+        sum(
+            PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask)).token_bytes
+            for mask in policy.masks
+            if isinstance(mask, AdditiveMask)
+        )
+        * tokens
+    )
+
+
+def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in a process of its own.
+
+    Raises ProcessError if it fails, with what it says if that is a TsqpError or an OSError. The
+    process ends with this one, and leaves an interrupt from the keyboard to it.
+    """
+    name = function.__name__.strip("_").replace("_", " ")
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    # Classes from a user's files are found again where the files have been loaded before.
+    work = pickle.dumps((function, arguments))
+    process = context.Process(target=_in_child, args=(sender, loaded_files(), work))
+    # Blocked in the child for good, from before its first instruction.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    sender.close()
+    with receiver:
+        try:
+            said = _last_words(receiver)
+            process.join()
+        finally:
+            if process.is_alive():
+                process.terminate()
+                process.join()
+    if said is not None:
+        raise failure(name, None, said, expected="no error")
+    if process.exitcode != 0:
+        last = f"exit status {process.exitcode}"
+        raise failure(name, process.exitcode, last, expected="0 (its own message is above)")
+
+
+def _in_child(sender: Connection, plugins: list[Path], work: bytes) -> None:
+    """Run a function with its arguments, and send what it fails with: one line."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
+    try:
+        for path in plugins:
+            load_module(path)
+        function, arguments = pickle.loads(work)  # noqa: S301 - from our parent
+        function(*arguments)
+    except TsqpError as error:
+        sender.send_bytes(str(error).encode())
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        sender.send_bytes(f"{error.filename or 'a file'}: got {reason}, expected none".encode())
+
+
+def _last_words(receiver: Connection) -> str | None:
+    """Wait for the child's end; return what it sent before."""
+    try:
+        return receiver.recv_bytes().decode()
+    except EOFError:
+        return None
+
+
+def remove(path: Path) -> None:
+    """Delete a bank with the files beside it."""
+    for file in path.parent.glob(f"{path.name}*"):
+        if file.is_dir():
+            shutil.rmtree(file)
+        else:
+            file.unlink()

@@ -1,0 +1,399 @@
+"""Runs a benchmark: checks everything, starts what is needed, and collects a report.
+
+Every policy is measured by a process of its own (`tsqp.lab.bench.worker`), as are the baselines.
+What is there when a run is interrupted is reported as far as it goes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from gpu_side.devices import parse_device
+from protocol.endpoint import parse_endpoint
+from protocol.errors import ModelError, SettingsError, TsqpError
+from protocol.messages import FUSED_MODULES, Arithmetic
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.config import ModelConfig, read_config
+from protocol.tensors import ITEMSIZE
+from tee_side.model.local_operators import sites_here
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
+from tsqp.extras import require
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.baselines import Baselines
+from tsqp.lab.bench.job import Answer, Failed, Finished, Job, Plan, Progress
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
+from tsqp.lab.bench.model import PolicyRun, Report, Setup
+from tsqp.lab.bench.partial import Partial
+from tsqp.lab.bench.procfs import peak_bytes
+from tsqp.lab.bench.random_model import required_bytes
+from tsqp.lab.bench.services import start_services
+from tsqp.lab.bench.settings import BenchSettings
+from tsqp.lab.bench.shapes import find_shape
+from tsqp.lab.research.feature_key import FeatureKey
+from tsqp.processes import ProcessError, failure, worker
+
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+_TEE_ONLY = "tee-only"
+
+Say = Callable[[str], None]
+
+
+class Bench:
+    """One run. Everything is checked before anything is made or measured."""
+
+    def __init__(self, settings: BenchSettings, say: Say) -> None:
+        self._say = say
+        self._policies: list[PolicyRun] = []
+        self._baselines = Baselines()
+        self._finished: set[str] = set()
+        self._incomplete: str | None = None
+        self._created = datetime.now(UTC)
+        self._config = config = _read_config(settings)
+        fitted = settings.plan.fitted(
+            config.context_length,
+            settings.step_tokens,
+            prefill=settings.default_prefill,
+            context=settings.default_context,
+        )
+        self._settings = replace(settings, plan=fitted)
+        self._check()
+        if fitted != settings.plan:
+            say(f"prompts and contexts that fit the model: {_lengths(fitted)}")
+
+    def run(self) -> None:
+        """Measure. What ends it early is in the report, and raised."""
+        try:
+            with ExitStack() as closing:
+                self._run(closing)
+        except BaseException as error:
+            self._incomplete = "; ".join([_reason(error), *self._missing()])
+            raise
+
+    def _missing(self) -> Iterator[str]:
+        """Say what has not been measured, or not to its end."""
+        begun = {run.policy for run in self._policies}
+        names = [policy.name for _, policy in self._all_policies()]
+        for what, found in (
+            ("in part", [name for name in names if name in begun - self._finished]),
+            ("not", [name for name in names if name not in begun]),
+        ):
+            if found:
+                yield f"{what} measured: {', '.join(found)}"
+        if self._settings.baselines and not self._baselines.complete:
+            yield "not all baselines measured"
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self._policies or self._baselines.any)
+
+    def report(self) -> Report:
+        """Return what has been measured so far."""
+        settings, config = self._settings, self._config
+        return Report(
+            setup=Setup(
+                command=settings.command,
+                created=self._created.isoformat(timespec="seconds"),
+                machine=describe_machine(),
+                model=settings.shape or (settings.model.name if settings.model else ""),
+                num_hidden_layers=config.num_hidden_layers,
+                dtype=settings.dtype or config.dtype,
+                device="given services" if settings.endpoints else settings.device,
+                transport=_scheme(settings.endpoints[0])
+                if settings.endpoints
+                else settings.transport,
+                link=settings.link,
+                tee_threads=settings.threads,
+                gpu_threads=None if settings.endpoints else settings.gpu_threads,
+                spin_us=settings.spin_us,
+                step_tokens=settings.step_tokens,
+            ),
+            policies=tuple(self._policies),
+            baselines=self._baselines.measured,
+            ping_pong=self._baselines.ping_pong,
+            incomplete=self._incomplete,
+        )
+
+    # ------------------------------------------------------------------------- before the run
+
+    def _check(self) -> None:
+        """Refuse what cannot work.
+
+        Raises SettingsError, PolicyError, ModelError, EndpointError, FeatureKeyError.
+        """
+        settings, config, plan = self._settings, self._config, self._settings.plan
+        policies = self._all_policies()
+        _check_names(policies)
+        if settings.baselines:
+            extra = "the extra bench (pip install '.[bench]'), or no baselines"
+            require("transformers", "tsqp bench", extra)
+        if settings.model is not None:
+            Checkpoint(settings.model).require(light_tensors(config))
+        if not settings.endpoints:
+            parse_device(settings.device)
+        for endpoint in settings.endpoints:
+            parse_endpoint(endpoint)
+        for _, policy in policies:
+            policy.check(config.num_hidden_layers)
+            self._check_endpoints(policy)
+            self._check_feature_mask(policy)
+        plan.check(config.context_length, settings.step_tokens)
+        longest = plan.longest(settings.step_tokens)
+        itemsize = ITEMSIZE[settings.dtype or config.dtype]
+        needs = [
+            tee_need(
+                config,
+                policy,
+                tokens=longest,
+                sequences=plan.sequences,
+                itemsize=itemsize,
+                step_tokens=settings.step_tokens,
+            )
+            for _, policy in policies
+        ]
+        if not settings.endpoints and self._services():
+            service = gpu_need(
+                config,
+                self._arithmetic(),
+                device=settings.device,
+                tokens=longest,
+                itemsize=itemsize,
+                step_tokens=settings.step_tokens,
+            )
+            largest = max(needs, key=lambda need: need.total)
+            check_memory([*[service] * self._services(), largest])
+        else:
+            check_memory([max(needs, key=lambda need: need.total)])
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        pads = max(
+            (
+                prepare.bank_bytes(self._config, policy, self._pads(policy))
+                for _, policy in self._all_policies()
+            ),
+            default=0,
+        )
+        weights = 0
+        if self._settings.shape is not None:
+            weights = required_bytes(self._config, linear=self._needs_linear())
+        if any(self._needs_hollow(policy) for _, policy in self._all_policies()):
+            weights += required_bytes(self._config, linear=False)
+        check_disk(Path(tempfile.gettempdir()), pads + weights)
+
+    def _check_endpoints(self, policy: Policy) -> None:
+        settings = self._settings
+        given = settings.endpoints
+        used = given[: policy.services]
+        if given and (len(used) < policy.services or len(set(used)) < len(used)):
+            raise SettingsError(
+                f"--gpu, for policy {policy.name}",
+                got=" and ".join(used),
+                expected=f"{policy.services} services that do not collude",
+            )
+        check_links(
+            assign_shares([ServiceSpec.parse(one) for one in used], policy) if used else (),
+            [None] * len(used),
+            policy,
+            shares_in_the_clear=settings.shares_in_the_clear,
+        )
+
+    def _check_feature_mask(self, policy: Policy) -> None:
+        settings, mask = self._settings, policy.feature_mask
+        if mask is None:
+            return
+        if settings.model is None:
+            raise SettingsError(
+                f"policy {policy.name}",
+                got="--shape",
+                expected="MODEL, to which the key of its mask belongs",
+            )
+        served = settings.server_model is not None or bool(settings.endpoints)
+        if settings.key is None or not served:
+            raise SettingsError(
+                f"policy {policy.name}",
+                got="no --key, or no --server-model",
+                expected=f"both, as tsqp provision MODEL --mask {mask.name} writes them",
+            )
+        FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
+        if settings.server_model is not None and not settings.endpoints:
+            served_config = read_config(settings.server_model)
+            checkpoint = Checkpoint(settings.server_model)
+            checkpoint.require(linear_tensors(served_config, FUSED_MODULES))
+            if served_config.num_hidden_layers != self._config.num_hidden_layers:
+                raise ModelError(
+                    str(settings.server_model),
+                    got=f"{served_config.num_hidden_layers} layers",
+                    expected=f"{self._config.num_hidden_layers}, as {settings.model} has",
+                )
+
+    def _all_policies(self) -> list[tuple[str, Policy]]:
+        found = list(self._settings.policies)
+        if self._settings.baselines and all(policy.services for _, policy in found):
+            found.append((_TEE_ONLY, load_policy(_TEE_ONLY)))
+        return found
+
+    def _services(self) -> int:
+        return max(policy.services for _, policy in self._all_policies())
+
+    def _arithmetic(self) -> list[Arithmetic]:
+        found = {policy.arithmetic for _, policy in self._all_policies() if policy.services}
+        return sorted(found)
+
+    def _needs_linear(self) -> bool:
+        """Whether anybody needs linear weights: a service that computes, a TEE that keeps some."""
+        policies = self._all_policies()
+        return (
+            self._settings.baselines
+            or (self._settings.computes and not self._settings.endpoints)
+            or any(policy.arithmetic == "int8" for _, policy in policies)
+            or any(sites_here(policy, self._config) for _, policy in policies)
+        )
+
+    def _pads(self, policy: Policy) -> int:
+        settings = self._settings
+        return prepare.pads_needed(policy, settings.plan, settings.step_tokens)
+
+    # --------------------------------------------------------------------------------- the run
+
+    def _run(self, closing: ExitStack) -> None:
+        settings = self._settings
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-bench-")))
+        model = prepare.endless(settings.model or self._random_model(folder), folder)
+        if any(policy.arithmetic == "int8" for _, policy in self._all_policies()):
+            self._say("choosing scales for int8 arithmetic")
+            model = prepare.calibration(model, folder)
+        hollow = model
+        if any(self._needs_hollow(policy) for _, policy in self._all_policies()):
+            hollow = prepare.hollow(model, folder)
+        for name, policy in self._all_policies():
+            # A service a policy: a fresh one, whose peak of memory is that policy's.
+            with ExitStack() as running:
+                used = hollow if self._needs_hollow(policy) else model
+                self._measure(running, folder, used, name, policy)
+        if settings.baselines:
+            self._baselines.measure(settings, self._config, folder, model, self._say)
+
+    def _needs_hollow(self, policy: Policy) -> bool:
+        """Whether it verifies what services answer that compute nothing."""
+        return policy.verified and not self._settings.computes
+
+    def _random_model(self, folder: Path) -> Path:
+        directory = folder / "model"
+        directory.mkdir()
+        self._say(f"making random weights of {self._settings.shape}")
+        shape = self._settings.shape or ""
+        prepare.random_model(directory, shape, linear=self._needs_linear())
+        return directory
+
+    def _measure(
+        self, running: ExitStack, folder: Path, model: Path, name: str, policy: Policy
+    ) -> None:
+        settings = self._settings
+        services = start_services(running, settings, folder, model, policy, settings.transport)
+        bank = folder / "pads"
+        if policy.masks:
+            self._say(f"{policy.name}: making what its masks need")
+        given = prepare.bank(model, policy, self._pads(policy), bank, zeros=not settings.computes)
+        running.callback(prepare.remove, bank)
+        job = Job(
+            model=model,
+            policy=name,
+            endpoints=tuple(endpoint for _, endpoint in services),
+            service_pids=tuple(pid for pid, _ in services if pid),
+            key=settings.key if policy.feature_mask else None,
+            bank=given,
+            threads=settings.threads,
+            step_tokens=settings.step_tokens,
+            micro_batches=settings.micro_batches,
+            spin_us=settings.spin_us,
+            link_gbps=settings.link_gbps,
+            link_rtt_us=settings.link_rtt_us,
+            dtype=settings.dtype,
+            # Services of its own get tokens drawn at random, which are no secret.
+            shares_in_the_clear=settings.shares_in_the_clear or not settings.endpoints,
+            plan=settings.plan,
+        )
+        partial = Partial(policy)
+        try:
+            for answer in self._answers(job):
+                partial.take(answer)
+                if isinstance(answer, Progress):
+                    self._say(f"{policy.name}: {answer.doing}")
+            self._finished.add(policy.name)
+        finally:
+            with suppress(OSError):
+                partial.gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
+            if partial.any:
+                self._policies.append(partial.run())
+
+    def _answers(self, job: Job) -> Iterator[Answer]:
+        """Run a worker, and yield what it says. Raises ProcessError if it fails."""
+        with worker("tsqp.lab.bench.worker", job) as (process, lines, errors):
+            finished = False
+            for line in lines:
+                answer = _ANSWER.validate_json(line)
+                if isinstance(answer, Failed):
+                    raise ProcessError(
+                        f"policy {job.policy}: {answer.where}",
+                        got=answer.got,
+                        expected=answer.expected,
+                    )
+                finished = finished or isinstance(answer, Finished)
+                yield answer
+            status = process.wait()
+            errors.join()
+            if not finished or status != 0:
+                raise failure(
+                    f"policy {job.policy}", status, errors.last, expected="a run to its end"
+                )
+
+
+def _read_config(settings: BenchSettings) -> ModelConfig:
+    if (settings.model is None) == (settings.shape is None):
+        raise SettingsError(
+            "MODEL and --shape",
+            got="both" if settings.model else "neither",
+            expected="one of them",
+        )
+    if settings.shape is not None:
+        return find_shape(settings.shape).config()
+    return read_config(settings.model or Path())
+
+
+def _check_names(policies: list[tuple[str, Policy]]) -> None:
+    """Refuse two policies of one name: the report could not tell them apart."""
+    places: dict[str, str] = {}
+    for place, policy in policies:
+        if policy.name in places:
+            raise SettingsError(
+                "--policy",
+                got=f"{places[policy.name]} and {place}, both named {policy.name}",
+                expected="policies of different names",
+            )
+        places[policy.name] = place
+
+
+def _lengths(plan: Plan) -> str:
+    prompts = ", ".join(map(str, plan.prefill))
+    contexts = ", ".join(map(str, sorted({context for context, _ in plan.decode})))
+    return f"prefill {prompts}; context {contexts or 'none'}"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TsqpError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
+
+
+def _scheme(endpoint: str) -> str:
+    return endpoint.split("://", 1)[0]

@@ -1,0 +1,112 @@
+"""Timelines as a trace that ui.perfetto.dev and chrome://tracing open.
+
+Trace Event Format: a process for each step, a thread for each of TEE, wire and GPU of each
+micro-batch, complete events (`"ph": "X"`) with times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tsqp.lab.bench.model import Report, Span, Timeline
+from tsqp.lab.bench.summary import case_name
+from tsqp.lab.bench.timeline import RESOURCES, lanes, resource
+
+Event = dict[str, Any]
+
+# Clocks are read one after another: spans that touch may overlap by this much.
+_TOUCH_US = 1.0
+
+
+def perfetto(report: Report) -> dict[str, Any]:
+    """Return the trace as an object for JSON; without a timeline it has no events."""
+    events: list[Event] = []
+    process = 0
+    for run in report.policies:
+        for timeline in run.timelines:
+            process += 1
+            name = case_name(timeline.phase, timeline.tokens, timeline.batch)
+            events += _process(process, f"{run.policy}, {name}", timeline)
+    setup = report.setup
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "model": setup.model,
+            "device": setup.device,
+            "transport": setup.transport,
+            "measured": setup.created,
+            "note": "queue and GPU are the service's own claim, laid into the round trip",
+        },
+    }
+
+
+def perfetto_json(report: Report) -> str:
+    """Return the trace as the text of a file."""
+    return json.dumps(perfetto(report), allow_nan=False, separators=(",", ":"))
+
+
+def _process(pid: int, name: str, timeline: Timeline) -> Iterator[Event]:
+    yield _named("process_name", pid, 0, {"name": name})
+    yield _named("process_sort_index", pid, 0, {"sort_index": pid})
+    numbers = lanes(timeline)
+    thread = 0
+    for busy in RESOURCES:
+        for lane in numbers:
+            spans = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
+            for row, placed in enumerate(rows(spans)):
+                thread += 1
+                label = busy if len(numbers) == 1 else f"{busy}, micro-batch {lane}"
+                label += f" ({row + 1})" if row else ""
+                yield _named("thread_name", pid, thread, {"name": label})
+                yield _named("thread_sort_index", pid, thread, {"sort_index": thread})
+                for span in placed:
+                    yield _complete(span, pid, thread)
+
+
+def rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Lay spans into as few rows as hold them without overlap: events of a thread may not cross.
+
+    Spans that overlap by less than a microsecond count as touching; the later one is shortened.
+    """
+    made: list[list[Span]] = []
+    ends: list[float] = []
+    for span in sorted(spans, key=lambda s: (s.start_us, -s.duration_us)):
+        stop = span.start_us + span.duration_us
+        for row, end in enumerate(ends):
+            if span.start_us >= end - _TOUCH_US and stop >= end:
+                start = max(span.start_us, end)
+                made[row].append(
+                    span.model_copy(update={"start_us": start, "duration_us": stop - start})
+                )
+                ends[row] = stop
+                break
+        else:
+            made.append([span])
+            ends.append(stop)
+    return made
+
+
+def _named(what: str, pid: int, tid: int, args: Event) -> Event:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _complete(span: Span, pid: int, tid: int) -> Event:
+    stage = span.stage.removesuffix("_us")
+    # To whole nanoseconds, both ends alike: spans that touch must not overlap by a rounding.
+    start, stop = round(span.start_us, 3), round(span.start_us + span.duration_us, 3)
+    args: Event = {"operator": span.operator, "stage": stage, "micro_batch": span.lane}
+    if span.layer is not None:
+        args["layer"] = span.layer
+    return {
+        "name": span.operator if stage == "tee" else f"{span.operator} {stage}",
+        "cat": stage,
+        "ph": "X",
+        "ts": start,
+        "dur": round(stop - start, 3),
+        "pid": pid,
+        "tid": tid,
+        "args": args,
+    }

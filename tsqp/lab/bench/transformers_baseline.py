@@ -1,0 +1,152 @@
+"""The same model in transformers: prefill, and decode with its KV cache, on this machine's CPU.
+
+    python -m tsqp.lab.bench.transformers_baseline MODEL [--dtype bfloat16] [--threads N]
+        [--tokens 128,512] [--context 128,512] [--new-tokens 32] [--repeats 5] [--case-s 10]
+        [--attention sdpa] [--json FILE]
+
+MODEL: a directory with all weights. Prints a list of `tsqp.lab.bench.model.Baseline` as JSON:
+prefill of each of `--tokens`, and one decode step, as the median of `--new-tokens` steps, after
+each of `--context` (default: the shortest of these prompts). Only the last token's logits are
+computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Read once, when torch is imported: the programs have it too (tsqp/cli/program.py).
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import torch
+import transformers
+
+from protocol.tensors import torch_dtype
+from tsqp.lab.bench.model import Baseline, Spread
+from tsqp.lab.bench.output import write_results
+
+NAME = "transformers"
+
+
+def load_model(directory: Path, dtype: str, attention: str) -> Any:
+    """Return the model in eval mode, from a local directory and from nowhere else."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch_dtype(dtype),
+        attn_implementation=attention,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    return model.eval()
+
+
+def measure_prefill(
+    model: Any, tokens: int, *, repeats: int, case_s: float, dtype: str
+) -> Baseline:
+    """Time a prompt of so many random tokens.
+
+    Runs it `repeats` times, or until `case_s` is over; at least once.
+    """
+    ids = _prompt(model, tokens)
+    _step(model, ids, None)
+    times_ms: list[float] = []
+    while not times_ms or (len(times_ms) < repeats and sum(times_ms) < case_s * 1e3):
+        started = time.perf_counter()
+        _step(model, ids, None)
+        times_ms.append((time.perf_counter() - started) * 1e3)
+    return _baseline(model, "prefill", tokens, 0, dtype, times_ms)
+
+
+def measure_decode(model: Any, tokens: int, new_tokens: int, dtype: str) -> Baseline:
+    """Time every step after a prompt, one token each, with the KV cache."""
+    output = _step(model, _prompt(model, tokens), None)
+    times_ms = []
+    for step in range(new_tokens + 1):
+        ids = output.logits[:, -1:].argmax(-1)
+        started = time.perf_counter()
+        output = _step(model, ids, output.past_key_values)
+        if step:  # the first one warms up
+            times_ms.append((time.perf_counter() - started) * 1e3)
+    return _baseline(model, "decode", tokens, new_tokens, dtype, times_ms)
+
+
+def _step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def _prompt(model: Any, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(model.config.vocab_size, (1, tokens), generator=generator)
+
+
+def _baseline(
+    model: Any, phase: Any, tokens: int, new_tokens: int, dtype: str, times_ms: Sequence[float]
+) -> Baseline:
+    attention = model.config._attn_implementation
+    return Baseline(
+        name=NAME,
+        description=f"transformers {transformers.__version__}, {torch.get_num_threads()} threads,"
+        f" {attention} attention, no service",
+        phase=phase,
+        tokens=tokens,
+        new_tokens=new_tokens,
+        dtype=dtype,
+        against="none",
+        step_ms=Spread(
+            median=statistics.median(times_ms),
+            low=min(times_ms),
+            high=max(times_ms),
+            runs=len(times_ms),
+        ),
+        round_trips=0,
+        bytes_sent=0,
+        bytes_received=0,
+    )
+
+
+@torch.inference_mode()
+def measure_all(options: argparse.Namespace) -> list[Baseline]:
+    """Measure what the command line asks for."""
+    torch.set_num_threads(options.threads)
+    model = load_model(options.model, options.dtype, options.attention)
+    lengths = [int(text) for text in options.tokens.split(",")]
+    how = {"repeats": options.repeats, "case_s": options.case_s, "dtype": options.dtype}
+    found = [measure_prefill(model, n, **how) for n in lengths]
+    if options.new_tokens:
+        contexts = [int(text) for text in options.context.split(",")] if options.context else []
+        found += [
+            measure_decode(model, context, options.new_tokens, options.dtype)
+            for context in contexts or [min(lengths)]
+        ]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--tokens", default="128,512", help="prompt lengths, with commas")
+    parser.add_argument("--context", help="tokens behind a decoded one, with commas")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--case-s", type=float, default=10.0, help="for one prompt length")
+    parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
+    parser.add_argument("--json", type=Path, help="write the result to this file instead")
+    options = parser.parse_args(arguments)
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
+    found = measure_all(options)
+    write_results(found, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Measures one policy, in a process of its own: the TEE side as `tee-runner` puts it together.
+
+    python -m tsqp.lab.bench.worker < JOB
+
+Reads a `Job` from stdin and prints `Answer`s, one a line. Every case is timed without an observer,
+but for Embedding and LM head; where the time goes is measured in further steps, with one.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read once, when torch is imported; see tsqp/cli/program.py.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import errno
+import gc
+import operator
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from protocol.channel import Exchange
+from protocol.errors import TsqpError
+from protocol.model.config import ModelConfig
+from tee_side.assembly import MaskSettings
+from tee_side.engine.generation import Generation as Running
+from tee_side.observer import AnyOperator
+from tee_side.policy.placement import load_policy
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.runner import Runner, RunnerSettings
+from tee_side.words import Operator, Phase, Place, TeeStage
+from tsqp.lab.bench.collect import Collector
+from tsqp.lab.bench.job import WARM_UP, Answer, Failed, Finished, Job, Measured, Progress
+from tsqp.lab.bench.memory_need import kv_bytes, vocabulary_bytes
+from tsqp.lab.bench.model import Case, Generation, OperatorCost, Span, Spread, Timeline
+from tsqp.lab.bench.procfs import cpu_ns, peak_bytes
+from tsqp.lab.link import Link
+from tsqp.processes import ProcessError
+
+HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
+# A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.
+_WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
+# A median of fewer says nothing of how far they differ.
+_LEAST_TIMED = 2
+
+
+def measure(job: Job, tell: Callable[[Answer], None]) -> None:
+    """Run a job. Raises TsqpError."""
+    policy = load_policy(job.policy)
+    settings = RunnerSettings(
+        model=job.model,
+        policy=policy,
+        gpu=job.endpoints,
+        masks=MaskSettings(
+            key=job.key, bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None
+        ),
+        dtype=job.dtype,
+        threads=job.threads,
+        step_tokens=job.step_tokens,
+        micro_batches=job.micro_batches,
+        spin_us=job.spin_us,
+        link=Link.of(job.link_gbps, job.link_rtt_us),
+        shares_in_the_clear=job.shares_in_the_clear,
+    )
+    tell(Progress(doing="loading"))
+    with Runner(settings) as runner:
+        gc.collect()
+        gc.freeze()  # as tee-runner does
+        bench = _Bench(runner, job, tell)
+        plan = job.plan
+        for tokens in plan.prefill:
+            bench.prefill(tokens, timeline=tokens == max(plan.prefill))
+        for context, batch in plan.decode:
+            bench.decode(context, batch, timeline=(context, batch) == plan.decode[0])
+        if plan.generation:
+            bench.generation(*plan.generation)
+        itemsize = torch.empty(0, dtype=runner.dtype).itemsize
+        tell(
+            Finished(
+                peak_bytes=peak_bytes(),
+                kv_bytes=kv_bytes(
+                    runner.config,
+                    tokens=plan.cached_tokens(job.step_tokens),
+                    itemsize=itemsize,
+                ),
+                vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
+            )
+        )
+
+
+class _Bench:
+    """The cases of one policy."""
+
+    def __init__(self, runner: Runner, job: Job, tell: Callable[[Answer], None]) -> None:
+        self._runner = runner
+        self._job = job
+        self._tell = tell
+        self._prompts = _prompts(
+            runner.config, job.plan.longest(job.step_tokens), job.plan.sequences
+        )
+
+    def prefill(self, tokens: int, *, timeline: bool) -> None:
+        """Run whole prompts of a length, up to the first token."""
+        self._tell(Progress(doing=f"prefill {tokens}"))
+        self._measure(
+            "prefill", tokens, 1, lambda: self._prompt(tokens), self._job.plan.repeats, timeline
+        )
+
+    def decode(self, context: int, batch: int, *, timeline: bool) -> None:
+        """Run decode steps of some sequences, each with so many tokens behind it."""
+        self._tell(Progress(doing=f"decode {batch} x {context}"))
+        plan = self._job.plan
+        new_tokens = plan.new_tokens(context, batch, self._job.step_tokens)
+        running = [self._generate(index, context, new_tokens) for index in range(batch)]
+        while any(one.token_count == 0 and not one.arrived for one in running):
+            self._runner.step()
+        self._measure("decode", context, batch, self._runner.step, plan.decode_steps, timeline)
+        for one in running:
+            one.close()
+
+    def generation(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Run a request to its end, as a client waits for it."""
+        self._tell(Progress(doing=f"generating {new_tokens} tokens"))
+        running = self._generate(0, prompt_tokens, new_tokens)
+        for _ in running.steps():
+            pass
+        timing = running.result().timing
+        self._tell(
+            Measured(
+                generation=Generation(
+                    prompt_tokens=prompt_tokens,
+                    new_tokens=new_tokens,
+                    ttft_ms=timing.ttft_s * 1e3,
+                    tpot_ms=(timing.tpot_s or 0.0) * 1e3,
+                    total_ms=timing.total_s * 1e3,
+                )
+            )
+        )
+
+    def _prompt(self, tokens: int) -> None:
+        for _ in self._generate(0, tokens, 1).steps():
+            pass
+
+    def _generate(self, index: int, prompt_tokens: int, new_tokens: int) -> Running:
+        return self._runner.generate(
+            self._prompts[index][:prompt_tokens], max_new_tokens=new_tokens, with_text=False
+        )
+
+    def _measure(
+        self,
+        phase: Phase,
+        tokens: int,
+        batch: int,
+        work: Callable[[], None],
+        repeats: int,
+        timeline: bool,
+    ) -> None:
+        for _ in _rounds(WARM_UP, _WARM_UP_S):
+            work()
+        pids: tuple[int | str, ...] = ("self", *self._job.service_pids)
+        cpu_before = [_cpu_ns(pid) for pid in pids]
+        traffic_before = self._runner.traffic
+        times_ms: list[float] = []
+        heavy_ms: list[float] = []
+        heavy = _Heavy()
+        self._runner.observe(heavy, HEAVY)
+        for _ in _rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
+            before = time.perf_counter_ns()
+            work()
+            times_ms.append((time.perf_counter_ns() - before) / 1e6)
+            heavy_ms.append(heavy.take_ns() / 1e6)
+        count = len(times_ms)
+        tee, *services = [
+            (_cpu_ns(pid) - before) / 1e6 / count
+            for pid, before in zip(pids, cpu_before, strict=True)
+        ]
+        traffic = self._runner.traffic
+        times = self._job.plan.observed(phase, count)
+        observed = self._observe(work, times, timeline=timeline)
+        median = statistics.median(times_ms)
+        done = batch if phase == "decode" else tokens
+        case = Case(
+            phase=phase,
+            tokens=tokens,
+            batch=batch,
+            micro_batches=self._job.micro_batches,
+            step_ms=Spread(median=median, low=min(times_ms), high=max(times_ms), runs=count),
+            heavy_ms=statistics.median(heavy_ms),
+            overhead_ms=statistics.median(map(operator.sub, times_ms, heavy_ms)),
+            tokens_per_s=done / median * 1e3,
+            cpu_tee_ms=tee,
+            cpu_gpu_ms=None if self._job.endpoints and not services else sum(services),
+            rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
+            bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
+            bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
+            operators=observed.costs,
+            rest_us=observed.elapsed_us - sum(cost.stages.total_us for cost in observed.costs),
+        )
+        kept: Timeline | None = None
+        if observed.spans:
+            kept = Timeline(phase=phase, tokens=tokens, batch=batch, spans=observed.spans)
+        self._tell(Measured(case=case, timeline=kept))
+
+    def _observe(self, work: Callable[[], None], times: int, *, timeline: bool) -> Observed:
+        """Return the median one of some runs."""
+        collector = Collector(keep_spans=timeline)
+        self._runner.observe(collector)
+        runs: list[Observed] = []
+        for _ in _rounds(times, _OBSERVED_S):
+            before = time.perf_counter_ns()
+            collector.reset(before)
+            work()
+            elapsed_us = (time.perf_counter_ns() - before) / 1e3
+            runs.append(Observed(elapsed_us, collector.costs(1), collector.spans()))
+        self._runner.observe(None)
+        return median_run(runs)
+
+
+def _rounds(most: int, budget_s: float, *, least: int = 1) -> Iterator[int]:
+    """Count to `most`, or until the time is over; to `least` in any case."""
+    started = time.perf_counter()
+    for number in range(most):
+        if number >= least and time.perf_counter() - started > budget_s:
+            return
+        yield number
+
+
+class Observed(NamedTuple):
+    """One run with an observer; `spans`: its timeline, if that was wanted."""
+
+    elapsed_us: float
+    costs: tuple[OperatorCost, ...]
+    spans: tuple[Span, ...]
+
+
+def median_run(runs: Sequence[Observed]) -> Observed:
+    """Return the run whose time is the median; of two in the middle, the shorter."""
+    return sorted(runs, key=operator.itemgetter(0))[(len(runs) - 1) // 2]
+
+
+def _cpu_ns(pid: int | str) -> int:
+    """Return a process's CPU time. Raises ProcessError for a service that is no more."""
+    try:
+        return cpu_ns(pid)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESRCH):
+            raise
+        raise ProcessError(
+            f"gpu-service (process {pid})", got="its end", expected="it to run"
+        ) from None
+
+
+class _Heavy:
+    """Adds up what Embedding and LM head take in the TEE, and is told of nothing else."""
+
+    def __init__(self) -> None:
+        self._spent_ns = 0
+
+    def take_ns(self) -> int:
+        """Return the time spent since the last call."""
+        spent_ns, self._spent_ns = self._spent_ns, 0
+        return spent_ns
+
+    def lane(self, index: int) -> _Heavy:
+        return self
+
+    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
+        pass
+
+    def spent(
+        self,
+        operator: AnyOperator,
+        layer: int | None,
+        stage: TeeStage,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        self._spent_ns += ended_ns - started_ns
+
+    def exchanged(
+        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
+    ) -> None:
+        pass
+
+
+def _prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
+    """Return random token ids: what they say makes no difference to time."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[list[int]] = torch.randint(
+        0, config.vocab_size, (count, tokens), generator=generator
+    ).tolist()
+    return ids
+
+
+def main() -> None:
+    """Measure what stdin says."""
+
+    def tell(answer: Answer) -> None:
+        sys.stdout.write(answer.model_dump_json() + "\n")
+        sys.stdout.flush()
+
+    job = Job.model_validate_json(sys.stdin.read())
+    try:
+        measure(job, tell)
+    except TsqpError as error:
+        tell(Failed(where=error.where, got=error.got, expected=error.expected))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What a policy means for a model, operator by operator: what crosses, and under which mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from protocol.errors import SettingsError
+from protocol.model.config import ModelConfig, read_config
+from protocol.tensors import torch_dtype
+from tee_side.assembly import sites_under
+from tee_side.policy.layer_range import LayerRange
+from tee_side.policy.leakage_summary import SEEN
+from tee_side.policy.placement import Placement, Policy
+from tee_side.protect.masks.mask import AdditiveMask, Mask
+from tee_side.protect.pads.bank_format import segment_bytes
+from tee_side.protect.pads.layout import PadLayout
+from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase, is_linear
+from tsqp.lab.explain.model import Explanation, MaskUse, Needs, OperatorRow, PadsNeeded
+from tsqp.lab.explain.traffic import Headers, StepTraffic
+from tsqp.lab.research.feature_rotation import FeatureRotation
+
+# Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
+MAX_TOKENS = 2**20
+
+
+def explain(
+    directory: Path,
+    policy: Policy,
+    *,
+    context: int,
+    prompt_tokens: int,
+    step_tokens: int,
+    dtype: str | None = None,
+    headers: Headers | None = None,
+) -> Explanation:
+    """Explain a policy for the model of a directory, of which only config.json is read.
+
+    `context`: tokens that the decoded token can look at, itself included; `prompt_tokens`: of a
+    prompt that is run in steps of `step_tokens` at most; `dtype`: None for the model's own.
+    Raises ModelError, PolicyError (a policy that does not fit the model) and SettingsError (more
+    tokens than the model's context).
+    """
+    config = read_config(directory)
+    policy.check(config.num_hidden_layers)
+    for name, tokens in (("--context", context), ("--prompt-tokens", prompt_tokens)):
+        _check_tokens(name, tokens, config)
+    chosen = dtype or config.dtype
+    measured = StepTraffic(policy, config, torch_dtype(chosen), headers or Headers())
+    measured.decode(context)
+    measured.prefill(prompt_tokens, step_tokens)
+    return Explanation(
+        model=str(directory),
+        architecture=config.architecture,
+        num_hidden_layers=config.num_hidden_layers,
+        dtype=chosen,
+        policy=policy.name,
+        summary=policy.summary,
+        disclosure=policy.leakage_summary(),
+        context=context,
+        prompt_tokens=prompt_tokens,
+        step_tokens=step_tokens,
+        operators=tuple(_rows(policy, config.num_hidden_layers, measured)),
+        masks=tuple(_mask_use(mask, config) for mask in policy.masks),
+        decode=measured.total("decode"),
+        prefill=measured.total("prefill"),
+        needs=_needs(policy, config),
+    )
+
+
+def with_options(name: str, options: dict[str, Any]) -> str:
+    """Render a mask's name with its options: `row-rotation(shield_rows=8)`."""
+    given = ", ".join(f"{option}={value}" for option, value in options.items())
+    return f"{name}({given})" if given else name
+
+
+def _check_tokens(name: str, tokens: int, config: ModelConfig) -> None:
+    limit = min(config.context_length, MAX_TOKENS)
+    if not 1 <= tokens <= limit:
+        raise SettingsError(name, got=str(tokens), expected=f"1 to {limit}, the model's context")
+
+
+def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[OperatorRow]:
+    """Yield a row for each operator, range of layers and phase that is placed in its own way."""
+    for operator in OPERATORS:
+        count = 1 if operator in LAYERLESS else layers
+        for found in _ranges(policy, operator, count):
+            prefill, decode = (policy.at(operator, found.start, phase) for phase in PHASES)
+            if _alike(prefill, decode):
+                yield _row(policy, operator, found, None, measured)
+            else:
+                for phase in PHASES:
+                    yield _row(policy, operator, found, phase, measured)
+
+
+def _ranges(policy: Policy, operator: Operator, count: int) -> Iterator[range]:
+    """Yield runs of layers with the same placements in both phases."""
+    start = 0
+    for layer in range(1, count + 1):
+        if layer == count or not all(
+            _alike(policy.at(operator, start, phase), policy.at(operator, layer, phase))
+            for phase in PHASES
+        ):
+            yield range(start, layer)
+            start = layer
+
+
+def _alike(one: Placement, other: Placement) -> bool:
+    return (one.place, one.mask, one.verify) == (other.place, other.mask, other.verify)
+
+
+def _row(
+    policy: Policy, operator: Operator, layers: range, phase: Phase | None, measured: StepTraffic
+) -> OperatorRow:
+    placement = policy.at(operator, layers.start, phase or "decode")
+    leaves = placement.place == "gpu"
+    costs = {
+        name: measured.phase_cost(name, operator, layers) if leaves else None
+        for name in PHASES
+        if phase in (None, name)
+    }
+    mask = placement.mask
+    return OperatorRow(
+        operator=operator,
+        layers=None if operator in LAYERLESS else str(LayerRange(layers.start, layers.stop - 1)),
+        phase=phase,
+        place=placement.place,
+        sees=_sees(policy, operator, mask) if leaves else None,
+        mask=_named(mask) if mask else None,
+        verify=placement.verify,
+        decode=costs.get("decode"),
+        prefill=costs.get("prefill"),
+    )
+
+
+def _sees(policy: Policy, operator: Operator, mask: Mask | None) -> str:
+    what = SEEN[operator]
+    if mask is not None:
+        # One mask with two sets of options: the name would not say which.
+        alone = sum(other.name == mask.name for other in policy.masks) == 1
+        return f"{what} under {mask.name if alone else _named(mask)}"
+    whole = policy.arithmetic == "int8" and is_linear(operator)
+    return f"{what} in the clear" + (", as integers" if whole else "")
+
+
+def _named(mask: Mask) -> str:
+    return with_options(mask.name, mask.model_dump(mode="json"))
+
+
+def _mask_use(mask: Mask, config: ModelConfig) -> MaskUse:
+    noisy = isinstance(mask, FeatureRotation) and mask.sigma > 0
+    return MaskUse(
+        name=mask.name,
+        kind=mask.kind,
+        options=mask.model_dump(mode="json"),
+        hides=mask.hides,
+        known_break=mask.known_break,
+        broken=mask.broken,
+        noise=cast(FeatureRotation, mask).statement(config.hidden_size) if noisy else None,
+    )
+
+
+def _needs(policy: Policy, config: ModelConfig) -> Needs:
+    pads = []
+    for mask in policy.masks:
+        if not isinstance(mask, AdditiveMask):
+            continue
+        layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
+        on_disk = sum(map(segment_bytes, layout.sites)) if mask.arithmetic == "int8" else None
+        phases = tuple(
+            phase
+            for phase in PHASES
+            if any(p.mask == mask and p.phase in (None, phase) for _, p in policy.leaving())
+        )
+        pads.append(
+            PadsNeeded(
+                mask=mask.name,
+                phases=phases,
+                sites=len(layout.sites),
+                memory_bytes=layout.token_bytes,
+                bank_bytes=on_disk,
+            )
+        )
+    feature = policy.feature_mask
+    return Needs(
+        services=policy.services,
+        arithmetic=policy.arithmetic,
+        calibration=policy.arithmetic == "int8",
+        key=feature.name if feature else None,
+        pads=tuple(pads),
+    )

@@ -1,0 +1,330 @@
+"""What the operators of a step send, by calling them.
+
+Nothing is estimated. The operators that a policy places on the GPU are built as for a run and
+called with zeros of a step's shapes; what they send is encoded as for the wire and counted. Neither
+weights nor services, keys, calibration or pads are needed: sizes do not depend on their contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from gpu_side.encoding import Form, encode_reply
+from protocol.channel import Channel, Exchange, Traffic
+from protocol.encoding import encode_request
+from protocol.errors import TsqpError
+from protocol.messages import (
+    FUSED_MODULES,
+    EmbeddingRequest,
+    LinearOperator,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    RingLinearRequest,
+    TensorReply,
+    Timing,
+)
+from protocol.model.config import ModelConfig
+from protocol.tensors import WireTensor, from_torch, torch_dtype
+from tee_side.policy.placement import Policy
+from tee_side.protect.masking import HideAt, MaskRules, linear_masking
+from tee_side.protect.masks.mask import (
+    AdditiveMask,
+    Factors,
+    FeatureMask,
+    KeyedTransform,
+    Mask,
+    Masked,
+)
+from tee_side.protect.randomness import KEY_BYTES, Randomness
+from tee_side.protect.sites import FloatSite
+from tee_side.protect.verifier import UNVERIFIED
+from tee_side.remote.linear import CallSettings, RemoteLinear
+from tee_side.remote.overlap import run
+from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_linear
+from tsqp.lab.explain.model import Cost, Message, PhaseCost
+from tsqp.lab.research.feature_key import site_transform
+from tsqp.lab.research.operators import embedding_call, lm_head_call, product_call
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Numbers in headers that take more bytes the larger they are: 1 to 5, or 9, in msgpack.
+
+    `first_request_id`: of a measured step; ids count up from it, for each service by itself. The
+    default takes as many bytes as all ids from 256 to 65,535. `timing`: the service's claim.
+    """
+
+    first_request_id: int = 1000
+    timeout_ms: int = 60_000
+    timing: Timing = field(default_factory=lambda: Timing(queue_us=50, compute_us=1000))
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    service: int
+    request: Request
+    reply: TensorReply
+
+
+class _Recorder(Channel):
+    """A `Channel` that answers every request with zeros of the right shape, and keeps both."""
+
+    endpoint = "nowhere"
+
+    def __init__(self, config: ModelConfig, service: int, log: list[_Captured]) -> None:
+        self._config = config
+        self._service = service
+        self._log = log
+        self._replies: dict[int, TensorReply] = {}
+        self._last_id = 0
+        self.traffic = Traffic()
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """Keep the request with its reply."""
+        shape, dtype = _reply_shape(request, self._config)
+        reply = TensorReply(output=from_torch(torch.zeros(shape, dtype=torch_dtype(dtype))))
+        self._log.append(_Captured(self._service, request, reply))
+        self._last_id += 1
+        self._replies[self._last_id] = reply
+        return self._last_id
+
+    def wait(self, request_id: int) -> Exchange:
+        """Return the zeros."""
+        return Exchange(self._replies.pop(request_id), 0, 0, 0, 0, 0, None, 0, self.endpoint)
+
+    def abandon(self, request_id: int) -> None:
+        """Drop a reply."""
+        self._replies.pop(request_id, None)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """No service lies here, and no other one is left."""
+        raise error
+
+    def close(self) -> None:
+        """There is nothing to disconnect."""
+
+
+def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...], str]:
+    """Return shape and dtype of the reply that a service owes."""
+    match request:
+        case EmbeddingRequest():
+            return (*request.input_ids.shape, config.hidden_size), request.dtype
+        case LinearRequest():
+            sent = request.hidden_states
+        case RingLinearRequest():
+            sent = request.elements
+        case MatmulRequest():
+            return (*request.a.shape[:-1], request.b.shape[-1]), request.a.dtype
+        case LMHeadRequest():
+            sent = request.hidden_states
+            return (*sent.shape[:-1], config.vocab_size), sent.dtype
+        case _:
+            raise TypeError(f"an operator sent {type(request).__name__}")
+    size = sum(config.module_shape(module)[0] for module in request.module_names)
+    return (*sent.shape[:-1], size), sent.dtype
+
+
+class _ZeroSite:
+    """Integers of the right dtype: what scales there are does not change a size."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return int32 elements."""
+        return x_TI.to(torch.int32)
+
+    def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
+        """Return floats."""
+        return y_TO.to(self._dtype)
+
+
+async def _awaited(asked: Awaitable[torch.Tensor]) -> torch.Tensor:
+    return await asked
+
+
+async def _never(_: torch.Tensor) -> torch.Tensor:
+    raise LookupError("pads of zeros do not run out")
+
+
+class StepTraffic:
+    """Runs steps of a policy over recorders, and adds up what each operator and layer costs."""
+
+    def __init__(
+        self, policy: Policy, config: ModelConfig, dtype: torch.dtype, headers: Headers
+    ) -> None:
+        self._policy = policy
+        self._config = config
+        self._dtype = dtype
+        self._headers = headers
+        self._log: list[_Captured] = []
+        self._ids: list[int] = []
+        self._costs: dict[tuple[Phase, Operator, int], Cost] = {}
+        self._messages: dict[tuple[Phase, Operator, int], tuple[Message, ...]] = {}
+
+    def decode(self, context: int) -> None:
+        """Measure one decoded token of one sequence."""
+        self._start()
+        self._step("decode", rows=1, context=context, outputs=1)
+
+    def prefill(self, tokens: int, step_tokens: int) -> None:
+        """Measure a prompt of one sequence, up to the first token that is sampled from it."""
+        self._start()
+        for start in range(0, tokens, step_tokens):
+            end = min(start + step_tokens, tokens)
+            self._step("prefill", rows=end - start, context=end, outputs=int(end == tokens))
+
+    def phase_cost(self, phase: Phase, operator: Operator, layers: range) -> PhaseCost:
+        """Return what an operator costs in some layers."""
+        costs = [self._costs[phase, operator, layer] for layer in layers]
+        messages = self._messages[phase, operator, layers.start]
+        return PhaseCost(messages=messages, cost=sum(costs, start=Cost()))
+
+    def total(self, phase: Phase) -> Cost:
+        """Return what a phase costs."""
+        found = (cost for (measured, *_), cost in self._costs.items() if measured == phase)
+        return sum(found, start=Cost())
+
+    def _start(self) -> None:
+        self._ids = [self._headers.first_request_id] * max(1, self._policy.services)
+
+    def _step(self, phase: Phase, *, rows: int, context: int, outputs: int) -> None:
+        """Call the operators in the order of the forward pass."""
+        first, *inner, last = OPERATORS
+        # Layers differ in nothing but their number, so each operator is called once a mask.
+        called: dict[tuple[Operator, Mask | None, Verify], list[_Captured]] = {}
+        order: list[tuple[Operator, int]] = [(first, 0)]
+        order += [(op, layer) for layer in range(self._config.num_hidden_layers) for op in inner]
+        order += [(last, 0)] if outputs else []
+        for operator, layer in order:
+            placement = self._policy.at(operator, layer, phase)
+            if placement.place == "tee":
+                continue
+            key = (operator, placement.mask, placement.verify)
+            if key not in called:
+                called[key] = self._call(*key, rows, context, outputs)
+            at = (phase, operator, layer)
+            self._messages.setdefault(at, tuple(map(_message, called[key])))
+            costs = [self._count(captured, layer) for captured in called[key]]
+            self._costs[at] = sum(costs, start=self._costs.get(at, Cost()))
+
+    def _call(
+        self,
+        operator: Operator,
+        mask: Mask | None,
+        verify: Verify,
+        rows: int,
+        context: int,
+        outputs: int,
+    ) -> list[_Captured]:
+        config, dtype, settings = self._config, self._dtype, self._settings(mask)
+        K, C = config.num_key_value_heads, config.head_dim
+        R = config.num_attention_heads // K * rows
+        self._log.clear()
+        if is_linear(operator):
+            _, in_features = config.module_shape(FUSED_MODULES[operator][0])
+            asked = self._linear(operator, mask, verify)(self._zeros(rows, in_features))
+        elif operator in PRODUCTS:
+            scores = operator == "attn_scores"
+            a = self._zeros(K, R, C) if scores else self._zeros(K, R, context)
+            b = self._zeros(K, C, context) if scores else self._zeros(K, context, C)
+            product = product_call(operator, 0, mask, UNVERIFIED, settings, Randomness())
+            asked = product((a, b))
+        else:
+            make = embedding_call if operator == "embedding" else lm_head_call
+            call = make(config, dtype, 0, mask, UNVERIFIED, settings, Randomness())
+            ids_T = torch.zeros(rows, dtype=torch.int64)
+            rows_ND = self._zeros(outputs, config.hidden_size)
+            asked = call(ids_T if operator == "embedding" else rows_ND)
+        run(_awaited(asked))
+        return list(self._log)
+
+    def _count(self, captured: _Captured, layer: int) -> Cost:
+        """Encode a request and its reply as for the wire, in a layer, under the next id."""
+        request, headers = captured.request, self._headers
+        if isinstance(request, LinearRequest | RingLinearRequest):
+            request = request.model_copy(update={"layer_idx": layer})
+        request_id = self._ids[captured.service]
+        self._ids[captured.service] += 1
+        sent = encode_request(request, request_id, headers.timeout_ms)
+        received = encode_reply(
+            Form.FRAMED, request_id, request.method, captured.reply, headers.timing
+        )
+        return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
+
+    def _linear(self, operator: LinearOperator, mask: Mask | None, verify: Verify) -> RemoteLinear:
+        integers = self._policy.arithmetic == "int8"
+        return RemoteLinear(
+            (0, operator),
+            self._config,
+            self._settings(mask),
+            hide=self._hide(mask)((0, operator)),
+            rules=MaskRules(mask),
+            # Results are zeros, and what they are checked with sends nothing.
+            check=UNVERIFIED,
+            linear=_ZeroSite(self._dtype) if integers else FloatSite(),
+            bias_leaves=not integers and mask is None and verify == "none",
+            without_factors=_never,
+            one_rpc_per_module=self._policy.one_rpc_per_module,
+        )
+
+    def _settings(self, mask: Mask | None) -> CallSettings:
+        services = range(mask.services if mask else 1)
+        channels: list[Channel] = [_Recorder(self._config, n, self._log) for n in services]
+        return CallSettings(lambda _layer: channels, None, None, 1)
+
+    def _hide(self, mask: Mask | None) -> HideAt:
+        if isinstance(mask, AdditiveMask):
+            return _zero_pads(mask, self._config)
+        transforms = self._transforms(mask) if isinstance(mask, FeatureMask) else None
+        return linear_masking(mask, Randomness(), transforms=transforms)
+
+    def _transforms(self, mask: FeatureMask) -> dict[Site, KeyedTransform]:
+        """Make maps from a key that is not kept; operators are called as those of layer 0."""
+        seed, gain_D = Randomness().bytes(KEY_BYTES), torch.ones(self._config.hidden_size)
+        gains = (gain_D, None, gain_D, None)
+        return {
+            (0, operator): site_transform(mask, self._config, bytes(seed), 0, operator, gain)
+            for operator, gain in zip(FUSED_MODULES, gains, strict=True)
+        }
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self._dtype)
+
+
+def _zero_pads(mask: AdditiveMask, config: ModelConfig) -> HideAt:
+    dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
+
+    def hide(site: Site, x_TI: torch.Tensor) -> Masked:
+        size = sum(config.module_shape(module)[0] for module in FUSED_MODULES[site[1]])
+        r_TI = mask.draw(torch.zeros(x_TI.shape, dtype=torch.int32))
+        return mask.mask(x_TI, Factors(r_TI, torch.zeros(len(x_TI), size, dtype=dtype)))
+
+    return lambda site: partial(hide, site)
+
+
+def _size(frames: Sequence[bytes | bytearray | memoryview]) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
+def _message(captured: _Captured) -> Message:
+    request = captured.request
+    fields = [getattr(request, name) for name in type(request).model_fields]
+    modules: tuple[str, ...] = getattr(request, "module_names", ())
+    return Message(
+        service=captured.service + 1,
+        method=request.method,
+        modules=modules,
+        sent=tuple(_described(value) for value in fields if isinstance(value, WireTensor)),
+        received=_described(captured.reply.output),
+    )
+
+
+def _described(tensor: WireTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

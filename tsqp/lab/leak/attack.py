@@ -1,0 +1,153 @@
+"""What an attack is: bytes that reached a service in, tokens out.
+
+An attack gets a `View`: the traces of one service, and what is public. It never sees the truth. It
+has to say, as class attributes, what it reads and which result it must repeat to be believed. A new
+one is one file: see docs/write-an-attack.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from protocol.errors import InputError
+from protocol.messages import LinearOperator
+from tee_side.policy.placement import Policy
+from tee_side.words import is_linear
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.trace import Call, Trace, forward_order
+
+# Guesses that are scored for each token, best first.
+TOP = 5
+
+Progress = Callable[[], None]
+
+
+class AttackError(InputError):
+    """An attack that does not say what it has to, or that is not found."""
+
+
+@dataclass
+class Work:
+    """What reading cost the attacker.
+
+    `compared`: candidates that were compared with something observed; `modelled`: token positions
+    that were run through layers of the public model. `tick` is called now and then.
+    """
+
+    compared: int = 0
+    modelled: int = 0
+    tick: Progress = field(default=lambda: None, repr=False)
+
+
+@dataclass(frozen=True)
+class View:
+    """All that an attack may use.
+
+    `traces`: what reached one service, a trace a session; `policy`, `served`: the policy, and the
+    model directory that the service was given; `search_sessions`, `search_tokens`: how much of the
+    traces a search through the public model is to go through, which costs more than a look-up, if
+    it finds anything; `search_candidates`: how many it may run for a token, those that the model
+    expects most; None: all.
+    """
+
+    traces: tuple[Trace, ...]
+    public: PublicModel
+    policy: Policy
+    served: Path
+    search_sessions: int
+    search_tokens: int
+    search_candidates: int | None = None
+
+    def rows(self, call: Call) -> torch.Tensor:
+        """Return the rows of a request as floats [R, I]; integers by the public scales.
+
+        Raises CalibrationError where there are none.
+        """
+        rows_RI = call.rows
+        if rows_RI.dtype != torch.int32 or call.layer is None or not is_linear(call.operator):
+            return rows_RI.float()
+        return rows_RI.float() * self.public.input_scale((call.layer, call.operator))
+
+    def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
+        """Return where rows of activations crossed, in the order of a forward pass."""
+        found = dict.fromkeys(where for trace in self.traces for where in trace.places)
+        return [
+            (layer, operator)
+            for layer, operator in sorted(found, key=forward_order)
+            if layer is not None
+            and is_linear(operator)
+            and (not operators or operator in operators)
+        ]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an attack read in one session at one place.
+
+    `where`: for people: "layer 0 qkv_proj"; `session`: index of the trace; `tokens`: the indices of
+    tokens that it tried to read, in the order in which they went through the model; `guesses`:
+    token ids, best first, by such an index, at most `TOP`. What has no guess counts as not read.
+    The index behind the last token is that of the token that was sampled last.
+    """
+
+    where: str
+    session: int
+    tokens: range
+    guesses: Mapping[int, tuple[int, ...]]
+
+
+class Attack(ABC):
+    """Base of all attacks.
+
+    Required class attributes:
+      name        how reports name it
+      reads       what it reads, and how, in one line
+      source      paper, or section of docs/leakage.md, that it is from
+      control     policy under which it must work, by name or path, so that failing elsewhere means
+                  something; for a policy of integers `integer_control`, if that is another one
+      published   the share of tokens that it must read there, 0 to 1
+    """
+
+    name: ClassVar[str]
+    reads: ClassVar[str]
+    source: ClassVar[str]
+    control: ClassVar[str]
+    integer_control: ClassVar[str | None] = None
+    published: ClassVar[float]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Refuse an attack that does not say what it must, when its file is loaded."""
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            return  # a family, whose members have names
+        missing = [
+            attribute
+            for attribute in ("reads", "source", "control", "published")
+            if not hasattr(cls, attribute)
+        ]
+        if missing:
+            raise AttackError(
+                f"attack {cls.__name__}",
+                got=f"no {', '.join(missing)}",
+                expected="what every attack has to say",
+            )
+        if not 0 < cls.published <= 1:
+            raise AttackError(
+                f"attack {cls.__name__}",
+                got=f"published = {cls.published!r}",
+                expected="a share of tokens above 0, at most 1",
+            )
+
+    @abstractmethod
+    def refuses(self, view: View) -> str | None:
+        """Say why there is nothing here for this attack, in a few words; None: it applies."""
+
+    @abstractmethod
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Read tokens. Raises TraceError."""

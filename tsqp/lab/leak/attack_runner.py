@@ -1,0 +1,336 @@
+"""Attacks one policy after another: records it, lets every attack at it, scores what they read.
+
+Controls come from the same run: an attack that reads nothing here must read at least its published
+share where it is known to work, or its row says that it did not work.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from protocol.model.config import read_config
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.calibration import CALIBRATION_FILE
+from tee_side.words import PHASES
+from tsqp.catalogue import policy_entry
+from tsqp.lab.bench import prepare
+from tsqp.lab.leak.adversaries import together
+from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.curves import Harm, curve, harm, is_noisy, point_of, with_sigma
+from tsqp.lab.leak.matching import place_name
+from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.reading import reconstruct
+from tsqp.lab.leak.record_session import PlaySettings, Recording, logits_of, play
+from tsqp.lab.leak.score import score
+from tsqp.lab.leak.settings import LeakSettings, Watch
+from tsqp.lab.leak.side_information import lengths
+from tsqp.lab.leak.trace import Where
+
+_HERE = Path(__file__).parent
+# Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
+_CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
+# Of a curve, whose points are many.
+_CURVE_SESSIONS, _CURVE_SEARCHES = 12, 1
+
+
+class Station:
+    """Where policies are attacked. It remembers controls, and what the public model computed.
+
+    `folder`: an empty one, for what services are given.
+    """
+
+    def __init__(self, settings: LeakSettings, folder: Path, watch: Watch | None = None) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._watch = watch or Watch()
+        self._config = read_config(settings.model)
+        self._publics: dict[bool, PublicModel] = {}
+        self._controls: dict[str, Recording] = {}
+        self._results: dict[tuple[str, str, bool], Control] = {}
+        self._model = settings.model
+        self._calibrated = False
+        self._plays = 0
+
+    @torch.inference_mode()
+    def attack(self, policy: Policy) -> tuple[PolicyLeak, ...]:
+        """Record a policy and let every attack at it, once for each adversary; without its cost.
+
+        The adversary is a service, each of them alone. Where masks span services it is also an
+        observer of all links, and the services together.
+        """
+        settings, watch = self._settings, self._watch
+        self._calibrate(policy)
+        watch.doing(f"{policy.name}: recording")
+        recording = self._play(policy, settings.prompts, settings.new_tokens)
+        watch.step(1)
+        alone = self._leak(recording, policy, "service")
+        if policy.services < 2:
+            return (alone,)
+        colluding = self._leak(together(recording, self._config), policy, "colluding services")
+        # In the clear the observer has what the services have together.
+        seen = colluding if settings.shares_in_the_clear else alone
+        observer = seen.model_copy(update={"adversary": "observer of all links"})
+        if not settings.shares_in_the_clear:
+            nothing = "the links are encrypted: their observer sees lengths and timing"
+            observer = observer.model_copy(
+                update={"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
+            )
+        return alone, observer, colluding
+
+    def _leak(self, recording: Recording, policy: Policy, adversary: Adversary) -> PolicyLeak:
+        """Let every attack at each service of a recording."""
+        settings, watch = self._settings, self._watch
+        truths = [session.truth for session in recording.sessions]
+        answers = [flag for truth in truths for flag in truth.answers]
+        runs: list[AttackRun] = []
+        readings: dict[tuple[str, int], list[Reading]] = {}
+        services = recording.policy.services
+        if recording.observable:
+            for service in range(services):
+                view = self._view(recording, service, settings.search_sessions)
+                for attack in settings.attacks:
+                    watch.doing(f"{policy.name}: {attack.name}")
+                    run, found = self._attack(attack, view, recording, service)
+                    watch.step(1)
+                    runs.append(run)
+                    readings[attack.name, service] = found
+        else:
+            watch.step(services * len(settings.attacks))
+        made = PolicyLeak(
+            policy=policy.name,
+            adversary=adversary,
+            summary=policy.summary,
+            standing=policy_entry(recording.policy).standing,
+            services=policy.services,
+            nothing=None if recording.observable else "nothing leaves the TEE",
+            sent_prompt=answers.count(False),
+            sent_answer=answers.count(True),
+            cost=None,
+            runs=tuple(runs),
+            untried=untried(recording, runs),
+            blind=1 / self._config.vocab_size,
+            lengths=lengths(recording.sessions) if recording.observable else None,
+            reconstruction=None,
+        )
+        if made.best is None:
+            return made
+        run, best = made.best
+        shown = reconstruct(
+            readings[run.attack, run.service - 1],
+            run.attack,
+            best.where,
+            truths,
+            self._public_beside(policy),
+        )
+        return made.model_copy(update={"reconstruction": shown})
+
+    @torch.inference_mode()
+    def curve(self, policy: Policy) -> Curve:
+        """Try strengths of a policy's noise: what is read, and what becomes of the output.
+
+        From the weakest on. An attack that reads nothing under some noise is not tried under more,
+        and where none reads anything the curve ends.
+        """
+        settings, attacks, points = self._settings, self._settings.attacks, []
+        self._calibrate(policy)
+        for sigma in sorted(settings.curves):
+            changed = with_sigma(policy, sigma)
+            self._watch.doing(f"{policy.name}: sigma {sigma:g}")
+            recording = self._play(changed, self._texts, settings.new_tokens)
+            view = self._view(recording, 0, _CURVE_SEARCHES)
+            runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
+            found = self._harm(logits_of(changed, self._texts, self._play_settings()))
+            points.append(point_of(changed, sigma, runs, found, self._config))
+            reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
+            attacks = tuple(one for one in attacks if one.name in reading)
+            self._watch.step(1)
+            if not attacks:
+                break
+        self._watch.step(len(settings.curves) - len(points))
+        return curve(
+            policy,
+            self._harm(self._plain).perplexity,
+            points,
+            search_sessions=_CURVE_SEARCHES,
+            search_candidates=settings.noisy_candidates,
+        )
+
+    @property
+    def _texts(self) -> Sequence[Sequence[int]]:
+        return self._settings.prompts[:_CURVE_SESSIONS]
+
+    def _harm(self, noisy: Sequence[torch.Tensor]) -> Harm:
+        return harm(self._texts, self._plain, noisy)
+
+    @cached_property
+    def _plain(self) -> list[torch.Tensor]:
+        return logits_of(load_policy("tee-only"), self._texts, self._play_settings())
+
+    def _attack(
+        self, kind: type[Attack], view: View, recording: Recording, service: int
+    ) -> tuple[AttackRun, list[Reading]]:
+        """Let one attack at one service; returns what it read as well."""
+        attack, work = kind(), Work()
+        if (refused := attack.refuses(view)) is not None:
+            run = AttackRun(
+                attack=kind.name,
+                service=service + 1,
+                refused=refused,
+                control=None,
+                scores=(),
+                compared=0,
+                modelled=0,
+                cpu_s=0.0,
+            )
+            return run, []
+        started = time.process_time()
+        found = list(attack.read(view, work))
+        spent = time.process_time() - started
+        truths = [session.truth for session in recording.sessions]
+        run = AttackRun(
+            attack=kind.name,
+            service=service + 1,
+            refused=None,
+            control=self._control(kind, recording.policy),
+            scores=score(found, truths),
+            compared=work.compared,
+            modelled=work.modelled,
+            cpu_s=spent,
+        )
+        return run, found
+
+    def _control(self, kind: type[Attack], policy: Policy) -> Control:
+        """Run an attack where it must work, once for each scheme that shows it."""
+        integers = policy.arithmetic == "int8" and kind.integer_control is not None
+        name = kind.integer_control if integers and kind.integer_control else kind.control
+        noisy = is_noisy(policy)
+        key = (kind.name, name, noisy)
+        if key not in self._results:
+            settings = self._settings
+            self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
+            recording = self._recorded_control(kind, name)
+            found: list[Reading] = []
+            if recording.observable:
+                view = self._view(recording, 0, settings.search_sessions)
+                if noisy:  # as few candidates as there
+                    view = replace(view, search_candidates=settings.noisy_candidates)
+                attack = kind()
+                found = [] if attack.refuses(view) else list(attack.read(view, Work()))
+            scores = score(found, [session.truth for session in recording.sessions])
+            best = max(scores, key=lambda one: one.strength, default=None)
+            self._results[key] = Control(
+                attack=kind.name,
+                policy=recording.policy.name,
+                where=best.where if best else None,
+                rate=best.top1 if best else Rate(hits=0, n=0),
+                published=kind.published,
+                places={one.where: one.top1 for one in scores},
+            )
+        return self._results[key]
+
+    def _public_beside(self, policy: Policy) -> PublicModel:
+        """Return what an attacker knows of the model, beside a service of the policy.
+
+        Which holds the linear weights of a model that is not public, unless they are transformed.
+        """
+        base = self._settings.public
+        # The same model where it is public as a whole: it remembers what it computed.
+        clear = base is None or policy.feature_mask is None
+        if clear not in self._publics:
+            self._publics[clear] = PublicModel(
+                base or self._model,
+                self._model / CALIBRATION_FILE if self._calibrated else None,
+                self._model if base is not None and clear else None,
+            )
+        return self._publics[clear]
+
+    def _calibrate(self, policy: Policy) -> None:
+        """Have scales for integers; they are no secret, and the attacker gets them, too."""
+        if policy.arithmetic != "int8" or self._calibrated:
+            return
+        self._watch.doing("choosing scales")
+        self._model = prepare.calibration(self._model, self._folder)
+        self._calibrated = True
+        self._publics.clear()
+
+    def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
+        path = _control_path(kind, name)
+        if path not in self._controls:
+            settings = self._settings
+            policy = load_policy(path)
+            self._calibrate(policy)
+            self._controls[path] = self._play(
+                policy,
+                settings.prompts[:_CONTROL_SESSIONS],
+                min(settings.new_tokens, _CONTROL_TOKENS),
+            )
+        return self._controls[path]
+
+    def _view(self, recording: Recording, service: int, sessions: int) -> View:
+        settings, noisy = self._settings, is_noisy(recording.policy)
+        return View(
+            traces=tuple(session.traces[service] for session in recording.sessions),
+            public=self._public_beside(recording.policy),
+            policy=recording.policy,
+            served=recording.served,
+            search_sessions=sessions,
+            search_tokens=settings.search_tokens,
+            search_candidates=settings.noisy_candidates if noisy else settings.search_candidates,
+        )
+
+    def _play(self, policy: Policy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Recording:
+        return play(policy, prompts, replace(self._play_settings(), new_tokens=new_tokens))
+
+    def _play_settings(self) -> PlaySettings:
+        settings = self._settings
+        self._plays += 1
+        folder = self._folder / f"play-{self._plays}"
+        folder.mkdir()
+        return PlaySettings(
+            model=self._model,
+            folder=folder,
+            new_tokens=settings.new_tokens,
+            dtype=settings.dtype,
+            temperature=settings.temperature,
+            seed=settings.seed,
+        )
+
+
+def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
+    """Return what crossed and no attack tried, at its place or under its mask anywhere."""
+    policy = recording.policy
+    tried = {one.where for run in runs for one in run.meaningful}
+    traces = [trace for session in recording.sessions for trace in session.traces]
+    places = dict.fromkeys(where for trace in traces for where in trace.places)
+
+    def covers(where: Where) -> set[str]:
+        layer, operator = where
+        placed = [policy.at(operator, layer or 0, phase) for phase in PHASES]
+        masks = [one.mask for one in placed if one.place == "gpu"]
+        return {mask.described() if mask is not None else "in the clear" for mask in masks}
+
+    known: set[str] = set()
+    for where in places:
+        if place_name(where) in tried:
+            known |= covers(where)
+    return tuple(
+        f"{place_name(where)} ({', '.join(sorted(covers(where)))})"
+        for where in places
+        if place_name(where) not in tried and not covers(where) <= known
+    )
+
+
+def _control_path(kind: type[Attack], name: str) -> str:
+    """Return a control as `load_policy` takes it: a path is one from the attack's file, or ours."""
+    if not name.endswith((".toml", ".py")):
+        return name
+    beside = Path(inspect.getfile(kind)).parent / name
+    return str(beside if beside.is_file() else _HERE / name)

@@ -1,0 +1,1 @@
+"""Attacks that ship with us, one concept a file; found by `tsqp.lab.leak.registry`."""

@@ -1,0 +1,166 @@
+"""Keys of the first layer: a product of attention sends the whole cache again at every step.
+
+In the first layer a token's key depends on the token and its position alone, so what crosses can be
+compared with every token's key at that position. Masks of products shuffle features and positions,
+or scale them; what they do is the same for all heads of a call, and leaves as much as a dictionary
+needs.
+
+Shape suffixes: T tokens in a step, S positions, N candidates, V vocabulary size, K key/value heads,
+C head dim, X what is compared, M keys that may be a token's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tee_side.model.local_ops import apply_rope, rms_norm
+from tee_side.protect.masks.mask import Mask
+from tee_side.words import PHASES
+from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.matching import apart, best, place_name, squares
+from tsqp.lab.leak.public import PublicModel
+from tsqp.lab.leak.trace import Where
+from tsqp.lab.research.row_mix import RowMix
+from tsqp.lab.research.row_permutation import RowPermutation
+
+_FIRST: Where = (0, "attn_scores")
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """What a mask of products leaves of keys. `of`: [N, K, C] to [N, X].
+
+    `ordered`: whether positions stay in order; otherwise each may be any of those that crossed.
+    """
+
+    of: Callable[[torch.Tensor], torch.Tensor]
+    ordered: bool
+
+
+def invariant(mask: Mask | None) -> Invariant:
+    """Return what stays under a mask; under one that is not known, norms, as under a rotation."""
+    if mask is None:
+        return Invariant(lambda k_NKC: k_NKC.flatten(1), ordered=True)
+    if isinstance(mask, RowPermutation):
+        return Invariant(lambda k_NKC: k_NKC.sort(dim=-1).values.flatten(1), ordered=False)
+    if isinstance(mask, RowMix):
+        return Invariant(shares, ordered=False)
+    return Invariant(lambda k_NKC: torch.linalg.vector_norm(k_NKC, dim=-1), ordered=False)
+
+
+def shares(k_NKC: torch.Tensor) -> torch.Tensor:
+    """Return what scaling a feature of all heads by the same factor leaves, in ascending order.
+
+    Each head's part in a feature, with its sign beside that of the first head; so nothing where
+    there is but one head.
+    """
+    squares_N1C = k_NKC.square().sum(1, keepdim=True).clamp(min=1e-30)
+    return (k_NKC * k_NKC[:, :1] / squares_N1C).sort(dim=-1).values.flatten(1)
+
+
+class Keys:
+    """The key of every token in the first layer, at any position. Float32."""
+
+    def __init__(self, public: PublicModel) -> None:
+        self._rope = public.light.rope
+        _, K, C = public.config.heads
+        linear = public.linear(0, "qkv_proj")
+        self._k_VKC = linear(public.dictionary_VD, ("k_proj",)).view(-1, K, C)
+        if public.config.qk_norm:
+            norm = public.light.norms[0].k_norm
+            self._k_VKC = rms_norm(self._k_VKC.clone(), norm, public.config.rms_norm_eps)
+
+    def at(self, position: int) -> torch.Tensor:
+        """Return all tokens' keys [V, K, C] at a position."""
+        cos_1C, sin_1C = self._rope.cos_sin(position, position + 1, position + 1, torch.float32)
+        half = sin_1C.shape[1] // 2
+        return apply_rope(self._k_VKC, cos_1C.unsqueeze(1), sin_1C[:, None, :half])
+
+
+class AttentionKeys(Attack):
+    """Looks up the key that a step appends to the cache, among those of all tokens at its position.
+
+    Where positions are shuffled, the token is the one whose key there is nearest to any that
+    crossed: which one that is says nothing that the position does not.
+    """
+
+    name: ClassVar[str] = "attention-keys"
+    reads: ClassVar[str] = "keys of the first layer, by every token's key at the same position"
+    source: ClassVar[str] = "the key cache crosses at every step; TSQP's covers of Q K^T leave it"
+    control: ClassVar[str] = "tsqp"
+    published: ClassVar[float] = 0.95
+
+    def refuses(self, view: View) -> str | None:
+        """Refuse traces without keys, and public models without the weights that make them."""
+        if not any(step.at(_FIRST) for trace in view.traces for step in trace.steps):
+            return "no keys of layer 0 crossed"
+        return None if view.public.has_layers else "no public weights to compare with"
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Look up what each step appends: of all sessions together, a position at a time."""
+        keys, left = Keys(view.public), _left(view)
+        guesses: list[dict[int, tuple[int, ...]]] = [{} for _ in view.traces]
+        for position, appended in sorted(_appended(view, left).items()):
+            work.tick()
+            k_VKC = keys.at(position)
+            ids_V = torch.arange(len(k_VKC))
+            for prefill in {one.prefill for one in appended}:
+                table_VX = left[prefill].of(k_VKC)
+                squares_V = squares(table_VX)
+                for one in appended:
+                    if one.prefill != prefill:
+                        continue
+                    distances_V = apart(one.among_MX, table_VX, squares_V).amin(0)
+                    work.compared += len(ids_V)
+                    guesses[one.session][one.token] = best(distances_V, ids_V)
+        for session, found in enumerate(guesses):
+            yield Reading(place_name(_FIRST), session, range(view.traces[session].tokens), found)
+
+
+def _left(view: View) -> dict[bool, Invariant]:
+    """Return what the policy's masks leave, of prefill (True) and of decode."""
+    return {
+        phase == "prefill": invariant(view.policy.at("attn_scores", 0, phase).mask)
+        for phase in PHASES
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Appended:
+    """A token whose key a step appended to the cache.
+
+    `prefill`: whether the step appended others, too; `among_MX`: what the mask leaves of the keys
+    that may be the token's.
+    """
+
+    session: int
+    token: int
+    prefill: bool
+    among_MX: torch.Tensor
+
+
+def _appended(view: View, left: dict[bool, Invariant]) -> dict[int, list[_Appended]]:
+    """Return the tokens at each position."""
+    found: dict[int, list[_Appended]] = {}
+    for session, trace in enumerate(view.traces):
+        for step in trace.steps:
+            call = step.at(_FIRST)
+            if call is None:
+                continue
+            _, b_KCS = call.tensors
+            prefill = step.tokens > 1
+            stays = left[prefill]
+            crossed_SX = stays.of(b_KCS.permute(2, 0, 1).float())
+            # A step appends to a cache that holds the whole context, in a sliding window, too.
+            start = len(crossed_SX) - step.tokens
+            for token in range(step.tokens if start >= 0 else 0):
+                own = slice(start + token, start + token + 1)
+                # Of its own a copy: a part would keep the whole.
+                among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
+                one = _Appended(session, step.first + token, prefill, among_MX)
+                found.setdefault(start + token, []).append(one)
+    return found

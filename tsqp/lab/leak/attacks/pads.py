@@ -1,0 +1,298 @@
+"""Pads that are not fresh: used twice, or mixed from a few.
+
+Both attacks work in the ring Z_2^32 on rows of the first layer, where a token's integers are known
+but for the token. Under a pad that is used once they guess at random; how often they are right
+then is for whoever compares that with chance.
+
+Shape suffixes: R rows, I in_features, V vocabulary size, K pads, N rows that pads are learnt from,
+C columns that are compared, B dtypes that the TEE may compute in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from tee_side.model.local_ops import rms_norm
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
+from tsqp.lab.leak.matching import FIRST, place_name
+from tsqp.lab.leak.public import PublicModel
+
+# What the TEE may compute in. The integers of a token differ between them, in one of six entries.
+_DTYPES = (torch.float32, torch.bfloat16)
+# Columns that rows are compared in, which tell any vocabulary's tokens apart.
+_COMPARED = 64
+# Rows under one pad are close to each other in every column; rows under two are in all of these by
+# a chance of (rows * bound / 2^32)^16.
+_GROUPED = 16
+# Differences that have to fit the token of a row, and how many entries of each are looked at.
+_FITTED, _KEYED = 8, 8
+_PAIRS_AT_ONCE = 2**23
+
+
+@dataclass(frozen=True, eq=False)
+class _Crossed:
+    """Rows of the first layer that crossed: `owners` says of which session and token each is."""
+
+    owners: list[tuple[int, int]]
+    rows_RI: torch.Tensor
+
+
+class PadReuse(Attack):
+    """Rows under the same pad differ by what is under it.
+
+    Such rows are close to each other, which under other pads they are not. Of each set, the token
+    of one row is the one to which all differences fit: x_j - x_i + e(t) has to be an entry of the
+    dictionary for every j. Where tokens fit equally well it is BOS. That row gives the pad.
+    """
+
+    name: ClassVar[str] = "pad-reuse"
+    reads: ClassVar[str] = "rows of the first layer under pads that were used before"
+    source: ClassVar[str] = "differences under a reused mask, arXiv 2602.11088"
+    control: ClassVar[str] = "weakened/pad-reused.toml"
+    published: ClassVar[float] = 0.95
+
+    def refuses(self, view: View) -> str | None:
+        """No integers of the first layer crossed."""
+        return _refusal(view)
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Group rows by pad, find each pad, and look up what is under it."""
+        tables_BVI, crossed = _tables(view.public), _crossed(view)
+        plain_RI = crossed.rows_RI.clone()
+        bound = 2 * int(tables_BVI.abs().amax())
+        for members in _under_one_pad(crossed.rows_RI, bound):
+            work.tick()
+            away_MI = crossed.rows_RI[members] - crossed.rows_RI[members[0]]
+            token_I = _that_fits(away_MI, tables_BVI, view.public.first_id, work)
+            if token_I is not None:
+                plain_RI[members] = away_MI + token_I
+        # A row under a pad of its own is looked up as it is: some token is the nearest.
+        yield from _looked_up(view, crossed, plain_RI, tables_BVI, work)
+
+
+class LowDimensionalPads(Attack):
+    """Rows of one known token differ by pads alone, so they give the space that the pads span.
+
+    Over the ring, that space is a row-reduced basis with a one at each pivot. Taking multiples of
+    it away until the pivots' columns are zero leaves of any row what the pads do not touch, and the
+    same of each token's. BOS, in front of every prompt, is the known token: one row a session.
+    """
+
+    name: ClassVar[str] = "pad-basis"
+    reads: ClassVar[str] = "rows of the first layer outside of what the pads of BOS span"
+    source: ClassVar[str] = "span of masks from known tokens, arXiv 2602.11088"
+    control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
+    published: ClassVar[float] = 0.95
+
+    def refuses(self, view: View) -> str | None:
+        """No integers of the first layer crossed, or too few of a known token."""
+        if refusal := _refusal(view):
+            return refusal
+        if view.public.first_id is None:
+            return "the tokenizer puts no token in front"
+        known = len(_known_rows(view))
+        if not known:
+            return "no row of a known token crossed"
+        return None if known >= 3 else f"only {known} rows of a known token crossed"
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Learn the span, take it away from rows and from the dictionary, and compare."""
+        tables_BVI, crossed, known_NI = _tables(view.public), _crossed(view), _known_rows(view)
+        basis = PadBasis.learn(known_NI[1:] - known_NI[0])
+        work.tick()
+        # Relative to the known row, which takes its pad out of all others.
+        first = view.public.first_id
+        outside_RI = basis.outside(crossed.rows_RI - known_NI[0])
+        outside_BVI = basis.outside(tables_BVI - tables_BVI[:, first, None])
+        for reading in _looked_up(view, crossed, outside_RI, outside_BVI, work):
+            # The first token is not read but assumed.
+            yield replace(reading, tokens=reading.tokens[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class PadBasis:
+    """What pads span, modulo 2^bits: `rows_KI` is the identity in the columns `pivots`.
+
+    `closed`: whether rows that pads were learnt from added nothing to those before them. Otherwise
+    more pads may be there than were seen, as where each is fresh.
+    """
+
+    rows_KI: torch.Tensor
+    pivots: tuple[int, ...]
+    bits: int
+    closed: bool
+
+    @staticmethod
+    def learn(pads_NI: torch.Tensor) -> PadBasis:
+        """Reduce rows over the ring, as many as leave half of the columns to compare.
+
+        A pivot has to be odd to have an inverse. Where only even entries are left, they are halved
+        at the price of the highest bit: what spans 2 x modulo 2^32 spans x modulo 2^31.
+        """
+        left_NI = pads_NI[: pads_NI.shape[1] // 2].clone()
+        bits, pivots, closed = 32, list[int](), False
+        while len(pivots) < len(left_NI):
+            below_NI = left_NI[len(pivots) :]
+            odd = (below_NI & 1).nonzero()
+            if len(odd):
+                row, column = int(odd[0, 0]) + len(pivots), int(odd[0, 1])
+                _reduce(left_NI, row, len(pivots), column)
+                pivots.append(column)
+                continue
+            closed = not (below_NI << (32 - bits)).any()
+            if closed or bits <= 26:  # more than enough for a token's integers
+                break
+            below_NI >>= 1
+            bits -= 1
+        return PadBasis(left_NI[: len(pivots)], tuple(pivots), bits, closed)
+
+    def outside(self, x: torch.Tensor) -> torch.Tensor:
+        """Take multiples of the basis away so that pivots are zero: [..., I] -> [..., I - K].
+
+        Equal where two rows differ by a pad; modulo 2^bits, held in the high bits of 32.
+        """
+        rest = x.clone()
+        for row_I, column in zip(self.rows_KI, self.pivots, strict=True):
+            rest -= x[..., column, None] * row_I
+        kept = [column for column in range(x.shape[-1]) if column not in self.pivots]
+        return rest[..., kept] << (32 - self.bits)
+
+
+def _reduce(rows_NI: torch.Tensor, row: int, to: int, column: int) -> None:
+    """Move a row to place `to`, make its entry in a column 1 and that of all others 0."""
+    rows_NI[[row, to]] = rows_NI[[to, row]]
+    inverse = pow(int(rows_NI[to, column]), -1, 2**32)
+    rows_NI[to] *= inverse - 2**32 * (inverse >> 31)
+    factors_N1 = rows_NI[:, column, None].clone()
+    factors_N1[to] = 0
+    rows_NI -= factors_N1 * rows_NI[to]
+
+
+def _refusal(view: View) -> str | None:
+    if view.linear_places("qkv_proj")[:1] != [FIRST]:
+        return "layer 0 stays"
+    return None if len(_crossed(view).owners) else "floats"
+
+
+def _crossed(view: View) -> _Crossed:
+    owners: list[tuple[int, int]] = []
+    rows: list[torch.Tensor] = []
+    for session, trace in enumerate(view.traces):
+        for step in trace.steps:
+            call = step.at(FIRST)
+            if call is None or call.rows.dtype != torch.int32 or len(call.rows) != step.tokens:
+                continue
+            owners += [(session, step.first + token) for token in range(step.tokens)]
+            rows.append(call.rows)
+    return _Crossed(owners, torch.cat(rows) if rows else torch.empty(0, 0, dtype=torch.int32))
+
+
+def _known_rows(view: View) -> torch.Tensor:
+    """Return the rows [N, I] of the first token of each prompt, where prompts cross."""
+    prefill = view.policy.at("qkv_proj", 0, "prefill")
+    crossed = _crossed(view)
+    first = [row for row, (_, token) in enumerate(crossed.owners) if token == 0]
+    return crossed.rows_RI[first if prefill.place == "gpu" else []]
+
+
+def _tables(public: PublicModel) -> torch.Tensor:
+    """Return the integers of every token, for each dtype that they may come from: [B, V, I]."""
+    norm, eps = public.light.norms[0].input_layernorm, public.config.rms_norm_eps
+    tables = []
+    for dtype in _DTYPES:
+        h_VD = public.embedding_VD.to(dtype, copy=True)
+        tables.append(public.encode((0, "qkv_proj"), rms_norm(h_VD, norm.to(dtype), eps)))
+    return torch.stack(tables)
+
+
+def _under_one_pad(rows_RI: torch.Tensor, bound: int) -> list[list[int]]:
+    """Return sets of at least two rows, each within `bound` of another of its set, in order.
+
+    A set that lies across the end of the ring comes in two, which does no harm.
+    """
+    group_R = torch.zeros(len(rows_RI), dtype=torch.int64)
+    for values_R in rows_RI.T[:_GROUPED].to(torch.int64):
+        order_R = values_R.argsort(stable=True)
+        order_R = order_R[group_R[order_R].argsort(stable=True)]
+        apart_R = group_R[order_R].diff().ne(0) | (values_R[order_R].diff() > bound)
+        group_R[order_R[1:]] = apart_R.cumsum(0)
+        group_R[order_R[:1]] = 0
+    sets: dict[int, list[int]] = {}
+    for row, group in enumerate(group_R.tolist()):
+        sets.setdefault(group, []).append(row)
+    return [rows for rows in sets.values() if len(rows) > 1]
+
+
+def _that_fits(
+    away_MI: torch.Tensor, tables_BVI: torch.Tensor, likely: int | None, work: Work
+) -> torch.Tensor | None:
+    """Return the integers [I] of the token that others differ from by `away_MI`.
+
+    None if no token fits. Sums of entries times random numbers stand for rows: adding is adding.
+    """
+    columns = _columns(away_MI.shape[1], _KEYED)
+    generator = torch.Generator().manual_seed(0)
+    weights_C = torch.randint(-(2**62), 2**62, (len(columns),), generator=generator)
+    distinct_MI = away_MI.unique(dim=0)
+    distinct_MI = distinct_MI[distinct_MI.any(-1)][:_FITTED]
+    best, found_I = 0, None
+    for table_VI in tables_BVI:
+        keys_V = (table_VI[:, columns].long() * weights_C).sum(-1)
+        keys_M = (distinct_MI[:, columns].long() * weights_C).sum(-1)
+        fits_V = torch.isin(keys_V[:, None] + keys_M, keys_V).sum(-1)
+        work.compared += len(keys_V) * len(keys_M)
+        # Where all rows are of one token every token fits.
+        token = int(fits_V.argmax())
+        if likely is not None and fits_V[likely] == fits_V[token]:
+            token = likely
+        if int(fits_V[token]) > best or (found_I is None and not len(keys_M)):
+            best, found_I = int(fits_V[token]), table_VI[token]
+    return found_I
+
+
+def _looked_up(
+    view: View,
+    crossed: _Crossed,
+    rows_RI: torch.Tensor,
+    tables_BVI: torch.Tensor,
+    work: Work,
+) -> Iterator[Reading]:
+    """Name the token that is nearest to each row, in the dtype in which it comes nearer."""
+    columns = _columns(rows_RI.shape[1], _COMPARED)
+    rows_RC, tables_BVC = rows_RI[:, columns], tables_BVI[:, :, columns]
+    guesses: dict[int, dict[int, tuple[int, ...]]] = {}
+    at_once = max(1, _PAIRS_AT_ONCE // tables_BVC.shape[1])
+    for start in range(0, len(rows_RC), at_once):
+        work.tick()
+        block_RC = rows_RC[start : start + at_once]
+        apart_RV = torch.stack([_apart(block_RC, table_VC) for table_VC in tables_BVC]).amin(0)
+        work.compared += tables_BVC.shape[0] * apart_RV.numel()
+        top_RT = apart_RV.topk(min(TOP, apart_RV.shape[1]), largest=False).indices
+        for (session, token), ids in zip(crossed.owners[start:], top_RT.tolist(), strict=False):
+            guesses.setdefault(session, {})[token] = tuple(ids)
+    for session, found in guesses.items():
+        yield Reading(place_name(FIRST), session, range(view.traces[session].tokens), found)
+
+
+def _apart(rows_RC: torch.Tensor, table_VC: torch.Tensor) -> torch.Tensor:
+    """Return how far the low bytes of rows are from those of tokens, summed: int16 [R, V].
+
+    Low bytes are enough to tell tokens apart, rounded differently here and there or not. And of
+    rows under a fresh pad they make any token the nearest with about the same chance, where larger
+    numbers would favour some token, maybe a frequent one.
+    """
+    apart_RV = torch.zeros(len(rows_RC), len(table_VC), dtype=torch.int16)
+    for rows_R, table_V in zip(rows_RC.T.to(torch.int8), table_VC.T.to(torch.int8), strict=True):
+        # The shorter way around, as bytes wrap; -128 has no absolute value in a byte.
+        apart_RV += (rows_R[:, None] - table_V).to(torch.int16).abs_()
+    return apart_RV
+
+
+def _columns(available: int, wanted: int) -> list[int]:
+    """Return so many columns, spread over all."""
+    wanted = min(available, wanted)
+    return [index * available // wanted for index in range(wanted)]

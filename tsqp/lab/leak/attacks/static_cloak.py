@@ -1,0 +1,314 @@
+"""Static cloaks of weights: undone with the public weights beside those that the server was given.
+
+A service with W' = R W P, R and P secret, has the public W as well. What W and W' have in
+common, columns but for the order of their elements or eigenvectors, gives P, and so the rows.
+
+Shape suffixes: R rows, N candidates, I in_features, O out_features, V directions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import normalize
+
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.weights import CPU, FusedLinear, load_linear
+from tee_side.words import Site, is_linear
+from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.matching import FIRST, FeatureMatcher, look_up, search
+from tsqp.lab.leak.trace import Where
+
+# Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
+_SMALLEST_GAIN = 1e-3
+# Of the largest eigenvalue: directions below have no weight to speak of, only rounding.
+_NO_WEIGHT = 1e-12
+# An eigenvector that is off by this angle, in radians, counts half.
+_HALF_ANGLE = 0.1
+_COLUMNS_AT_ONCE = 1024
+
+
+class Weights:
+    """The public weights beside those that the service was given. Raises ModelError.
+
+    A module is [O, I], float64; biases are left out, since a provisioned server has none.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._public, self._cloaked = view.public, view.policy.feature_mask is not None
+        self._served = Checkpoint(view.served)
+
+    def public(self, site: Site) -> list[torch.Tensor]:
+        """Return each module of the public operator."""
+        return _modules(self._public.linear(*site))
+
+    def served(self, site: Site) -> list[torch.Tensor]:
+        """Return each module of the service's operator."""
+        if not self._cloaked:
+            return self.public(site)
+        config = self._public.config
+        return _modules(load_linear(self._served, config, *site, dtype=torch.float64, device=CPU))
+
+    def fold(self, site: Site) -> torch.Tensor:
+        """Return what rows are divided by before they are cloaked: [I], float64.
+
+        The gain of the RMSNorm in front where that explains the size of the service's weights, 1
+        where the public ones do.
+        """
+        layer, operator = site
+        norms = self._public.light.norms[layer]
+        gains = {
+            "qkv_proj": norms.input_layernorm,
+            "gate_up_proj": norms.post_attention_layernorm,
+        }
+        public = torch.cat(self.public(site))
+        ones_I = public.new_ones(public.shape[1])
+        if operator not in gains or not self._cloaked:
+            return ones_I
+        gain_I = gains[operator].double()
+        least = _SMALLEST_GAIN * gain_I.abs().max()
+        folds = [ones_I, gain_I.abs().clamp(min=least).copysign(gain_I)]
+        size = torch.cat(self.served(site)).norm()
+        return min(folds, key=lambda fold_I: float(((public * fold_I).norm() - size).abs()))
+
+
+def _modules(linear: FusedLinear) -> list[torch.Tensor]:
+    return [linear.weight[rows].double() for rows in linear.rows.values()]
+
+
+def linear_site(where: Where) -> Site:
+    """Narrow a place of a trace to that of a linear operator. Raises LookupError for others."""
+    layer, operator = where
+    if layer is None or not is_linear(operator):
+        raise LookupError(f"place {where}: got no linear operator of a layer, expected one")
+    return layer, operator
+
+
+# --------------------------------------------------------------------------------- permutations
+
+
+class Reordered(FeatureMatcher):
+    """Rows put back into the order of the public features."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self._weights = weights
+        self._orders: dict[Where, torch.Tensor] = {}
+
+    def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
+        """Return rows with their features in order."""
+        if where not in self._orders:
+            site = linear_site(where)
+            self._orders[where] = places(self._weights.public(site), self._weights.served(site))
+        return rows_RI[:, self._orders[where]]
+
+
+def places(public: list[torch.Tensor], served: list[torch.Tensor]) -> torch.Tensor:
+    """Return for each public column where the server has it: [I].
+
+    By a column's elements in each module, in ascending order: whatever the order of rows is.
+    """
+    public_IO, served_IO = (
+        torch.cat([module.sort(dim=0).values for module in modules]).t()
+        for modules in (public, served)
+    )
+    # The product behind cdist is as wide as I: a block at a time.
+    nearest = [
+        torch.cdist(block, served_IO).argmin(dim=1) for block in public_IO.split(_COLUMNS_AT_ONCE)
+    ]
+    return torch.cat(nearest)
+
+
+# ------------------------------------------------------------------------------------ rotations
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """The same directions in the public basis and in the server's, each with what it counts.
+
+    `public_IV`, `served_IV`: times a row, its coordinates there; those of the public basis take
+    the fold in. `signed`: whether the signs belong together, but for one sign of them all.
+    """
+
+    public_IV: torch.Tensor
+    served_IV: torch.Tensor
+    signed: bool
+
+
+def directions(
+    public: list[torch.Tensor], served: list[torch.Tensor], fold_I: torch.Tensor
+) -> Directions:
+    """Match eigenvectors of W^T W, all modules together, by the order of their eigenvalues.
+
+    A rotation of a module's output leaves W^T W; one of the input turns its eigenvectors.
+    """
+    folded = [module * fold_I for module in public]
+    sizes_I, public_II = _eigenvectors(torch.cat(folded))
+    served_sizes_I, served_II = _eigenvectors(torch.cat(served))
+    outputs = sum(len(module) for module in public)
+    kept = min(len(sizes_I), outputs, int((sizes_I**2 > _NO_WEIGHT * sizes_I[0] ** 2).sum()))
+    angles_V = _angles(sizes_I, served_sizes_I, kept)
+    counts_V = 1 / (1 + (angles_V / _HALF_ANGLE).square())
+    public_IV, served_IV = public_II[:, :kept], served_II[:, :kept]
+    signed = len(public) > 1
+    if signed:
+        served_IV = served_IV * _signs(folded, public_IV, served, served_IV)
+    return Directions(public_IV / fold_I[:, None] * counts_V, served_IV * counts_V, signed)
+
+
+def _eigenvectors(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return singular values [I] of a weight, the largest first, and directions [I, min(O, I)].
+
+    Of a weight with fewer outputs than inputs by way of the outputs, whose products are smaller:
+    an eighth of the work where there are half as many. Values without a direction are 0.
+    """
+    O, I = weight_OI.shape  # noqa: E741
+    if O >= I:
+        squares_I, basis_II = torch.linalg.eigh(weight_OI.t() @ weight_OI)
+        return squares_I.flip(0).clamp(min=0).sqrt(), basis_II.flip(1)
+    squares_O, outputs_OO = torch.linalg.eigh(weight_OI @ weight_OI.t())
+    sizes_O = squares_O.flip(0).clamp(min=0).sqrt()
+    basis_IO = normalize(weight_OI.t() @ outputs_OO.flip(1), dim=0)
+    return torch.cat([sizes_O, sizes_O.new_zeros(I - O)]), basis_IO
+
+
+def _angles(sizes_I: torch.Tensor, served_I: torch.Tensor, kept: int) -> torch.Tensor:
+    """Estimate by how much each direction was turned by the rounding of the served weights: [kept].
+
+    Rounding by E turns a singular vector towards another by about ||u E v|| / (their singular
+    values' difference); how large that is, the singular values themselves show.
+    """
+    rounding = (sizes_I[:kept] - served_I[:kept]).square().mean().sqrt()
+    gaps_VI = (sizes_I[:kept, None] - sizes_I).abs()
+    gaps_VI.fill_diagonal_(float("inf"))
+    tiny = torch.finfo(gaps_VI.dtype).tiny
+    angles_VI = (rounding / gaps_VI.clamp(min=tiny)).clamp(max=1e6)
+    angles_V: torch.Tensor = torch.linalg.vector_norm(angles_VI, dim=1)
+    return angles_V
+
+
+def _signs(
+    public: list[torch.Tensor],
+    public_IV: torch.Tensor,
+    served: list[torch.Tensor],
+    served_IV: torch.Tensor,
+) -> torch.Tensor:
+    """Return the sign [V] that makes each served direction the public one, but for one of all.
+
+    Each module's own W^T W between two directions has the sign of both; products of public and
+    served ones are a matrix s_i s_j times what is not negative, so its first eigenvector has s.
+    """
+    products_VV = torch.zeros(public_IV.shape[1], public_IV.shape[1], dtype=public_IV.dtype)
+    for module, served_module in zip(public, served, strict=True):
+        ours_VV, theirs_VV = (
+            _correlations(weight @ basis)
+            for weight, basis in ((module, public_IV), (served_module, served_IV))
+        )
+        products_VV += ours_VV * theirs_VV
+    first_V = torch.linalg.eigh(products_VV).eigenvectors[:, -1]
+    return torch.where(first_V < 0, -1.0, 1.0)
+
+
+def _correlations(columns_OV: torch.Tensor) -> torch.Tensor:
+    """Return the cosines between columns: strong directions do not drown the others' signs."""
+    unit_OV = normalize(columns_OV, dim=0)
+    return unit_OV.t() @ unit_OV
+
+
+class Coordinates(FeatureMatcher):
+    """Rows by their coordinates in directions that public and served weights share.
+
+    Without their signs, where a single module does not tell them.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self._weights = weights
+        self._found: dict[Where, Directions] = {}
+
+    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return coordinates in the public basis."""
+        found = self._directions(where)
+        coordinates_NV = states_NI @ found.public_IV.float()
+        return coordinates_NV if found.signed else coordinates_NV.abs()
+
+    def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
+        """Return coordinates in the served basis."""
+        found = self._directions(where)
+        coordinates_RV = rows_RI @ found.served_IV.float()
+        return coordinates_RV if found.signed else coordinates_RV.abs()
+
+    def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
+        """See `FeatureMatcher.pairwise`. The one sign of all coordinates is the nearer one.
+
+        Without signs that is the positive one: nothing is nearer to a negative row.
+        """
+        return torch.minimum(
+            super().pairwise(rows_RX, table_NX), super().pairwise(-rows_RX, table_NX)
+        )
+
+    def _directions(self, where: Where) -> Directions:
+        if where not in self._found:
+            site = linear_site(where)
+            weights = self._weights
+            self._found[where] = directions(
+                weights.public(site), weights.served(site), weights.fold(site)
+            )
+        return self._found[where]
+
+
+# ------------------------------------------------------------------------------------- attacks
+
+
+class _StaticCloak(Attack):
+    source: ClassVar[str] = "static cloaks beside public weights, arXiv 2602.11088"
+    published: ClassVar[float] = 0.95
+
+    def refuses(self, view: View) -> str | None:
+        """Refuse weights that are not cloaked, or have no public ones beside them."""
+        if view.policy.feature_mask is None:
+            return "weights are not cloaked"
+        if not view.public.has_layers:
+            return "no public weights to compare with"
+        return None if view.linear_places() else "no activations crossed"
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Undo the cloak of each place; look up in the first layer, search in the others."""
+        matcher = self.matcher(view)
+        for where in view.linear_places():
+            if where == FIRST:
+                yield from look_up(view, matcher, work)
+            else:
+                yield from search(view, matcher, where, work)
+
+    @abstractmethod
+    def matcher(self, view: View) -> FeatureMatcher:
+        """Return what compares rows that are no longer cloaked."""
+
+
+class CloakedPermutation(_StaticCloak):
+    """Matches the columns of public and served weights, and puts features back in order."""
+
+    name: ClassVar[str] = "column-matching"
+    reads: ClassVar[str] = "hidden states of every layer, features put back by the weights' columns"
+    control: ClassVar[str] = "stip"
+
+    def matcher(self, view: View) -> FeatureMatcher:
+        """Return rows in the public order."""
+        return Reordered(Weights(view))
+
+
+class CloakedRotation(_StaticCloak):
+    """Matches the eigenvectors of public and served weights, and compares rows along them."""
+
+    name: ClassVar[str] = "eigenvectors"
+    reads: ClassVar[str] = "hidden states of every layer, along eigenvectors of the weights"
+    control: ClassVar[str] = "cloak"
+
+    def matcher(self, view: View) -> FeatureMatcher:
+        """Return rows in the eigenvectors' coordinates."""
+        return Coordinates(Weights(view))

@@ -1,0 +1,402 @@
+"""Compares what crossed with what the public model computes for candidates.
+
+A mask changes rows, but something of them stays: their features but for the order, their norm, the
+space that they span. A `Matcher` is such an invariant, as a distance between candidates and what
+was observed. In the first layer a token's row does not depend on the tokens before it, so a look-up
+among all tokens suffices; deeper, a search runs candidates behind what it has read already
+(vocabulary matching: arXiv 2505.18332).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from tsqp.lab.leak.attack import TOP, Reading, View, Work
+from tsqp.lab.leak.public import Prefix
+from tsqp.lab.leak.trace import Step, Where
+
+# Candidates that are run side by side. Most tokens are among the first of those that the public
+# model expects, so most searches end with the first block.
+_FIRST_BLOCK, _BLOCK = 32, 256
+# What only the right candidate comes below: by the digits of float32, and of anything shorter.
+_CERTAIN = {torch.float32: 1e-3}
+_CERTAIN_ROUNDED = 2e-2
+# Of a row's length: distances below are mostly rounding where they come from products.
+_NEAR = 0.02
+# So many tokens in a row whose guess is not to be believed: the prefix is wrong, or this is not the
+# scheme. One is believed that is much nearer than the next candidate, or nearer and among the first
+# that the model expects. Of rows that are nothing but noise all are as far.
+_LOST, _MUCH_NEARER, _NEARER, _EXPECTED = 3, 0.7, 0.98, 10
+
+
+@dataclass
+class Observed:
+    """One request of a trace as a matcher needs it.
+
+    `rows_RI`: what crossed, as floats; with more rows than tokens a mask has added some among them,
+    and no row says which token's it is. `first`, `tokens`: of its step. `certain`: a relative
+    distance that only the right candidate comes below, by the digits that crossed. `used`: rows
+    that belong to tokens that were read.
+    """
+
+    where: Where
+    rows_RI: torch.Tensor
+    first: int
+    tokens: int
+    certain: float
+    used: set[int] = field(default_factory=set)
+
+
+class Matcher(ABC):
+    """An invariant of a mask.
+
+    `ordered`: whether rows stand in the order of tokens, so that the first layer names each by
+    itself.
+    """
+
+    ordered: bool = True
+
+    @abstractmethod
+    def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return how far each candidate's input [N, I] is from what was observed: [N], relative.
+
+        `token`: which of the request's tokens is looked for, 0 for the first.
+        """
+
+    def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
+        """Return the distances of all tokens of a request from all of a dictionary: [T, V]."""
+        each = [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
+        return torch.stack(each)
+
+    def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
+        """Note which candidate was taken, where that leaves fewer rows for the others."""
+        return
+
+
+def squares(states_NX: torch.Tensor) -> torch.Tensor:
+    """Return |x|^2 of each candidate: [N], above 0."""
+    lengths_N: torch.Tensor = torch.linalg.vector_norm(states_NX, dim=-1)
+    return lengths_N.square().clamp(min=1e-30)
+
+
+class Squares:
+    """Squared lengths of candidates: of a dictionary once, and not for every row."""
+
+    def __init__(self) -> None:
+        self._known: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, states_NX: torch.Tensor) -> torch.Tensor:
+        """Return `squares` of candidates: [N]."""
+        if self._known is None or self._known[0] is not states_NX:
+            self._known = (states_NX, squares(states_NX))
+        return self._known[1]
+
+
+def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor) -> torch.Tensor:
+    """Return the Euclidean distance of every candidate from every row: [R, N].
+
+    By one product, and near 0, where its digits cancel, by subtraction. `torch.cdist` copies the
+    dictionary each time that it is asked.
+    """
+    squares_R1 = rows_RX.square().sum(-1, keepdim=True)
+    apart_RN = torch.addmm(squares_N, rows_RX, table_NX.T, alpha=-2.0)
+    apart_RN = apart_RN.add_(squares_R1).clamp_(min=0).sqrt_()
+    row_M, near_M = (apart_RN < _NEAR * squares_R1.sqrt()).nonzero(as_tuple=True)
+    apart_RN[row_M, near_M] = torch.linalg.vector_norm(rows_RX[row_M] - table_NX[near_M], dim=-1)
+    return apart_RN
+
+
+class FeatureMatcher(Matcher):
+    """Rows are compared one with one, by features that the mask leaves alone.
+
+    `ordered` False: any row that is left may be the token's.
+    """
+
+    def __init__(self, *, ordered: bool = True) -> None:
+        self.ordered = ordered
+        self._features: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._squares = Squares()
+
+    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return what is compared of candidates: [N, ...]."""
+        return states_NI
+
+    def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
+        """Return the same of what was observed."""
+        return self.of_candidates(where, rows_RI)
+
+    def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
+        """See `Matcher.distances`: Euclidean, relative to the observed row."""
+        rows_RI = self.left(observed, token)
+        if not len(rows_RI):
+            return torch.full((len(states_NI),), float("inf"))
+        return self._pairwise(observed.where, rows_RI, states_NI).amin(0)
+
+    def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
+        """See `Matcher.look_up`: one product for all rows, where each is a token's."""
+        if not self.ordered or len(observed.rows_RI) != observed.tokens:
+            return super().look_up(observed, table_VI)
+        return self._pairwise(observed.where, observed.rows_RI, table_VI)
+
+    def _pairwise(
+        self, where: Where, rows_RI: torch.Tensor, states_NI: torch.Tensor
+    ) -> torch.Tensor:
+        return self.pairwise(self.of_observed(where, rows_RI), self.memoised(where, states_NI))
+
+    def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
+        """Return how far every candidate is from every row: [R, N], relative to the row."""
+        sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
+        return apart(rows_RX, table_NX, self._squares.of(table_NX)).div_(sizes_R1)
+
+    def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
+        """Use up the row that is nearest to what was taken."""
+        if self.ordered:
+            return
+        left = [row for row in range(len(observed.rows_RI)) if row not in observed.used]
+        if left:
+            rows = self.of_observed(observed.where, observed.rows_RI[left])
+            taken = self.of_candidates(observed.where, state_I[None])
+            observed.used.add(left[int(torch.cdist(taken, rows).argmin())])
+
+    def left(self, observed: Observed, token: int) -> torch.Tensor:
+        """Return the rows [R, I] that may be the token's: its own, or all that are left."""
+        rows_RI = observed.rows_RI
+        if self.ordered and len(rows_RI) == observed.tokens:
+            rows_RI = rows_RI[token : token + 1]
+        elif observed.used:
+            left = [row for row in range(len(rows_RI)) if row not in observed.used]
+            rows_RI = rows_RI[left]
+        return rows_RI
+
+    def memoised(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return `of_candidates`: of the dictionary once, and not for every row."""
+        if self._features is None or self._features[0] is not states_NI:
+            self._features = (states_NI, self.of_candidates(where, states_NI))
+        return self._features[1]
+
+
+def observe(view: View, step: Step, where: Where) -> Observed | None:
+    """Return what crossed at a place in a step; None if nothing did."""
+    call = step.at(where)
+    if call is None:
+        return None
+    certain = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED)
+    return Observed(where, view.rows(call), step.first, step.tokens, certain)
+
+
+def place_name(where: Where) -> str:
+    """Name a place for people."""
+    layer, operator = where
+    return operator if layer is None else f"layer {layer} {operator}"
+
+
+def far_if_nan(distances_N: torch.Tensor) -> torch.Tensor:
+    """Return distances without NaN, which is farther than anything."""
+    return distances_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
+    """Return the nearest candidates, best first; none where all are infinitely far."""
+    distances_N = far_if_nan(distances_N)
+    if distances_N.isinf().all():
+        return ()
+    order = distances_N.topk(min(TOP, len(distances_N)), largest=False).indices
+    return tuple(ids_N[order].tolist())
+
+
+# ------------------------------------------------------------------------------- the first layer
+
+FIRST: Where = (0, "qkv_proj")
+
+
+def look_up(view: View, matcher: Matcher, work: Work) -> Iterator[Reading]:
+    """Look every token up in the first layer's dictionary, where rows say whose they are.
+
+    A row that crosses alone is its token's in any order: at decode there is one. Tokens whose rows
+    cross among others, in no order, are for a search, and are not tried here.
+    """
+    table_VD = view.public.dictionary_VD
+    ids_V = torch.arange(len(table_VD))
+    for session, trace in enumerate(view.traces):
+        work.tick()
+        guesses: dict[int, tuple[int, ...]] = {}
+        first: int | None = None
+        for step in trace.steps:
+            observed = observe(view, step, FIRST)
+            if observed is None or not (step.tokens == 1 or _tells(matcher, observed)):
+                continue
+            first = step.first if first is None else first
+            distances_TV = matcher.look_up(observed, table_VD)
+            work.compared += distances_TV.numel()
+            for token, distances_V in enumerate(distances_TV):
+                if guess := best(distances_V, ids_V):
+                    guesses[step.first + token] = guess
+        if first is not None:
+            yield Reading(place_name(FIRST), session, range(first, trace.tokens), guesses)
+
+
+def _tells(matcher: Matcher, observed: Observed) -> bool:
+    """Whether rows say whose they are."""
+    return matcher.ordered and len(observed.rows_RI) == observed.tokens
+
+
+class Present:
+    """Which tokens may be among the rows of each step, where rows stand in no order.
+
+    What the first layer tells of a set: a token is in it or is not. Looked up once, for searches at
+    all places.
+    """
+
+    def __init__(self, view: View, matcher: Matcher) -> None:
+        self._view = view
+        self._matcher = matcher
+        self._found: dict[tuple[int, int], torch.Tensor | None] = {}
+
+    def among(self, session: int, step: Step, work: Work) -> torch.Tensor | None:
+        """Return the ids of a step's tokens, nearest first; None if layer 0 says nothing."""
+        key = (session, step.first)
+        if key not in self._found:
+            self._found[key] = self._look_up(step, work)
+        return self._found[key]
+
+    def _look_up(self, step: Step, work: Work) -> torch.Tensor | None:
+        observed = observe(self._view, step, FIRST)
+        if observed is None:
+            return None
+        table_VD = self._view.public.dictionary_VD
+        distances_V = far_if_nan(self._matcher.distances(observed, 0, table_VD))
+        work.compared += len(table_VD)
+        if distances_V.isinf().all():  # says nothing: anything may be there
+            return None
+        order_V = distances_V.argsort()
+        inside = int((distances_V <= observed.certain).sum())
+        # Rounding can leave one that is there outside: as many as there are rows in any case.
+        return order_V[: max(inside, step.tokens)]
+
+
+# ---------------------------------------------------------------------------------------- deeper
+
+
+def search(
+    view: View, matcher: Matcher, where: Where, work: Work, present: Present | None = None
+) -> Iterator[Reading]:
+    """Read token after token at one place, by running candidates behind what was read already.
+
+    `present`: candidates are the tokens that the first layer says are there. A session whose prompt
+    did not cross has no beginning, and is not searched. Where nothing stands out among some tokens
+    in a row, and what is nearest is nothing that the model expects, the attack gives up: it has no
+    guess for the session's rest.
+    """
+    for session, trace in enumerate(view.traces[: view.search_sessions]):
+        if not trace.steps or trace.steps[0].tokens == 1 or trace.steps[0].at(where) is None:
+            continue
+        limit = min(view.search_tokens, trace.tokens)
+        guesses = dict(_read_on(view, session, matcher, where, limit, present, work))
+        yield Reading(place_name(where), session, range(limit), guesses)
+
+
+def _read_on(
+    view: View,
+    session: int,
+    matcher: Matcher,
+    where: Where,
+    limit: int,
+    present: Present | None,
+    work: Work,
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    public, prefix, lost = view.public, view.public.nothing(), 0
+    for step in view.traces[session].steps:
+        observed = observe(view, step, where)
+        if observed is None or step.first >= limit:
+            return
+        among = None if present is None else present.among(session, step, work)
+        for token in range(min(step.tokens, limit - step.first)):
+            work.tick()
+            ids_N = public.likely(prefix)
+            # Of a beginning one alone is expected.
+            expected = ids_N[: _EXPECTED if prefix.tokens else 1].tolist()
+            if among is not None:
+                ids_N = ids_N[torch.isin(ids_N, among)]
+            ids_N = ids_N[: view.search_candidates]
+            guess, ratio = nearest(view, matcher, prefix, observed, token, ids_N, work)
+            if not guess:
+                return
+            yield step.first + token, guess
+            believed = ratio < _MUCH_NEARER or (ratio < _NEARER and guess[0] in expected)
+            lost = 0 if believed else lost + 1
+            if lost >= _LOST:
+                return
+            prefix = public.extend(prefix, guess[0])
+
+
+def nearest(
+    view: View,
+    matcher: Matcher,
+    prefix: Prefix,
+    observed: Observed,
+    token: int,
+    ids_N: torch.Tensor,
+    work: Work,
+) -> tuple[tuple[int, ...], float]:
+    """Return the candidates that come nearest, best first, and how near the first one is.
+
+    Its distance over that of the next one: 0 for one that is certain, 1 for none.
+
+    `ids_N`: those that are expected first. Ends with the first block that has one which is certain.
+    Of several that are certain the one that is expected most is first: a token that repeats the one
+    before it has a state that crossed already.
+    """
+    distances: list[torch.Tensor] = []
+    # Of each block one state alone: all of them are as large as the vocabulary.
+    chosen: list[tuple[int, torch.Tensor]] = []
+    for start, end in _blocks(len(ids_N)):
+        block_N = ids_N[start:end]
+        # What stands at the beginning is asked for at every place.
+        keep = start == 0 or prefix.tokens == 0
+        computed = view.public.states(prefix, block_N.tolist(), keep=keep)
+        states_NI = computed.inputs[observed.where]
+        found_N = far_if_nan(matcher.distances(observed, token, states_NI))
+        one = _choose(found_N, block_N, prefix, observed.certain)
+        distances.append(found_N)
+        chosen.append((start + one, states_NI[one].clone()))
+        work.modelled += len(block_N)
+        work.compared += len(block_N)
+        if float(found_N.amin()) <= observed.certain:
+            break
+    seen_N = torch.cat(distances)
+    if seen_N.isinf().all():
+        return (), 1.0
+    certain = float(seen_N.amin()) <= observed.certain
+    first, state_I = chosen[-1] if certain else min(chosen, key=lambda one: float(seen_N[one[0]]))
+    matcher.found(observed, token, state_I)
+    others = [one for one in best(seen_N, ids_N[: len(seen_N)]) if one != int(ids_N[first])]
+    return (int(ids_N[first]), *others[: TOP - 1]), 0.0 if certain else _ratio(seen_N)
+
+
+def _choose(found_N: torch.Tensor, ids_N: torch.Tensor, prefix: Prefix, certain: float) -> int:
+    """Return the first candidate that is certain, the nearest one if none is."""
+    sure = (found_N <= certain).nonzero()[:, 0]
+    if len(sure) > 1 and prefix.token_ids:
+        # Behind a token the same one again has a state that crossed already.
+        sure = sure[ids_N[sure] != prefix.token_ids[-1]]
+    return int(sure[0]) if len(sure) else int(found_N.argmin())
+
+
+def _ratio(distances_N: torch.Tensor) -> float:
+    """Return the smallest distance over the next one; 1 for a single candidate."""
+    if len(distances_N) < 2:
+        return 1.0
+    nearest, next_one = distances_N.topk(2, largest=False).values.tolist()
+    return nearest / next_one if next_one and math.isfinite(next_one) else 1.0
+
+
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    start, size = 0, _FIRST_BLOCK
+    while start < count:
+        yield start, min(start + size, count)
+        start, size = start + size, _BLOCK

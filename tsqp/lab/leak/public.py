@@ -1,0 +1,313 @@
+"""What everybody has: the weights, the tokenizer, the calibration, and the code of this project.
+
+Shape suffixes: N candidates for one token, I in_features, D hidden size, V vocabulary size, H query
+heads, K key/value heads, G query heads a key/value head, C head dim, S tokens before, L layers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear, silu
+
+from protocol.errors import ModelError
+from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_tensors, lm_head_name
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.identity import model_digest
+from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
+from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from tee_side.model.layers import TeeModel, load_tee_model
+from tee_side.model.local_ops import apply_rope, rms_norm
+from tee_side.protect.calibration import Calibration, calibration_path
+from tee_side.words import Site
+from tsqp.lab.leak.trace import Where
+
+_CONFIG_FILE = "config.json"
+# What is remembered of what the public model computed.
+_KEPT_BYTES = 2**29
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Tokens that an attacker believes it has read, with their keys and values [K, S, C].
+
+    `logits_V`: what the public model says comes next; None for no tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    logits_V: torch.Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """What the public model computes for candidates behind a prefix.
+
+    `inputs`: of every linear operator, [N, I]; `hidden_ND`: behind the last layer; `keys`,
+    `values`: of the candidates alone, [N, K, C] a layer.
+    """
+
+    inputs: dict[Where, torch.Tensor]
+    hidden_ND: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        held = (*self.inputs.values(), self.hidden_ND, *self.keys, *self.values)
+        return sum(tensor.nbytes for tensor in held)
+
+
+class PublicModel:
+    """The model as anybody can load it, in float32. `directory`: weights and tokenizer.
+
+    `served`: a model whose linear weights a service holds in the clear, None where it does not. An
+    attacker there has these, whatever else is public: linear weights are those of `served`, with
+    its biases; embedding, norms, LM head and tokenizer stay those of `directory`.
+
+    `calibration`: a file of scales for integers, None for the one in the directory. They are public
+    also where the weights are not: a file beside another model is checked against that one.
+
+    Whether the linear weights are there decides how deep an attack can look: `has_layers`.
+    Raises ModelError.
+    """
+
+    def __init__(
+        self, directory: Path, calibration: Path | None = None, served: Path | None = None
+    ) -> None:
+        self.directory = directory
+        self.config: ModelConfig = read_config(directory)
+        self.checkpoint = Checkpoint(directory)
+        self._calibration = calibration
+        self._linear_config = self.config if served is None else read_config(served)
+        self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
+        self._linears: dict[Site, FusedLinear] = {}
+        self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], States] = OrderedDict()
+        self._kept_bytes = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the attacker has the linear weights, too."""
+        tensors = linear_tensors(self._linear_config, FUSED_MODULES)
+        return self._linear_checkpoint.holds(tensors)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is one."""
+        return (self.directory / TOKENIZER_FILE).is_file()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ModelError."""
+        return Tokenizer(self.directory)
+
+    @property
+    def first_id(self) -> int | None:
+        """What the tokenizer puts in front of every text; None if there is nothing or no tokenizer.
+
+        None also for a token that the model does not have.
+        """
+        try:
+            front = self.tokenizer.encode("")
+        except ModelError:
+            return None
+        return front[0] if front and front[0] < self.vocab_size else None
+
+    @cached_property
+    def light(self) -> TeeModel:
+        """Norms and RoPE."""
+        return load_tee_model(self.config, self.checkpoint, torch.float32)
+
+    @cached_property
+    def embedding_VD(self) -> torch.Tensor:
+        """The embedding, float32."""
+        return self._vocabulary(EMBEDDING)
+
+    @cached_property
+    def lm_head_VD(self) -> torch.Tensor:
+        """The LM head, float32."""
+        name = lm_head_name(self.config)
+        return self.embedding_VD if name == EMBEDDING else self._vocabulary(name)
+
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return load_tensor(self.checkpoint, name, shape, dtype=torch.float32)
+
+    @cached_property
+    def dictionary_VD(self) -> torch.Tensor:
+        """What the first layer's qkv_proj gets for each token, wherever it stands: [V, D]."""
+        norm = self.light.norms[0].input_layernorm
+        return rms_norm(self.embedding_VD.clone(), norm, self.config.rms_norm_eps)
+
+    @cached_property
+    def _scales(self) -> Calibration:
+        path = calibration_path(self.directory, self._calibration)
+        owner = path.parent if (path.parent / _CONFIG_FILE).is_file() else self.directory
+        config = read_config(owner)
+        return Calibration.load(path, config, model_digest(config, Checkpoint(owner)))
+
+    def input_scale(self, site: Site) -> float:
+        """Return what one step of a site's integers stands for. Raises CalibrationError."""
+        return self._scales.sites[site].input_scale
+
+    def encode(self, site: Site, x_NI: torch.Tensor) -> torch.Tensor:
+        """Turn inputs into the integers that the TEE makes of them. Raises CalibrationError."""
+        scaled_NI = x_NI.to(torch.float32).div(self.input_scale(site)).round_()
+        return scaled_NI.to(torch.int32)
+
+    def linear(self, layer: int, operator: LinearOperator) -> FusedLinear:
+        """Return the weights of an operator, float32."""
+        site = (layer, operator)
+        if site not in self._linears:
+            self._linears[site] = load_linear(
+                self._linear_checkpoint,
+                self._linear_config,
+                layer,
+                operator,
+                dtype=torch.float32,
+                device=CPU,
+            )
+        return self._linears[site]
+
+    # ----------------------------------------------------------------- the public model, running
+
+    def nothing(self) -> Prefix:
+        """Return the prefix of no tokens."""
+        _, K, C = self.config.heads
+        empty = tuple(torch.empty(K, 0, C) for _ in range(self.config.num_hidden_layers))
+        return Prefix((), empty, empty, None)
+
+    def states(self, prefix: Prefix, candidates: Sequence[int], *, keep: bool = False) -> States:
+        """Run candidates for the next token through all layers, side by side.
+
+        Equal to a forward pass of prefix and candidate for each. `keep`: whether the same may be
+        asked again, by a search at another place or by another attack, so that it is remembered as
+        far as there is room. Do not write to what is returned.
+        """
+        key = (prefix.token_ids, tuple(candidates))
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        states = self._run(prefix, candidates)
+        if keep:
+            self._kept[key] = states
+            self._kept_bytes += states.nbytes
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                _, dropped = self._kept.popitem(last=False)
+                self._kept_bytes -= dropped.nbytes
+        return states
+
+    def _run(self, prefix: Prefix, candidates: Sequence[int]) -> States:
+        h_ND = self.embedding_VD[torch.as_tensor(candidates)]
+        inputs: dict[Where, torch.Tensor] = {}
+        keys, values = [], []
+        eps, position = self.config.rms_norm_eps, prefix.tokens
+        rope = self._rope(position)
+        for layer in range(self.config.num_hidden_layers):
+            norms = self.light.norms[layer]
+            x_ND = rms_norm(h_ND.clone(), norms.input_layernorm, eps)
+            inputs[layer, "qkv_proj"] = x_ND
+            attended_ND, k_NKC, v_NKC = self._attention(prefix, layer, x_ND, rope)
+            keys.append(k_NKC)
+            values.append(v_NKC)
+            inputs[layer, "o_proj"] = attended_ND
+            h_ND = h_ND + self.linear(layer, "o_proj")(attended_ND)
+            x_ND = rms_norm(h_ND.clone(), norms.post_attention_layernorm, eps)
+            inputs[layer, "gate_up_proj"] = x_ND
+            gate_NF, up_NF = self.linear(layer, "gate_up_proj")(x_ND).chunk(2, dim=-1)
+            inputs[layer, "down_proj"] = silu(gate_NF) * up_NF
+            h_ND = h_ND + self.linear(layer, "down_proj")(inputs[layer, "down_proj"])
+        return States(inputs, h_ND, tuple(keys), tuple(values))
+
+    def extend(self, prefix: Prefix, token_id: int) -> Prefix:
+        """Take a token as read."""
+        states = self.states(prefix, [token_id], keep=True)
+        return Prefix(
+            (*prefix.token_ids, token_id),
+            _behind(prefix.keys, states.keys),
+            _behind(prefix.values, states.values),
+            self.logits(states.hidden_ND)[0],
+        )
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, V] of states behind the last layer."""
+        normed_ND = rms_norm(hidden_ND.clone(), self.light.final_norm, self.config.rms_norm_eps)
+        return linear(normed_ND, self.lm_head_VD)
+
+    def likely(self, prefix: Prefix) -> torch.Tensor:
+        """Return all token ids, those that the public model expects first.
+
+        With no token read, that is the one that every text begins with; the others are in order.
+        """
+        if prefix.logits_V is not None:
+            return prefix.logits_V.argsort(descending=True)
+        ids_V, first = torch.arange(self.vocab_size), self.first_id
+        if first is not None:
+            ids_V[: first + 1] = ids_V[: first + 1].roll(1)
+        return ids_V
+
+    def _rope(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cos_1C, sin_1C = self.light.rope.cos_sin(
+            position, position + 1, position + 1, torch.float32
+        )
+        return cos_1C.unsqueeze(1), sin_1C[:, None, : sin_1C.shape[1] // 2]
+
+    def _attention(
+        self,
+        prefix: Prefix,
+        layer: int,
+        x_ND: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Each candidate's attention over the prefix and itself: [N, H * C], its key and value."""
+        config, norms = self.config, self.light.norms[layer]
+        H, K, C = config.heads
+        N, G = len(x_ND), H // K
+        qkv_NXC = self.linear(layer, "qkv_proj")(x_ND).view(N, H + 2 * K, C)
+        qk_NXC, v_NKC = qkv_NXC.split_with_sizes((H + K, K), dim=1)
+        if config.qk_norm:
+            q_NHC = rms_norm(qk_NXC[:, :H].clone(), norms.q_norm, config.rms_norm_eps)
+            k_NKC = rms_norm(qk_NXC[:, H:].clone(), norms.k_norm, config.rms_norm_eps)
+            qk_NXC = torch.cat([q_NHC, k_NKC], dim=1)
+        q_NHC, k_NKC = apply_rope(qk_NXC, *rope).split_with_sizes((H, K), dim=1)
+        window = config.sliding_windows[layer]
+        start = 0 if window is None else max(0, prefix.tokens - window + 1)
+        k_KSC, v_KSC = prefix.keys[layer][:, start:], prefix.values[layer][:, start:]
+        q_KNGC = (q_NHC * C**-0.5).view(N, K, G, C).transpose(0, 1).reshape(K, N * G, C)
+        before_KNS = q_KNGC @ k_KSC.transpose(1, 2)
+        own_KN1 = (q_KNGC.view(K, N, G, C) * k_NKC.transpose(0, 1)[:, :, None]).sum(-1)
+        scores = torch.cat([before_KNS, own_KN1.reshape(K, N * G, 1)], dim=-1).softmax(-1)
+        out_KNC = scores[..., :-1] @ v_KSC
+        own_KNGC = v_NKC.transpose(0, 1)[:, :, None].expand(K, N, G, C).reshape(K, N * G, C)
+        out_KNC = out_KNC + scores[..., -1:] * own_KNGC
+        out_NX = out_KNC.view(K, N, G * C).transpose(0, 1).reshape(N, H * C)
+        # Copies, or what is remembered would hold the queries as well.
+        return out_NX, k_NKC.contiguous(), v_NKC.contiguous()
+
+
+def _behind(
+    before: tuple[torch.Tensor, ...], own: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Append the one candidate's [1, K, C] to [K, S, C], in every layer."""
+    return tuple(
+        torch.cat([old_KSC, new_NKC.transpose(0, 1)], dim=1)
+        for old_KSC, new_NKC in zip(before, own, strict=True)
+    )

@@ -1,0 +1,272 @@
+"""Runs prompts under a policy, with services that record; keeps the truth apart, for scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from gpu_side.weights import load_weights
+from protocol.errors import PromptError
+from protocol.model.checkpoint import Checkpoint, light_tensors
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.weights import CPU, row_layout
+from protocol.tensors import torch_dtype
+from tee_side.assembly import Assembly, MaskSettings
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.step import run_step
+from tee_side.model.batch import Batch, Chunk
+from tee_side.model.kv_cache import KVCache
+from tee_side.model.layers import TeeModel, load_tee_model
+from tee_side.model.operators import MicroBatchOperators
+from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import Mask, RowMask
+from tee_side.protect.randomness import Randomness
+from tee_side.words import LAYERLESS, OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
+from tsqp.lab.leak.recording import RecordingChannel
+from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
+from tsqp.lab.research.provisioning import provision
+
+Progress = Callable[[int, int], None]
+
+# What a feature mask's services are given, and the key that they are not, in `PlaySettings.folder`:
+# it is there until the trusted side has read it.
+SERVED, KEY = "served", "key"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What was said, which no attack is shown. Token ids.
+
+    `sent`: the tokens that went through the model while a service was asked, in order; `answers`:
+    which of them are the answer's. `last`: the token that was sampled behind the last of them.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    sent: tuple[int, ...]
+    answers: tuple[bool, ...]
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """One prompt with its answer. `traces`: one a service, in the order of a policy's shares."""
+
+    traces: tuple[Trace, ...]
+    truth: Truth
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a policy's services got to see. `served`: the model directory that they were given."""
+
+    policy: Policy
+    served: Path
+    dtype: torch.dtype
+    sessions: tuple[Session, ...]
+
+    @property
+    def observable(self) -> bool:
+        """Whether anything crossed."""
+        return any(trace.messages for session in self.sessions for trace in session.traces)
+
+
+@dataclass(frozen=True)
+class PlaySettings:
+    """How prompts are run. `dtype`: None for the model's own. `temperature`: 0 is greedy.
+
+    `folder`: for what a feature mask's services are given.
+    """
+
+    model: Path
+    folder: Path
+    new_tokens: int
+    dtype: str | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    masks: MaskSettings = field(default_factory=MaskSettings)
+
+
+def play(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    settings: PlaySettings,
+    progress: Progress = lambda _done, _total: None,
+) -> Recording:
+    """Run every prompt, one after another, each a session of its own.
+
+    `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
+    and PromptError.
+    """
+    if not prompts:
+        raise PromptError("prompts", got="none", expected="at least one")
+    with _stage(policy, settings) as stage:
+        engine = Engine(stage.model, stage.lanes)
+        added = added_rows(policy, stage.model.config)
+        sessions = []
+        for done, prompt in enumerate(prompts):
+            sampling = SamplingSettings(temperature=settings.temperature, seed=settings.seed + done)
+            sessions.append(
+                _session(engine, stage.channels, added, prompt, settings.new_tokens, sampling)
+            )
+            progress(done + 1, len(prompts))
+    return Recording(policy, stage.served, stage.model.dtype, tuple(sessions))
+
+
+def logits_of(
+    policy: Policy, texts: Sequence[Sequence[int]], settings: PlaySettings
+) -> list[torch.Tensor]:
+    """Return what the model says behind every token of some texts under a policy: [T, V] each.
+
+    One step a text. Raises as `play`.
+    """
+    found = []
+    with _stage(policy, settings) as stage:
+        for ids in texts:
+            cache = KVCache(stage.model.config, len(ids), stage.model.dtype)
+            chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
+            batch = Batch(torch.tensor(list(ids)), chunks, tuple(range(len(ids))))
+            found.append(run_step(batch, stage.lanes, "prefill").float())
+    return found
+
+
+def added_rows(policy: Policy, config: ModelConfig) -> Added:
+    """Return what a policy sends, and how many rows its masks add: public, as the policy is.
+
+    Found by masking one row, as a mask may call its option what it likes.
+    """
+    counts: dict[tuple[Operator, Mask | None], int] = {}
+    found: dict[tuple[Where, Phase], int] = {}
+    for operator in OPERATORS:
+        for layer in (None,) if operator in LAYERLESS else range(config.num_hidden_layers):
+            for phase in PHASES:
+                placement = policy.at(operator, layer or 0, phase)
+                if placement.place == "tee":
+                    continue
+                key = operator, placement.mask
+                if key not in counts:
+                    counts[key] = _sent_rows(operator, placement.mask, config) - 1
+                found[(layer, operator), phase] = counts[key]
+    return found
+
+
+def _sent_rows(operator: Operator, mask: Mask | None, config: ModelConfig) -> int:
+    """Return how many rows cross for one. Only row masks add some."""
+    # The rows of products are of heads and tokens, which nothing counts.
+    if not isinstance(mask, RowMask) or operator in PRODUCTS:
+        return 1
+    randomness = Randomness()
+    if operator == "embedding":
+        ids_1 = torch.zeros(1, dtype=torch.int64)
+        return len(mask.mask_ids(ids_1, config.vocab_size, randomness).sent[0])
+    _, size = row_layout(config, operator)[1] if is_linear(operator) else (0, config.hidden_size)
+    dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
+    return len(mask.mask(torch.ones(1, size, dtype=dtype), randomness).sent[0])
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The trusted side, put together as `Runner` does, over services that record."""
+
+    model: TeeModel
+    lanes: list[MicroBatchOperators]
+    channels: tuple[RecordingChannel, ...]
+    served: Path
+
+
+@contextmanager
+def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
+    config, checkpoint = read_config(settings.model), Checkpoint(settings.model)
+    dtype = torch_dtype(settings.dtype or config.dtype)
+    checkpoint.require(light_tensors(config))
+    model = load_tee_model(config, checkpoint, dtype)
+
+    def assembled(masks: MaskSettings) -> Assembly:
+        steps = DEFAULT_STEP_TOKENS
+        return Assembly(policy, config, checkpoint, model, masks, step_tokens=steps)
+
+    served = settings.model
+    if policy.feature_mask is None:
+        assembly = assembled(settings.masks)
+    else:
+        served, key = settings.folder / SERVED, settings.folder / KEY
+        provision(settings.model, policy.feature_mask, served, key)
+        try:
+            assembly = assembled(replace(settings.masks, key=key))
+        finally:
+            # It has been read. An attack is given `served`, and would find the key beside it.
+            key.unlink()
+    try:
+        channels = _services(served, policy, dtype)
+        yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
+    finally:
+        assembly.close()
+
+
+def _services(served: Path, policy: Policy, dtype: torch.dtype) -> tuple[RecordingChannel, ...]:
+    if not policy.services:
+        return ()
+    weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=[policy.arithmetic])
+    return tuple(
+        RecordingChannel(weights, f"service {number}") for number in range(1, policy.services + 1)
+    )
+
+
+def _session(
+    engine: Engine,
+    channels: Sequence[RecordingChannel],
+    added: Added,
+    prompt: Sequence[int],
+    new_tokens: int,
+    sampling: SamplingSettings,
+) -> Session:
+    sequence = engine.add(
+        prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
+    )
+    parts: list[tuple[int, int]] = []
+    try:
+        while sequence.finish_reason is None:
+            before, start = sum(c.recorded for c in channels), sequence.cache.length
+            engine.step()
+            if sum(c.recorded for c in channels) > before:
+                parts.append((start, sequence.cache.length))
+    finally:
+        engine.remove(sequence)
+    traces = tuple(PolicyTrace(channel.take().messages, added) for channel in channels)
+    every = [*sequence.prompt_ids, *sequence.token_ids]
+    positions = [position for part in _crossed(parts, traces) for position in part]
+    for channel, trace in zip(channels, traces, strict=True):
+        if trace.tokens != len(positions):
+            raise TraceError(
+                channel.endpoint,
+                got=f"requests about {trace.tokens} tokens, by their rows",
+                expected=f"{len(positions)}, which went through the model: steps of this policy"
+                " cannot be told apart, or what its mask adds cannot",
+            )
+    truth = Truth(
+        prompt=tuple(prompt),
+        answer=tuple(sequence.token_ids),
+        sent=tuple(every[position] for position in positions),
+        answers=tuple(position >= len(prompt) for position in positions),
+        last=every[positions[-1] + 1] if positions else None,
+    )
+    return Session(traces, truth)
+
+
+def _crossed(parts: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> list[range]:
+    """Return the positions of the tokens that each step's requests are about.
+
+    All of the step; of an LM head alone the last one, whose row it gets.
+    """
+    steps = traces[0].steps if traces else ()
+    if len(steps) != len(parts):
+        return [range(start, end) for start, end in parts]
+    return [
+        range(max(start, end - step.tokens), end)
+        for (start, end), step in zip(parts, steps, strict=True)
+    ]

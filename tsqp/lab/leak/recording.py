@@ -1,0 +1,106 @@
+"""A service in this process that writes down every byte that reaches it.
+
+It stands at the protocol's boundary: requests and replies are encoded, copied frame by frame as a
+socket would, opened and checked; only the socket is missing. So a trace holds what a service gets,
+and nothing that only the TEE knows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_side.encoding import encode_reply, open_request, read_request
+from gpu_side.handler import RequestHandler
+from gpu_side.kernels import NullWeights
+from gpu_side.weights import ServiceWeights
+from protocol.channel import Channel, Exchange, Traffic
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
+from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
+from protocol.messages import HealthRequest, Request, Response, Timing
+from tsqp.lab.leak.trace import Trace
+
+_TIMEOUT_MS = 60_000
+
+
+class RecordingChannel(Channel):
+    """A `Channel` to a service's operators in this process. `endpoint`: what it is called."""
+
+    def __init__(self, weights: ServiceWeights | NullWeights, endpoint: str = "recording") -> None:
+        self.endpoint = endpoint
+        self.traffic = Traffic()
+        self._handler = RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
+        self._replies: dict[int, Exchange] = {}
+        self._recorded: list[tuple[bytes, ...]] = []
+        self._submitted = 0
+
+    @property
+    def recorded(self) -> int:
+        """How many requests have come since the last trace was taken."""
+        return len(self._recorded)
+
+    def take(self) -> Trace:
+        """Return what has come since this was last called."""
+        trace, self._recorded = Trace(tuple(self._recorded)), []
+        return trace
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """Answer at once, and keep the reply until it is waited for. Raises ServiceError."""
+        self._submitted += 1
+        sent = _crossed(encode_request(request, self._submitted, _TIMEOUT_MS))
+        self._recorded.append(tuple(bytes(frame) for frame in sent))
+        opened = open_request(sent, DEFAULT_MAX_MESSAGE_BYTES)
+        result: Response | ErrorCode
+        try:
+            result = self.answer(read_request(opened))
+        except ProtocolError as error:
+            result = error.code
+        timing = Timing(queue_us=0, compute_us=0)
+        frames = _crossed(
+            encode_reply(opened.form, opened.request_id, opened.method, result, timing)
+        )
+        reply = decode_reply(frames)
+        if reply.response is None:
+            raise ServiceError(request.method, code=reply.error or ErrorCode.INTERNAL)
+        self._replies[self._submitted] = Exchange(
+            reply.response,
+            bytes_sent=sum(map(len, sent)),
+            bytes_received=sum(map(len, frames)),
+            encode_ns=0,
+            elapsed_ns=0,
+            decode_ns=0,
+            timing=reply.timing,
+            sent_ns=0,
+            endpoint=self.endpoint,
+        )
+        return self._submitted
+
+    def answer(self, request: Request) -> Response:
+        """Compute a reply. Raises ProtocolError; KeyError for Health, which a loop answers."""
+        if isinstance(request, HealthRequest):
+            raise KeyError(request.method)
+        response, _ = self._handler.apply(request)
+        return response
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        exchange = self._replies.pop(request_id)
+        self.traffic.round_trips += 1
+        self.traffic.bytes_sent += exchange.bytes_sent
+        self.traffic.bytes_received += exchange.bytes_received
+        return exchange
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._replies.pop(request_id, None)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`; no other service is left."""
+        raise error
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+
+
+def _crossed(frames: list[Any]) -> list[memoryview]:
+    """Copy frames into memory of their own, writable like what a socket hands out."""
+    return [memoryview(bytearray(frame)) for frame in frames]

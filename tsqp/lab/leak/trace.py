@@ -1,0 +1,254 @@
+"""What reached one service: bytes, and what the service's owner reads in them.
+
+Nothing else is known to an attack. A trace is one session: the requests of one prompt, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from gpu_side.encoding import open_request, read_request
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.errors import InputError, ProtocolError
+from protocol.messages import (
+    FUSED_MODULES,
+    EmbeddingRequest,
+    HealthRequest,
+    InitRequest,
+    LinearRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    ModuleName,
+    Request,
+    RingLinearRequest,
+)
+from protocol.tensors import WireTensor, to_torch
+from tee_side.words import OPERATORS, PHASES, PRODUCTS, Operator, Phase
+
+# A layer (None: the operator belongs to none) and an operator.
+Where: TypeAlias = tuple[int | None, Operator]
+
+# What a policy sends away in a phase, and how many rows each request's mask adds.
+Added: TypeAlias = Mapping[tuple[Where, Phase], int]
+
+_OPERATOR_OF: dict[ModuleName, Operator] = {
+    module: operator for operator, modules in FUSED_MODULES.items() for module in modules
+}
+
+
+class TraceError(InputError):
+    """A trace that cannot be read, or was cut short."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One request as the service read it. `modules`: of a linear operator, else empty."""
+
+    operator: Operator
+    layer: int | None
+    modules: tuple[ModuleName, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def where(self) -> Where:
+        """Layer and operator."""
+        return self.layer, self.operator
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The first tensor, one row a token for all but products of attention: [R, I]."""
+        first = self.tensors[0]
+        return first if first.dim() == 1 else first.reshape(-1, first.shape[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The requests of one forward pass.
+
+    `first`: how many tokens went by in earlier steps of the trace; `tokens`: how many went through
+    in this one, which is less than the rows where a mask adds some.
+    """
+
+    first: int
+    tokens: int
+    calls: tuple[Call, ...]
+
+    def at(self, where: Where) -> Call | None:
+        """Return the first request of an operator in this step, None if it was not sent."""
+        return next((call for call in self.calls if call.where == where), None)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The frames of every request that reached a service in one session, in order."""
+
+    messages: tuple[tuple[bytes, ...], ...]
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """What carries tensors. Raises TraceError."""
+        return tuple(_calls(self.messages))
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The forward passes. Raises TraceError.
+
+        A step begins where the order of operators begins anew. A decoded token is one row, so the
+        smallest step tells how many rows a mask adds to each.
+        """
+        groups, sizes = self._cut()
+        steps, first = [], 0
+        for group, tokens in zip(groups, sizes, strict=True):
+            steps.append(Step(first, tokens, tuple(group)))
+            first += tokens
+        return tuple(steps)
+
+    def _cut(self) -> tuple[list[list[Call]], list[int]]:
+        """Return the requests of each step, and its tokens."""
+        groups = list(_groups(self.calls, {}))
+        return groups, _guessed(groups)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens went through the model while the service was asked."""
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def places(self) -> list[Where]:
+        """What the service was asked for, in the order of a forward pass."""
+        return sorted({call.where for call in self.calls}, key=forward_order)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all frames."""
+        return sum(len(frame) for message in self.messages for frame in message)
+
+
+@dataclass(frozen=True)
+class PolicyTrace(Trace):
+    """A trace, as who knows the policy reads it: no smallest step has to tell what a mask adds.
+
+    `added`: what the policy says about the rows of every request. It is as public as the policy.
+    """
+
+    added: Added = field(repr=False, compare=False)
+
+    def _cut(self) -> tuple[list[list[Call]], list[int]]:
+        groups = list(_groups(self.calls, self.added))
+        return groups, _counted(groups, self.added)
+
+
+def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
+    layer: int | None = None
+    products = 0
+    for number, frames in enumerate(messages):
+        try:
+            request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+        except ProtocolError as error:
+            raise TraceError(
+                f"trace: message {number + 1} of {len(messages)}",
+                got=f"{error.where}: {error.got}",
+                expected="a whole request",
+            ) from error
+        if isinstance(request, InitRequest | HealthRequest):
+            continue
+        tensors = tuple(to_torch(value) for _, value in request if isinstance(value, WireTensor))
+        if isinstance(request, LinearRequest | RingLinearRequest):
+            layer, products = request.layer_idx, 0
+            operator = _OPERATOR_OF[request.module_names[0]]
+            yield Call(operator, layer, request.module_names, tensors)
+            continue
+        yield Call(*_named(request, layer, products), (), tensors)
+        products += isinstance(request, MatmulRequest)
+
+
+def _named(request: Request, layer: int | None, products: int) -> tuple[Operator, int | None]:
+    """Name what is no linear operator. Products do not say whose they are; their order does."""
+    if isinstance(request, EmbeddingRequest):
+        return "embedding", None
+    if isinstance(request, LMHeadRequest):
+        return "lm_head", None
+    return ("attn_values" if products % 2 else "attn_scores"), layer
+
+
+def _groups(calls: Sequence[Call], added: Added) -> Iterator[list[Call]]:
+    group: list[Call] = []
+    for call in calls:
+        # The same module of the same layer again, or an earlier one: another step.
+        again = (
+            bool(group)
+            and forward_order(call.where) <= forward_order(group[-1].where)
+            and not _goes_on(group, call)
+        )
+        if again or _turns(group, call, added):
+            yield group
+            group = []
+        group.append(call)
+    if group:
+        yield group
+
+
+def _turns(group: Sequence[Call], call: Call, added: Added) -> bool:
+    """Whether decode begins here: it alone sends this, and prefill alone something before it."""
+    return _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
+
+
+def _only(call: Call, phase: Phase, added: Added) -> bool:
+    other: Phase = "decode" if phase == "prefill" else "prefill"
+    return (call.where, phase) in added and (call.where, other) not in added
+
+
+def _goes_on(group: Sequence[Call], call: Call) -> bool:
+    """Whether this is another module of the same operator."""
+    if call.where != group[-1].where:
+        return False
+    return not any(call.modules == other.modules for other in group if other.where == call.where)
+
+
+def forward_order(where: Where) -> tuple[int, int]:
+    """Return what sorts places as a forward pass goes through them."""
+    layer, operator = where
+    if layer is None:
+        return (-1, 0) if operator == "embedding" else (2**31, 0)
+    return layer, OPERATORS.index(operator)
+
+
+def _guessed(groups: Sequence[Sequence[Call]]) -> list[int]:
+    """Return the tokens of steps whose masks add as many rows to each request, in each step."""
+    rows = [max((len(call.rows) for call in _each(group)), default=1) for group in groups]
+    # One step alone may be a prompt: then nothing tells.
+    added = min(rows) - 1 if len(rows) > 1 else 0
+    return [max(1, count - added) for count in rows]
+
+
+def _counted(groups: Sequence[Sequence[Call]], added: Added) -> list[int]:
+    """Return the tokens of steps under masks that are known."""
+    sizes: list[int] = []
+    phase: Phase = "prefill" if any(phase == "prefill" for _, phase in added) else "decode"
+    for group in groups:
+        prompt, decoded = (_tokens(group, phase, added) for phase in PHASES)
+        # The first step is of the prompt. Behind it, one of one token is decode: only the rest of
+        # a prompt could be mistaken for it.
+        if prompt is None or (sizes and decoded == {1}):
+            phase = "decode"
+        found = decoded if phase == "decode" else prompt
+        sizes.append(max(1, *(found or {1})))
+    return sizes
+
+
+def _tokens(group: Sequence[Call], phase: Phase, added: Added) -> set[int] | None:
+    """Return how many tokens requests are about in a phase, None where not all are sent in it."""
+    calls = _each(group)
+    if any((call.where, phase) not in added for call in calls):
+        return None
+    return {len(call.rows) - added[call.where, phase] for call in calls}
+
+
+def _each(group: Sequence[Call]) -> list[Call]:
+    """Return the requests that have a row for each token of a step: the LM head has fewer."""
+    return [call for call in group if call.operator not in (*PRODUCTS, "lm_head")]

@@ -1,0 +1,156 @@
+"""A network link that is not there: what a step would cost if the service were further away."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from gpu_side.clock import wait_until
+from protocol.channel import Channel, Exchange
+from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
+from protocol.messages import Request
+from protocol.prepared import PreparedRequest
+from protocol.tensors import WireTensor
+
+# Of a request; the channel says how large a message was only with the reply.
+_HEADER_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`gbps`: bandwidth of each direction in 10^9 bits per second (None: unlimited).
+
+    `rtt_us`: round-trip time of an empty message, half of it each way, in microseconds.
+    """
+
+    gbps: float | None
+    rtt_us: float
+
+    def __post_init__(self) -> None:
+        if self.gbps is not None and not 0 < self.gbps < float("inf"):
+            raise SettingsError("link.gbps", got=str(self.gbps), expected="a positive number")
+        if not 0 <= self.rtt_us < float("inf"):
+            raise SettingsError("link.rtt_us", got=str(self.rtt_us), expected="0 or more")
+
+    def __call__(self, channel: Channel, timeout_s: float) -> ModelledLink:
+        """Return the channel over this link (`protocol.channel.ChannelWrapper`)."""
+        return ModelledLink(channel, self, timeout_s=timeout_s)
+
+    @property
+    def one_way_ns(self) -> int:
+        """How long an empty message is on its way in one direction, in nanoseconds."""
+        return round(self.rtt_us * 500)
+
+    @staticmethod
+    def of(gbps: float | None, rtt_us: float) -> Link | None:
+        """Return the link of two settings; None where neither slows anything down."""
+        return None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us)
+
+    def transfer_ns(self, size: int) -> int:
+        """Return how long `size` bytes take to leave one end, in nanoseconds."""
+        return 0 if self.gbps is None else round(size * 8 / self.gbps)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request under way. `arrival_ns`: when its last bit would be at the service."""
+
+    method: str
+    arrival_ns: int
+    deadline_ns: int
+    timeout_s: float
+
+
+class ModelledLink(Channel):
+    """A `Channel` over which no reply comes earlier than over `link`, whatever carries it.
+
+    Requests queue behind each other on the way there, and replies, in the order in which they are
+    waited for, on the way back. In between lies what the service says that it took, but no more
+    than the real round trip did. A reply that really comes later comes later here too: the link is
+    laid over the real transport, not added.
+
+    Not modelled: loss, congestion and slow start; packets and their headers; other traffic; the
+    processor's work for a real network card; and that requests which come apart over a slow link
+    would wait less for each other at the service than they do here.
+
+    `timeout_s`: the deadline of a request that names none, the same as that of `channel`.
+    """
+
+    def __init__(self, channel: Channel, link: Link, *, timeout_s: float = 30.0) -> None:
+        self.endpoint = channel.endpoint
+        self.traffic = channel.traffic
+        self.link = link
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._sent: dict[int, _Sent] = {}
+        # When the last bit of what is under way has left, in each direction.
+        self._there_free_ns = 0
+        self._back_free_ns = 0
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """See `Channel.submit`."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        request_id = self._channel.submit(request, timeout_s)
+        return self._note_sent(request_id, request.method, _message_bytes(request), timeout_s)
+
+    def start(
+        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+    ) -> int:
+        """See `Channel.start`."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        request_id = self._channel.start(prepared, payload, timeout_s)
+        return self._note_sent(request_id, prepared.method, prepared.request_bytes, timeout_s)
+
+    def _note_sent(self, request_id: int, method: str, size: int, timeout_s: float) -> int:
+        now_ns = time.perf_counter_ns()
+        begin_ns = max(self._there_free_ns, now_ns)
+        self._there_free_ns = begin_ns + self.link.transfer_ns(size)
+        self._sent[request_id] = _Sent(
+            method,
+            self._there_free_ns + self.link.one_way_ns,
+            now_ns + int(timeout_s * 1e9),
+            timeout_s,
+        )
+        return request_id
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`. `elapsed_ns` of the exchange includes the link."""
+        sent = self._sent.pop(request_id)
+        exchange = self._channel.wait(request_id)
+        timing = exchange.timing
+        service_ns = 0 if timing is None else (timing.queue_us + timing.compute_us) * 1000
+        # A claim that is not true would keep the way back occupied, for all that come later.
+        service_ns = min(service_ns, exchange.elapsed_ns)
+        begin_ns = max(self._back_free_ns, sent.arrival_ns + service_ns)
+        self._back_free_ns = begin_ns + self.link.transfer_ns(exchange.bytes_received)
+        due_ns = self._back_free_ns + self.link.one_way_ns
+        wait_until(min(due_ns, sent.deadline_ns))
+        if due_ns > sent.deadline_ns:
+            raise DeadlineExceededError(
+                self.endpoint,
+                got=f"no reply to {sent.method} within {sent.timeout_s:g} s over a modelled link",
+                expected="a faster link, or more time",
+            )
+        arrived_ns = max(due_ns, exchange.sent_ns + exchange.elapsed_ns)
+        return exchange._replace(elapsed_ns=arrived_ns - exchange.sent_ns)
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`. What it sent still takes its time on the link."""
+        self._sent.pop(request_id, None)
+        self._channel.abandon(request_id)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`."""
+        self._channel.distrust(exchange, error)
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._channel.close()
+
+
+def _message_bytes(request: Request) -> int:
+    """Return about how large a request is on the wire: its tensors, and a header."""
+    values = (getattr(request, name) for name in type(request).model_fields)
+    return _HEADER_BYTES + sum(v.payload_bytes for v in values if isinstance(v, WireTensor))

@@ -1,0 +1,177 @@
+"""What a few layers were measured to cost, and what is predicted from it.
+
+Times are microseconds unless a name says otherwise, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict
+
+from gpu_side.tasks import EmbeddingWork, LinearWork, MatmulWork, Task
+
+PartName = Literal[
+    "TEE weights",
+    "TEE operators",
+    "masks and checks",
+    "messages",
+    "transport",
+    "link bandwidth",
+    "link latency",
+    "GPU",
+]
+PARTS: tuple[PartName, ...] = get_args(PartName)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Asked(_Model):
+    """What a request asks a service for; see `gpu_side.tasks.Task`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    work: LinearWork | MatmulWork | EmbeddingWork
+    input_bytes: int
+
+    def plan(self) -> Task:
+        """Return it as the service would have it."""
+        return Task(self.shape, self.dtype, self.work, self.input_bytes)
+
+
+class Rpc(_Model):
+    """One round trip to a service that computes nothing.
+
+    `encode_us`, `send_us`, `receive_us` and `decode_us` occupy the TEE; `service_us` is the
+    service's own handling, as it claims; `wire_us` is what is left of the round trip.
+    """
+
+    service: int
+    asked: Asked
+    bytes_sent: int
+    bytes_received: int
+    encode_us: float
+    send_us: float
+    wire_us: float
+    service_us: float
+    receive_us: float
+    decode_us: float
+
+
+class Segment(_Model):
+    """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""
+
+    work_us: float
+    rpcs: tuple[Rpc, ...]
+
+
+class Section(_Model):
+    """A part of a forward pass: what comes before the layers, one layer, or what comes after.
+
+    `after_us`: work behind its last reply. Of all its work, `mask_share` masks, unmasks and checks,
+    and `product_share` multiplies by a weight that stays in the TEE.
+    """
+
+    segments: tuple[Segment, ...]
+    after_us: float
+    mask_share: float = 0.0
+    product_share: float = 0.0
+
+    @property
+    def work_us(self) -> float:
+        """All work in the TEE but that for messages."""
+        return sum((segment.work_us for segment in self.segments), start=self.after_us)
+
+
+class Lane(_Model):
+    """One micro-batch of a step: the sections before and after, and one for each kind of layer."""
+
+    head: Section
+    layers: tuple[Section, ...]
+    tail: Section
+
+
+class Step(_Model):
+    """One step of the engine: `rows` tokens, in as many lanes as it has micro-batches."""
+
+    rows: int
+    lanes: tuple[Lane, ...]
+
+
+class Costs(_Model):
+    """What was measured of one policy and shape.
+
+    `order`: which of the kinds of layers each layer of the whole model is. `prefill`: the steps of
+    one prompt; `threads`: of the TEE side; `layers`: how many were measured, of each kind.
+    """
+
+    threads: int
+    layers: int
+    itemsize: int
+    order: tuple[int, ...]
+    prefill: tuple[Step, ...]
+    decode: Step
+
+
+class Part(_Model):
+    """What one part of a step takes, and how long the whole would take if it cost nothing.
+
+    Where micro-batches overlap, parts add up to more than the whole.
+    """
+
+    name: PartName
+    busy_us: float
+    without_us: float
+
+
+class Prediction(_Model):
+    """A prompt up to its first token, or one decode step of all sequences together.
+
+    `bottleneck`: the part without which it would be shortest; None if it takes no time.
+    """
+
+    total_us: float
+    rpcs: int
+    bytes_sent: int
+    bytes_received: int
+    parts: tuple[Part, ...]
+    bottleneck: PartName | None
+
+
+class PolicyPlan(_Model):
+    """What is predicted for one policy. `assumptions`: what is neither measured nor described."""
+
+    policy: str
+    summary: str
+    disclosure: str | None
+    prefill: Prediction
+    decode: Prediction
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s_per_request: float
+    tokens_per_s: float
+    tee_memory_bytes: int
+    assumptions: tuple[str, ...]
+
+
+class PlanReport(_Model):
+    """All that `tsqp plan` says."""
+
+    version: Literal[1] = 1
+    machine: dict[str, str | int]
+    model: str
+    num_hidden_layers: int
+    dtype: str
+    gpu: str
+    transport: str
+    link_gbps: float | None
+    link_rtt_us: float
+    tee_cores: int
+    measured_threads: int
+    prompt_tokens: int
+    context: int
+    batch: int
+    micro_batches: int
+    policies: tuple[PolicyPlan, ...]

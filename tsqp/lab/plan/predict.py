@@ -1,0 +1,290 @@
+"""From what a few layers cost to what the whole model would, on a described accelerator and link.
+
+A step is played through: one thread of the TEE that gives each lane its turn as
+`tee_side.remote.overlap` does, links whose bandwidth requests and replies queue for, as in
+`tsqp.lab.link`, and services that answer one request after another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gpu_side.kernels import request_us
+from gpu_side.profiles import DeviceProfile
+from tsqp.lab.link import Link
+from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step
+
+# Of a round trip's time that the service neither computes nor queues: taking the request in and
+# handing the reply out keep it from its next request, too.
+_SERVICE_SHARE = 0.5
+
+# Rows of a step from which most of it is shared by all threads: attention and passes over wide
+# tensors are (tee_side/threads.py), and what stays on one thread is little beside them.
+_SHARED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What is planned for. `profile`: None for a service that computes nothing.
+
+    `cores`: of the TEE side. `itemsize`: bytes of an element of the accelerator's weights.
+    """
+
+    profile: DeviceProfile | None
+    link: Link
+    cores: int
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One RPC, in microseconds. `up_us`, `down_us`: to put it on the link."""
+
+    service: int
+    send_us: float
+    wire_us: float
+    service_us: float
+    gpu_us: float
+    up_us: float
+    down_us: float
+    receive_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a lane does until it waits: work of its own, then round trips side by side.
+
+    `weights_us`: multiplying by weights that stay in the TEE; `tee_us`: the other operators there.
+    """
+
+    weights_us: float
+    tee_us: float
+    mask_us: float
+    message_us: float
+    trips: tuple[Trip, ...]
+
+    @property
+    def work_us(self) -> float:
+        """What keeps the TEE's thread busy before anything is sent."""
+        return self.weights_us + self.tee_us + self.mask_us + self.message_us
+
+
+def predict_decode(costs: Costs, hardware: Hardware) -> Prediction:
+    """Predict one decode step of all sequences together."""
+    return _predict([costs.decode], costs, hardware)
+
+
+def predict_prefill(costs: Costs, hardware: Hardware) -> Prediction:
+    """Predict a prompt up to its first token, with nothing else running."""
+    return _predict(costs.prefill, costs, hardware)
+
+
+def _predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Prediction:
+    lanes = [[turns_of(lane, step.rows, costs, hardware) for lane in step.lanes] for step in steps]
+
+    def total_us(without: PartName | None) -> float:
+        link = hardware.link
+        latency_us = 0.0 if without == "link latency" else link.rtt_us
+        return sum(
+            play([[_without(turn, without) for turn in lane] for lane in step], latency_us)
+            for step in lanes
+        )
+
+    total = total_us(None)
+    turns = [turn for step in lanes for lane in step for turn in lane]
+    busy = _busy(turns, hardware.link.rtt_us)
+    parts = tuple(Part(name=name, busy_us=busy[name], without_us=total_us(name)) for name in PARTS)
+    shortest = min(parts, key=lambda part: part.without_us)
+    rpcs = [rpc for step in steps for rpc in _rpcs(step, costs.order)]
+    return Prediction(
+        total_us=total,
+        rpcs=len(rpcs),
+        bytes_sent=sum(rpc.bytes_sent for rpc in rpcs),
+        bytes_received=sum(rpc.bytes_received for rpc in rpcs),
+        parts=parts,
+        bottleneck=shortest.name if shortest.without_us < total else None,
+    )
+
+
+def _rpcs(step: Step, order: Sequence[int]) -> Iterator[Rpc]:
+    for lane in step.lanes:
+        for section in _sections(lane, order):
+            for segment in section.segments:
+                yield from segment.rpcs
+
+
+def _sections(lane: Lane, order: Sequence[int]) -> list[Section]:
+    return [lane.head, *(lane.layers[kind] for kind in order), lane.tail]
+
+
+def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Turn]:
+    """Return all turns of a lane through the whole model.
+
+    With more cores than were measured, weights are read as many times as fast; everything else
+    only in steps that are large enough to be shared by several threads.
+    """
+    fewer = min(1.0, costs.threads / hardware.cores)
+    elsewhere = fewer if rows >= _SHARED_ROWS else 1.0
+    turns: list[Turn] = []
+    left = _Work()
+    for section in _sections(lane, costs.order):
+        for segment in section.segments:
+            left.add(segment.work_us, section, fewer, elsewhere)
+            left.message_us += sum(rpc.encode_us for rpc in segment.rpcs)
+            turns.append(left.turn(tuple(_trip(rpc, hardware) for rpc in segment.rpcs)))
+            # Messages are decoded when the lane has its next turn.
+            left = _Work(message_us=sum(rpc.decode_us for rpc in segment.rpcs))
+        left.add(section.after_us, section, fewer, elsewhere)
+    return [*turns, left.turn(())]
+
+
+@dataclass(slots=True)
+class _Work:
+    weights_us: float = 0.0
+    tee_us: float = 0.0
+    mask_us: float = 0.0
+    message_us: float = 0.0
+
+    def add(self, work_us: float, section: Section, weights: float, elsewhere: float) -> None:
+        """Add work of a section, each kind of it times a factor."""
+        weights_us, masks_us = work_us * section.product_share, work_us * section.mask_share
+        self.weights_us += weights_us * weights
+        self.mask_us += masks_us * elsewhere
+        self.tee_us += (work_us - weights_us - masks_us) * elsewhere
+
+    def turn(self, trips: tuple[Trip, ...]) -> Turn:
+        """Return it, with what it ends with."""
+        return Turn(self.weights_us, self.tee_us, self.mask_us, self.message_us, trips)
+
+
+def _trip(rpc: Rpc, hardware: Hardware) -> Trip:
+    gpu_us = 0.0
+    if hardware.profile is not None:
+        gpu_us = request_us(hardware.profile, rpc.asked.plan(), hardware.itemsize)
+    link = hardware.link
+    return Trip(
+        service=rpc.service,
+        send_us=rpc.send_us,
+        wire_us=rpc.wire_us,
+        service_us=rpc.service_us,
+        gpu_us=gpu_us,
+        up_us=link.transfer_ns(rpc.bytes_sent) / 1e3,
+        down_us=link.transfer_ns(rpc.bytes_received) / 1e3,
+        receive_us=rpc.receive_us,
+    )
+
+
+def _without(turn: Turn, part: PartName | None) -> Turn:
+    """Return a turn with a part of it free of charge."""
+    trips = tuple(_trip_without(trip, part) for trip in turn.trips)
+    match part:
+        case "TEE weights":
+            return replace(turn, weights_us=0.0)
+        case "TEE operators":
+            return replace(turn, tee_us=0.0)
+        case "masks and checks":
+            return replace(turn, mask_us=0.0)
+        case "messages":
+            return replace(turn, message_us=0.0, trips=trips)
+        case _:
+            return replace(turn, trips=trips)
+
+
+def _trip_without(trip: Trip, part: PartName | None) -> Trip:
+    match part:
+        case "messages":
+            return replace(trip, service_us=0.0)
+        case "transport":
+            return replace(trip, send_us=0.0, wire_us=0.0, receive_us=0.0)
+        case "link bandwidth":
+            return replace(trip, up_us=0.0, down_us=0.0)
+        case "GPU":
+            return replace(trip, gpu_us=0.0)
+        case _:
+            return trip
+
+
+def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
+    """Return what each part takes; of round trips side by side, the longest counts."""
+    busy = dict.fromkeys(PARTS, 0.0)
+    for turn in turns:
+        busy["TEE weights"] += turn.weights_us
+        busy["TEE operators"] += turn.tee_us
+        busy["masks and checks"] += turn.mask_us
+        busy["messages"] += turn.message_us
+        if not turn.trips:
+            continue
+        trip = max(turn.trips, key=lambda trip: _round_trip_us(trip, latency_us))
+        link_us = trip.up_us + trip.down_us + latency_us
+        busy["messages"] += trip.service_us
+        busy["transport"] += trip.send_us + trip.receive_us + max(0.0, trip.wire_us - link_us)
+        busy["link bandwidth"] += trip.up_us + trip.down_us
+        busy["link latency"] += latency_us
+        busy["GPU"] += trip.gpu_us
+    return busy
+
+
+def _round_trip_us(trip: Trip, latency_us: float) -> float:
+    link_us = trip.up_us + trip.down_us + latency_us
+    return trip.service_us + trip.gpu_us + max(trip.wire_us, link_us)
+
+
+@dataclass(slots=True)
+class _Line:
+    """One service with its accelerator and its link: when each is free, in microseconds."""
+
+    up: float = 0.0
+    service: float = 0.0
+    gpu: float = 0.0
+    down: float = 0.0
+
+
+@dataclass(slots=True)
+class _Running:
+    turns: deque[Turn]
+    ready_us: float = 0.0
+    receive_us: float = 0.0
+    has_begun: bool = False
+
+
+def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
+    """Return when the last lane is done. Each has its turn as `run_overlapped` gives it.
+
+    The link is laid over the transport: of both, the longer one counts.
+    """
+    lines: dict[int, _Line] = {}
+    waiting = deque(_Running(deque(turns)) for turns in lanes)
+    if not waiting:
+        return 0.0
+    last = waiting.popleft()
+    running = deque([last])
+    # Requests under way at the same time keep a service busy beyond their own computing.
+    handling = _SERVICE_SHARE if len(lanes) > 1 else 0.0
+    now = 0.0
+    while running:
+        lane = running.popleft()
+        now = max(now, lane.ready_us) + lane.receive_us
+        turn = lane.turns.popleft()
+        now += turn.work_us
+        lane.ready_us = lane.receive_us = 0.0
+        for trip in turn.trips:
+            line = lines.setdefault(trip.service, _Line())
+            now += trip.send_us
+            # What the transport takes longer than the link, half of it each way.
+            more = max(0.0, trip.wire_us - trip.up_us - trip.down_us - latency_us)
+            line.up = max(line.up, now) + trip.up_us
+            read = max(line.service, line.up + (latency_us + more) / 2) + trip.service_us
+            line.service = read + more * handling
+            line.gpu = max(line.gpu, read) + trip.gpu_us
+            line.down = max(line.down, line.gpu) + trip.down_us
+            lane.ready_us = max(lane.ready_us, line.down + (latency_us + more) / 2)
+            lane.receive_us += trip.receive_us
+        if lane.turns:
+            running.append(lane)
+        if lane is last and (lane.has_begun or not lane.turns) and waiting:
+            last = waiting.popleft()
+            running.appendleft(last)
+        lane.has_begun = True
+    return now

@@ -1,0 +1,394 @@
+"""Plans: checks what is asked for, measures a few layers of each policy, and predicts the whole.
+
+Everything is checked before anything is made or measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from gpu_side.profiles import DeviceProfile
+from protocol.errors import SettingsError
+from protocol.messages import FUSED_MODULES, FloatDtype
+from protocol.model.config import ModelConfig, read_config
+from protocol.tensors import ITEMSIZE
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
+from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
+from tee_side.model.local_operators import sites_here
+from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.words import LAYERLESS, OPERATORS, PHASES
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
+from tsqp.lab.bench.random_model import required_bytes, write_random_model
+from tsqp.lab.bench.shapes import Shape, find_shape
+from tsqp.lab.link import Link
+from tsqp.lab.plan.job import Answer, Failed, Job, Measured, as_in_layer
+from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Step
+from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill
+from tsqp.lab.plan.worker import DECODED, pads_needed
+from tsqp.processes import ProcessError, start_service, worker
+
+# Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
+LAYERS = 3
+# Weights that stay must not fit into a cache, or they would seem to be read faster than they are.
+_KEPT_BYTES = 256 * 2**20
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What `tsqp plan` is asked.
+
+    `policies`: with the name or path that each was given by. `model`: a directory, of which only
+    config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
+    which a round trip is measured on this machine.
+    """
+
+    policies: tuple[tuple[str, Policy], ...]
+    profile: DeviceProfile
+    link: Link
+    cores: int
+    model: Path | None = None
+    shape: str | None = None
+    prompt_tokens: int = 128
+    context: int = 128
+    batch: int = 1
+    micro_batches: int = 1
+    transport: str = "tcp"
+    dtype: FloatDtype | None = None
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    spin_us: float = 0.0
+
+
+class Planning:
+    """One plan. Raises SettingsError, PolicyError and ModelError before any work."""
+
+    def __init__(self, settings: PlanSettings, say: Say) -> None:
+        self._settings = settings
+        self._say = say
+        self._shape = _shape_of(settings)
+        self._config = config = self._shape.config()
+        self._itemsize = ITEMSIZE[settings.dtype or config.dtype]
+        self._threads = min(settings.cores, len(os.sched_getaffinity(0)))
+        self._kinds = {name: _kinds(policy, config) for name, policy in settings.policies}
+        self._check()
+
+    def run(self) -> PlanReport:
+        """Measure and predict. Raises TsqpError."""
+        settings = self._settings
+        return PlanReport(
+            machine=describe_machine(),
+            model=self._shape.name,
+            num_hidden_layers=self._config.num_hidden_layers,
+            dtype=settings.dtype or self._config.dtype,
+            gpu=settings.profile.name,
+            transport=settings.transport,
+            link_gbps=settings.link.gbps,
+            link_rtt_us=settings.link.rtt_us,
+            tee_cores=settings.cores,
+            measured_threads=self._threads,
+            prompt_tokens=settings.prompt_tokens,
+            context=settings.context,
+            batch=settings.batch,
+            micro_batches=settings.micro_batches,
+            policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
+        )
+
+    # ------------------------------------------------------------------------- before any work
+
+    def _check(self) -> None:
+        settings, config = self._settings, self._config
+        tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
+        if tokens > config.context_length:
+            raise SettingsError(
+                "--prompt-tokens, --context",
+                got=f"sequences of up to {tokens} tokens while it is measured",
+                expected=f"at most {config.context_length}, the model's context",
+            )
+        needed = 0
+        for name, policy in settings.policies:
+            policy.check(config.num_hidden_layers)
+            if policy.feature_mask is not None:
+                raise SettingsError(
+                    f"policy {policy.name}",
+                    got=f"the feature mask {policy.feature_mask.name}",
+                    expected="a policy without one: its service needs a directory that tsqp"
+                    " provision wrote; measure it with tsqp bench MODEL --server-model DIR",
+                )
+            for layer in set(self._kinds[name]):
+                alike = as_in_layer(policy, layer)
+                few = self._few_layers(alike, layer).config()
+                self._check_memory(few, alike, tokens)
+                linear = required_bytes(few, linear=_needs_linear(alike, few))
+                linear += required_bytes(few, linear=False) if alike.verified else 0
+                needed = max(needed, linear + prepare.bank_bytes(few, alike, self._pads(alike)))
+        check_disk(Path(tempfile.gettempdir()), needed)
+
+    def _check_memory(self, few: ModelConfig, policy: Policy, tokens: int) -> None:
+        settings = self._settings
+        tee = tee_need(
+            few,
+            policy,
+            tokens=tokens,
+            sequences=settings.batch,
+            itemsize=self._itemsize,
+            step_tokens=settings.step_tokens,
+        )
+        service = gpu_need(
+            few,
+            [policy.arithmetic],
+            device="null",
+            tokens=max(settings.prompt_tokens, settings.context),
+            itemsize=self._itemsize,
+            step_tokens=settings.step_tokens,
+        )
+        check_memory([tee, *[service] * policy.services])
+
+    def _pads(self, policy: Policy) -> int:
+        phases = {
+            phase
+            for phase in PHASES
+            for _, placement in policy.leaving()
+            if isinstance(placement.mask, AdditiveMask) and placement.phase in (None, phase)
+        }
+        settings = self._settings
+        return pads_needed(phases, prompt_tokens=settings.prompt_tokens, batch=settings.batch)
+
+    def _few_layers(self, policy: Policy, layer: int) -> Shape:
+        """Return the shape with a few layers like one of the whole model's."""
+        config = self._config
+        count = LAYERS
+        kept = sum(
+            config.module_shape(module)[0] * config.module_shape(module)[1]
+            for _, operator in sites_here(policy, self._shape.with_layers(1).config())
+            for module in FUSED_MODULES[operator]
+        ) * (1 if policy.arithmetic == "int8" else self._itemsize)
+        if kept:
+            count = max(count, min(config.num_hidden_layers, -(-_KEPT_BYTES // kept)))
+        shape = self._shape.with_layers(count)
+        return Shape(shape.name, shape.source, _alike(shape.settings, config, layer, count))
+
+    # --------------------------------------------------------------------------------- the run
+
+    def _plan(self, name: str, policy: Policy) -> PolicyPlan:
+        settings, config = self._settings, self._config
+        costs = self._costs(name, policy)
+        hardware = Hardware(settings.profile, settings.link, settings.cores, self._itemsize)
+        prefill = predict_prefill(costs, hardware)
+        decode = predict_decode(costs, hardware)
+        return PolicyPlan(
+            policy=policy.name,
+            summary=policy.summary,
+            disclosure=policy.leakage_summary(),
+            prefill=prefill,
+            decode=decode,
+            ttft_ms=prefill.total_us / 1e3,
+            tpot_ms=decode.total_us / 1e3,
+            tokens_per_s_per_request=1e6 / decode.total_us,
+            tokens_per_s=settings.batch * 1e6 / decode.total_us,
+            tee_memory_bytes=tee_need(
+                config,
+                policy,
+                tokens=max(settings.prompt_tokens, settings.context),
+                sequences=settings.batch,
+                itemsize=self._itemsize,
+                step_tokens=settings.step_tokens,
+            ).total,
+            assumptions=tuple(self._assumptions(policy, costs)),
+        )
+
+    def _costs(self, name: str, policy: Policy) -> Costs:
+        """Measure every kind of layer that the policy makes of the model's."""
+        kinds = self._kinds[name]
+        different = sorted(set(kinds))
+        measured: list[Measured] = []
+        for layer in different:
+            with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
+                measured.append(self._measure(Path(folder), name, policy, layer))
+        first = measured[0]
+        few = self._few_layers(as_in_layer(policy, different[0]), different[0]).config()
+        return Costs(
+            threads=self._threads,
+            layers=few.num_hidden_layers,
+            itemsize=self._itemsize,
+            order=tuple(different.index(kind) for kind in kinds),
+            prefill=tuple(
+                _with_kinds(step, [one.prefill[index] for one in measured])
+                for index, step in enumerate(first.prefill)
+            ),
+            decode=_with_kinds(first.decode, [one.decode for one in measured]),
+        )
+
+    def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Measured:
+        settings = self._settings
+        alike = as_in_layer(policy, layer)
+        shape = self._few_layers(alike, layer)
+        config = shape.config()
+        self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
+        model = folder / "model"
+        model.mkdir()
+        linear = _needs_linear(alike, config)
+        prepare.in_fresh_process(_write_model, str(model), dict(shape.settings), linear)
+        if alike.arithmetic == "int8":
+            model = prepare.calibration(model, folder)
+        if alike.verified:
+            # Services answer with zeros, which is what these weights give.
+            model = prepare.hollow(model, folder)
+        bank = prepare.bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
+        self._say(f"{policy.name}: measuring them")
+        with ExitStack() as running:
+            endpoints = []
+            for number in range(policy.services):
+                bind = "tcp://127.0.0.1:*"
+                if settings.transport != "tcp":
+                    bind = f"{settings.transport}://{folder}/gpu-{number}.sock"
+                arguments = [str(model), "--device", "null", "--bind", bind]
+                arguments += ["--arithmetic", policy.arithmetic]
+                arguments += ["--spin-us", str(settings.spin_us), "--threads", "1"]
+                arguments += ["--dtype", settings.dtype] if settings.dtype else []
+                endpoints.append(start_service(running, arguments)[1])
+            return _ask(
+                Job(
+                    model=model,
+                    policy=name,
+                    layer=layer,
+                    endpoints=tuple(endpoints),
+                    bank=bank,
+                    threads=self._threads,
+                    step_tokens=settings.step_tokens,
+                    micro_batches=settings.micro_batches,
+                    spin_us=settings.spin_us,
+                    dtype=settings.dtype,
+                    prompt_tokens=settings.prompt_tokens,
+                    context=settings.context,
+                    batch=settings.batch,
+                )
+            )
+
+    def _assumptions(self, policy: Policy, costs: Costs) -> list[str]:
+        settings = self._settings
+        found = [
+            f"the TEE's processor is as fast as this machine's; measured on {costs.layers} layers"
+            f" with {costs.threads} threads"
+        ]
+        if settings.cores > self._threads:
+            found.append(
+                f"{settings.cores} cores, {self._threads} of which are here: weights that stay, and"
+                f" all TEE work in steps of more than a few rows, are assumed to be"
+                f" {settings.cores / self._threads:g} times as fast; this is not measured"
+            )
+        if policy.services:
+            found.append(
+                f"accelerator {settings.profile.name} as described: peak rates, so a lower bound"
+            )
+            found.append(
+                "a link without loss or congestion, laid over this machine's"
+                f" {settings.transport} round trips: the longer of both counts"
+            )
+        if any(isinstance(mask, AdditiveMask) for mask in policy.masks):
+            found.append("pads are made ahead; making them is not counted")
+        if settings.micro_batches > 1 and settings.batch < 2 * MIN_MICRO_BATCH_ROWS:
+            found.append(f"{settings.batch} sequences are too few to decode in micro-batches")
+        return found
+
+
+def _shape_of(settings: PlanSettings) -> Shape:
+    if settings.shape is not None and settings.model is None:
+        return find_shape(settings.shape)
+    if settings.model is None or settings.shape is not None:
+        raise SettingsError(
+            "MODEL and --shape",
+            got="both" if settings.model else "neither",
+            expected="one of them",
+        )
+    read_config(settings.model)  # its errors name the directory
+    path = settings.model / "config.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content["eos_token_id"] = None
+    return Shape(settings.model.name, str(path), content)
+
+
+def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
+    """Return for each layer the first one that is like it: placements and attention window."""
+    first: dict[object, int] = {}
+    kinds = []
+    policy.check(config.num_hidden_layers)
+    for layer in range(config.num_hidden_layers):
+        placements = [
+            policy.at(operator, layer, phase).model_copy(update={"layers": None})
+            for operator in OPERATORS
+            if operator not in LAYERLESS
+            for phase in PHASES
+        ]
+        key = (repr(placements), config.sliding_windows[layer])
+        kinds.append(first.setdefault(key, layer))
+    return kinds
+
+
+def _alike(
+    settings: Mapping[str, Any], config: ModelConfig, layer: int, count: int
+) -> dict[str, Any]:
+    """Return settings of a model whose layers all look back as far as one of the whole model's."""
+    named = dict(settings)
+    named.pop("layer_types", None)
+    if len(set(config.sliding_windows)) > 1:
+        kind = "full_attention" if config.sliding_windows[layer] is None else "sliding_attention"
+        named["layer_types"] = [kind] * count
+    elif config.sliding_windows[0] is None:
+        named["sliding_window"] = None
+    elif "use_sliding_window" in named:
+        named["layer_types"] = ["sliding_attention"] * count
+    return named
+
+
+def _needs_linear(policy: Policy, config: ModelConfig) -> bool:
+    """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
+    return (
+        policy.arithmetic == "int8"
+        or bool(sites_here(policy, config))
+        or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
+    )
+
+
+def _write_model(directory: str, settings: dict[str, Any], linear: bool) -> None:
+    write_random_model(Path(directory), settings, linear=linear)
+
+
+def _with_kinds(step: Step, steps: list[Step]) -> Step:
+    """Return a step whose lanes have a layer of each kind."""
+    lanes = tuple(
+        Lane(
+            head=lane.head,
+            layers=tuple(one.lanes[index].layers[0] for one in steps),
+            tail=lane.tail,
+        )
+        for index, lane in enumerate(step.lanes)
+    )
+    return Step(rows=step.rows, lanes=lanes)
+
+
+def _ask(job: Job) -> Measured:
+    """Run a job in a process of its own. Raises ProcessError."""
+    with worker("tsqp.lab.plan.worker", job) as (process, answers, errors):
+        output = answers.read()
+        process.wait()
+        errors.join()
+    if not output.strip():
+        raise ProcessError(f"policy {job.policy}", got=errors.last, expected="a measurement")
+    answer = _ANSWER.validate_json(output)
+    if isinstance(answer, Failed):
+        raise ProcessError(f"policy {job.policy}", got=answer.error, expected="a measurement")
+    return answer

@@ -1,0 +1,289 @@
+"""Measures what a few layers cost, in a process of its own: the TEE side of one policy.
+
+    python -m tsqp.lab.plan.worker < JOB
+
+Reads a `Job` from stdin and prints an `Answer`.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read once, when torch is imported; see tsqp/cli/program.py.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+
+import torch
+
+from gpu_side.served_model import ServedModel
+from gpu_side.tasks import RequestChecker
+from protocol.channel import Channel
+from protocol.connect import open_channel
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.errors import TsqpError
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.tensors import torch_dtype
+from tee_side.assembly import Assembly, MaskSettings
+from tee_side.engine.engine import Engine
+from tee_side.model.layers import load_tee_model
+from tee_side.policy.placement import load_policy
+from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.words import Phase
+from tsqp.lab.bench.collect import Collector
+from tsqp.lab.bench.model import OperatorCost
+from tsqp.lab.plan.job import Failed, Job, Measured, as_in_layer
+from tsqp.lab.plan.model import Lane, Section, Step
+from tsqp.lab.plan.sections import typical_lanes, with_round_trips
+from tsqp.lab.plan.trace import StepTrace, Tracer
+
+_WARM_UP = 2
+_PROMPTS = 5
+_DECODE_STEPS = 40
+_OBSERVED = 6
+# Repeats of a slow prompt end here, once there are a few.
+_BUDGET_S = 3.0
+_LEAST_PROMPTS = 3
+
+Shares = dict[str, tuple[float, float]]
+
+
+# Tokens that a sequence decodes at most while it is measured: one more comes from its prompt.
+DECODED = _DECODE_STEPS + _WARM_UP + 2
+
+
+def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) -> int:
+    """Return how many pads a run uses up at most, where these phases need any."""
+    needed = 0
+    if "prefill" in phases:
+        # With all lanes and with one, each with a first run that is not counted, and observed.
+        needed += 2 * (_PROMPTS + 2) * prompt_tokens + 3 * batch
+    if "decode" in phases:
+        needed += 3 * batch * DECODED
+    return needed + 64
+
+
+def measure(job: Job) -> Measured:
+    """Run a job. Raises TsqpError."""
+    with ExitStack() as closing:
+        bench = _Bench(job, closing)
+        gc.collect()
+        gc.freeze()  # as tee-runner does
+        return Measured(prefill=bench.prefill(), decode=bench.decode())
+
+
+class _Bench:
+    """The engine as `tee_side.runner` puts it together, with events noted instead of observed."""
+
+    def __init__(self, job: Job, closing: ExitStack) -> None:
+        self._job = job
+        torch.set_num_threads(job.threads)
+        self._policy = policy = as_in_layer(load_policy(job.policy), job.layer)
+        self._config = config = read_config(job.model)
+        dtype = torch_dtype(job.dtype or config.dtype)
+        checkpoint = Checkpoint(job.model)
+        self._model = load_tee_model(config, checkpoint, dtype)
+        self._assembly = assembly = Assembly(
+            policy,
+            config,
+            checkpoint,
+            self._model,
+            MaskSettings(bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None),
+            step_tokens=job.step_tokens,
+        )
+        closing.callback(assembly.close)
+        self._channels: list[Channel] = []
+        for endpoint in job.endpoints:
+            channel = open_channel(endpoint, timeout_s=60.0, spin_us=job.spin_us)
+            closing.callback(channel.close)
+            self._channels.append(channel)
+        held = ServedModel(
+            config=config,
+            model_digest="",
+            linear_digest="",
+            provision=None,
+            arithmetic=(policy.arithmetic,),
+            norms={},
+        )
+        self._tracer = Tracer(RequestChecker(held, DEFAULT_MAX_MESSAGE_BYTES))
+        self._lanes = [
+            self._tracer.lane(
+                index,
+                self._channels,
+                lambda channels: assembly.lanes(lambda _layer: channels)[0],
+            )
+            for index in range(job.micro_batches)
+        ]
+        self._generator = torch.Generator().manual_seed(0)
+
+    # --------------------------------------------------------------------------------- phases
+
+    def prefill(self) -> tuple[Step, ...]:
+        """Measure the steps of a prompt, up to its first token."""
+        tokens, step_tokens = self._job.prompt_tokens, self._job.step_tokens
+        rows = [min(step_tokens, tokens - start) for start in range(0, tokens, step_tokens)]
+        together = self._prompts(tokens, len(self._lanes))
+        shares = self._shares(lambda: self._run_prompt(tokens, len(self._lanes)), 1)
+        alone: dict[int, list[Lane]] = {}
+        steps = []
+        for index, count in enumerate(rows):
+            lanes = typical_lanes([run[index] for run in together])
+            if len(lanes) > 1:
+                part = count // len(lanes)
+                if part not in alone:
+                    runs = self._prompts(part, 1)
+                    alone[part] = typical_lanes([run[0] for run in runs])
+                lanes = [with_round_trips(lane, alone[part][0]) for lane in lanes]
+            steps.append(Step(rows=count, lanes=tuple(_shared(lane, shares) for lane in lanes)))
+        return tuple(steps)
+
+    def decode(self) -> Step:
+        """Measure a decode step of all sequences."""
+        batch = self._job.batch
+        lanes = typical_lanes(self._steps(batch, len(self._lanes)))
+        shares = self._decode_shares(batch)
+        if len(lanes) > 1:
+            (alone,) = typical_lanes(self._steps(batch // len(lanes), 1))
+            lanes = [with_round_trips(lane, alone) for lane in lanes]
+        return Step(rows=batch, lanes=tuple(_shared(lane, shares) for lane in lanes))
+
+    # -------------------------------------------------------------------------------- running
+
+    def _engine(self, lanes: int) -> Engine:
+        return Engine(self._model, self._lanes[:lanes], step_tokens=self._job.step_tokens)
+
+    def _ids(self, tokens: int) -> list[int]:
+        """Return random token ids: what they say makes no difference to time."""
+        ids: list[int] = torch.randint(
+            0, self._config.vocab_size, (tokens,), generator=self._generator
+        ).tolist()
+        return ids
+
+    def _run_prompt(self, tokens: int, lanes: int) -> list[StepTrace]:
+        engine = self._engine(lanes)
+        sequence = engine.add(self._ids(tokens), max_new_tokens=1, eos_token_ids=frozenset())
+        traces = []
+        while sequence.finish_reason is None:
+            traces.append(self._tracer.step(engine.step))
+        return traces
+
+    def _prompts(self, tokens: int, lanes: int) -> list[list[StepTrace]]:
+        self._run_prompt(tokens, lanes)
+        runs: list[list[StepTrace]] = []
+        started = time.perf_counter()
+        while len(runs) < _PROMPTS:
+            if len(runs) >= _LEAST_PROMPTS and time.perf_counter() - started > _BUDGET_S:
+                break
+            runs.append(self._run_prompt(tokens, lanes))
+        return runs
+
+    def _started(self, batch: int, lanes: int) -> Engine:
+        """Return an engine of so many sequences that have had their prompts.
+
+        But for the last token those are zeros in the cache: what is there makes no difference.
+        """
+        engine, config, context = self._engine(lanes), self._config, self._job.context
+        nothing = torch.zeros(
+            context - 1, config.num_key_value_heads, config.head_dim, dtype=self._model.dtype
+        )
+        sequences = [
+            engine.add(self._ids(context), max_new_tokens=DECODED, eos_token_ids=frozenset())
+            for _ in range(batch)
+        ]
+        for sequence in sequences:
+            for layer in range(config.num_hidden_layers):
+                sequence.cache.append(layer, nothing, nothing)
+            sequence.cache.commit(context - 1)
+        while not all(sequence.token_ids for sequence in sequences):
+            engine.step()
+        return engine
+
+    def _steps(self, batch: int, lanes: int) -> list[StepTrace]:
+        engine = self._started(batch, lanes)
+        for _ in range(_WARM_UP):
+            engine.step()
+        return [self._tracer.step(engine.step) for _ in range(_DECODE_STEPS)]
+
+    # ------------------------------------------------------------------------------- observed
+
+    def _shares(self, work: Callable[[], object], times: int) -> Shares:
+        collector = Collector()
+        plain = self._lanes
+        self._lanes = self._assembly.lanes(
+            lambda _layer: self._channels, collector, micro_batches=len(plain)
+        )
+        try:
+            for _ in range(times):
+                work()
+        finally:
+            self._lanes = plain
+        return _shares(collector.costs(1))
+
+    def _decode_shares(self, batch: int) -> Shares:
+        collector = Collector()
+        engine = self._started(batch, 1)
+        engine.lanes = self._assembly.lanes(
+            lambda _layer: self._channels, collector, micro_batches=len(self._lanes)
+        )
+        for _ in range(_WARM_UP):
+            engine.step()
+        collector.reset(time.perf_counter_ns())
+        for _ in range(_OBSERVED):
+            engine.step()
+        return _shares(collector.costs(_OBSERVED))
+
+
+def _shares(costs: tuple[OperatorCost, ...]) -> Shares:
+    """Return for each section which share of its work is for masks, and for kept weights."""
+    work: dict[str, float] = {}
+    masks: dict[str, float] = {}
+    products: dict[str, float] = {}
+    for cost in costs:
+        section = "layer"
+        if cost.layer is None:
+            section = "head" if cost.operator == "embedding" else "tail"
+        stages = cost.stages
+        hiding = stages.mask_us + stages.unmask_us + stages.verify_us
+        work[section] = work.get(section, 0.0) + hiding + stages.tee_us
+        masks[section] = masks.get(section, 0.0) + hiding
+        if cost.place == "tee" and (cost.operator in FUSED_MODULES or cost.operator == "lm_head"):
+            products[section] = products.get(section, 0.0) + stages.tee_us
+    return {
+        section: (masks[section] / total, products.get(section, 0.0) / total)
+        for section, total in work.items()
+        if total > 0
+    }
+
+
+def _shared(lane: Lane, shares: Shares) -> Lane:
+    def note(section: Section, name: str) -> Section:
+        mask, product = shares.get(name, (0.0, 0.0))
+        return section.model_copy(update={"mask_share": mask, "product_share": product})
+
+    return Lane(
+        head=note(lane.head, "head"),
+        layers=tuple(note(section, "layer") for section in lane.layers),
+        tail=note(lane.tail, "tail"),
+    )
+
+
+def main() -> None:
+    """Measure what stdin says."""
+    job = Job.model_validate_json(sys.stdin.read())
+    try:
+        answer: Measured | Failed = measure(job)
+    except TsqpError as error:
+        answer = Failed(error=str(error))
+    sys.stdout.write(answer.model_dump_json() + "\n")
+    sys.stdout.flush()
+    sys.exit(1 if isinstance(answer, Failed) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Masks that are known to be broken, with the keys and weights that some need: baselines."""

@@ -1,0 +1,223 @@
+"""The key of a feature mask: what the TEE keeps, and what every static map is drawn from.
+
+A JSON file for its owner alone (mode 0600). A reader of it can undo the mask. It is bound to a
+model, to a mask with its options, and to the weights that were made with it: their
+`provision_id`, which the server repeats, is derived from all of these and from the secret seed, so
+that a key that was changed anywhere no longer fits itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.errors import FeatureKeyError, MaskError, describe_untrusted, expectation
+from protocol.messages import FUSED_MODULES, Digest, LinearOperator
+from protocol.model.checkpoint import Checkpoint, norm_names
+from protocol.model.config import ModelConfig
+from protocol.model.identity import linear_digest, model_digest
+from tee_side.protect.masks.mask import FeatureMask, FeatureSite, KeyedTransform, describe_mask
+from tee_side.protect.randomness import Randomness, derive_key
+from tee_side.words import Site
+
+_MODE = 0o600
+_MAX_BYTES = 65536
+
+# The RMSNorm in front of an operator; o_proj and down_proj have none.
+GAINS: dict[LinearOperator, str] = {
+    "qkv_proj": "input_layernorm",
+    "gate_up_proj": "post_attention_layernorm",
+}
+
+
+class FeatureKey(BaseModel):
+    """What undoes a provisioned server's weights.
+
+    `mask`, `options`: the mask's name and all its fields. `seed`: 32 bytes, secret. `model_digest`,
+    `linear_digest`: of the model that was provisioned; `server_linear_digest`: of the weights that
+    the server got.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Literal[1]
+    mask: Annotated[str, Field(min_length=1, max_length=64)]
+    options: dict[str, Any]
+    seed: Annotated[Digest, Field(repr=False)]
+    model_digest: Digest
+    linear_digest: Digest
+    server_linear_digest: Digest
+    provision_id: Digest
+
+    @classmethod
+    def bind(cls, **fields: Any) -> FeatureKey:
+        """Make a key from all fields but `version` and `provision_id`."""
+        draft = cls(version=1, provision_id="0" * 64, **fields)
+        return draft.model_copy(update={"provision_id": draft.derived_id()})
+
+    def derived_id(self) -> str:
+        """Return what `provision_id` must be: a public name that does not give the seed away."""
+        fields = self.model_dump(mode="json", exclude={"seed", "provision_id"})
+        text = json.dumps(fields, sort_keys=True)
+        return derive_key(bytes.fromhex(self.seed), b"tsqp provision " + text.encode()).hex()
+
+    def save(self, path: Path) -> None:
+        """Write the key to a new file that only its owner may read.
+
+        Nothing is overwritten, and nothing is left after a failure. Raises FeatureKeyError.
+        """
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+        except OSError as error:
+            raise FeatureKeyError(
+                str(path), got=error.strerror or type(error).__name__, expected="a new file"
+            ) from None
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                os.fchmod(file.fileno(), _MODE)
+                file.write(self.model_dump_json(indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink()
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> FeatureKey:
+        """Read a key. Raises FeatureKeyError that names the file and field.
+
+        Refused: a file that group or others may use, another version, a damaged or changed key.
+        """
+        where = str(path)
+        try:
+            # Not to wait for the writer of a named pipe.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode):
+                    raise FeatureKeyError(where, got="no regular file", expected="a key")
+                if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                    raise FeatureKeyError(
+                        where,
+                        got=f"mode {stat.S_IMODE(found.st_mode):04o}",
+                        expected=f"{_MODE:04o}: for its owner alone (chmod 600)",
+                    )
+                content = file.read(_MAX_BYTES + 1)
+        except OSError as error:
+            raise FeatureKeyError(
+                where, got=error.strerror or type(error).__name__, expected="a key"
+            ) from None
+        if len(content) > _MAX_BYTES:
+            raise FeatureKeyError(
+                where, got="a larger file", expected=f"a key, at most {_MAX_BYTES} bytes"
+            )
+        key = cls._parse(content, where)
+        if key.provision_id != key.derived_id():
+            raise FeatureKeyError(
+                f"{where}: provision_id (the key was changed)",
+                got=key.provision_id,
+                expected=key.derived_id(),
+            )
+        return key
+
+    @classmethod
+    def _parse(cls, content: bytes, where: str) -> FeatureKey:
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            # The version first: with another one the other fields may be other ones, too.
+            faults = error.errors(include_url=False)
+            if faults[0]["type"] == "json_invalid":
+                raise FeatureKeyError(
+                    where, got="no JSON", expected="a key that tsqp provision wrote"
+                ) from None
+            first = next((fault for fault in faults if fault["loc"] == ("version",)), faults[0])
+            field = ".".join(str(part) for part in first["loc"])
+            missing = first["type"] == "missing"
+            # Never quoted: what stands in a wrong place may be the seed.
+            raise FeatureKeyError(
+                f"{where}: {field}" if field else where,
+                got="nothing" if missing else describe_untrusted(first["input"]),
+                expected=expectation(first["type"], first["msg"]),
+            ) from None
+
+    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: FeatureMask) -> None:
+        """Check that the key is one of this model and mask. Raises FeatureKeyError with both.
+
+        Linear weights are compared where the directory has them.
+        """
+        linear = linear_digest(config, checkpoint)
+        pairs = [("model_digest", self.model_digest, model_digest(config, checkpoint))]
+        pairs += [("linear_digest", self.linear_digest, linear)] if linear is not None else []
+        for name, ours, theirs in pairs:
+            if ours != theirs:
+                raise FeatureKeyError(
+                    f"key: {name}", got=ours, expected=f"{theirs}, of {checkpoint.directory}"
+                )
+        self._check_mask(mask)
+
+    def _check_mask(self, mask: FeatureMask) -> None:
+        if (self.mask, self.options) != (mask.name, mask.model_dump(mode="json")):
+            raise FeatureKeyError(
+                "key: mask",
+                got=describe_mask(self.mask, self.options),
+                expected=f"{mask.described()}, as in the policy",
+            )
+
+    def randomness(self, layer: int, operator: LinearOperator) -> Randomness:
+        """Return the generator of one site, the same one each time."""
+        return site_randomness(bytes.fromhex(self.seed), layer, operator)
+
+    def transforms(
+        self,
+        mask: FeatureMask,
+        config: ModelConfig,
+        gains: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> dict[Site, KeyedTransform]:
+        """Make every site's map.
+
+        `gains`: of each layer, the weights [D] of `input_layernorm` and `post_attention_layernorm`,
+        from the TEE's own model. Raises FeatureKeyError for another mask, MaskError for a gain that
+        the mask cannot fold.
+        """
+        self._check_mask(mask)
+        seed = bytes.fromhex(self.seed)
+        return {
+            (layer, operator): site_transform(mask, config, seed, layer, operator, gain)
+            for layer, (attention, mlp) in enumerate(gains)
+            for operator, gain in zip(FUSED_MODULES, (attention, None, mlp, None), strict=True)
+        }
+
+
+def site_randomness(seed: bytes, layer: int, operator: LinearOperator) -> Randomness:
+    """Return the generator of one site, the same one each time."""
+    return Randomness(seed).derive(f"feature {layer} {operator}".encode())
+
+
+def site_transform(
+    mask: FeatureMask,
+    config: ModelConfig,
+    seed: bytes,
+    layer: int,
+    operator: LinearOperator,
+    gain: torch.Tensor | None,
+) -> KeyedTransform:
+    """Make one site's map. Raises MaskError that names the gain's tensor."""
+    shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
+    outputs = tuple(shape[0] for shape in shapes)
+    randomness = site_randomness(seed, layer, operator)
+    try:
+        return mask.transform(FeatureSite(shapes[0][1], outputs, gain, randomness))
+    except MaskError as error:
+        norm = GAINS.get(operator)
+        site = norm_names(config, layer)[norm] if norm else f"{operator} in layer {layer}"
+        raise MaskError(
+            f"mask {mask.name}: {site}: {error.where}", got=error.got, expected=error.expected
+        ) from None

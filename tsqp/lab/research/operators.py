@@ -1,0 +1,553 @@
+"""Embedding, attention products and float LM head as remote operators, for the baselines.
+
+They use the core's call plan and `carry_out`. Each hides its operands under a row mask or sends
+them in the clear, and checks results where the policy says so. Shape suffixes as in
+`tee_side.model.forward`; B heads, and M, J, N for the product [B, M, J] x [B, J, N].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import embedding
+
+from protocol.channel import Channel, Exchange
+from protocol.errors import PolicyError, ReplyError, TsqpError
+from protocol.messages import (
+    EmbeddingRequest,
+    FloatDtype,
+    LMHeadRequest,
+    MatmulRequest,
+    Request,
+    TensorReply,
+)
+from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
+from protocol.model.config import ModelConfig
+from protocol.model.weights import load_tensor
+from protocol.prepared import Preparable, PreparedRequest, prepare
+from protocol.tensors import WireTensor, from_torch, short_name, to_torch
+from tee_side.model.layers import Layer
+from tee_side.model.local_ops import causal_mask
+from tee_side.observer import timed
+from tee_side.protect.masking import MaskRules
+from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import (
+    FLOAT_VECTORS,
+    FloatCheck,
+    Tolerance,
+    check_finite,
+    root_mean_square,
+    within_tolerance,
+)
+from tee_side.protect.verifier import UNVERIFIED, Blocks, InTime, ResultCheck, Unverified
+from tee_side.remote.call import CallPlan, carry_out
+from tee_side.remote.linear import CallSettings
+from tee_side.remote.registered import RunParts
+from tee_side.threads import large_attention, large_tensor
+from tee_side.words import Operator, Phase
+
+Tensor = torch.Tensor
+
+RowsCall = Callable[[Tensor], Awaitable[Tensor]]
+ProductCall = Callable[[tuple[Tensor, Tensor]], Awaitable[Tensor]]
+
+# Elements of keys or values of one layer: 1,024 tokens of 8 heads of 64.
+_LARGEST_CONVERTED = 2**19
+_PREPARED = 64
+
+
+class RemoteEmbedding:
+    """Looks token ids up at a service. GPU sees: the token ids, as the mask leaves them."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        # The table itself: a lookup has nothing to be checked with that is smaller.
+        self._table = _tensor(parts, EMBEDDING) if _verified(parts, "embedding") else None
+
+    def bind(
+        self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
+    ) -> RowsCall:
+        """See `RegisteredOperator.bind`: int64 [T] -> [T, D]."""
+        placement = self._parts.policy.at("embedding", 0, phase)
+        unverified = placement.verify == "none"
+        check = UNVERIFIED if unverified else EmbeddingCheck(_held(self._table))
+        config, dtype = self._parts.config, self._parts.dtype
+        return embedding_call(config, dtype, layer, placement.mask, check, settings, randomness)
+
+
+class RemoteLMHead:
+    """Computes logits at a service. GPU sees: final hidden states, as the mask leaves them."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._check = (
+            FloatCheck.draw(_tensor(parts, lm_head_name(parts.config)), Randomness())
+            if _verified(parts, "lm_head")
+            else None
+        )
+
+    def bind(
+        self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
+    ) -> RowsCall:
+        """See `RegisteredOperator.bind`: [N, D] -> [N, V]."""
+        parts = self._parts
+        placement = parts.policy.at("lm_head", 0, phase)
+        tolerance = Tolerance.of(parts.dtype, placement.mask)
+        unverified = placement.verify == "none"
+        check = UNVERIFIED if unverified else LMHeadCheck(parts, _held(self._check), tolerance)
+        config, dtype = parts.config, parts.dtype
+        return lm_head_call(config, dtype, layer, placement.mask, check, settings, randomness)
+
+
+class RemoteAttention:
+    """Attention whose products are computed at a service, one or both of them.
+
+    GPU sees: scaled queries and all keys; probabilities and all values; as the mask leaves them.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+
+    def bind(
+        self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
+    ) -> Callable[..., Awaitable[Tensor]]:
+        """See `tee_side.model.operators.RemoteAttention`."""
+        scores = self._product("attn_scores", layer, phase, settings, randomness)
+        values = self._product("attn_values", layer, phase, settings, randomness)
+        H, K, C = self._parts.config.heads
+        G = H // K
+
+        async def attend(layer: Layer, q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
+            # The G query heads that share a key/value head stand below each other: no copy of K
+            # and V. Scaling q, not the scores, keeps float16 in range wherever it is computed.
+            T, S = q_THC.shape[0], k_KSC.shape[1]
+            q_KGTC = (q_THC * C**-0.5).view(T, K, G, C).permute(1, 2, 0, 3)
+            scores_KRS = await scores((q_KGTC.reshape(K, G * T, C), k_KSC.transpose(1, 2)))
+            mask_TS = causal_mask(T, S, layer.window)
+            probs_KGTS = layer.softmax(scores_KRS.view(K, G, T, -1), mask_TS)
+            out_KRC = await values((probs_KGTS.view(K, G * T, -1), v_KSC))
+            return out_KRC.view(K, G, T, C).permute(2, 0, 1, 3).reshape(T, H * C)
+
+        return attend
+
+    def _product(
+        self,
+        operator: Operator,
+        layer: int,
+        phase: Phase,
+        settings: CallSettings,
+        randomness: Randomness,
+    ) -> ProductCall:
+        placement = self._parts.policy.at(operator, layer, phase)
+        if placement.place == "tee":
+            return product_here(operator, layer, settings)
+        tolerance = Tolerance.of(self._parts.dtype, placement.mask)
+        unverified = placement.verify == "none"
+        check = UNVERIFIED if unverified else ProductCheck(tolerance, Randomness())
+        return product_call(operator, layer, placement.mask, check, settings, randomness)
+
+
+# ------------------------------------------------------------------- operators of one row a token
+
+
+def embedding_call(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layer: int,
+    mask: Mask | None,
+    check: ResultCheck | Unverified,
+    settings: CallSettings,
+    randomness: Randomness,
+) -> RowsCall:
+    """Return an embedding that is looked up by the service of a layer: int64 [T] -> [T, D]."""
+    rows, name = _row_mask(mask), cast(FloatDtype, short_name(dtype))
+
+    def hide(ids_T: Tensor) -> Masked:
+        if rows is None:
+            return Masked((ids_T,), as_it_is)
+        return rows.mask_ids(ids_T, config.vocab_size, randomness)
+
+    return _rows_call(
+        "embedding",
+        settings,
+        settings.channels_at(layer),
+        rows,
+        hide,
+        lambda wire: EmbeddingRequest(input_ids=wire, dtype=name),
+        (config.hidden_size, name),
+        check,
+    )
+
+
+def lm_head_call(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layer: int,
+    mask: Mask | None,
+    check: ResultCheck | Unverified,
+    settings: CallSettings,
+    randomness: Randomness,
+) -> RowsCall:
+    """Return an LM head that the service of a layer computes: [N, D] -> [N, V]."""
+    rows = _row_mask(mask)
+    return _rows_call(
+        "lm_head",
+        settings,
+        settings.channels_at(layer),
+        rows,
+        lambda h_ND: Masked((h_ND,), as_it_is) if rows is None else rows.mask(h_ND, randomness),
+        lambda wire: LMHeadRequest(hidden_states=wire),
+        (config.vocab_size, short_name(dtype)),
+        check,
+    )
+
+
+def _rows_call(
+    operator: Operator,
+    settings: CallSettings,
+    channels: Sequence[Channel],
+    mask: RowMask | None,
+    hide: Callable[[Tensor], Masked],
+    message: Callable[[WireTensor], Preparable],
+    reply: tuple[int, str],
+    check: ResultCheck | Unverified,
+) -> RowsCall:
+    """Return a call whose operand and result have one row a token. `reply`: width and dtype."""
+    rules, clock = MaskRules(mask), settings.clock(operator, None)
+    width, dtype = reply
+
+    @lru_cache(_PREPARED)
+    def prepared(shape: tuple[int, ...], sent_dtype: str) -> tuple[PreparedRequest, ...]:
+        wire = WireTensor(sent_dtype, shape, b"")
+        return (prepare(message(wire), (shape[0], width), dtype),)
+
+    def requests(x: Tensor, masked: Masked) -> tuple[PreparedRequest, ...]:
+        rules.check_sent(operator, x, rules.most_rows(len(x)), masked)
+        (sent,) = masked.sent
+        return prepared(tuple(sent.shape), short_name(sent.dtype))
+
+    def call(x: Tensor) -> Awaitable[Tensor]:
+        shape = (x.shape[0], width)
+        plan = CallPlan(
+            operator=operator,
+            layer=None,
+            channels=tuple(channels[:1]),
+            encode=_same,
+            hide=hide,
+            requests=requests,
+            rules=rules,
+            shape=shape,
+            check=check,
+            decode=_same,
+            without_factors=_never,
+            timeout_s=settings.longest_s,
+            sending=large_tensor(x.numel(), settings.threads, rules.heavy),
+            receiving=large_tensor(math.prod(shape), settings.threads, rules.heavy),
+            clock=clock,
+        )
+        return carry_out(plan, x)
+
+    return call
+
+
+class EmbeddingCheck:
+    """Compares rows with those of the table."""
+
+    def __init__(self, table_VD: Tensor) -> None:
+        self._table_VD = table_VD
+
+    def holds(self, x: Tensor, y: Tensor, sent: Sequence[Any]) -> bool:
+        """Say whether these are the rows of the table, which -0.0 for 0.0 is, too."""
+        return torch.equal(embedding(x, self._table_VD), y)
+
+    def wrong(self, answers: Sequence[tuple[Request, Tensor]], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`."""
+        return [
+            index
+            for index, (request, y) in enumerate(answers)
+            if not isinstance(request, EmbeddingRequest)
+            or not self.holds(to_torch(request.input_ids), y, ())
+        ]
+
+
+class LMHeadCheck:
+    """Checks logits as products of floats are checked."""
+
+    def __init__(self, parts: RunParts, check: FloatCheck, tolerance: Tolerance) -> None:
+        self._parts, self._check, self._tolerance = parts, check, tolerance
+
+    def holds(self, x: Tensor, y: Tensor, sent: Sequence[Any]) -> bool:
+        """Say whether these are the logits."""
+        return self._check.holds(x, y, sent, self._tolerance)
+
+    def wrong(self, answers: Sequence[tuple[Request, Tensor]], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`."""
+        near, wrong = self._tolerance.of_answers(), []
+        for index, (request, y) in enumerate(answers):
+            if not isinstance(request, LMHeadRequest):
+                raise LookupError(f"an answer to {request.method} of the LM head")
+            x = to_torch(request.hidden_states)
+            if not within_tolerance(x, in_time(self._blocks(), len(x)), y, near):
+                wrong.append(index)
+        return wrong
+
+    def _blocks(self) -> Blocks:
+        """Yield the LM head [n, D], never all of it at once."""
+        name = lm_head_name(self._parts.config)
+        shape = light_tensors(self._parts.config)[name]
+        for rows, block in self._parts.checkpoint.blocks(name, shape):
+            yield rows, block.to(self._parts.dtype)
+
+
+# ------------------------------------------------------------------------------ attention products
+
+
+def product_call(
+    operator: Operator,
+    layer: int,
+    mask: Mask | None,
+    check: ResultCheck | Unverified,
+    settings: CallSettings,
+    randomness: Randomness,
+) -> ProductCall:
+    """Return a product of two operands [B, M, J] and [B, J, N] at a service: [B, M, N]."""
+    rows = _row_mask(mask)
+    rules, clock = MaskRules(mask), settings.clock(operator, layer)
+
+    def hide(operands: tuple[Tensor, Tensor]) -> Masked:
+        masked = (
+            MaskedProduct(*operands, as_it_is)
+            if rows is None
+            else rows.mask_product(*operands, randomness)
+        )
+        _check_product(rules, operator, *operands, masked)
+        return Masked(cast(Any, ((masked.a, masked.b),)), masked.unmask)
+
+    def call(operands: tuple[Tensor, Tensor]) -> Awaitable[Tensor]:
+        a, b = operands
+        shape = (*a.shape[:-1], b.shape[-1])
+        largest = max(a.numel(), b.numel())
+        plan = CallPlan(
+            operator=operator,
+            layer=layer,
+            channels=tuple(map(_ProductChannel, settings.channels_at(layer)[:1])),
+            encode=_same,
+            hide=hide,
+            requests=lambda _, masked: (_prepared_product(*masked.sent[0]),),
+            rules=rules,
+            shape=shape,
+            check=check,
+            decode=_same,
+            without_factors=_never,
+            timeout_s=settings.longest_s,
+            sending=large_tensor(largest, settings.threads, rules.heavy),
+            receiving=large_tensor(math.prod(shape), settings.threads, rules.heavy),
+            clock=clock,
+        )
+        return carry_out(plan, operands)
+
+    return call
+
+
+class ProductCheck:
+    """Checks a product of two activations, of which nothing is known ahead."""
+
+    def __init__(self, tolerance: Tolerance, randomness: Randomness) -> None:
+        self._tolerance, self._randomness = tolerance, randomness
+
+    def holds(self, x: tuple[Tensor, Tensor], y: Tensor, sent: Sequence[Any]) -> bool:
+        """Say whether y is the product of both operands."""
+        return product_holds(*x, y, self._tolerance, self._randomness)
+
+    def wrong(self, answers: Sequence[tuple[Request, Tensor]], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`."""
+        near, wrong = self._tolerance.of_answers(), []
+        for index, (request, y_BMN) in enumerate(answers):
+            if not isinstance(request, MatmulRequest):
+                raise LookupError(f"an answer to {request.method} of an attention product")
+            a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
+            right = (
+                within_tolerance(a, in_time(_whole(b.t()), len(a)), y, near)
+                for a, b, y in zip(a_BMJ, b_BJN, y_BMN, strict=True)
+            )
+            if not all(right):
+                wrong.append(index)
+        return wrong
+
+
+def _whole(weight_OI: Tensor) -> Blocks:
+    yield slice(0, len(weight_OI)), weight_OI
+
+
+def product_holds(
+    a_BMJ: torch.Tensor,
+    b_BJN: torch.Tensor,
+    y_BMN: torch.Tensor,
+    tolerance: Tolerance,
+    randomness: Randomness,
+) -> bool:
+    """Say whether y is the product of two activations, floats, as `FloatCheck` does.
+
+    The vectors are fresh in every call, as no operand stays. That reads all of b: where a has fewer
+    rows than there are vectors, multiplying would have been as cheap. Raises ActivationRangeError.
+    """
+    _, J, N = b_BJN.shape
+    s_Nk = randomness.normal(N, FLOAT_VECTORS)
+    a64, b64 = a_BMJ.double(), b_BJN.double()
+    expected_BMk = a64 @ (b64 @ s_Nk)
+    gain_B1 = b64.square().sum((1, 2)).div(J).sqrt()[:, None]
+    size_BM = root_mean_square(expected_BMk) + gain_B1 * a64.norm(dim=-1)
+    limit_BM = tolerance.limit(size_BM, N)
+    check_finite(limit_BM)
+    error_BM = root_mean_square(y_BMN.double() @ s_Nk - expected_BMk)
+    return bool((error_BM <= limit_BM).all())
+
+
+class _ProductChannel(Channel):
+    """Sends both operands of a product over a channel, as one Matmul."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.endpoint, self.traffic = channel.endpoint, channel.traffic
+        self._channel = channel
+
+    def start(self, prepared: Any, payload: Any, timeout_s: float | None = None) -> int:
+        """See `Channel.start`."""
+        return self._channel.submit(prepared.request(payload), timeout_s)
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """See `Channel.submit`."""
+        return self._channel.submit(request, timeout_s)
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        return self._channel.wait(request_id)
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._channel.abandon(request_id)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`."""
+        self._channel.distrust(exchange, error)
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._channel.close()
+
+
+class _PreparedProduct:
+    """What `PreparedRequest` is for a Matmul, whose header is written anew in every call."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
+
+    def request(self, operands: tuple[Tensor, Tensor]) -> MatmulRequest:
+        a, b = operands
+        return MatmulRequest(a=from_torch(a), b=from_torch(b))
+
+    def output(self, exchange: Exchange) -> Tensor:
+        reply = exchange.response
+        if not isinstance(reply, TensorReply):
+            got = type(reply).__name__
+        else:
+            output = reply.output
+            if output.shape == self._shape and output.dtype == self._dtype:
+                return to_torch(output)
+            got = f"{output.dtype} {list(output.shape)}"
+        raise ReplyError(
+            f"Matmul reply from {exchange.endpoint}",
+            got=got,
+            expected=f"{self._dtype} {list(self._shape)}",
+        )
+
+
+def _prepared_product(a: Tensor, b: Tensor) -> PreparedRequest:
+    shape = (*a.shape[:-1], b.shape[-1])
+    return cast(PreparedRequest, _PreparedProduct(shape, short_name(a.dtype)))
+
+
+def _check_product(
+    rules: MaskRules, operator: Operator, a_BMJ: Tensor, b_BJN: Tensor, masked: object
+) -> None:
+    """Refuse operands that must not cross, before they are sent.
+
+    The product has as many batches, at most as many rows as may cross, and no more columns. Raises
+    MaskError.
+    """
+    if not isinstance(masked, MaskedProduct):
+        rules.refuse(operator, type(masked).__name__, "MaskedProduct(a, b, unmask)")
+    a, b = masked.a, masked.b
+    rows, columns = rules.most_rows(a_BMJ.shape[1]), b_BJN.shape[2]
+    fits = (
+        (a.dtype, b.dtype) == (a_BMJ.dtype, b_BJN.dtype)
+        and (a.dim(), b.dim()) == (3, 3)
+        and a.shape[0] == b.shape[0] == a_BMJ.shape[0]
+        and a.shape[2] == b.shape[1]
+        and a.shape[1] <= rows
+        and b.shape[2] <= columns
+    )
+    if not fits:
+        rules.refuse(
+            operator,
+            f"{short_name(a.dtype)} {list(a.shape)} and {short_name(b.dtype)} {list(b.shape)}"
+            " to send",
+            f"{short_name(a_BMJ.dtype)} [{a_BMJ.shape[0]}, rows, J] and"
+            f" [{a_BMJ.shape[0]}, J, columns], at most {rows} rows and {columns} columns",
+        )
+
+
+def product_here(operator: Operator, layer: int, settings: CallSettings) -> ProductCall:
+    """Return a product that the policy keeps in the TEE while the other one leaves."""
+
+    def product(operands: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = operands
+        with large_attention(a.numel() * b.shape[-1], settings.threads):
+            # Half precision in float32 where that is cheaper, rounded once: its kernels are
+            # compiled for every shape, and in decode the context's is new in each step.
+            if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
+                return torch.matmul(a, b)
+            return torch.matmul(a.float(), b.float()).to(a.dtype)
+
+    compute = timed(product, settings.observer, operator, layer)
+
+    async def call(operands: tuple[Tensor, Tensor]) -> Tensor:
+        return compute(operands)
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------ shared
+
+
+def _row_mask(mask: Mask | None) -> RowMask | None:
+    if mask is None or isinstance(mask, RowMask):
+        return mask
+    raise PolicyError(f"mask {mask.name}", got=type(mask).__name__, expected="a RowMask")
+
+
+def _verified(parts: RunParts, operator: Operator) -> bool:
+    return any(placement.verify != "none" for placement in parts.policy.operators[operator])
+
+
+def _tensor(parts: RunParts, name: str) -> Tensor:
+    shape = light_tensors(parts.config)[name]
+    return load_tensor(parts.checkpoint, name, shape, dtype=parts.dtype)
+
+
+def _held(secret: Any) -> Any:
+    if secret is None:
+        raise LookupError("an operator that the policy does not verify")
+    return secret
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+async def _never(_: Any) -> Tensor:
+    raise LookupError("no row mask runs out of factors")

@@ -1,0 +1,244 @@
+"""Makes the weights that the server of a feature mask may hold, and the key that stays behind.
+
+The server's directory has the transformed linear weights and `config.json`, for the sizes. It has
+no tokenizer, embedding, LM head or norms: the server needs none of them, and each would help to
+match its weights with the public ones. Biases are zero: they are added in the TEE, and the real
+ones beside outputs would tell how the outputs are mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from gpu_side.provision import Provision, write_provision
+from protocol.errors import FeatureKeyError, MaskError, ModelError
+from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.model.checkpoint import (
+    INDEX_FILE,
+    Checkpoint,
+    light_tensors,
+    linear_tensors,
+    module_name,
+    norm_names,
+)
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.weights import CPU, load_linear, load_tensor
+from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.protect.randomness import KEY_BYTES
+from tsqp.lab.research.feature_key import GAINS, FeatureKey, site_transform
+
+CONFIG_FILE = "config.json"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Provisioned:
+    """What was made: layers, the bytes of their weights, and the key."""
+
+    config: ModelConfig
+    weight_bytes: int
+    key: FeatureKey
+
+
+def provision(
+    model_dir: Path,
+    mask: Mask,
+    server_dir: Path,
+    key_path: Path,
+    progress: Progress | None = None,
+) -> Provisioned:
+    """Transform a model's linear weights for a server, and write the key that undoes it.
+
+    One layer is in memory at a time, in the model's dtype, and one operator of it in float64.
+    `progress(done, total)` is called after every layer. A run that fails leaves nothing behind.
+
+    Raises, before any work: MaskError for a mask that is no feature mask, FeatureKeyError for a key
+    that exists or would lie in the server's directory, ModelError for a server directory that is
+    not empty, or a model that is not complete. MaskError and ModelError that name a tensor later.
+
+    GPU side gets: `server_dir`, and must not get `key_path`.
+    """
+    feature = _feature_mask(mask)
+    server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
+    _check_outputs(server_dir, key_path)
+    config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
+    checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
+    checkpoint.refuse_extra(config)
+
+    # Beside the directory that it becomes: a rename within a file system is one step.
+    partial = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
+    seed = secrets.token_bytes(KEY_BYTES)
+    try:
+        partial.mkdir()
+        shutil.copyfile(model_dir / CONFIG_FILE, partial / CONFIG_FILE)
+        weight_bytes = _write_weights(config, checkpoint, feature, seed, partial, progress)
+        key = FeatureKey.bind(
+            mask=feature.name,
+            options=feature.model_dump(mode="json"),
+            seed=seed.hex(),
+            model_digest=model_digest(config, checkpoint),
+            linear_digest=linear_digest(config, checkpoint),
+            server_linear_digest=linear_digest(config, Checkpoint(partial)),
+        )
+        write_provision(partial, Provision(mask=feature.name, provision_id=key.provision_id))
+        _publish(partial, server_dir, key, key_path)
+    finally:
+        # Not there any more where all went well.
+        shutil.rmtree(partial, ignore_errors=True)
+    return Provisioned(config, weight_bytes, key)
+
+
+def _feature_mask(mask: Mask) -> FeatureMask:
+    if not isinstance(mask, FeatureMask):
+        raise MaskError(
+            f"mask {mask.name}", got=f"a mask of kind {mask.kind}", expected="one of kind feature"
+        )
+    if missing := [operator for operator in FUSED_MODULES if not mask.supports(operator)]:
+        raise MaskError(
+            f"mask {mask.name}",
+            got=f"no support for {', '.join(missing)}",
+            expected="all linear operators: a server that holds some in the clear gives them away",
+        )
+    try:
+        Provision(mask=mask.name, provision_id="0" * 64)
+    except ValidationError:
+        raise MaskError(
+            f"mask {mask.name}", got="this name", expected="lower-case letters, digits and -"
+        ) from None
+    return mask
+
+
+def _check_outputs(server_dir: Path, key_path: Path) -> None:
+    """Refuse, before any work, what could not be written at its end, or must not be."""
+    if key_path.is_relative_to(server_dir):
+        raise FeatureKeyError(
+            str(key_path),
+            got="a key within the server's directory",
+            expected="one outside: it must not reach the server",
+        )
+    if os.path.lexists(key_path):
+        raise FeatureKeyError(
+            str(key_path), got="a file that exists", expected="a new one: no key is overwritten"
+        )
+    if not os.access(key_path.parent, os.W_OK | os.X_OK):
+        raise FeatureKeyError(
+            str(key_path), got="no such directory to write to", expected="a file in one"
+        )
+    if not os.access(server_dir.parent, os.W_OK | os.X_OK):
+        raise ModelError(
+            str(server_dir.parent), got="no such directory to write to", expected="one"
+        )
+    if os.path.lexists(server_dir) and not server_dir.is_dir():
+        raise ModelError(str(server_dir), got="a file", expected="a new or an empty directory")
+    if server_dir.is_dir() and any(server_dir.iterdir()):
+        raise ModelError(str(server_dir), got="files in it", expected="a new or an empty directory")
+
+
+def _write_weights(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    mask: FeatureMask,
+    seed: bytes,
+    directory: Path,
+    progress: Progress | None,
+) -> int:
+    """Write a shard per layer and their index. Return the bytes of all tensors."""
+    layers = config.num_hidden_layers
+    weight_map: dict[str, str] = {}
+    total = 0
+    for layer in range(layers):
+        tensors: dict[str, torch.Tensor] = {}
+        for operator in FUSED_MODULES:
+            tensors |= _transformed(config, checkpoint, mask, seed, layer, operator)
+        shard = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
+        try:
+            save_file(tensors, directory / shard, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # Which is how the library says that a disk is full.
+            raise ModelError(
+                str(directory / shard), got=str(error)[:160], expected="a file that can be written"
+            ) from None
+        # The library writes for its owner alone; the service may run as another user.
+        (directory / shard).chmod((directory / CONFIG_FILE).stat().st_mode & 0o777)
+        weight_map |= dict.fromkeys(tensors, shard)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        if progress is not None:
+            progress(layer + 1, layers)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+def _transformed(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    mask: FeatureMask,
+    seed: bytes,
+    layer: int,
+    operator: LinearOperator,
+) -> dict[str, torch.Tensor]:
+    """Return an operator's tensors for the server, each in the dtype that the model has it in."""
+    transform = site_transform(
+        mask, config, seed, layer, operator, _gain(config, checkpoint, layer, operator)
+    )
+    plain = load_linear(checkpoint, config, layer, operator, dtype=torch.float64, device=CPU)
+    weight = transform.weight(plain.weight)
+    tensors: dict[str, torch.Tensor] = {}
+    for module, rows in plain.rows.items():
+        name = f"{module_name(layer, module)}.weight"
+        # From float64, so never a view of it.
+        tensors[name] = weight[rows].to(checkpoint.rows(name, 0, 1).dtype).contiguous()
+        if not bool(tensors[name].isfinite().all()):
+            raise ModelError(
+                f"{checkpoint.directory}: {name}",
+                got="values that are not finite, transformed",
+                expected=f"weights that mask {mask.name} leaves within {tensors[name].dtype}",
+            )
+        if module in config.biased_modules:
+            bias = f"{module_name(layer, module)}.bias"
+            tensors[bias] = torch.zeros(len(tensors[name]), dtype=checkpoint.rows(bias, 0, 1).dtype)
+    return tensors
+
+
+def _gain(
+    config: ModelConfig, checkpoint: Checkpoint, layer: int, operator: LinearOperator
+) -> torch.Tensor | None:
+    """Return the weight of the RMSNorm in front, float32; None where there is none."""
+    if operator not in GAINS:
+        return None
+    name = norm_names(config, layer)[GAINS[operator]]
+    return load_tensor(checkpoint, name, light_tensors(config)[name], dtype=torch.float32)
+
+
+def _publish(partial: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> None:
+    """Write the key, then let the directory appear under its name, in one step.
+
+    In this order because a directory without its key is worthless and does not look so: whoever
+    finds it copies it to the server and learns there that nothing can undo it. A key without its
+    directory, after a crash between the two, is a small file that fits nothing.
+    """
+    key.save(key_path)
+    try:
+        partial.rename(server_dir)
+    except BaseException as error:
+        key_path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ModelError(
+                str(server_dir),
+                got=error.strerror or type(error).__name__,
+                expected="a new or an empty directory",
+            ) from None
+        raise

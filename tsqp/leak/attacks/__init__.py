@@ -1,1 +1,0 @@
-"""Attacks that ship with us, one concept a file; found by `tsqp.leak.registry`."""

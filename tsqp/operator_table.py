@@ -1,0 +1,83 @@
+"""An observer that adds up what each operator costs, for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from protocol.channel import Exchange
+from tee_side.observer import AnyOperator
+from tee_side.words import LIGHT_OPERATORS, OPERATORS, Operator, Place, TeeStage
+
+
+@dataclass(slots=True)
+class OperatorTotals:
+    """What one operator cost so far.
+
+    `place`: both where layers or phases differ. `tee_ns`: computing, masking and checking in the
+    TEE, encoding and decoding messages included. `gpu_ns` and `queue_ns` are the service's own
+    claim; what is left of a round trip is the wire. Of round trips side by side, the slowest is the
+    time that they took.
+    """
+
+    place: Place | Literal["both"] = "tee"
+    calls: int = 0
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    tee_ns: int = 0
+    round_trip_ns: int = 0
+    queue_ns: int = 0
+    gpu_ns: int = 0
+
+    @property
+    def wire_ns(self) -> int:
+        """Round trips less what the service says it spent."""
+        return max(0, self.round_trip_ns - self.queue_ns - self.gpu_ns)
+
+
+@dataclass(slots=True)
+class OperatorTable:
+    """Totals per operator. An `Observer` of all micro-batches, which count alike."""
+
+    totals: dict[AnyOperator, OperatorTotals] = field(
+        default_factory=lambda: {name: OperatorTotals() for name in (*OPERATORS, *LIGHT_OPERATORS)}
+    )
+
+    def lane(self, index: int) -> OperatorTable:
+        """See `Observers.lane`."""
+        return self
+
+    def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
+        """See `Observer.called`."""
+        totals = self.totals[operator]
+        totals.place = place if totals.calls == 0 or totals.place == place else "both"
+        totals.calls += 1
+
+    def spent(
+        self,
+        operator: AnyOperator,
+        layer: int | None,
+        stage: TeeStage,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        """See `Observer.spent`."""
+        self.totals[operator].tee_ns += ended_ns - started_ns
+
+    def exchanged(
+        self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
+    ) -> None:
+        """See `Observer.exchanged`."""
+        totals = self.totals[operator]
+        for exchange in exchanges:
+            totals.round_trips += 1
+            totals.bytes_sent += exchange.bytes_sent
+            totals.bytes_received += exchange.bytes_received
+            totals.tee_ns += exchange.encode_ns + exchange.decode_ns
+        slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
+        totals.round_trip_ns += slowest.elapsed_ns
+        if slowest.timing is not None:
+            totals.queue_ns += slowest.timing.queue_us * 1000
+            totals.gpu_ns += slowest.timing.compute_us * 1000

@@ -1,0 +1,256 @@
+"""Whether a run would start here: each thing that a policy needs, and the command that makes it.
+
+A preflight reads files and asks services for what they hold. It sends nothing of a prompt, uses no
+pad, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from protocol.connect import open_channel
+from protocol.curve import ClientKeys, is_beyond_loopback, one_for_each
+from protocol.errors import ReplyError, TsqpError
+from protocol.messages import FUSED_MODULES, InitReply, InitRequest
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
+from protocol.model.config import ModelConfig, read_config
+from protocol.model.identity import linear_digest, model_digest
+from protocol.model.manifest import Manifest, find_file
+from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from tee_side.policy.placement import Policy
+from tee_side.protect.calibration import Calibration, calibration_path
+from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.protect.pads.bank import read_bank_status
+from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
+from tsqp.cli.trust import bank_place, load_pinned_policy, read_client_keys
+from tsqp.doctor import Finding
+
+_CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+# Read in a processor's register or in shared memory; all others cost a microsecond a reading.
+_FAST_CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would be started with. `settings`: options of `tee-runner generate` by name."""
+
+    model: Path
+    policy_name: str
+    manifest: Manifest | None
+    settings: dict[str, Any]
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy. Raises PolicyError, PluginError, ManifestError."""
+        return load_pinned_policy(self.policy_name, self.manifest)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The model's configuration. Raises ModelError, ManifestError."""
+        return read_config(self.model, self.manifest)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The model's weights. Raises ModelError, ManifestError."""
+        return Checkpoint(self.model, self.manifest)
+
+    @cached_property
+    def digests(self) -> tuple[str, str | None]:
+        """Digests of model and linear weights, None where the directory lacks those."""
+        return (
+            model_digest(self.config, self.checkpoint),
+            linear_digest(self.config, self.checkpoint),
+        )
+
+    @cached_property
+    def keys(self) -> tuple[ClientKeys, ...]:
+        """Keys of services. Raises KeyFileError, SettingsError, ManifestError."""
+        return read_client_keys(self.settings, self.manifest)
+
+    @property
+    def pads(self) -> list[str]:
+        """The masks of the policy that need pads, described."""
+        return [mask.described() for mask in self.policy.masks if isinstance(mask, AdditiveMask)]
+
+    @property
+    def gpu(self) -> Sequence[str]:
+        """The services that the policy uses: none where nothing leaves the TEE."""
+        return self.settings["gpu"] if self.policy.services else ()
+
+
+def examine_plan(plan: Plan) -> list[Finding]:
+    """Carry out the checks. One that raises a TsqpError is a finding: `missing`.
+
+    Nothing comes after what the others build on, if that is missing.
+    """
+    found: list[Finding] = []
+    for (name, remedy), check in _CHECKS.items():
+        try:
+            found += check(plan)
+        except TsqpError as error:
+            made_by = remedy.format(model=plan.model, **plan.settings)
+            found.append(Finding("run", name, "missing", str(error), made_by))
+            if name in _NEEDED_BY_OTHERS:
+                break
+    return found
+
+
+def _policy(plan: Plan) -> Iterator[Finding]:
+    plan.policy.check(plan.config.num_hidden_layers)
+    nothing = f"policy {plan.policy.name}: nothing leaves the TEE"
+    yield Finding("run", "policy", "ok", plan.policy.leakage_summary() or nothing)
+
+
+def _model(plan: Plan) -> Iterator[Finding]:
+    plan.checkpoint.require(light_tensors(plan.config))
+    pinned = "pinned by the manifest" if plan.manifest else "no --manifest: not pinned"
+    detail = f"{plan.config.architecture}, {plan.config.num_hidden_layers} layers, {pinned}"
+    yield Finding("run", "model", "ok", detail)
+
+
+def _weights(plan: Plan) -> Iterator[Finding]:
+    """Look for linear weights: for what stays, for pads made on the way, for verification."""
+    policy, without_bank = plan.policy, plan.settings["bank"] is None
+    stays = any(
+        placement.place == "tee" or (without_bank and isinstance(placement.mask, AdditiveMask))
+        for operator in FUSED_MODULES
+        for placement in policy.operators[operator]
+    )
+    if stays or policy.verified:
+        plan.checkpoint.require(linear_tensors(plan.config, FUSED_MODULES))
+        yield Finding("run", "linear weights", "ok", "all are there")
+
+
+def _tokenizer(plan: Plan) -> Iterator[Finding]:
+    if find_file(plan.model, TOKENIZER_FILE, plan.manifest) is None:
+        detail = f"no {TOKENIZER_FILE}: prompts are token ids (--prompt-token-ids)"
+        yield Finding("run", "tokenizer", "note", detail)
+        return
+    Tokenizer(plan.model, plan.manifest)
+    yield Finding("run", "tokenizer", "ok", TOKENIZER_FILE)
+
+
+def _calibration(plan: Plan) -> Iterator[Finding]:
+    if plan.policy.arithmetic != "int8":
+        return
+    path = calibration_path(plan.model, plan.settings["calibration"])
+    found = Calibration.load(path, plan.config, *plan.digests, plan.manifest)
+    yield Finding("run", "calibration", "ok", f"{path}, from {found.tokens} tokens")
+
+
+def _bank(plan: Plan) -> Iterator[Finding]:
+    bank: Path | None = plan.settings["bank"]
+    if not plan.pads:
+        if bank is not None:
+            detail = f"{bank} is of no use: policy {plan.policy.name} needs no pads"
+            yield Finding("run", "bank", "missing", detail, "leave out --bank")
+        return
+    make = f"tee-runner pads make {plan.model} --policy {plan.policy_name} --tokens N --bank FILE"
+    place = bank_place(plan.settings)
+    if place is None:
+        yield Finding("run", "bank", "note", "no --bank: pads are made while the run waits", make)
+        return
+    place.check_apart()
+    status = read_bank_status(place)
+    left = f"{status.available} of {status.header.capacity} pads left"
+    if status.header.model_digest != plan.digests[0] or status.header.mask not in plan.pads:
+        detail = f"{bank} was made for another model or mask"
+        yield Finding("run", "bank", "missing", detail, make)
+    elif not status.available:
+        yield Finding("run", "bank", "missing", left, make)
+    else:
+        yield Finding("run", "bank", "ok", left)
+
+
+def _keys(plan: Plan) -> Iterator[Finding]:
+    specs = [ServiceSpec.parse(text) for text in plan.gpu]
+    exposed = [spec.endpoint for spec in specs if is_beyond_loopback(spec.endpoint)]
+    if plan.keys:
+        yield Finding("run", "keys", "ok", f"{len(plan.keys)} of services, and our own")
+    elif exposed:
+        detail = f"none for {', '.join(exposed)}: not encrypted, and anyone may answer"
+        yield Finding("run", "keys", "note", detail, "tsqp keys new NAME")
+
+
+def _services(plan: Plan) -> Iterator[Finding]:
+    policy = plan.policy
+    specs = assign_shares([ServiceSpec.parse(text) for text in plan.gpu], policy)
+    keys = one_for_each(plan.keys, [spec.endpoint for spec in specs]) if specs else []
+    check_links(specs, keys, policy, shares_in_the_clear=plan.settings["shares_in_the_clear"])
+    plan_services(specs, policy, plan.config.num_hidden_layers)
+    for spec, own in zip(specs, keys, strict=True):
+        where = spec.endpoint
+        try:
+            channel = open_channel(where, timeout_s=plan.settings["timeout_s"], keys=own)
+            try:
+                reply = channel.call(InitRequest()).response
+            finally:
+                channel.close()
+            if not isinstance(reply, InitReply):
+                raise ReplyError(where, got=type(reply).__name__, expected=InitReply.__name__)
+        except TsqpError as error:
+            start = f"gpu-service {plan.model} --bind {where}"
+            yield Finding("run", f"service {where}", "missing", str(error), start)
+        else:
+            yield _held(plan, where, reply)
+
+
+def _held(plan: Plan, where: str, reply: InitReply) -> Finding:
+    """Compare what a service says that it holds with our own directory."""
+    model, linear = plan.digests
+    wrong = ""
+    if plan.policy.feature_mask is None:
+        if reply.model_digest != model or linear not in (None, reply.linear_digest):
+            wrong = "holds another model"
+    elif reply.provision_id is None:
+        wrong = "holds weights that no tsqp provision has transformed"
+    if plan.policy.arithmetic not in reply.arithmetic:
+        wrong = f"has no {plan.policy.arithmetic} weights (gpu-service --arithmetic)"
+    if wrong:
+        start = f"gpu-service {plan.model} --bind {where}"
+        return Finding("run", f"service {where}", "missing", wrong, start)
+    first, last = reply.layers
+    return Finding("run", f"service {where}", "ok", f"the same model, layers {first}-{last}")
+
+
+def _clock(_plan: Plan) -> Iterator[Finding]:
+    """Look at the clock: each RPC reads it several times, and deadlines depend on it."""
+    try:
+        source = _CLOCK_SOURCE.read_text(encoding="ascii").strip()
+    except OSError:
+        source = "unknown"
+    detail = f"{source}, resolution {time.get_clock_info('monotonic').resolution * 1e9:.0f} ns"
+    yield Finding("run", "clock", "ok" if source in _FAST_CLOCKS else "note", detail)
+
+
+def _entropy(_plan: Plan) -> Iterator[Finding]:
+    """Look at the operating system's generator: pads, shares and secrets come from it."""
+    try:
+        os.getrandom(16, os.GRND_NONBLOCK)
+    except BlockingIOError:
+        detail = "the operating system's generator is not seeded yet: a run waits for it"
+        yield Finding("run", "entropy", "missing", detail, "wait, or give the VM a virtio-rng")
+    else:
+        yield Finding("run", "entropy", "ok", "the operating system's generator is seeded")
+
+
+# By name, and the command that makes what is missing.
+_CHECKS: dict[tuple[str, str], Callable[[Plan], Iterator[Finding]]] = {
+    ("clock", ""): _clock,
+    ("entropy", ""): _entropy,
+    ("model", "give MODEL a Hugging Face directory with safetensors weights"): _model,
+    ("policy", "tsqp policies"): _policy,
+    ("linear weights", "copy the model's safetensors files into {model}"): _weights,
+    ("tokenizer", "copy the model's tokenizer.json into {model}"): _tokenizer,
+    ("calibration", "tsqp calibrate {model}"): _calibration,
+    ("bank", "tee-runner pads make {model} --tokens N --bank {bank}"): _bank,
+    ("keys", "tsqp keys new NAME"): _keys,
+    ("services", "gpu-service {model} --bind ENDPOINT"): _services,
+}
+_NEEDED_BY_OTHERS = ("model", "policy", "keys")
