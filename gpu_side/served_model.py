@@ -179,7 +179,7 @@ def _calibrated_digest(directory: Path) -> str | None:
     path = directory / _CALIBRATION_FILE
     if not is_there(path):
         return None
-    digest = TensorFile(path).metadata.get("linear_digest")
+    digest = TensorFile(path).header.metadata.get("linear_digest")
     if digest is None or not re.fullmatch("[0-9a-f]{64}", digest):
         raise ModelError(
             f"{path}: linear_digest",

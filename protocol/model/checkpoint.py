@@ -8,7 +8,8 @@ where it is verified, if there is a manifest, and found to be finite, and only t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ class Checkpoint:
     def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
         self.directory = directory
         self.manifest = manifest
-        self._found: dict[str, tuple[TensorFile, Entry]] = {}
+        self._found: dict[str, TensorFile] = {}
         # Shards that the index names and the directory lacks: a TEE may hold only what it uses.
         self._missing: dict[str, Path] = {}
         self._remembered: dict[object, str] = {}
@@ -124,7 +125,7 @@ class Checkpoint:
             if entry.dtype not in _DTYPES:
                 expected = f"one of {', '.join(_DTYPES)}"
                 raise ModelError(where, got=f"dtype {entry.dtype}", expected=expected)
-            self._pin(entry)
+            self._pin(name)
 
     def refuse_extra(self, config: ModelConfig) -> None:
         """Refuse tensors that the configuration does not explain, a bias for example.
@@ -159,22 +160,21 @@ class Checkpoint:
         if entry.shape != shape:  # copy_ would broadcast
             got = f"{describe(list(entry.shape))} since the file was checked"
             raise ModelError(self._where(name), got=got, expected=f"{list(shape)}")
-        yield from self._verified(entry, self._spans(entry, range(shape[0])))
+        yield from self._read(name, range(shape[0]))
 
     def rows(self, name: str, start: int, stop: int, step: int = 1) -> torch.Tensor:
         """Return a copy of some rows of a checked tensor, as stored.
 
-        With a manifest, all blocks that they lie in are read and verified; without one, rows
-        between those that are wanted are not read. Raises ModelError, ManifestError.
+        All blocks that they lie in are read; without a manifest, and for a step, only the rows
+        that are wanted. Raises ModelError, ManifestError.
         """
         entry = self._entry(name)
         wanted = range(start, min(stop, entry.shape[0]), step)
         found = torch.empty((len(wanted), *entry.shape[1:]), dtype=TORCH_DTYPES[entry.dtype])
-        for rows, block in self._verified(entry, self._spans(entry, wanted)):
-            first = -(-max(0, rows.start - start) // step)
-            inside = wanted[first : -(-max(0, rows.stop - start) // step)]
-            begin, end = inside.start - rows.start, inside.stop - rows.start
-            found[first : first + len(inside)] = block[begin:end:step]
+        for rows, block in self._read(name, wanted):
+            first, last = bisect_left(wanted, rows.start), bisect_left(wanted, rows.stop)
+            inside = block[wanted[first] - rows.start :: step]
+            found[first:last] = inside[: last - first]
         return found
 
     def remember(self, what: object, compute: Callable[[], str]) -> str:
@@ -183,49 +183,43 @@ class Checkpoint:
             self._remembered[what] = compute()
         return self._remembered[what]
 
-    def _spans(self, entry: Entry, wanted: range) -> list[slice]:
-        """Return what to read for these rows: whole blocks for a manifest, else no other rows."""
-        low, high, size = 0, entry.shape[0], rows_per_block(entry.shape, entry.row_bytes)
-        if self.manifest is None:
-            low, high, size = wanted.start, wanted.stop, 1 if wanted.step > 1 else size
-        blocks = sorted({row // size for row in wanted})
-        return [slice(max(low, b * size), min(high, (b + 1) * size)) for b in blocks]
-
-    def _verified(
-        self, entry: Entry, spans: Sequence[slice]
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield rows of a tensor: copied first, checked then. One buffer for all."""
-        file, _ = self._found[entry.name]
-        where, pin = self._where(entry.name), self._pin(entry)
-        longest = max((rows.stop - rows.start for rows in spans), default=0)
-        buffer = torch.empty(longest * entry.row_bytes, dtype=torch.uint8)
-        with file.reading(entry) as descriptor:
-            for rows in spans:
+    def _read(self, name: str, wanted: range) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the blocks of rows that hold the wanted ones: copied first, checked then."""
+        file, entry = self._found[name], self._entry(name)
+        where, pin = self._where(name), self._pin(name)
+        size = rows_per_block(entry.shape, entry.row_bytes)
+        if pin is None and wanted.step > 1:
+            size = 1  # a block is read whole only where it is verified
+        buffer = torch.empty(size * entry.row_bytes, dtype=torch.uint8)
+        with file.reading(name) as descriptor:
+            for block in sorted({row // size for row in wanted}):
+                rows = slice(block * size, min(entry.shape[0], (block + 1) * size))
                 part = buffer[: (rows.stop - rows.start) * entry.row_bytes]
                 file.read_rows(descriptor, entry, rows.start, part)
                 if self.manifest is not None and pin is not None:
-                    block = rows.start // rows_per_block(entry.shape, entry.row_bytes)
                     self.manifest.check_block(pin, where, block, bytes_of(part))
                 found = part.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
-                _require_finite(found, where)
+                # Passes NaN on, and is many times as fast as isfinite.
+                if not all(math.isfinite(extreme) for extreme in found.aminmax()):
+                    raise ModelError(where, got="NaN or infinity", expected="finite weights")
                 yield rows, found
 
-    def _pin(self, entry: Entry) -> TensorPin | None:
+    def _pin(self, name: str) -> TensorPin | None:
         """Return what the manifest says of a tensor; None only where there is no manifest."""
         if self.manifest is None:
             return None
-        where = self._where(entry.name)
-        return self.manifest.check_tensor(where, entry.name, entry.dtype, entry.shape)
+        entry = self._entry(name)
+        return self.manifest.check_tensor(self._where(name), name, entry.dtype, entry.shape)
 
     def dtype(self, name: str) -> str:
         """Return the stored dtype of a tensor that is there, as safetensors calls it."""
         return self._entry(name).dtype
 
     def _entry(self, name: str) -> Entry:
-        return self._found[name][1]
+        return self._found[name].header.entries[name]
 
     def _where(self, name: str) -> str:
-        return f"{self._found[name][0].path}: {shown(name)}"
+        return f"{self._found[name].path}: {shown(name)}"
 
     def _add_index(self) -> None:
         index = self._contents
@@ -247,17 +241,17 @@ class Checkpoint:
             path = self.directory / file
             if not is_there(path):
                 self._missing[name] = path
-            elif name not in self._found or self._found[name][0].path != path:
+            elif name not in self._found or self._found[name].path != path:
                 where, expected = f"{path}: {shown(name)}", f"one, as {INDEX_FILE} says"
                 raise ModelError(where, got="no such tensor", expected=expected)
 
     def _add_file(self, path: Path) -> None:
         file = TensorFile(path)
-        for name, entry in file.entries.items():
+        for name in file.header.entries:
             if name in self._found:
-                got = f"a tensor that {self._found[name][0].path.name} holds too"
+                got = f"a tensor that {self._found[name].path.name} holds too"
                 raise ModelError(f"{path}: {shown(name)}", got=got, expected="every tensor once")
-            self._found[name] = (file, entry)
+            self._found[name] = file
 
 
 def _no_weights(directory: Path) -> ModelError:
@@ -274,12 +268,3 @@ def _is_plain(name: object) -> bool:
     if not isinstance(name, str) or not 0 < len(name) < 256 or not name.isprintable():
         return False
     return Path(name).name == name and name not in (".", "..")
-
-
-def _require_finite(values: torch.Tensor, where: str) -> None:
-    """Refuse NaN and infinity: one of them makes every token wrong. Raises ModelError."""
-    if not values.numel():
-        return
-    smallest, largest = values.aminmax()  # passes NaN on; many times as fast as isfinite
-    if not (math.isfinite(smallest) and math.isfinite(largest)):
-        raise ModelError(where, got="NaN or infinity", expected="finite weights")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FloatDtype, ModuleName
-from protocol.model.files import parse_json
+from protocol.model.files import parse_object
 from protocol.model.manifest import Manifest, find_file, read_file
 from protocol.validation import validate_file
 
@@ -221,15 +221,7 @@ class _ConfigFile(_Sizes, _EndOfText):
 
 def read_json(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError that names the file, ManifestError if it differs."""
-    content = read_file(path, MAX_JSON_BYTES, manifest)
-    try:
-        value = parse_json(content, str(path))
-    except ValueError as error:
-        got = f"{type(error).__name__}: {error}"[:120]
-        raise ModelError(str(path), got=got, expected="a JSON object") from None
-    if not isinstance(value, dict):
-        raise ModelError(str(path), got=type(value).__name__, expected="a JSON object")
-    return value
+    return parse_object(read_file(path, MAX_JSON_BYTES, manifest), str(path))
 
 
 def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfig:

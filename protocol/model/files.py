@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from protocol.errors import InputError, ModelError
+from protocol.errors import InputError, ModelError, describe
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -27,10 +28,6 @@ _KINDS = {
 _SHOWN = 120
 # What a parser takes a hundred times the bytes of, by the characters that it is counted by.
 _STRUCTURE = {"lists": (b"[", b"{"), "items": (b",",), "keys": (b":",)}
-
-
-class _RepeatedKeyError(Exception):
-    """A JSON object with one key twice: two readers may take different ones."""
 
 
 def shown(name: str) -> str:
@@ -91,17 +88,19 @@ def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
         os.close(descriptor)
 
 
+def read_start(descriptor: int, limit: int, path: Path) -> bytes:
+    """Read an open file up to `limit` bytes, whatever size it claims. Raises ModelError."""
+    with _readable(path), os.fdopen(descriptor, "rb", closefd=False) as file:
+        return file.read(limit)
+
+
 def read_bytes(path: Path, limit: int, *, inside: bool = True) -> bytes:
     """Read a whole file of at most `limit` bytes. Raises ModelError that names the file."""
-    content = b""
     with opened(path, inside=inside) as descriptor:
         size = os.fstat(descriptor).st_size
-        if size <= limit:
-            with _readable(path), os.fdopen(descriptor, "rb", closefd=False) as file:
-                content = file.read(limit + 1)  # a file may grow, and say that it is empty
-    if max(size, len(content)) > limit:
-        got = f"{max(size, len(content))} bytes"
-        raise ModelError(str(path), got=got, expected=f"at most {limit}")
+        content = b"" if size > limit else read_start(descriptor, limit + 1, path)
+    if (size := max(size, len(content))) > limit:
+        raise ModelError(str(path), got=f"{size} bytes", expected=f"at most {limit}")
     return content
 
 
@@ -129,21 +128,24 @@ def limit_structure(
             raise error(where, got=f"{count} {what}", expected=f"at most {most}")
 
 
-def parse_json(content: bytes, where: str, error: type[InputError] = ModelError) -> object:
-    """Parse UTF-8 JSON. Raises ValueError, and `error` that names a key twice in one object."""
+def parse_object(
+    content: bytes, where: str, error: type[InputError] = ModelError
+) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. Raises `error` that names `where`, and a key twice in one."""
+
+    def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):  # two readers may take different ones
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise error(f"{where}: {shown(key)}", got="this key twice", expected="it once")
+        return found
+
     try:
-        value: object = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats)
-    except _RepeatedKeyError as repeated:
-        key = shown(str(repeated))
-        raise error(f"{where}: {key}", got="this key twice", expected="it once") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=without_repeats)
+    except (ValueError, RecursionError) as wrong:
+        deep = isinstance(wrong, RecursionError)
+        got = "nested too deeply" if deep else f"{type(wrong).__name__}: {wrong}"[:120]
+        raise error(where, got=got, expected="a JSON object") from None
+    if not isinstance(value, dict):
+        raise error(where, got=describe(value), expected="a JSON object")
     return value
-
-
-def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = Counter(key for key, _ in pairs)
-        raise _RepeatedKeyError(keys.most_common(1)[0][0])
-    return found

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from protocol.errors import ManifestError, ModelError
 from protocol.messages import Digest
-from protocol.model.files import is_there, limit_structure, parse_json, read_bytes, shown
+from protocol.model.files import is_there, limit_structure, parse_object, read_bytes, shown
 from protocol.validation import validate_file
 
 MANIFEST_FILE = "manifest.json"
@@ -138,10 +138,7 @@ class Manifest(BaseModel):
                 f"{path}: SHA-256", got=found, expected=f"{shown(digest)}, as was asked for"
             )
         limit_structure(content, str(path), ManifestError, **_LIMITS)
-        try:
-            parsed = parse_json(content, str(path), ManifestError)
-        except ValueError as error:
-            raise ManifestError(str(path), got=f"{error}"[:120], expected="JSON") from None
+        parsed = parse_object(content, str(path), ManifestError)
         manifest = validate_file(Manifest, parsed, str(path), ManifestError)
         manifest._source = f"{_UNREAD} {path}"
         return manifest

@@ -272,7 +272,8 @@ def _read(
         if found is None or (found.shape, found.dtype) != (shape, dtype):
             got = f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor"
             raise CalibrationError(f"{path}: {name}", got=got, expected=f"{dtype} {list(shape)}")
-        raw = bytearray(content[found.begin : found.end])
+        begin, end = (header.data_begin + offset for offset in found.data_offsets)
+        raw = bytearray(content[begin:end])
         tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
     if extra := sorted(header.entries.keys() - tensors.keys()):
         raise CalibrationError(
@@ -307,8 +308,7 @@ def _content(
         content = read_bytes(path, largest, inside=False)
         if manifest is not None:
             manifest.check_file(path, content, CALIBRATION_FILE)
-        end = 8 + min(MAX_HEADER_BYTES, int.from_bytes(content[:8], "little"))
-        return content, parse_header(content[:end], len(content), str(path))
+        return content, parse_header(content, len(content), str(path))
     except ModelError as error:
         raise CalibrationError(
             error.where, got=error.got, expected="a file made by tsqp calibrate"

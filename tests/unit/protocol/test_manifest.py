@@ -239,8 +239,9 @@ def test_what_was_verified_is_in_memory_of_its_own(
     ) -> None:
         whole(self, descriptor, entry, start, into)
         with self.path.open("r+b") as file:
-            file.seek(entry.begin)
-            file.write(bytes(entry.end - entry.begin))
+            begin, end = entry.data_offsets
+            file.seek(self.header.data_begin + begin)
+            file.write(bytes(end - begin))
 
     checkpoint = Checkpoint(directory, pinned)
     monkeypatch.setattr(TensorFile, "read_rows", read_and_spoil)
@@ -453,10 +454,10 @@ def test_a_malformed_manifest_is_refused_by_file_and_field(
 @each_row(
     ("content", "said"),
     [
-        (b"", "got Expecting value"),
+        (b"", "Expecting value"),
         (b"[]", "got [], expected"),
         (b"\xff", "codec can't decode"),
-        (b"[" * 20_000, "got nested too deeply, expected JSON"),
+        (b"[" * 20_000, "got nested too deeply, expected a JSON object"),
         (b"[{" * 10_001, "got 20002 lists, expected at most 20000"),
         (b"," * 300_001, "got 300001 items, expected at most 300000"),
         (b":" * 20_001, "got 20001 keys, expected at most 20000"),

@@ -76,10 +76,10 @@ def test_an_empty_directory_has_no_config(tmp_path: Path) -> None:
     [
         (b"", "JSONDecodeError"),
         (b"{", "JSONDecodeError"),
-        (b"[]", "list"),
-        (b"null", "NoneType"),
+        (b"[]", "[]"),
+        (b"null", "None"),
         (b"\xff\xfe", "UnicodeDecodeError"),
-        (b"[" * 100_000, "ValueError: nested too deeply"),
+        (b"[" * 100_000, "nested too deeply"),
         (b" " * (MAX_JSON_BYTES + 1), f"{MAX_JSON_BYTES + 1} bytes"),
     ],
     ids=["empty", "cut off", "a list", "null", "not UTF-8", "nested too deeply", "too large"],
