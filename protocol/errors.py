@@ -142,9 +142,16 @@ class DeadlineExceededError(TsqpError):
 
 
 class ProtocolError(TsqpError):
-    """Bytes from the peer that do not follow the wire schema."""
+    """Bytes from the peer that do not follow the wire schema; most often, one field does not."""
 
-    def __init__(self, where: str, *, got: str, expected: str, code: ErrorCode) -> None:
+    def __init__(
+        self,
+        where: str,
+        *,
+        got: str,
+        expected: str,
+        code: ErrorCode = ErrorCode.INVALID_FIELD,
+    ) -> None:
         super().__init__(where, got=got, expected=expected)
         self.code = code
 

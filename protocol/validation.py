@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocol.errors import (
-    ErrorCode,
     InputError,
     ModelError,
     ProtocolError,
@@ -21,30 +20,31 @@ from protocol.errors import (
     expectation,
 )
 from protocol.model.files import shown
+from protocol.tensors import ReceivedFrames
 
 M = TypeVar("M", bound=BaseModel)
 
 
-def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
-    """Build a message model from decoded fields. Raises ProtocolError naming the first bad one."""
+def validate(
+    cls: type[M], fields: Mapping[str, Any], where: str, frames: ReceivedFrames | None = None
+) -> M:
+    """Build a message model from decoded fields, and its tensors from the frames.
+
+    Raises ProtocolError naming the first bad field.
+    """
     try:
-        return cls.model_validate(fields)
+        return cls.model_validate(fields, context=frames)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        kind, value = first["type"], first["input"]
-        got, expected = describe_untrusted(value), expectation(kind, first["msg"])[:100]
-        location = first["loc"]
-        if kind == "missing":
+        got, location = describe_untrusted(first["input"]), first["loc"]
+        expected = expectation(first["type"], first["msg"])[:100]
+        if first["type"] == "missing":
             got = "nothing"
-        elif kind == "extra_forbidden":
+        elif first["type"] == "extra_forbidden":
             # The name of an unknown field is as little ours to repeat as its value.
             got, expected, location = "an unknown field", "only those of the schema", location[:-1]
-        elif kind == "dataclass_exact_type":
-            got, expected = f"a value of type {type(value).__name__}", "a tensor"
-        path = ".".join(["", *(str(part) for part in location)])
-        raise ProtocolError(
-            f"{where}{path}", got=got, expected=expected, code=ErrorCode.INVALID_FIELD
-        ) from None
+        path = ".".join([where, *map(str, location)])
+        raise ProtocolError(path, got=got, expected=expected) from None
 
 
 class Fault(NamedTuple):
