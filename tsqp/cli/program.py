@@ -157,10 +157,3 @@ def model_directory(name: str) -> Path:
     if name == DEMO:
         return Path(__file__).resolve().parent.parent / "demo_model"
     return Path(name)
-
-
-def setup_logging(level: str) -> None:
-    """Send the log to stderr, one line an event: time, level, event, key=value pairs."""
-    from tsqp.cli.logs import configure
-
-    configure(level)
