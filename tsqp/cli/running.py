@@ -182,7 +182,8 @@ def stream(
     What is shown is decoded and written by a thread of its own: between two tokens there is
     the same work for each.
     """
-    show, stats = not settings["as_json"], settings["stats"] and not settings["as_json"]
+    show = not settings["as_json"]
+    stats = settings["stats"] and show
     status = StatusLine(runner.policy.name, generation, enabled=stats)
     with Printer(generation.text_stream() if show else None, status) as printer:
         runner.on_wait = status.waiting
@@ -192,9 +193,7 @@ def stream(
                 keep_logits.append(sampled.logits_V)
     result = generation.result()
     if show:
-        if result.text is None:
-            click.echo(",".join(map(str, result.token_ids)), nl=False)
-        click.echo()
+        click.echo(",".join(map(str, result.token_ids)) if result.text is None else "")
     if stats:
         _summarise(result)
     return result
@@ -239,11 +238,9 @@ def errors_as_json(settings: dict[str, Any]) -> Iterator[SoFar]:
     except TsqpError as error:
         if settings["as_json"]:
             made = so_far.generation
-            tokens = {
-                "token_ids": made.token_ids if made else [],
-                "text": (made.text if made else None) or "",
-            }
-            click.echo(json.dumps({"error": describe_error(error), **tokens}))
+            token_ids, text = (made.token_ids, made.text or "") if made else ([], "")
+            said = {"error": describe_error(error), "token_ids": token_ids, "text": text}
+            click.echo(json.dumps(said))
         raise
 
 
