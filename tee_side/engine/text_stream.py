@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Decoder(Protocol):
-    """Turns token ids into text, as `tee_side.engine.tokenizer.Tokenizer` does."""
-
-    def decode(self, token_ids: Sequence[int], /) -> str:
-        """Return the text of token ids. Raises ModelError."""
-        ...
+from tee_side.engine.tokenizer import Tokenizer
 
 
 class TextStream:
@@ -22,7 +15,7 @@ class TextStream:
     library's own DecodeStream raises where bytes turn out to be no UTF-8.
     """
 
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
         # Those read last, which decoding needs as context, and those that are no text yet.

@@ -10,6 +10,8 @@ layer's keys are [K, S, C], so that the part in use is a view that a batched pro
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,18 +31,16 @@ def kv_bytes(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
 
 
 def available_kv_bytes() -> int:
-    """Return 80 % of the memory that is available now; of all of it where nobody says that."""
+    """Return 80 % of the memory that is available now; of all of it where Linux does not say."""
     return int(_available_bytes() * _SHARE_OF_MEMORY)
 
 
 def _available_bytes() -> int:
-    try:
-        for line in _MEMORY.read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    except OSError:
-        pass  # no Linux, or no /proc
+    with suppress(OSError):  # no Linux, or no /proc
+        if found := re.search(
+            r"^MemAvailable: +(\d+) kB$", _MEMORY.read_text("ascii"), re.MULTILINE
+        ):
+            return int(found[1]) * 1024
     return _machine_bytes()
 
 

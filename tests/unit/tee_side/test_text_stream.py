@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -30,7 +31,7 @@ class Pieces:
 
     def __init__(self, stops: list[str]) -> None:
         self._pieces: list[str] = []
-        self._stream = TextStream(self, stops)
+        self._stream = TextStream(cast(Any, self), stops)
         self.flush = self._stream.flush
 
     def decode(self, token_ids: Sequence[int]) -> str:
