@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -19,11 +20,18 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+from tsqp.end_with_parent import end_with
+
+ENVIRONMENT = {
+    **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
+    "OMP_NUM_THREADS": "1",
+}
 _MODULES = {
     found.name: found.module
     for found in distribution("tsqp").entry_points.select(group="console_scripts")
 }
 _LATE = ("gpu_side.service", "tee_side.runner", "tsqp.cli.generate", "tsqp.cli.logs")
+_LOCK = threading.Lock()
 _SERVER = get_context("forkserver")
 _SERVER.set_forkserver_preload([*_MODULES.values(), *_LATE])
 
@@ -31,7 +39,9 @@ _SERVER.set_forkserver_preload([*_MODULES.values(), *_LATE])
 class Forked:
     """A running program: what tests need of `subprocess.Popen`, its error output as text.
 
-    `stdout`, `stderr`: the descriptors that it writes to; without the latter, `stderr` reads it.
+    `stdout`, `stderr`: descriptors that it writes to. Without them, its output is dropped, and what
+    it writes to the other is read from the attribute `stderr`.
+    `before`: Python that it runs first, to put a fault into it.
     """
 
     def __init__(
@@ -40,15 +50,16 @@ class Forked:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         *,
-        stdout: int,
+        stdout: int | None = None,
         stderr: int | None = None,
+        before: str = "",
     ) -> None:
         read, write = os.pipe()
         self.stderr = os.fdopen(read, encoding="utf-8", errors="replace")
-        outputs = (_Passed(stdout), _Passed(write if stderr is None else stderr))
-        given = (program, list(arguments), dict(environment), *outputs)
+        outputs = (stdout and _Passed(stdout), _Passed(write if stderr is None else stderr))
+        given = (program, list(arguments), dict(environment), before, *outputs)
         self._process = _SERVER.Process(target=_run, args=given)
-        with _only(environment):  # the server's own: numbers of threads are read at its start
+        with _LOCK, _only(ENVIRONMENT):  # the server reads numbers of threads when it starts
             self._process.start()
         os.close(write)
         self.pid: int = self._process.pid or 0
@@ -114,13 +125,20 @@ def _only(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _run(
-    program: str, arguments: list[str], environment: dict[str, str], stdout: int, stderr: int
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    before: str,
+    stdout: int | None,
+    stderr: int,
 ) -> None:
     """Be the program, from its first line to its exit."""
+    end_with(os.getppid())
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, number in ((stdout, 1), (stderr, 2)):
+    for descriptor, number in ((stdout or os.open(os.devnull, os.O_WRONLY), 1), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
     sys.argv = [str(Path(sys.executable).with_name(program)), *arguments]
+    exec(before, {})
     import_module(_MODULES[program]).main()

@@ -35,15 +35,10 @@ from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.masks.mask import FeatureMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import Phase, Verify
-from tests.forked import Forked
+from tests.forked import ENVIRONMENT, Forked
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.provisioning import provision
-
-ENVIRONMENT = {
-    **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
-    "OMP_NUM_THREADS": "1",
-}
 
 # Small, but with more than one query head per key/value head and a head_dim of its own.
 SIZES: dict[str, Any] = {
@@ -150,21 +145,19 @@ CALM = ("--heartbeat-timeout-s", str(CALM_S))
 
 @contextmanager
 def running_service(
-    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32"
+    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32", before: str = ""
 ) -> Iterator[Service]:
     """Start a real gpu-service process and wait for its ready line; stop it by its process id.
 
     `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which. Its
-    heartbeats are calm, unless `arguments` say otherwise.
+    heartbeats are calm, unless `arguments` say otherwise. `before`: see `Forked`.
     """
     options = (str(model), "--bind", endpoint, "--dtype", dtype, *CALM, *arguments)
-    with open(os.devnull, "wb") as nothing:
-        process = Forked("gpu-service", options, ENVIRONMENT, stdout=nothing.fileno())
-    service = Service(process, endpoint)
+    service = Service(Forked("gpu-service", options, ENVIRONMENT, before=before), endpoint)
     try:
         deadline = time.monotonic() + 60
         while not service.log or " ready " not in f" {service.log[-1]} ":
-            line = process.stderr.readline()
+            line = service.process.stderr.readline()
             if not line or time.monotonic() > deadline:
                 raise RuntimeError("gpu-service did not become ready:\n" + "\n".join(service.log))
             service.log.append(line.rstrip("\n"))
