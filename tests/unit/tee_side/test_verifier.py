@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError, ModelError, PolicyError, ReplyError, VerificationError
 from protocol.messages import (
+    FUSED_MODULES,
     EmbeddingRequest,
     LMHeadRequest,
     MatmulRequest,
@@ -26,7 +27,7 @@ from protocol.messages import (
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.assembly import sites_where
+from tee_side.model.local_operators import sites_where
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.pads.source import PadLane
@@ -435,8 +436,8 @@ def test_lanes_hand_their_deadline_to_what_asks(
     lanes = tee.assembly.lanes(lambda _layer: tee.channels, timeout_s=7.0)
     given = {
         call._settings.longest_s
-        for calls in lanes[0].decode.linear.values()
-        for call in calls
+        for name in FUSED_MODULES
+        for call in getattr(lanes[0].tables["decode"], name)
         if isinstance(call, RemoteLinear)
     }
     assert given == {7.0}
