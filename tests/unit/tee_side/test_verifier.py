@@ -213,6 +213,14 @@ def test_lies_about_floats_are_refused_at_every_operator(
     assert channel.lied
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_lie_in_the_last_row_alone_is_refused(saved_model: Models, operator: Operator) -> None:
+    directory = saved_model("llama").directory
+    last = Lying(directory, lambda y: torch.cat((y[:-1], -y[-1:])), KINDS[operator])
+    with pytest.raises(VerificationError, match=operator):
+        generate(saved_model("llama").tee(everything_verified("tsqp"), channels=[last]))
+
+
 @pytest.mark.parametrize("name", ["cloak", "stip", "row-mix", "row-rotation", "float-noise"])
 @pytest.mark.parametrize("lie", FLOAT_LIES)
 def test_lies_are_refused_under_every_float_mask(saved_model: Models, name: str, lie: str) -> None:
