@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, embedding, linear
 
 from benchmarks.memory import program
 from protocol.integer import exact_product
@@ -41,12 +41,12 @@ from tee_side.model.forward import forward, logits
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import TeeModel, load_tee_model
 from tee_side.model.local_operators import LocalOperators
-from tee_side.model.operators import Operators, local_operators
+from tee_side.model.operators import Operators
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import Calibration, SiteScales, calibration_path
 from tee_side.remote.overlap import run
 from tee_side.words import Site
-from tsqp.calibrate import STEPS
+from tsqp.calibrate import STEPS, operators_here
 from tsqp.cli.program import model_directory
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
@@ -113,8 +113,10 @@ class Bench:
 
     def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
         """Return operators that run here."""
-        local = LocalOperators(linears, self._embedding, lm_head)
-        return local_operators(local, self.config.num_hidden_layers)
+        local: LocalOperators = {(None, "lm_head"): lm_head}
+        local[None, "embedding"] = partial(embedding, weight=self._embedding)
+        local.update(linears.items())
+        return operators_here(local, self.config.num_hidden_layers)
 
     def float_linears(self) -> dict[Site, Product]:
         """Linear operators in float32."""
@@ -194,7 +196,7 @@ def score_policy(bench: Bench, directory: Path) -> Score:
     with service(directory) as endpoint:
         channel = ZmqChannel(endpoint)
         try:
-            return bench.score(assembly.lanes(lambda _layer: [channel])[0]["prefill"])
+            return bench.score(assembly.lanes(lambda _layer: [channel])[0].tables["prefill"])
         finally:
             channel.close()
             assembly.close()

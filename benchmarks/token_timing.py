@@ -39,6 +39,7 @@ import numpy.typing as npt
 from scipy.stats import rankdata
 
 from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
@@ -138,7 +139,7 @@ def generate(way: Way, model: Path, endpoint: str, policy: str, seed: int) -> di
                     if (now := time.perf_counter()) - drawn > _REDRAW_S:
                         status.draw()
                         drawn = now
-        decoder = runner.tokenizer.streamer()
+        decoder = TextStream(runner.tokenizer)
         return {"showed": [decoder.feed(token_id) != "" for token_id in generation.token_ids]}
 
 

@@ -7,10 +7,12 @@ The order is that of mistakes that show early: the policy against the model, fil
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,31 +28,27 @@ from tee_side.model.layers import TeeModel
 from tee_side.model.local_operators import (
     LocalOperators,
     load_local_operators,
+    not_here,
     sites_here,
+    sites_under,
+    sites_where,
 )
 from tee_side.model.operators import Call, MicroBatchOperators, place, staying
 from tee_side.observer import Observer, Observers, timed
-from tee_side.policy.placement import Placement, Policy
+from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
-from tee_side.protect.masking import HideAt, MaskRules, linear_masking
+from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.keyed import TransformKey, load_key
-from tee_side.protect.masks.mask import AdditiveMask, KeyedTransform, Mask
+from tee_side.protect.masks.mask import AdditiveMask, FeatureMask, KeyedTransform, Mask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
 from tee_side.protect.pads.source import Pads, WhenOut
-from tee_side.protect.pads.store import MemoryStore, PadStore
+from tee_side.protect.pads.store import MemoryStore
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import (
-    FloatSite,
-    FloatSites,
-    IntegerSites,
-    Sites,
-    load_biases,
-    tensors_of,
-)
+from tee_side.protect.sites import FloatSite, FloatSites, IntegerSites, load_biases, tensors_of
 from tee_side.protect.verifier import UNVERIFIED, Secrets, Weights, check_verifiable
 from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear
 from tee_side.remote.registered import (
@@ -59,10 +57,17 @@ from tee_side.remote.registered import (
     find_registered,
     registered_name,
 )
-from tee_side.words import PHASES, Operator, Phase, Site, Verify, is_linear
+from tee_side.words import Operator, Phase, Site, Verify, is_linear
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
+
+# The linear operators under each mask that needs pads.
+Padded: TypeAlias = Mapping[AdditiveMask, Sequence[Site]]
+
+# int8 products have to be exact here: they make pads and compute what stays. Checked once a
+# process; the service checks its own. Raises KernelError.
+_check_own_kernels = cache(check_kernels)
 
 
 @dataclass(frozen=True)
@@ -96,39 +101,78 @@ class Assembly:
         step_tokens: int,
         on_wait: Callable[[int], None] | None = None,
     ) -> None:
-        self.policy = policy
-        self._on_wait = on_wait
-        self._config = config
-        self._checkpoint = checkpoint
+        self._parts = RunParts(policy, config, checkpoint, model.dtype)
         self._model = model
-        self._settings = settings
-        policy.check(config.num_hidden_layers)
-        self._local_sites = self._sites_needed_here()
+        layers = config.num_hidden_layers
+        policy.check(layers)
         padded = {
-            mask: self._under(mask) for mask in policy.masks if isinstance(mask, AdditiveMask)
+            mask: sites_under(policy, layers, mask)
+            for mask in policy.masks
+            if isinstance(mask, AdditiveMask)
         }
-        self._verified = sites_where(
-            policy, config.num_hidden_layers, lambda placement: placement.verify != "none"
-        )
+        # Where pads may run out, the TEE computes what they were for.
+        others = chain(*padded.values()) if settings.when_out == "tee" else ()
+        self._sites_here = list(dict.fromkeys([*sites_here(policy, layers), *others]))
+        self._verified = sites_where(policy, layers, lambda placed: placed.verify != "none")
         check_verifiable(policy.name, self._verified, config, checkpoint)
         self._registered_classes = find_registered(policy)
-        self._check_settings(padded)
-        checkpoint.require(light_tensors(config) | tensors_of(self._local_sites, config))
+        _check_settings(settings, padded, self._parts)
+        checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))
         checkpoint.refuse_extra(config)
-        self.key = self._load_key()
+        self.key: TransformKey | None = None
+        self._transforms: Mapping[Site, KeyedTransform] | None = None
+        if (feature := policy.feature_mask) is not None:
+            self.key = _load_key(settings.key, feature, self._parts)
+            gains = [(n.input_layernorm, n.post_attention_layernorm) for n in model.norms]
+            self._transforms = self.key.transforms(feature, config, gains)
         self.linear_digest = linear_digest(config, checkpoint)
-        self._integers = self._load_integers()
-        self._sites: Sites = self._integers or FloatSites(self._biases())
-        self.pads: dict[Mask, Pads] = {}
-        self._stores: list[PadStore] = []
+        biases = _load_biases(self._parts)
+        self._integers: IntegerSites | None = None
+        if policy.arithmetic == "int8":
+            calibration = _load_calibration(settings.calibration, self.linear_digest, self._parts)
+            # Where the directory has no linear weights: those that the scales belong to.
+            self.linear_digest = calibration.linear_digest
+            self._integers = IntegerSites(calibration, biases, model.dtype)
+        self._sites = self._integers or FloatSites(biases)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
         self._held: dict[Site, QuantizedLinear] = {}
-        try:
+        self.pads: dict[Mask, Pads] = {}
+        with ExitStack() as opened:
             for mask, sites in padded.items():
-                self.pads[mask] = self._open_pads(mask, sites, step_tokens)
-        except BaseException:
-            self.close()
-            raise
+                layout = PadLayout.of(config, sites)
+                store = opened.enter_context(
+                    # A step may have as many rows; memory is taken as it is filled.
+                    closing(MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens)))
+                    if settings.bank is None
+                    else closing(BankFile.open(settings.bank, self._purpose(layout, mask)))
+                )
+                self.pads[mask] = Pads(
+                    mask,
+                    store,
+                    self._pad_maker(mask, sites),
+                    settings.when_out,
+                    ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
+                    on_wait=on_wait,
+                )
+            self._closing = opened.pop_all()
+
+    def _purpose(self, layout: PadLayout, mask: AdditiveMask) -> Purpose:
+        checkpoint = self._parts.checkpoint
+        return Purpose.of(
+            layout,
+            mask=mask.described(),
+            model=checkpoint.directory.resolve().name,
+            model_digest=model_digest(self._parts.config, checkpoint),
+            linear_digest=self.linear_digest or "",
+        )
+
+    def _pad_maker(self, mask: AdditiveMask, sites: Sequence[Site]) -> PadMaker | None:
+        config, checkpoint = self._parts.config, self._parts.checkpoint
+        if not checkpoint.holds(tensors_of(sites, config)):
+            return None
+        check = self._integers.check_weights if self._integers is not None else None
+        read = read_weights(checkpoint, config, mask.arithmetic, check)
+        return PadMaker(mask, held_or(self._held, read))
 
     def lanes(
         self,
@@ -149,163 +193,69 @@ class Assembly:
         """
         randomness = randomness or Randomness()
         settings = CallSettings(channels_at, timeout_s, None, torch.get_num_threads())
-        return [
-            self._lane(
-                observers.lane(index) if observers is not None else None, settings, randomness, only
-            )
-            for index in range(micro_batches)
-        ]
+        told = [observers.lane(n) if observers is not None else None for n in range(micro_batches)]
+        return [self._lane(settings, randomness, observer, only) for observer in told]
 
     def _lane(
         self,
-        told: Observer | None,
         settings: CallSettings,
         randomness: Randomness,
+        observer: Observer | None,
         only: Collection[Operator] | None,
     ) -> MicroBatchOperators:
-        told_all = told if only is None else None
-        settings = replace(settings, observer=told_all)
+        settings = replace(settings, observer=observer if only is None else None)
+        policy, local = self._parts.policy, self._local
         # Two micro-batches never draw from one stretch of pads.
         pads = {mask: found.lane() for mask, found in self.pads.items()}
-        hides = {
-            mask: linear_masking(
-                mask,
-                randomness,
-                pads=pads.get(mask) if mask is not None else None,
-                transforms=self._transforms,
-            )
-            for mask in (None, *self.policy.masks)
-        }
 
         @cache
         def remote_linear(site: Site, mask: Mask | None, verify: Verify) -> RemoteLinear:
-            return self._remote_linear(site, mask, verify, settings, hides[mask])
+            # What is neither masked nor checked is computed with its bias and all.
+            bias_leaves = self._integers is None and mask is None and verify == "none"
+            hide_at = linear_masking(
+                mask,
+                randomness,
+                pads=None if mask is None else pads.get(mask),
+                transforms=self._transforms,
+            )
+            return RemoteLinear(
+                site,
+                self._parts.config,
+                settings,
+                hide=hide_at(site),
+                rules=MaskRules(mask),
+                check=UNVERIFIED if verify == "none" else self._secrets.check(site, mask),
+                linear=FloatSite() if bias_leaves else self._sites[site],
+                bias_leaves=bias_leaves,
+                without_factors=staying(local.get(site, not_here)),
+                one_rpc_per_module=policy.one_rpc_per_module,
+            )
 
-        def local(operator: Operator, layer: int | None) -> Call:
-            observer = told if only is None or operator in only else None
-            function = self._local.function(operator, layer)
-            return staying(timed(function, observer, operator, layer))
+        def stays(operator: Operator, layer: int | None) -> Call:
+            function = local[layer, operator]
+            told = observer if only is None or operator in only else None
+            return staying(timed(function, told, operator, layer))
 
-        def remote(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
+        def leaves(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
             if is_linear(operator):
-                placement = self.policy.at(operator, layer, phase)
+                placement = policy.at(operator, layer, phase)
                 return remote_linear((layer, operator), placement.mask, placement.verify)
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 
-        decode, prefill = place(self.policy, self._config.num_hidden_layers, local, remote)
-        model = self._model.observed(told_all)
-        return MicroBatchOperators(model, prefill, decode, prefill is decode, tuple(pads.values()))
-
-    def _remote_linear(
-        self, site: Site, mask: Mask | None, verify: Verify, settings: CallSettings, hide: HideAt
-    ) -> RemoteLinear:
-        # What is neither masked nor checked is computed with its bias and all.
-        bias_leaves = self._integers is None and mask is None and verify == "none"
-        return RemoteLinear(
-            site,
-            self._config,
-            settings,
-            hide=hide(site),
-            rules=MaskRules(mask),
-            check=UNVERIFIED if verify == "none" else self._secrets.check(site, mask),
-            linear=FloatSite() if bias_leaves else self._sites[site],
-            bias_leaves=bias_leaves,
-            without_factors=staying(self._local.linear(site)),
-            one_rpc_per_module=self.policy.one_rpc_per_module,
-        )
+        tables = place(policy, self._parts.config.num_hidden_layers, stays, leaves)
+        model = self._model.observed(settings.observer)
+        return MicroBatchOperators(model, tables, tuple(pads.values()))
 
     def close(self) -> None:
         """Let go of the pad bank."""
-        for store in self._stores:
-            store.close()
-
-    def _sites_needed_here(self) -> list[Site]:
-        sites = sites_here(self.policy, self._config)
-        if self._settings.when_out == "tee":
-            under = [site for mask in self.policy.masks for site in self._under(mask)]
-            sites += [site for site in under if site not in sites]
-        return sites
-
-    def _check_settings(self, padded: Mapping[AdditiveMask, Sequence[Site]]) -> None:
-        """Refuse files that the policy has no use for, and pads that nothing can come from.
-
-        Somebody who names a file relies on it. Raises SettingsError and PolicyError.
-        """
-        settings, name = self._settings, f"policy {self.policy.name}"
-        uses = {
-            "--bank": (settings.bank and settings.bank.bank, bool(padded), "pads"),
-            "--key": (settings.key, self.policy.feature_mask is not None, "a feature mask"),
-            "--calibration": (settings.calibration, self.policy.arithmetic == "int8", "int8"),
-        }
-        for option, (given, used, what) in uses.items():
-            if given is not None and not used:
-                raise SettingsError(
-                    option, got=str(given), expected=f"nothing: {name} runs without {what}"
-                )
-        if settings.bank is not None:
-            return
-        for mask, sites in padded.items():
-            if not self._checkpoint.holds(tensors_of(sites, self._config)):
-                raise PolicyError(
-                    f"{name}: mask {mask.name}",
-                    got=f"no --bank, and not all linear weights in {self._checkpoint.directory}",
-                    expected="one of them: pads are made from the weights",
-                )
-
-    def _under(self, mask: Mask) -> list[Site]:
-        return sites_under(self.policy, self._config.num_hidden_layers, mask)
-
-    def _biases(self) -> dict[Site, torch.Tensor]:
-        """Read biases where the TEE adds them: for integers, under masks, to what it verifies."""
-        operators = [
-            operator
-            for operator in FUSED_MODULES
-            if self.policy.arithmetic == "int8"
-            or any((p.mask, p.verify) != (None, "none") for p in self.policy.operators[operator])
-        ]
-        return load_biases(self._checkpoint, self._config, operators, self._model.dtype)
-
-    def _load_integers(self) -> IntegerSites | None:
-        if self.policy.arithmetic != "int8":
-            return None
-        _check_own_kernels()
-        path = calibration_path(self._checkpoint.directory, self._settings.calibration)
-        calibration = Calibration.load(
-            path,
-            self._config,
-            model_digest(self._config, self._checkpoint),
-            self.linear_digest,
-            self._checkpoint.manifest,
-        )
-        # Where the directory has no linear weights: those that the scales belong to.
-        self.linear_digest = calibration.linear_digest
-        return IntegerSites(calibration, self._biases(), self._model.dtype)
-
-    def _load_key(self) -> TransformKey | None:
-        mask, path = self.policy.feature_mask, self._settings.key
-        if mask is None:
-            return None
-        if path is None:
-            raise SettingsError(
-                "--key",
-                got="none",
-                expected=f"the key that tsqp provision --mask {mask.name} wrote",
-            )
-        key = load_key(path)
-        key.check(self._config, self._checkpoint, mask)
-        return key
+        self._closing.close()
 
     @cached_property
     def _local(self) -> LocalOperators:
+        parts, integers = self._parts, self._integers
         return load_local_operators(
-            self._config,
-            self._checkpoint,
-            self.policy,
-            self._model.dtype,
-            sites=self._local_sites,
-            integers=self._integers,
-            held=self._held,
+            parts, sites=self._sites_here, integers=integers, held=self._held
         )
 
     @cached_property
@@ -313,87 +263,71 @@ class Assembly:
         # What stays is loaded before, and not read again. From a generator of their own, which no
         # caller chooses.
         _ = self._local
-        weights = Weights(self._config, self._checkpoint, self._model.dtype, self._held)
+        parts = self._parts
+        weights = Weights(parts.config, parts.checkpoint, parts.dtype, self._held)
         return Secrets.draw(self._verified, weights, self._integers, Randomness())
 
     @cached_property
     def _registered(self) -> dict[str, RegisteredOperator]:
-        parts = RunParts(self.policy, self._config, self._checkpoint, self._model.dtype)
-        return {name: found(parts) for name, found in self._registered_classes.items()}
-
-    @cached_property
-    def _transforms(self) -> dict[Site, KeyedTransform] | None:
-        feature = self.policy.feature_mask
-        if self.key is None or feature is None:
-            return None
-        gains = [
-            (norms.input_layernorm, norms.post_attention_layernorm) for norms in self._model.norms
-        ]
-        return self.key.transforms(feature, self._config, gains)
-
-    def _open_pads(self, mask: AdditiveMask, sites: Sequence[Site], step_tokens: int) -> Pads:
-        settings, layout = self._settings, PadLayout.of(self._config, sites)
-        store: PadStore
-        if settings.bank is None:
-            # A step may have as many rows; memory is taken as it is filled.
-            store = MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens))
-        elif mask.arithmetic != "int8":
-            raise PolicyError(
-                f"policy {self.policy.name}: pad bank {settings.bank.bank}",
-                got=f"mask {mask.name}",
-                expected="mask pad: a bank holds ring elements",
-            )
-        elif self.pads:
-            others = " and ".join(other.described() for other in (*self.pads, mask))
-            raise PolicyError(
-                f"policy {self.policy.name}: pad bank {settings.bank.bank}",
-                got=f"masks {others}",
-                expected="one mask with pads: a bank is made for one",
-            )
-        else:
-            purpose = Purpose.of(
-                layout,
-                mask=mask.described(),
-                model=self._checkpoint.directory.resolve().name,
-                model_digest=model_digest(self._config, self._checkpoint),
-                linear_digest=self.linear_digest or "",
-            )
-            store = BankFile.open(settings.bank, purpose)
-        self._stores.append(store)
-        maker = None
-        if self._checkpoint.holds(tensors_of(sites, self._config)):
-            check = self._integers.check_weights if self._integers is not None else None
-            read = read_weights(self._checkpoint, self._config, mask.arithmetic, check)
-            maker = PadMaker(mask, held_or(self._held, read) if mask.arithmetic == "int8" else read)
-        return Pads(
-            mask,
-            store,
-            maker,
-            settings.when_out,
-            ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
-            on_wait=self._on_wait,
-        )
+        return {name: made(self._parts) for name, made in self._registered_classes.items()}
 
 
-@cache
-def _check_own_kernels() -> None:
-    """Check that int8 products are exact here: they make pads and compute what stays.
+def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> None:
+    """Refuse files that the policy has no use for, and pads that nothing can come from.
 
-    Once a process; the service checks its own. Raises KernelError.
+    The operator who names a file relies on it. Raises SettingsError and PolicyError.
     """
-    check_kernels(CPU)
+    policy, bank = parts.policy, settings.bank
+    name = f"policy {policy.name}"
+    uses = {
+        "--bank": (bank and bank.bank, bool(padded), "pads"),
+        "--key": (settings.key, policy.feature_mask is not None, "a feature mask"),
+        "--calibration": (settings.calibration, policy.arithmetic == "int8", "int8"),
+    }
+    for option, (given, used, what) in uses.items():
+        if given is not None and not used:
+            raise SettingsError(
+                option, got=str(given), expected=f"nothing: {name} runs without {what}"
+            )
+    for mask, sites in padded.items():
+        where, got, expected = f"{name}: mask {mask.name}", "", ""
+        if bank is None and not parts.checkpoint.holds(tensors_of(sites, parts.config)):
+            got = f"no --bank, and not all linear weights in {parts.checkpoint.directory}"
+            expected = "one of them: pads are made from the weights"
+        if bank is not None:
+            where = f"{name}: pad bank {bank.bank}"
+            if mask.arithmetic != "int8":
+                got, expected = f"mask {mask.name}", "mask pad: a bank holds ring elements"
+            elif len(padded) > 1:
+                got = f"masks {' and '.join(other.described() for other in padded)}"
+                expected = "one mask with pads: a bank is made for one"
+        if got:
+            raise PolicyError(where, got=got, expected=expected)
 
 
-def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
-    """Return the linear operators that are placed so in some phase."""
-    return [
-        (layer, operator)
-        for layer in range(layers)
-        for operator in FUSED_MODULES
-        if any(placed(policy.at(operator, layer, phase)) for phase in PHASES)
+def _load_key(path: Path | None, mask: FeatureMask, parts: RunParts) -> TransformKey:
+    if path is None:
+        expected = f"the key that tsqp provision --mask {mask.name} wrote"
+        raise SettingsError("--key", got="none", expected=expected)
+    key = load_key(path)
+    key.check(parts.config, parts.checkpoint, mask)
+    return key
+
+
+def _load_biases(parts: RunParts) -> dict[Site, torch.Tensor]:
+    """Read biases where the TEE adds them: for integers, under masks, to what it verifies."""
+    placed, integers = parts.policy.operators, parts.policy.arithmetic == "int8"
+    operators = [
+        name
+        for name in FUSED_MODULES
+        if integers or any((p.mask, p.verify) != (None, "none") for p in placed[name])
     ]
+    return load_biases(parts.checkpoint, parts.config, operators, parts.dtype)
 
 
-def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
-    """Return the linear operators that are under a mask in some phase."""
-    return sites_where(policy, layers, lambda placement: placement.mask == mask)
+def _load_calibration(path: Path | None, linear: str | None, parts: RunParts) -> Calibration:
+    _check_own_kernels(CPU)
+    config, checkpoint = parts.config, parts.checkpoint
+    found = calibration_path(checkpoint.directory, path)
+    digest = model_digest(config, checkpoint)
+    return Calibration.load(found, config, digest, linear, checkpoint.manifest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -24,12 +24,10 @@ from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
-from tee_side.engine.engine import Sequence as EngineSequence
 from tee_side.engine.generation import Generation, PadTotals
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.layers import TeeModel, load_tee_model
-from tee_side.model.operators import MicroBatchOperators
+from tee_side.model.layers import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
 from tee_side.remote.handshake import ServiceCheck
@@ -102,10 +100,7 @@ class Runner:
         self.policy = policy = settings.policy
         # Told how many pads are missing, when a step has to wait for them.
         self.on_wait: Callable[[int], None] | None = None
-        self._closing = ExitStack()
-        self._tokenizer = tokenizer
-        self._generations: dict[EngineSequence, Generation] = {}
-        self._settings = settings
+        self._settings, self._tokenizer = settings, tokenizer
         given = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
         specs = assign_shares(given, policy)
         endpoints = [spec.endpoint for spec in specs]
@@ -113,17 +108,15 @@ class Runner:
         allowed = settings.shares_in_the_clear
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
-        self._keys = dict(zip(endpoints, keys, strict=True))
+        key_of = dict(zip(endpoints, keys, strict=True))
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        config = read_config(settings.model, settings.manifest)
-        dtype = torch_dtype(settings.dtype or config.dtype)
-        checkpoint = Checkpoint(settings.model, settings.manifest)
+        self.config = config = read_config(settings.model, settings.manifest)
+        self.dtype = dtype = torch_dtype(settings.dtype or config.dtype)
+        self._checkpoint = checkpoint = Checkpoint(settings.model, settings.manifest)
         checkpoint.require(light_tensors(config))
         model = load_tee_model(config, checkpoint, dtype)
-        self.config, self.dtype = config, dtype
-        self._checkpoint = checkpoint
-        try:
+        with ExitStack() as opened:
             self._assembly = assembly = Assembly(
                 policy,
                 config,
@@ -133,60 +126,47 @@ class Runner:
                 step_tokens=settings.step_tokens,
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
             )
-            self._closing.callback(assembly.close)
+            opened.callback(assembly.close)
             groups = plan_services(specs, policy, config.num_hidden_layers)
             self.assignments = tuple(
-                f"{endpoint}: {group}, {_key_words(self._keys[endpoint])}"
+                f"{endpoint}: {group}, {_key_words(key_of[endpoint])}"
                 for group in groups
                 for endpoint in group.endpoints
             )
-            options = self._connect_options(model, checkpoint)
-            self._services = services = Services(groups, config.num_hidden_layers, options)
-            self._closing.callback(services.close)
-            services.connect(settings.connect_timeout_s)
-            lanes = self._lanes(observer)
-        except BaseException:
-            self.close()
-            raise
-        self._engine = Engine(
-            model, lanes, step_tokens=settings.step_tokens, max_kv_bytes=settings.max_kv_bytes
-        )
-
-    def _connect_options(self, model: TeeModel, checkpoint: Checkpoint) -> ConnectOptions:
-        """Say how services are reached, and what each must hold.
-
-        For the first reply some rows of every tensor are read, which the digests cover.
-        """
-        policy, assembly, settings = self.policy, self._assembly, self._settings
-        reply_bytes = largest_reply(policy, self.config, settings.step_tokens, self.dtype)
-
-        @cache
-        def check() -> ServiceCheck:
-            return ServiceCheck(
-                self.config,
-                checkpoint,
-                model,
-                arithmetic=policy.arithmetic,
-                key=assembly.key,
-                linear=assembly.linear_digest,
+            reply_bytes = largest_reply(policy, config, settings.step_tokens, dtype)
+            # Made for the first reply: it reads some rows of every tensor, which digests cover.
+            check = cache(
+                lambda: ServiceCheck(
+                    config,
+                    checkpoint,
+                    model,
+                    arithmetic=policy.arithmetic,
+                    key=assembly.key,
+                    linear=assembly.linear_digest,
+                )
             )
-
-        def connect(endpoint: str) -> PendingChannel:
-            channel = open_channel(
-                endpoint,
+            options = ConnectOptions(
+                lambda endpoint: _connect(endpoint, settings, key_of[endpoint], reply_bytes),
+                lambda *said: check().verify(*said),
+                settings.link,
+                settings.request_timeout_s,
+            )
+            self._services = Services(groups, config.num_hidden_layers, options)
+            opened.callback(self._services.close)
+            self._services.connect(settings.connect_timeout_s)
+            self._lanes = partial(
+                assembly.lanes,
+                self._services.at,
+                micro_batches=settings.micro_batches,
                 timeout_s=settings.request_timeout_s,
-                max_message_bytes=settings.max_message_bytes,
-                spin_us=settings.spin_us,
-                keys=self._keys[endpoint],
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
             )
-            channel.limit_replies(reply_bytes)
-            return channel
-
-        timeout_s = settings.request_timeout_s
-        return ConnectOptions(
-            connect, lambda *said: check().verify(*said), settings.link, timeout_s
-        )
+            self._engine = Engine(
+                model,
+                self._lanes(observer),
+                step_tokens=settings.step_tokens,
+                max_kv_bytes=settings.max_kv_bytes,
+            )
+            self._closing = opened.pop_all()
 
     def __enter__(self) -> Runner:
         return self
@@ -235,28 +215,12 @@ class Runner:
 
         `only`: of these operators where they run in the TEE, and of nothing else.
         """
-        self._engine.lanes = self._lanes(observer, only)
-
-    def _lanes(
-        self, observer: Observers | None, only: Collection[Operator] | None = None
-    ) -> list[MicroBatchOperators]:
-        return self._assembly.lanes(
-            self._services.at,
-            observer,
-            micro_batches=self._settings.micro_batches,
-            only=only,
-            timeout_s=self._settings.request_timeout_s,
-        )
+        self._engine.lanes = self._lanes(observer, only=only)
 
     def step(self) -> None:
         """Run one step of every running sequence, and hand the tokens to their generations."""
         for sampled in self._engine.step():
-            self._generations[sampled.sequence].take(sampled)
-
-    def forget(self, sequence: EngineSequence) -> None:
-        """Stop working on a sequence."""
-        self._engine.remove(sequence)
-        self._generations.pop(sequence, None)
+            sampled.sequence.arrived.append(sampled)
 
     def generate(
         self,
@@ -276,13 +240,34 @@ class Runner:
             raise PromptError("stop strings", got="no tokenizer", expected="one to compare text")
         tokenizer = self.tokenizer if with_text else None
         sequence = self._engine.add(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
-        generation = Generation(self, sequence, tokenizer, stop)
-        self._generations[sequence] = generation
-        return generation
+        return Generation(
+            sequence,
+            tokenizer,
+            stop,
+            run_step=self.step,
+            totals=lambda: (self.traffic, self.pads),
+            forget=self._engine.remove,
+            policy=self.policy.name,
+        )
 
     def close(self) -> None:
         """Disconnect from the services, and let go of the pad bank."""
         self._closing.close()
+
+
+def _connect(
+    endpoint: str, settings: RunnerSettings, keys: ClientKeys | None, reply_bytes: int
+) -> PendingChannel:
+    channel = open_channel(
+        endpoint,
+        timeout_s=settings.request_timeout_s,
+        max_message_bytes=settings.max_message_bytes,
+        spin_us=settings.spin_us,
+        keys=keys,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+    )
+    channel.limit_replies(reply_bytes)
+    return channel
 
 
 def _key_words(keys: ClientKeys | None) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -35,14 +35,10 @@ from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.masks.mask import FeatureMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import Phase, Verify
+from tests.forked import ENVIRONMENT, Forked
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.provisioning import provision
-
-ENVIRONMENT = {
-    **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
-    "OMP_NUM_THREADS": "1",
-}
 
 # Small, but with more than one query head per key/value head and a head_dim of its own.
 SIZES: dict[str, Any] = {
@@ -101,7 +97,7 @@ def make_model(
 class Service:
     """A running gpu-service process."""
 
-    process: subprocess.Popen[str]
+    process: Forked
     endpoint: str
     log: list[str] = field(default_factory=list)
 
@@ -128,10 +124,9 @@ class Service:
         """Send a signal, collect the rest of the log, and return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(sent)
-        if self.process.stderr is not None and not self.process.stderr.closed:
-            _, remaining = self.process.communicate(timeout=30)
-            self.log += (remaining or "").splitlines()
-        return self.process.returncode
+        if not self.process.stderr.closed:
+            self.log += self.process.communicate(timeout=30)[1].splitlines()
+        return self.process.wait()
 
 
 def _is_frozen(pid: int) -> bool:
@@ -150,31 +145,19 @@ CALM = ("--heartbeat-timeout-s", str(CALM_S))
 
 @contextmanager
 def running_service(
-    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32"
+    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32", before: str = ""
 ) -> Iterator[Service]:
     """Start a real gpu-service process and wait for its ready line; stop it by its process id.
 
     `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which. Its
-    heartbeats are calm, unless `arguments` say otherwise.
+    heartbeats are calm, unless `arguments` say otherwise. `before`: see `Forked`.
     """
-    command = [
-        str(Path(sys.executable).parent / "gpu-service"),
-        str(model),
-        "--bind",
-        endpoint,
-        "--dtype",
-        dtype,
-        *CALM,
-        *arguments,
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-    service = Service(process, endpoint)
+    options = (str(model), "--bind", endpoint, "--dtype", dtype, *CALM, *arguments)
+    service = Service(Forked("gpu-service", options, ENVIRONMENT, before=before), endpoint)
     try:
         deadline = time.monotonic() + 60
         while not service.log or " ready " not in f" {service.log[-1]} ":
-            line = process.stderr.readline() if process.stderr else ""
+            line = service.process.stderr.readline()
             if not line or time.monotonic() > deadline:
                 raise RuntimeError("gpu-service did not become ready:\n" + "\n".join(service.log))
             service.log.append(line.rstrip("\n"))
@@ -188,14 +171,20 @@ def run(
     program: str, *arguments: str, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run one of the installed programs to its end."""
-    return subprocess.run(
-        [str(Path(sys.executable).parent / program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**ENVIRONMENT, **environment},
-        check=False,
-    )
+    with TemporaryFile("w+b") as output, TemporaryFile("w+b") as errors:
+        process = Forked(
+            program,
+            arguments,
+            {**ENVIRONMENT, **environment},
+            stdout=output.fileno(),
+            stderr=errors.fileno(),
+        )
+        try:
+            process.wait(timeout_s)
+        finally:
+            process.kill()
+        said = [os.pread(file.fileno(), 2**26, 0).decode() for file in (output, errors)]
+        return subprocess.CompletedProcess(arguments, process.wait(), *said)
 
 
 # --------------------------------------------------------- both sides in one process, all encoded

@@ -33,11 +33,12 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from protocol.errors import CalibrationError, ModelError, PromptError
 from protocol.integer import check_kernels, exact_product
@@ -52,8 +53,8 @@ from tee_side.model.batch import Batch
 from tee_side.model.forward import forward
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import load_tee_model
-from tee_side.model.local_operators import LocalOperators
-from tee_side.model.operators import local_operators
+from tee_side.model.local_operators import LocalOperators, not_here
+from tee_side.model.operators import Call, Operators, staying
 from tee_side.protect.calibration import (
     FORMAT,
     HEADROOM,
@@ -64,7 +65,7 @@ from tee_side.protect.calibration import (
     weight_scale_name,
 )
 from tee_side.remote.overlap import run
-from tee_side.words import Site
+from tee_side.words import Operator, Site
 
 STEPS = 128
 MIN_STEPS = 8
@@ -181,6 +182,20 @@ def _first(chunks: Sequence[list[int]], tokens: int, size: int) -> list[list[int
     return cut
 
 
+def operators_here(local: LocalOperators, layers: int) -> Operators:
+    """Return the table of a model that runs in the TEE as a whole."""
+
+    def call(layer: int | None, operator: Operator) -> Call:
+        return staying(local.get((layer, operator), not_here))
+
+    return Operators(
+        embedding=call(None, "embedding"),
+        **{name: [call(layer, name) for layer in range(layers)] for name in FUSED_MODULES},
+        products=[None] * layers,
+        lm_head=call(None, "lm_head"),
+    )
+
+
 def calibrate_on(
     config: ModelConfig,
     checkpoint: Checkpoint,
@@ -191,15 +206,14 @@ def calibrate_on(
     check_kernels(CPU)
     surveyor = _Surveyor(config, checkpoint, progress)
     vocabulary = (config.vocab_size, config.hidden_size)
-    local = LocalOperators(
-        {site: surveyor.product(site) for site in surveyor.sites},
-        load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=torch.float32),
-    )
+    weight = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
+    local: LocalOperators = {site: surveyor.product(site) for site in surveyor.sites}
+    local[None, "embedding"] = partial(embedding, weight=weight)
     # One token is left for a later step: nobody wants logits.
     parts = [(KVCache(config, len(ids), torch.float32), ids, 1) for ids in chunks]
     model = load_tee_model(config, checkpoint, torch.float32)
     with torch.inference_mode():
-        run(forward(Batch.of(parts), model, local_operators(local, config.num_hidden_layers)))
+        run(forward(Batch.of(parts), model, operators_here(local, config.num_hidden_layers)))
     digest = linear_digest(config, checkpoint)
     if digest is None:
         raise LookupError("a directory whose linear weights have been read has none")

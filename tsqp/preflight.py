@@ -23,10 +23,13 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest, find_file
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from tee_side.model.local_operators import sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.pads.bank import read_bank_status
+from tee_side.protect.pads.bank import check_purpose, read_bank_status
+from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.layout import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.cli.trust import bank_place, load_pinned_policy, read_client_keys
 from tsqp.doctor import Finding
@@ -74,9 +77,15 @@ class Plan:
         return read_client_keys(self.settings, self.manifest)
 
     @property
-    def pads(self) -> list[str]:
-        """The masks of the policy that need pads, described."""
-        return [mask.described() for mask in self.policy.masks if isinstance(mask, AdditiveMask)]
+    def pads(self) -> list[AdditiveMask]:
+        """The masks of the policy that need pads."""
+        return [mask for mask in self.policy.masks if isinstance(mask, AdditiveMask)]
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The scales of integers. Raises CalibrationError, ManifestError."""
+        path = calibration_path(self.model, self.settings["calibration"])
+        return Calibration.load(path, self.config, *self.digests, self.manifest)
 
     @property
     def gpu(self) -> Sequence[str]:
@@ -140,8 +149,8 @@ def _calibration(plan: Plan) -> Iterator[Finding]:
     if plan.policy.arithmetic != "int8":
         return
     path = calibration_path(plan.model, plan.settings["calibration"])
-    found = Calibration.load(path, plan.config, *plan.digests, plan.manifest)
-    yield Finding("run", "calibration", "ok", f"{path}, from {found.tokens} tokens")
+    tokens = f"{path}, from {plan.calibration.tokens} tokens"
+    yield Finding("run", "calibration", "ok", tokens)
 
 
 def _bank(plan: Plan) -> Iterator[Finding]:
@@ -158,14 +167,17 @@ def _bank(plan: Plan) -> Iterator[Finding]:
         return
     place.check_apart()
     status = read_bank_status(place)
+    mask, model = plan.pads[0], plan.model.resolve().name
+    layout = PadLayout.of(
+        plan.config, sites_under(plan.policy, plan.config.num_hidden_layers, mask)
+    )
+    # As a run does: a directory without linear weights has the digest of its calibration.
+    digests = (plan.digests[0], plan.digests[1] or plan.calibration.linear_digest)
+    fields = dict(zip(("model_digest", "linear_digest"), digests, strict=True))
+    wanted = Purpose.of(layout, mask=mask.described(), model=model, **fields)
+    check_purpose(place.bank, status.header, wanted)
     left = f"{status.available} of {status.header.capacity} pads left"
-    if status.header.model_digest != plan.digests[0] or status.header.mask not in plan.pads:
-        detail = f"{bank} was made for another model or mask"
-        yield Finding("run", "bank", "missing", detail, make)
-    elif not status.available:
-        yield Finding("run", "bank", "missing", left, make)
-    else:
-        yield Finding("run", "bank", "ok", left)
+    yield Finding("run", "bank", *(("ok", left) if status.available else ("missing", left, make)))
 
 
 def _keys(plan: Plan) -> Iterator[Finding]:

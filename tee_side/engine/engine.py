@@ -8,18 +8,19 @@ differently, a step holds sequences of one phase only, and the phases take turns
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Ids
 from collections.abc import Sequence as Lanes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from protocol.errors import LimitError, PromptError
+from protocol.errors import PromptError
 from tee_side.engine.sampling import Sampler, SamplingSettings
 from tee_side.engine.step import run_step
 from tee_side.model.batch import Batch
-from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, mib
+from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import timed
@@ -35,7 +36,8 @@ FinishReason = Literal["stop", "length"]
 class Sequence:
     """One prompt and what has been generated from it; create with `Engine.add`.
 
-    `ids`: of both; `prompt_tokens`: how many are the prompt's.
+    `ids`: of both; `prompt_tokens`: how many are the prompt's. `arrived`: tokens that `Runner.step`
+    has put here for the `Generation` of this sequence.
     """
 
     ids: list[int]
@@ -45,6 +47,7 @@ class Sequence:
     max_new_tokens: int
     eos_token_ids: frozenset[int]
     finish_reason: FinishReason | None = None
+    arrived: deque[Sampled] = field(default_factory=deque)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -57,18 +60,9 @@ class Sequence:
         return self.ids[self.prompt_tokens :]
 
     @property
-    def pending_ids(self) -> list[int]:
-        """Tokens that the next steps have to run."""
-        return self.ids[self.cache.length :]
-
-    @property
     def phase(self) -> Phase:
         """Prefill while tokens of the prompt are pending, decode afterwards."""
         return "prefill" if self.cache.length < self.prompt_tokens else "decode"
-
-    def sample(self, logits_V: torch.Tensor) -> int:
-        """Choose the next token; nothing but the random generator changes."""
-        return self.sampler.sample(logits_V, self.ids)
 
     def append(self, token_id: int) -> None:
         """Take a token, and finish on EOS or at the length limit."""
@@ -130,22 +124,34 @@ class Engine:
         machine refuses to give as much.
         """
         config, prompt = self._model.config, len(prompt_ids)
-        _check_prompt(prompt_ids, config.vocab_size, config.context_length)
+        context, vocabulary = config.context_length, config.vocab_size
+        if not prompt_ids:
+            raise PromptError("prompt", got="no tokens", expected="at least one")
+        if not all(0 <= token_id < vocabulary for token_id in prompt_ids):
+            got, expected = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
+            raise PromptError("prompt token ids", got=got, expected=expected)
+        if prompt >= context:
+            expected = f"fewer than the context of {context} tokens"
+            raise PromptError("prompt", got=f"{prompt} tokens", expected=expected)
         if max_new_tokens < 1:
             raise PromptError("max_new_tokens", got=str(max_new_tokens), expected="at least 1")
-        new_tokens = min(max_new_tokens, config.context_length - prompt)
+        new_tokens = min(max_new_tokens, context - prompt)
         # The last token is never fed back, so it needs no place in the cache.
         capacity = prompt + new_tokens - 1
         self._require_kv(capacity)
-        cache = KVCache(config, capacity, self._model.dtype)
-        sampler = Sampler(sampling or SamplingSettings())
-        eos = config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        sequence = Sequence(list(prompt_ids), prompt, cache, sampler, new_tokens, eos)
+        sequence = Sequence(
+            list(prompt_ids),
+            prompt,
+            KVCache(config, capacity, self._model.dtype),
+            Sampler(sampling or SamplingSettings()),
+            new_tokens,
+            config.eos_token_ids if eos_token_ids is None else eos_token_ids,
+        )
         self._running.append(sequence)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that nobody waits for any more."""
+        """Forget a sequence that the program does not wait for any more."""
         self._running = [running for running in self._running if running is not sequence]
         sequence.cache.release()
 
@@ -154,12 +160,10 @@ class Engine:
         """Sequences that are not finished."""
         return tuple(s for s in self._running if s.finish_reason is None)
 
-    def _drop_finished(self) -> None:
-        """Give back what finished sequences held."""
+    def _remove_finished(self) -> None:
         for sequence in self._running:
             if sequence.finish_reason is not None:
-                sequence.cache.release()
-        self._running = list(self.running)
+                self.remove(sequence)
 
     def _require_kv(self, capacity: int) -> None:
         """Refuse a sequence whose KV cache does not fit beside those that are running.
@@ -168,73 +172,54 @@ class Engine:
         admitted finds them unless something else has taken the memory meanwhile. Raises LimitError;
         retrying helps if other sequences are what is in the way.
         """
-        self._drop_finished()
+        self._remove_finished()
         needed = kv_bytes(self._model.config, capacity, self._model.dtype)
         left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self._running)
         if needed > left:
-            error = LimitError(
-                f"KV memory, of which {mib(self.max_kv_bytes)} may be used (--max-kv-mib)",
-                got=f"a request that needs {mib(needed)} for {capacity} tokens",
-                expected=f"at most {mib(left)}, which is what is left",
-            )
-            error.retryable = needed <= self.max_kv_bytes
-            raise error
+            where = f"KV memory, of which {mib(self.max_kv_bytes)} may be used (--max-kv-mib)"
+            expected = f"at most {mib(left)}, which is what is left"
+            raise kv_refused(where, needed, capacity, expected, most=self.max_kv_bytes)
 
     def step(self) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
 
         A step that raises has changed nothing and can be repeated.
         """
-        parts: list[tuple[Sequence, list[int], int]] = []
+        parts: list[tuple[KVCache, list[int], int]] = []
+        complete: list[Sequence] = []
         budget = self._step_tokens
         phase, candidates = self._next()
-        # Decode tokens first: one row each, and somebody is waiting for every one of them.
-        for sequence in sorted(candidates, key=lambda s: len(s.pending_ids)):
-            pending = sequence.pending_ids
+        # Decode tokens first: one row each, and a reader is waiting for every one of them.
+        for sequence in sorted(candidates, key=lambda s: len(s.ids) - s.cache.length):
+            pending = sequence.ids[sequence.cache.length :]
             if taken := pending[:budget]:
-                parts.append((sequence, taken, len(pending) - len(taken)))
+                parts.append((sequence.cache, taken, len(pending) - len(taken)))
                 budget -= len(taken)
+                if len(taken) == len(pending):
+                    complete.append(sequence)
         if not parts:
             return []
-        batch = Batch.of([(s.cache, ids, left) for s, ids, left in parts])
+        batch = Batch.of(parts)
         logits_NV = run_step(batch, self.lanes, phase)
-        complete = [sequence for sequence, _, left in parts if left == 0]
         observer = self.lanes[0].model.observer
+        sampled = []
         with TorchThreads(1):  # a row of logits is less work than to wake a second thread
-            sampled = [
-                Sampled(
-                    sequence, timed(sequence.sample, observer, "sample", None)(logits_V), logits_V
-                )
-                for sequence, logits_V in zip(complete, logits_NV, strict=True)
-            ]
+            for sequence, logits_V in zip(complete, logits_NV, strict=True):
+                sample = timed(sequence.sampler.sample, observer, "sample", None)
+                sampled.append(Sampled(sequence, sample(logits_V, sequence.ids), logits_V))
         # From here on nothing can fail: the step counts for every sequence, or for none.
         batch.commit()
         self._last_phase = phase
         for one in sampled:
             one.sequence.append(one.token_id)
-        self._drop_finished()
+        self._remove_finished()
         return sampled
 
-    def _next(self) -> tuple[Phase, tuple[Sequence, ...]]:
+    def _next(self) -> tuple[Phase, Ids[Sequence]]:
         """Return the next step's phase and the sequences that may join it."""
-        running = self.running
-        if self.lanes[0].one_table:
+        running, tables = self.running, self.lanes[0].tables
+        if tables["prefill"] is tables["decode"]:
             return "decode", running
-        turn: Phase = "decode" if self._last_phase == "prefill" else "prefill"
-        found = {phase: tuple(s for s in running if s.phase == phase) for phase in PHASES}
-        phase = turn if found[turn] else self._last_phase
-        return phase, found[phase]
-
-
-def _check_prompt(prompt_ids: Ids[int], vocab_size: int, context: int) -> None:
-    """Raise PromptError for a prompt that this model cannot run."""
-    where, got, expected = "prompt", "", ""
-    if not prompt_ids:
-        got, expected = "no tokens", "at least one"
-    elif any(not 0 <= token_id < vocab_size for token_id in prompt_ids):
-        where = "prompt token ids"
-        got, expected = "an id outside the vocabulary", f"0 to {vocab_size - 1}"
-    elif len(prompt_ids) >= context:
-        got, expected = f"{len(prompt_ids)} tokens", f"fewer than the context of {context} tokens"
-    if got:
-        raise PromptError(where, got=got, expected=expected)
+        first, second = sorted(PHASES, key=lambda phase: phase == self._last_phase)
+        found = [s for s in running if s.phase == first]
+        return (first, found) if found else (second, running)

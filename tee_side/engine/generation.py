@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,52 +12,50 @@ from tee_side.engine.engine import FinishReason, Sampled
 from tee_side.engine.engine import Sequence as EngineSequence
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.policy.placement import Policy
 
 
-class Usage(BaseModel):
+class _Report(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Usage(_Report):
     """Token counts."""
 
-    model_config = ConfigDict(frozen=True)
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class GenerationTiming(BaseModel):
+class GenerationTiming(_Report):
     """`ttft_s`: time to first token. `tpot_s`: mean time per token after it; None with one."""
 
-    model_config = ConfigDict(frozen=True)
     ttft_s: float
     tpot_s: float | None
     total_s: float
 
 
-class RpcTotals(BaseModel):
+class RpcTotals(_Report):
     """Round trips of this generation, and bytes of all their frames."""
 
-    model_config = ConfigDict(frozen=True)
     count: int
     bytes_sent: int
     bytes_received: int
 
 
-class PadTotals(BaseModel):
+class PadTotals(_Report):
     """How the pads stand: `available` tokens are left, as `tee-runner pads status` counts.
 
     Steps that found too few `waited` until more were made, or were computed `in_tee`.
     """
 
-    model_config = ConfigDict(frozen=True)
     available: int
     waited: int
     in_tee: int
 
 
-class GenerationResult(BaseModel):
+class GenerationResult(_Report):
     """What `tee-runner generate --json` prints. `text` is None without a tokenizer."""
 
-    model_config = ConfigDict(frozen=True)
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str | None
@@ -71,51 +67,30 @@ class GenerationResult(BaseModel):
     pads: PadTotals | None
 
 
-class Host(Protocol):
-    """What a generation needs of the `Runner` that runs it."""
-
-    policy: Policy
-
-    @property
-    def traffic(self) -> Traffic:
-        """See `Runner.traffic`."""
-        ...
-
-    @property
-    def pads(self) -> PadTotals | None:
-        """See `Runner.pads`."""
-        ...
-
-    def step(self) -> None:
-        """See `Runner.step`."""
-        ...
-
-    def forget(self, sequence: EngineSequence) -> None:
-        """See `Runner.forget`."""
-        ...
-
-
 class Generation:
     """A running generation: iterate over it for the text as it comes, then ask for `result`.
 
     `steps` yields the sampled tokens instead. Either is iterated over once; `close` gives up.
+    `run_step`: runs one step of every sequence; `totals`: of the whole run so far; `forget`: gives
+    the sequence's place back. `policy`: its name.
     """
 
     def __init__(
         self,
-        runner: Host,
         sequence: EngineSequence,
         tokenizer: Tokenizer | None,
         stop: Sequence[str],
+        *,
+        run_step: Callable[[], None],
+        totals: Callable[[], tuple[Traffic, PadTotals | None]],
+        forget: Callable[[EngineSequence], None],
+        policy: str,
     ) -> None:
-        self._runner = runner
-        self._sequence = sequence
-        self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._sequence, self._tokenizer, self._stop = sequence, tokenizer, tuple(stop)
+        self._run_step, self._totals, self._forget = run_step, totals, forget
+        self._policy = policy
         self._begun = False
-        self._arrived: deque[Sampled] = deque()
-        self._before = runner.traffic
-        self._pads_before = runner.pads
+        self._before, self._pads_before = totals()
         self._started = time.perf_counter()
         self._first: float | None = None
         self._last = self._started
@@ -140,17 +115,17 @@ class Generation:
         self._begun = True
         watch = self.text_stream() if self._stop else None
         try:
-            while self._arrived or not self._sequence.finish_reason:
-                if not self._arrived:
-                    self._runner.step()
+            while (arrived := self._sequence.arrived) or not self._sequence.finish_reason:
+                if not arrived:
+                    self._run_step()
                     continue
-                sampled = self._arrived.popleft()
+                sampled = arrived.popleft()
                 self._last = time.perf_counter()
                 if self._first is None:
                     self._first = self._last
                 if watch is not None:
                     watch.feed(sampled.token_id)
-                    if self._sequence.finish_reason and not self._arrived:
+                    if self._sequence.finish_reason and not arrived:
                         watch.flush()
                     if watch.found:
                         self._sequence.stop()
@@ -159,10 +134,6 @@ class Generation:
                     return
         finally:
             self.close()
-
-    def take(self, sampled: Sampled) -> None:
-        """Queue a token; several generations of a runner may be iterated over in turns."""
-        self._arrived.append(sampled)
 
     def stop(self) -> None:
         """End after the tokens so far, as a stop string does."""
@@ -186,40 +157,37 @@ class Generation:
 
     @property
     def arrived(self) -> bool:
-        """Whether tokens were sampled that nobody has taken yet."""
-        return bool(self._arrived)
+        """Whether tokens were sampled that `steps` has not yielded yet."""
+        return bool(self._sequence.arrived)
 
     @property
     def token_count(self) -> int:
         """Tokens generated so far."""
-        return len(self._sequence.token_ids) - len(self._arrived)
+        return len(self._sequence.token_ids) - len(self._sequence.arrived)
 
     @property
     def rpc(self) -> RpcTotals:
         """Round trips so far."""
-        now = self._runner.traffic
+        now, before = self._totals()[0], self._before
         return RpcTotals(
-            count=now.round_trips - self._before.round_trips,
-            bytes_sent=now.bytes_sent - self._before.bytes_sent,
-            bytes_received=now.bytes_received - self._before.bytes_received,
+            count=now.round_trips - before.round_trips,
+            bytes_sent=now.bytes_sent - before.bytes_sent,
+            bytes_received=now.bytes_received - before.bytes_received,
         )
 
     @property
     def pads(self) -> PadTotals | None:
         """How the pads stand, and how often they were out so far."""
-        now, before = self._runner.pads, self._pads_before
+        now, before = self._totals()[1], self._pads_before
         if now is None or before is None:
             return None
-        return PadTotals(
-            available=now.available,
-            waited=now.waited - before.waited,
-            in_tee=now.in_tee - before.in_tee,
-        )
+        waited, in_tee = now.waited - before.waited, now.in_tee - before.in_tee
+        return now.model_copy(update={"waited": waited, "in_tee": in_tee})
 
     def close(self) -> None:
         """Give the sequence's place back."""
         self._begun = True
-        self._runner.forget(self._sequence)
+        self._forget(self._sequence)
 
     def result(self) -> GenerationResult:
         """Return everything about the finished generation; RuntimeError if it has not ended."""
@@ -239,7 +207,7 @@ class Generation:
                 tpot_s=(self._last - first) / (new - 1) if new > 1 else None,
                 total_s=self._last - self._started,
             ),
-            policy=self._runner.policy.name,
+            policy=self._policy,
             rpc=self.rpc,
             pads=self.pads,
         )

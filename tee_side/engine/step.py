@@ -8,6 +8,7 @@ layers as a wavefront, each a little behind the one whose keys it looks at.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -40,12 +41,13 @@ def run_step(batch: Batch, lanes: Sequence[MicroBatchOperators], phase: Phase) -
         with TorchThreads(torch.get_num_threads() if large else 1):
             h_ND = run_overlapped(
                 [
-                    forward(part, lane.model, lane[phase])
+                    forward(part, lane.model, lane.tables[phase])
                     for part, lane in zip(micro_batches, lanes, strict=False)
                 ]
             )
             # Once for all of them: wherever it is, the LM head is the largest matrix to read.
-            return run(logits(torch.cat(h_ND), model, lanes[0][phase]))
+            return run(logits(torch.cat(h_ND), model, lanes[0].tables[phase]))
     finally:
-        for lane in lanes:
-            lane.end_step()
+        # Release what the step did not use up, because it failed or left operators out.
+        for pads in chain.from_iterable(lane.pads for lane in lanes):
+            pads.end_step()

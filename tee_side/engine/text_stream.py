@@ -8,63 +8,53 @@ from tee_side.engine.tokenizer import Tokenizer
 
 
 class TextStream:
-    """The text of a generation's tokens as they come, up to the first stop string."""
+    """The text of tokens as they come, up to the first stop string, which is not part of it.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._detokenizer = tokenizer.streamer()
-        self._stop = StopStrings(stop)
+    What it returns never has to be taken back: a character that is split over tokens waits for its
+    end, and what could be the beginning of a stop string until it is decided. The tokenizer
+    library's own DecodeStream raises where bytes turn out to be no UTF-8.
+    """
 
-    @property
-    def found(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self._stop.found
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(text for text in stop if text)
+        # Those read last, which decoding needs as context, and those that are no text yet.
+        self._ids: list[int] = []
+        self._read = 0
+        self._held = ""
+        self.found = False  # whether a stop string has ended the text
 
     def feed(self, token_id: int) -> str:
         """Add a token and return the text that can be shown now. Raises ModelError."""
-        return self._stop.feed(self._detokenizer.feed(token_id))
+        self._ids.append(token_id)
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        del self._ids[: self._read]
+        self._read = len(self._ids)
+        return self._show(text)
 
     def flush(self) -> str:
         """Return what was held, because no more tokens come. Raises ModelError."""
-        return self._stop.feed(self._detokenizer.flush()) + self._stop.flush()
+        text, self._read = self._new_text(), len(self._ids)
+        shown, held, self._held = self._show(text), self._held, ""
+        return shown + held
 
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[: self._read])
+        return self._tokenizer.decode(self._ids)[len(before) :]
 
-class StopStrings:
-    """Watches a growing text for stop strings.
-
-    What `feed` returns never has to be taken back: an ending that could be the beginning of a stop
-    string is held until it is decided. The stop string itself is not part of the text.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(text for text in stop if text)
-        self._held = ""
-        self.found = False
-
-    def feed(self, text: str) -> str:
-        """Add new text and return what can be shown now."""
+    def _show(self, text: str) -> str:
+        """Hold new text, and return what of it is decided."""
         if self.found:
             return ""
-        self._held += text
+        held = self._held + text
         # The one that is complete first counts, however the text was sliced.
-        found = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
         if found:
-            self.found = True
-            shown, self._held = self._held[: min(found)[1]], ""
-            return shown
-        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
-        return shown
-
-    def flush(self) -> str:
-        """Return what was held, because no more text comes."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that `text` ends with."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+            self.found, self._held = True, ""
+            return held[: min(found)[1]]
+        beginnings = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
+        keep = max((len(one) for one in beginnings if held.endswith(one)), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]

@@ -88,10 +88,6 @@ class Tokenizer:
             text: str = self._raw.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def streamer(self) -> Detokenizer:
-        """Return a decoder that is fed one token at a time."""
-        return Detokenizer(self)
-
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's next turn.
 
@@ -102,13 +98,12 @@ class Tokenizer:
         values = {"messages": list(messages), "add_generation_prompt": True, **special}
         where = f"{self._directory}: chat template"
         try:
-            text = _render(template, values)
-        except _DamagedTemplateError as error:
-            expected = "a chat template without mistakes"
-            raise ModelError(str(path), got=str(error)[:160], expected=expected) from None
+            text = _render(path, template, values)
         except _EndlessTemplate as error:
             expected = "a template that ends, with a prompt"
             raise ModelError(where, got=str(error), expected=expected) from None
+        except ModelError:
+            raise
         except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
             # Its message may hold the prompt.
             got = f"{type(error).__name__} (a template's own words are not shown)"
@@ -140,40 +135,6 @@ class Tokenizer:
         return path, template, {name: text for name, text in texts.items() if text is not None}
 
 
-class Detokenizer:
-    """Turns tokens into text as they come; a character split over tokens waits for its end.
-
-    The library's own DecodeStream raises where bytes turn out to be no UTF-8.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0  # of the ids before `_read`, those that decoding needs as context
-        self._read = 0
-
-    def feed(self, token_id: int) -> str:
-        """Return the text that this token completes, which may be empty.
-
-        Raises ModelError where the tokenizer fails on it.
-        """
-        self._ids.append(token_id)
-        text = self._new_text()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._shown, self._read = self._read, len(self._ids)
-        return text
-
-    def flush(self) -> str:
-        """Return the unfinished end, because no more tokens come."""
-        text, self._read = self._new_text(), len(self._ids)
-        return text
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._shown : self._read])
-        return self._tokenizer.decode(self._ids[self._shown :])[len(before) :]
-
-
 @contextmanager
 def _library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
     """Turn what the library raises into a ModelError.
@@ -196,14 +157,10 @@ class _EndlessTemplate(BaseException):
     """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
 
 
-class _DamagedTemplateError(Exception):
-    """A template that is none, whatever the messages are."""
-
-
-def _render(template: str, values: dict[str, Any]) -> str:
+def _render(path: Path, template: str, values: dict[str, Any]) -> str:
     """Render a template; raise _EndlessTemplate when it goes on for too long.
 
-    Raises _DamagedTemplateError where it cannot be compiled, and whatever running it raises.
+    Raises ModelError where it cannot be compiled, and whatever running it raises.
 
     Whatever loops, calls itself or emits nothing executes lines of Python, and each of them looks
     at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
@@ -232,8 +189,10 @@ def _render(template: str, values: dict[str, Any]) -> str:
     try:
         try:
             compiled = environment.from_string(template)
-        except Exception as error:  # Python's own errors, too: it compiles to Python
-            raise _DamagedTemplateError(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
+            got = f"{type(error).__name__}: {error}"[:160]
+            expected = "a chat template without mistakes"
+            raise ModelError(str(path), got=got, expected=expected) from None
         for piece in compiled.generate(values):
             pieces.append(piece)
             size += len(piece)

@@ -51,20 +51,20 @@ async def attention(
 ) -> torch.Tensor:
     """Grouped-query self-attention over each sequence's own cache."""
     H, K, C = model.config.heads
-    qkv_TX = await ops.qkv_proj(layer, h_TD)
+    qkv_TX = await ops.qkv_proj[layer.index](h_TD)
     # q, k and v are heads of one tensor, in this order; RoPE turns the first H + K of them.
     qk_TXC, v_TKC = qkv_TX.view(-1, H + 2 * K, C).split_with_sizes((H + K, K), dim=1)
     if model.config.qk_norm:
         qk_TXC[:, :H] = layer.q_norm(qk_TXC[:, :H])
         qk_TXC[:, H:] = layer.k_norm(qk_TXC[:, H:])
     q_THC, k_TKC = layer.rope(qk_TXC, *rope).split_with_sizes((H, K), dim=1)
-    return await ops.o_proj(layer, await ops.attention(layer, q_THC, k_TKC, v_TKC, batch))
+    return await ops.o_proj[layer.index](await ops.attention(layer, q_THC, k_TKC, v_TKC, batch))
 
 
 async def mlp(layer: Layer, h_TD: torch.Tensor, ops: Operators) -> torch.Tensor:
     """Gated MLP."""
-    gate_TF, up_TF = (await ops.gate_up_proj(layer, h_TD)).chunk(2, dim=-1)
-    return await ops.down_proj(layer, layer.silu_mul(gate_TF, up_TF))
+    gate_TF, up_TF = (await ops.gate_up_proj[layer.index](h_TD)).chunk(2, dim=-1)
+    return await ops.down_proj[layer.index](layer.silu_mul(gate_TF, up_TF))
 
 
 async def logits(h_ND: torch.Tensor, model: TeeModel, ops: Operators) -> torch.Tensor:

@@ -9,8 +9,9 @@ layer's keys are [K, S, C], so that the part in use is a view that a batched pro
 
 from __future__ import annotations
 
-import math
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,29 +24,23 @@ _SHARE_OF_MEMORY = 0.8
 _MEMORY = Path("/proc/meminfo")
 
 
-def kv_shape(config: ModelConfig, capacity: int) -> tuple[int, int, int, int]:
-    """Return the shape of all keys, and of all values, of a sequence: layers, K, S, C."""
-    return (config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim)
-
-
 def kv_bytes(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
     """Return how many bytes the KV cache of a sequence of `capacity` tokens has."""
-    return 2 * math.prod(kv_shape(config, capacity)) * dtype.itemsize
+    row = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return 2 * row * capacity * dtype.itemsize
 
 
 def available_kv_bytes() -> int:
-    """Return 80 % of the memory that is available now; of all of it where nobody says that."""
+    """Return 80 % of the memory that is available now; of all of it where Linux does not say."""
     return int(_available_bytes() * _SHARE_OF_MEMORY)
 
 
 def _available_bytes() -> int:
-    try:
-        for line in _MEMORY.read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    except OSError:
-        pass  # no Linux, or no /proc
+    with suppress(OSError):  # no Linux, or no /proc
+        if found := re.search(
+            r"^MemAvailable: +(\d+) kB$", _MEMORY.read_text("ascii"), re.MULTILINE
+        ):
+            return int(found[1]) * 1024
     return _machine_bytes()
 
 
@@ -58,6 +53,14 @@ def mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def kv_refused(where: str, size: int, capacity: int, expected: str, *, most: int) -> LimitError:
+    """Return the error for a KV cache of `size` bytes; a retry may help up to `most` bytes."""
+    got = f"a request that needs {mib(size)} for {capacity} tokens"
+    error = LimitError(where, got=got, expected=expected)
+    error.retryable = size <= most
+    return error
+
+
 class KVCache:
     """KV cache of one sequence.
 
@@ -68,22 +71,20 @@ class KVCache:
     """
 
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
-        shape = kv_shape(config, capacity)
+        layers = config.num_hidden_layers
+        shape = (layers, config.num_key_value_heads, capacity, config.head_dim)
         self.length = 0
         self.capacity = capacity
         self.nbytes = kv_bytes(config, capacity, dtype)
         # Rows behind `length` that each layer has written in this step.
-        self._written = [0] * config.num_hidden_layers
+        self._written = [0] * layers
         try:
             keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
         except RuntimeError:  # torch has no more specific error for exhausted CPU memory
-            error = LimitError(
-                f"KV memory, which the machine refuses, of {mib(_machine_bytes())} that it has",
-                got=f"a request that needs {mib(self.nbytes)} for {capacity} tokens",
-                expected=f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)",
-            )
-            error.retryable = self.nbytes <= _machine_bytes()
-            raise error from None
+            most = _machine_bytes()
+            where = f"KV memory, which the machine refuses, of {mib(most)} that it has"
+            expected = f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)"
+            raise kv_refused(where, self.nbytes, capacity, expected, most=most) from None
         self._layers = list(zip(keys, values, strict=True))
 
     def release(self) -> None:

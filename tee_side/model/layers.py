@@ -53,7 +53,6 @@ class Layer:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     kv_cache: Callable[[Chunk, Tensor, Tensor], tuple[Tensor, Tensor]]
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
-    softmax: Callable[[Tensor, Tensor | None], Tensor]
     silu_mul: Callable[[Tensor, Tensor], Tensor]
     residual: Callable[[Tensor, Tensor], Tensor]
     window: int | None
@@ -77,10 +76,6 @@ class Layer:
             with large_attention(q_THC.numel() * context, threads):
                 return local_ops.attention(q_THC, k_KSC, v_KSC, window)
 
-        def softmax(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
-            with large_tensor(scores.numel(), threads):
-                return local_ops.softmax(scores, causal_mask)
-
         def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
             with large_tensor(gate_TF.numel(), threads):
                 return local_ops.silu_mul(gate_TF, up_TF)
@@ -94,14 +89,13 @@ class Layer:
             timed(local_ops.apply_rope, observer, "rope", index),
             timed(kv_cache, observer, "kv_cache", index),
             timed(attention, observer, "attention", index),
-            timed(softmax, observer, "softmax", index),
             timed(silu_mul, observer, "silu_mul", index),
             timed(local_ops.residual, observer, "residual", index),
             window,
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TeeModel:
     """The part of a model that is needed whatever the placement is.
 
@@ -118,14 +112,11 @@ class TeeModel:
     norm: Norm = field(init=False)
 
     def __post_init__(self) -> None:
-        layers = tuple(
-            Layer.of(index, norms, self.config, self.observer)
-            for index, norms in enumerate(self.norms)
-        )
-        eps = self.config.rms_norm_eps
-        norm = partial(local_ops.rms_norm, weight=self.final_norm, eps=eps)
-        object.__setattr__(self, "layers", layers)
-        object.__setattr__(self, "norm", timed(norm, self.observer, "rms_norm", None))
+        # Bound before the first step, in which torch has one thread: see `Layer.of`.
+        config, observer, every = self.config, self.observer, enumerate(self.norms)
+        self.layers = tuple(Layer.of(index, norms, config, observer) for index, norms in every)
+        norm = partial(local_ops.rms_norm, weight=self.final_norm, eps=config.rms_norm_eps)
+        self.norm = timed(norm, observer, "rms_norm", None)
 
     def observed(self, observer: Observer | None) -> TeeModel:
         """Return the model with an observer that is told of every local operator."""

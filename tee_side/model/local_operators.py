@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from protocol.integer import int8_product, ring_product
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
-from protocol.model.config import ModelConfig
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import EMBEDDING, lm_head_name
 from protocol.model.quantized import (
     INT8_MAX,
     QuantizedLinear,
@@ -19,152 +19,115 @@ from protocol.model.quantized import (
     load_quantized_lm_head,
 )
 from protocol.model.weights import CPU, load_linear, load_tensor
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Placement, Policy
+from tee_side.protect.masks.mask import Mask
 from tee_side.protect.sites import IntegerSite, IntegerSites
+from tee_side.remote.registered import RunParts
 from tee_side.threads import TorchThreads
-from tee_side.words import PHASES, Operator, Site, is_linear
+from tee_side.words import PHASES, Operator, Site
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-T = TypeVar("T")
+
+# What computes an operator in the TEE, biases included, by layer (None: no layer has it).
+LocalOperators: TypeAlias = dict[tuple[int | None, Operator], Product]
 
 
-class LocalOperators:
-    """Computes in the TEE. Holds only the weights of operators that are asked for here.
-
-    `products`: the linear operators that stay, by site; `token_embedding` and `lm_head` likewise.
-    """
-
-    def __init__(
-        self,
-        products: Mapping[Site, Product],
-        token_embedding: torch.Tensor | None = None,
-        lm_head: Product | None = None,
-    ) -> None:
-        self._products = products
-        self._embedding = token_embedding
-        self._lm_head = lm_head
-        # A small step leaves all but one to others; what is large is read with all of them.
-        self._threads = torch.get_num_threads()
-
-    def embedding(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Look up [T, D]."""
-        return embedding(token_ids_T, _held(self._embedding))
-
-    def function(self, operator: Operator, layer: int | None) -> Product:
-        """Return what computes an operator of a layer, or of none."""
-        if layer is not None and is_linear(operator):
-            return self.linear((layer, operator))
-        return self.embedding if operator == "embedding" else self.lm_head
-
-    def linear(self, site: Site) -> Product:
-        """Return what computes a linear operator, biases included."""
-
-        def product(x_TI: torch.Tensor) -> torch.Tensor:
-            compute = _held(self._products.get(site))
-            with TorchThreads(self._threads):
-                return compute(x_TI)
-
-        return product
-
-    def lm_head(self, h_ND: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V]."""
-        lm_head = _held(self._lm_head)
-        with TorchThreads(self._threads):
-            return lm_head(h_ND)
-
-
-def sites_here(policy: Policy, config: ModelConfig) -> list[Site]:
-    """Return the linear operators that the policy keeps, in some phase."""
+def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
+    """Return the linear operators that are placed so in some phase."""
     return [
         (layer, operator)
-        for operator in policy.operators
-        if is_linear(operator)
-        for layer in range(config.num_hidden_layers)
-        if any(policy.at(operator, layer, phase).place == "tee" for phase in PHASES)
+        for layer in range(layers)
+        for operator in FUSED_MODULES
+        if any(placed(policy.at(operator, layer, phase)) for phase in PHASES)
     ]
 
 
+def sites_here(policy: Policy, layers: int) -> list[Site]:
+    """Return the linear operators that the policy keeps, in some phase."""
+    return sites_where(policy, layers, lambda placement: placement.place == "tee")
+
+
+def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
+    """Return the linear operators that are under a mask in some phase."""
+    return sites_where(policy, layers, lambda placement: placement.mask == mask)
+
+
 def load_local_operators(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    policy: Policy,
-    dtype: torch.dtype,
+    parts: RunParts,
     *,
     sites: Iterable[Site],
     integers: IntegerSites | None,
-    held: dict[Site, QuantizedLinear] | None = None,
+    held: dict[Site, QuantizedLinear],
 ) -> LocalOperators:
     """Read the weights of the linear operators at `sites`, and what else the policy keeps.
 
     `integers` is given for policies with int8 arithmetic, and only for them. `held`: gets the
     integers of every site, for who else computes with them. Raises ModelError, CalibrationError.
     """
+    policy, config, checkpoint = parts.policy, parts.config, parts.checkpoint
+    dtype, local = parts.dtype, LocalOperators()
+    kept = {o for o, placed in policy.operators.items() if any(p.place == "tee" for p in placed)}
     vocabulary = (config.vocab_size, config.hidden_size)
-    token_embedding: torch.Tensor | None = None
-    lm_head: Product | None = None
-    if not all(p.place == "gpu" for p in policy.operators["embedding"]):
-        token_embedding = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype)
-    if not all(p.place == "gpu" for p in policy.operators["lm_head"]):
-        if integers is not None:
-            lm_head = _IntegerLMHead(load_quantized_lm_head(checkpoint, config))
-        else:
-            weight = token_embedding
-            if weight is None or not config.tie_word_embeddings:
-                name = lm_head_name(config)
-                weight = load_tensor(checkpoint, name, vocabulary, dtype=dtype)
-            lm_head = partial(linear, weight=weight)
-    products: dict[Site, Product] = {}
-    for layer, operator in sites:
+    weight: torch.Tensor | None = None
+    if "embedding" in kept:
+        weight = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype)
+        local[None, "embedding"] = partial(embedding, weight=weight)
+    if "lm_head" in kept and integers is not None:
+        lm_head = partial(_integer_lm_head, load_quantized_lm_head(checkpoint, config))
+        local[None, "lm_head"] = with_all_threads(lm_head)
+    elif "lm_head" in kept:
+        if weight is None or not config.tie_word_embeddings:
+            weight = load_tensor(checkpoint, lm_head_name(config), vocabulary, dtype=dtype)
+        local[None, "lm_head"] = with_all_threads(partial(linear, weight=weight))
+    for site in sites:
+        product: Product
         if integers is None:
-            products[layer, operator] = load_linear(
-                checkpoint, config, layer, operator, dtype=dtype, device=CPU
-            )
+            product = load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
         else:
-            weights = load_quantized(checkpoint, config, layer, operator)
-            integers.check_weights((layer, operator), weights)
-            products[layer, operator] = _IntegerProduct(weights, integers[layer, operator])
-            if held is not None:
-                held[layer, operator] = weights
-    return LocalOperators(products, token_embedding, lm_head)
+            weights = held[site] = load_quantized(checkpoint, config, *site)
+            integers.check_weights(site, weights)
+            product = partial(_integer_product, weights, integers[site])
+        local[site] = with_all_threads(product)
+    return local
 
 
-class _IntegerLMHead:
-    """The LM head in int8, weights and input: one pass over a quarter of the bytes of float32.
+def with_all_threads(compute: Product) -> Product:
+    """Return a product that is read with all threads, of which a small step has but one."""
+    threads = torch.get_num_threads()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with TorchThreads(threads):
+            return compute(x)
+
+    return product
+
+
+def not_here(_x: torch.Tensor) -> torch.Tensor:
+    """Stand where an operator would, whose weights the TEE does not hold. Raises LookupError."""
+    raise LookupError("an operator was called in the TEE that the policy placed on the GPU")
+
+
+def _integer_lm_head(weights: QuantizedLinear, h_ND: torch.Tensor) -> torch.Tensor:
+    """Compute logits in int8, weights and input: one pass over a quarter of float32's bytes.
 
     It never leaves the TEE, so that each row may have a scale of its own. Eight bits of input cost
     0.2 % of the demo model's top-1 agreement (benchmarks/accuracy.py), sixteen twice the time.
     """
-
-    def __init__(self, weights: QuantizedLinear) -> None:
-        self._weights = weights
-
-    def __call__(self, h_ND: torch.Tensor) -> torch.Tensor:
-        h32_ND = h_ND.float()
-        # The smallest normal number: a row of zeros stays one.
-        smallest = torch.finfo(torch.float32).tiny
-        scale_N1 = (h32_ND.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
-        x_ND = h32_ND.div(scale_N1).round_().to(torch.int8)
-        y_NV = int8_product(x_ND, self._weights.weight).float()
-        return y_NV.mul_(scale_N1).mul_(self._weights.scale).to(h_ND.dtype)
+    h32_ND = h_ND.float()
+    # The smallest normal number: a row of zeros stays one.
+    smallest = torch.finfo(torch.float32).tiny
+    scale_N1 = (h32_ND.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
+    x_ND = h32_ND.div(scale_N1).round_().to(torch.int8)
+    y_NV = int8_product(x_ND, weights.weight).float()
+    return y_NV.mul_(scale_N1).mul_(weights.scale).to(h_ND.dtype)
 
 
-class _IntegerProduct:
-    """The integers that a service would compute, without a mask; no sum can wrap.
+def _integer_product(
+    weights: QuantizedLinear, site: IntegerSite, x_TI: torch.Tensor
+) -> torch.Tensor:
+    """Compute with the integers that a service would get without a mask; no sum can wrap.
 
     In as many digits as the calibration's bound needs: the time is the same for every input.
     """
-
-    def __init__(self, weights: QuantizedLinear, site: IntegerSite) -> None:
-        self._weights = weights
-        self._site = site
-
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        x_TI = self._site.encode(x_TI)
-        return self._site.decode(ring_product(x_TI, self._weights.weight, self._site.digits))
-
-
-def _held(value: T | None) -> T:
-    """Narrow a weight that is never asked for unless the policy keeps its operator here."""
-    if value is None:
-        raise LookupError("an operator was called in the TEE that the policy placed on the GPU")
-    return value
+    elements_TI = site.encode(x_TI)
+    return site.decode(ring_product(elements_TI, weights.weight, site.digits))

@@ -84,14 +84,6 @@ def _causal_bias(keys: int, window: int | None, dtype: torch.dtype) -> torch.Ten
     return bias if hidden is None else bias.masked_fill_(hidden, float("-inf"))
 
 
-def softmax(scores: torch.Tensor, causal_mask: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last axis in float32, cast back; hidden keys get probability 0."""
-    scores32 = scores.to(torch.float32)
-    if causal_mask is not None:
-        scores32 = scores32.masked_fill(causal_mask, float("-inf"))
-    return scores32.softmax(-1).to(scores.dtype)
-
-
 def attention(
     q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
 ) -> torch.Tensor:

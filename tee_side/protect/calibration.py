@@ -14,6 +14,7 @@ The file holds the weights' scales too, so that a TEE without linear weights can
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from protocol.model.manifest import Manifest
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from tee_side.words import Site
 
+log = logging.getLogger("tee_side")
+
 CALIBRATION_FILE = "calibration.safetensors"
 CALIBRATION_VERSION = 1
 
@@ -45,6 +48,9 @@ HEADROOM = 4.0
 # What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
 # than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
 _MARGIN = 0.995
+
+# How far a float32 power of 2^(1/4) is from one, in steps, at most.
+_ROUNDED = 1e-5
 
 # A headroom that is none.
 _SMALLEST = 1e-300
@@ -211,6 +217,10 @@ class Calibration:
         digests = (metadata["model_digest"], metadata["linear_digest"])
         found = Calibration(sites, *digests, int(metadata["tokens"]), max_norms)
         found.check_ring()
+        steps = [4 * math.log2(norm) for norm in max_norms.values() if norm]
+        if any(abs(step - round(step)) > _ROUNDED for step in steps):
+            remedy = {"file": path, "expected": "rounded ones: tsqp calibrate MODEL --force"}
+            log.warning("calibration_has_exact_norms", extra={"fields": remedy})
         return found
 
 

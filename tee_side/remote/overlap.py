@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
 from protocol.channel import Channel, Exchange
@@ -29,12 +29,6 @@ def replies(waiting: Waiting) -> Generator[Waiting, list[Exchange], list[Exchang
     """
     exchanges = yield waiting
     return exchanges
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the others have their turns until something that they do has come about."""
-    while not condition():
-        await replies(())
 
 
 def run(running: Running[R]) -> R:

@@ -160,8 +160,22 @@ def test_a_variable_that_no_option_has_is_refused(program: str, arguments: tuple
     refused(result, "TSQP_POLCY: got an unknown name", "did you mean TSQP_POLICY?")
 
 
+@each_row(
+    ("old", "new"),
+    [
+        ("TEE_RUNNER_GENERATE_POLICY", "TSQP_POLICY"),
+        ("TEE_RUNNER_PADS_MAKE_BANK", "TSQP_BANK"),
+        ("GPU_SERVICE_BIND", "TSQP_BIND"),
+        ("GPU_SERVICE_CONFIG", "TSQP_CONFIG"),
+    ],
+)
+def test_a_variable_of_an_old_name_is_refused(old: str, new: str) -> None:
+    refused(call("tee-runner", "generate", "demo", **{old: "x"}), f"{old}: got", f"expected {new}")
+
+
 def test_a_variable_of_another_program_is_ignored() -> None:
     environment = {"TSQP_BIND": "unix:///none", "TSQP_SHAPE": "none", "TSQP_MAX_NEW_TOKENS": "2"}
+    environment["GPU_SERVICE_SERVICE_HOST"] = "10.0.0.1"  # as Kubernetes says it
     assert new_tokens("generate", "demo", *TEE_ONLY, **environment) == 2
 
 

@@ -132,7 +132,7 @@ def test_a_step_that_failed_in_sampling_counts_for_no_sequence(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(second, "sample", fail)
+        patch.setattr(second.sampler, "sample", fail)
         with pytest.raises(MemoryError):
             engine.step()
     assert [(len(s.token_ids), s.cache.length) for s in (first, second)] == [(0, 0)] * 2

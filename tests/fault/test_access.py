@@ -19,7 +19,6 @@ from protocol.curve import ClientKeys, public_key, read_secret_key
 from protocol.errors import EndpointError, TsqpError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
-from tests import support
 from tests.fault.test_service_limits import slow_device, submit_until_some_wait
 from tests.fault.wire import header, inline
 from tests.support import CALM_S, Service, make_model, run, running_service
@@ -163,27 +162,20 @@ gpu_side.transport.zap.ZapHandler._answer = lambda self, request: [b"200", b"OK"
 
 
 @contextmanager
-def _service(
-    model: Path, endpoint: str, files: Files, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Service]:
+def _service(model: Path, endpoint: str, files: Files, fault: str) -> Iterator[Service]:
     """Start a real gpu-service, with a fault of its ZAP handler."""
-    site = files.directory / "site"
-    site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(fault)
     # "other" is on the list, until SIGHUP finds it gone: a revoked key and not only a random one.
     options = files.options("friend", "other")
-    with monkeypatch.context() as patch:
-        patch.setitem(support.ENVIRONMENT, "PYTHONPATH", str(site))
-        with running_service(model, endpoint, *options) as service:
-            files.allow("friend")
-            service.process.send_signal(signal.SIGHUP)
-            _log_until(service, " allow_list ")
-            try:
-                yield service
-            finally:
-                if fault:
-                    # With a handler that does not come back from its work it cannot end.
-                    service.stop(signal.SIGKILL)
+    with running_service(model, endpoint, *options, before=fault) as service:
+        files.allow("friend")
+        service.process.send_signal(signal.SIGHUP)
+        _log_until(service, " allow_list ")
+        try:
+            yield service
+        finally:
+            if fault:
+                # With a handler that does not come back from its work it cannot end.
+                service.stop(signal.SIGKILL)
 
 
 def _log_until(service: Service, text: str) -> str:
@@ -219,7 +211,6 @@ def test_only_the_right_key_is_ever_served(
     transport: str,
     fault: str,
     expected: set[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     endpoint = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
     friend = files.client("friend")
@@ -228,7 +219,7 @@ def test_only_the_right_key_is_ever_served(
         "right key": _curve(friend.secret, friend.public, friend.service),
     }
     with (
-        _service(model, endpoint, files, fault, monkeypatch) as service,
+        _service(model, endpoint, files, fault) as service,
         ExitStack() as stack,
     ):
         clients = {}

@@ -174,7 +174,7 @@ def test_a_killed_worker_changes_nothing_where_another_is(
 
     record.at = kill
     assert _generate(settings) == undisturbed
-    assert first.ended
+    assert not first.is_running
     assert record.to(second.endpoint)
 
 

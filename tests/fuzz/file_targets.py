@@ -47,6 +47,7 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.manifest import Manifest
+from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import CONFIG_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
@@ -206,7 +207,7 @@ def _tokenizer(case: Case) -> str:
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode("the café 🙂")
     tokenizer.decode([*ids, 0, 1, 2**31])
-    streamer = tokenizer.streamer()
+    streamer = TextStream(tokenizer)
     for token_id in ids[:20]:
         streamer.feed(token_id)
     streamer.flush()

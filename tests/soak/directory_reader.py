@@ -75,6 +75,7 @@ def _readers() -> dict[str, Callable[[Path], object]]:
     from tee_side.model.layers import load_tee_model
     from tee_side.model.local_operators import load_local_operators, sites_here
     from tee_side.policy.placement import load_policy
+    from tee_side.remote.registered import RunParts
 
     torch.set_num_threads(1)
     policy, dtype = load_policy("tee-only"), torch.float32
@@ -85,8 +86,9 @@ def _readers() -> dict[str, Callable[[Path], object]]:
         checkpoint.require(light_tensors(config) | linear_tensors(config, FUSED_MODULES))
         checkpoint.refuse_extra(config)
         load_tee_model(config, checkpoint, dtype)
-        sites = sites_here(policy, config)
-        load_local_operators(config, checkpoint, policy, dtype, sites=sites, integers=None)
+        sites = sites_here(policy, config.num_hidden_layers)
+        parts = RunParts(policy, config, checkpoint, dtype)
+        load_local_operators(parts, sites=sites, integers=None, held={})
         Tokenizer(directory)
 
     def service(directory: Path) -> None:

@@ -117,7 +117,7 @@ class Sessions:
 
         def outage() -> Worker:
             due.wait()
-            if over.is_set() and not worker.ended:
+            if over.is_set() and worker.is_running:
                 return worker
             if sent:
                 # While the session waits for the reply, or goes on.
@@ -140,7 +140,7 @@ class Sessions:
             finally:
                 over.set()
                 due.set()
-        came_back, hit = back.result(), lost and worker.ended
+        came_back, hit = back.result(), lost and not worker.is_running
         after = generate(runner, ids, NEW_TOKENS)
         with self._lock:
             self._count(said, after, ids, timeout_s, hit=hit)

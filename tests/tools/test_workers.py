@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
 import zmq
 
 from tests.fault.wire import exchange, inline
-from tests.tools import workers as workers_module
 from tests.tools.workers import Workers
 
 _ARGUMENTS = ("demo", "--bind", "tcp://127.0.0.1:*", "--threads", "1")
@@ -53,29 +49,7 @@ def test_one_that_does_not_start_is_an_error(tmp_path: Path) -> None:
         workers.start("no-such-model", "--bind", "tcp://127.0.0.1:*")
 
 
-def test_threads_that_start_at_once_have_one_forker(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    together = threading.Barrier(2)
-
-    class Forker:
-        def __init__(self) -> None:
-            made.append(self)
-            # Until another is made too, which never is.
-            with suppress(threading.BrokenBarrierError):
-                together.wait(0.2)
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(workers_module, "_Forker", Forker)
-    fresh = cache(workers_module._only_forker.__wrapped__)
-    monkeypatch.setattr(workers_module, "_only_forker", fresh)
-    start = threading.Barrier(8)
-
-    def found(_: int) -> object:
-        start.wait()
-        return workers_module._forker()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(found, range(8))) == set(made)
-    assert len(made) == 1
+def test_threads_that_start_at_once_each_get_one() -> None:
+    with Workers() as workers, ThreadPoolExecutor(4) as pool:
+        started = list(pool.map(lambda _: workers.start(*_ARGUMENTS), range(4)))
+        assert len({worker.endpoint for worker in started}) == 4

@@ -120,7 +120,9 @@ def generate(
                 with_text=loaded.tokenizer is not None,
             )
             result = stream(runner, generation, settings, logits if save_logits else None)
-            described = so_far.described(runner, result, sampling)
+            # The digest of the model reads the configuration and every light weight.
+            wanted = settings["as_json"] or report
+            described = so_far.described(runner, result, sampling) if wanted else {}
     if settings["as_json"]:
         click.echo(json.dumps(described))
     if report and table:

@@ -9,12 +9,12 @@ import click
 
 from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from protocol.errors import SettingsError
+from tsqp.cli.logs import configure
 from tsqp.cli.options import use
 from tsqp.cli.program import (
     DEFAULT_ENDPOINT,
     model_directory,
     run,
-    setup_logging,
 )
 from tsqp.cli.settings import (
     CONTEXT,
@@ -174,7 +174,7 @@ def command(
     MODEL is a Hugging Face directory with safetensors weights, or "demo". The process needs no
     secret and is trusted with none: what it gets to see is the runner's policy.
     """
-    setup_logging(log_level)
+    configure(log_level)
     from gpu_side.service import ServiceSettings, serve
 
     directory = model_directory(model)

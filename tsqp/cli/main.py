@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +27,8 @@ _NAMED_SO = (
     *("bench", "calibrate", "doctor", "explain", "health", "keys"),
     *("leak", "manifest", "plan", "provision"),
 )
+# Commands that make keys, or read a text that may be private.
+_WITH_SECRETS = {"calibrate", "keys", "provision"}
 _MODULES = {"policies": "catalogue", "masks": "catalogue", **{name: name for name in _NAMED_SO}}
 
 
@@ -117,4 +120,5 @@ def completion(shell: str) -> None:
 
 def main() -> NoReturn:
     """Entry point."""
-    run(command, "tsqp")
+    # By their names, wherever they stand: memory that is private without need harms no command.
+    run(command, "tsqp", has_secrets=not _WITH_SECRETS.isdisjoint(sys.argv[1:]))

@@ -147,7 +147,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         metavar="TEXT",
     ),
     "stats": _row(
-        None, True, "Show tokens, times and traffic on stderr.", param="--stats/--no-stats"
+        None, True, "Show tokens, times and traffic on stderr.", param=("--stats/--no-stats",)
     ),
     "json": _row(
         None,
@@ -181,8 +181,7 @@ def use(*names: str, **changed: dict[str, Any]) -> Callable[[C], C]:
     def add(command: C) -> C:
         for name in reversed(names):
             settings = OPTIONS[name] | changed.get(name.replace("-", "_"), {})
-            declared = settings.pop("param", f"--{name}")
-            declared = (declared,) if isinstance(declared, str) else declared
+            declared = settings.pop("param", (f"--{name}",))
             command = click.option(*declared, **settings)(command)
         return command
 

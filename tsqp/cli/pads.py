@@ -132,7 +132,7 @@ def status(*, as_json: bool, **settings: Any) -> None:
 
 def _padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
     """Return the mask that a bank is for, and its sites. Raises PolicyError."""
-    from tee_side.assembly import sites_under
+    from tee_side.model.local_operators import sites_under
     from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.pads.layout import PadLayout
 

@@ -40,8 +40,8 @@ class _EndedBySignal(SystemExit):
 def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoReturn:
     """Run a program and exit: 0, 1 for a negative verdict, 2 with one line for a TsqpError.
 
-    Which is bad input, and a service that is lost or lies as well. An error that nobody foresaw is
-    1, with its type and place, and not its text, which may be part of a prompt. `TSQP_DEBUG=1`
+    Which is bad input, and a service that is lost or lies as well. Any other error is 1,
+    with its type and place, and not its text, which may be part of a prompt. `TSQP_DEBUG=1`
     shows its traceback. SIGTERM and SIGHUP end the program after its cleaning up, with 128 +
     number. No program writes a core dump; one that has secrets keeps others out of its memory.
     """
@@ -140,7 +140,7 @@ def _raise_ended(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def complain(message: str) -> None:
-    """Write one line to stderr, if there is anybody left to read it."""
+    """Write one line to stderr, if stderr still has a reader."""
     with suppress(OSError):
         click.echo(" ".join(message.split()), err=True)
 
@@ -157,10 +157,3 @@ def model_directory(name: str) -> Path:
     if name == DEMO:
         return Path(__file__).resolve().parent.parent / "demo_model"
     return Path(name)
-
-
-def setup_logging(level: str) -> None:
-    """Send the log to stderr, one line an event: time, level, event, key=value pairs."""
-    from tsqp.cli.logs import configure
-
-    configure(level)

@@ -74,19 +74,15 @@ def read_line() -> str | None:
 
 def _read_file(name: str) -> str:
     """Return the text of a file, or of standard input, without its last newline."""
-    if name == "-":
-        return _without_newline(decode(sys.stdin.buffer.read(), "standard input"))
+    where = "standard input" if name == "-" else name
     try:
-        content = Path(name).read_bytes()
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise PromptError(
             f"--prompt-file {name}", got=reason or "an unreadable file", expected="a text file"
         ) from None
-    return _without_newline(decode(content, name))
-
-
-def _without_newline(text: str) -> str:
+    text = decode(content, where)
     return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 

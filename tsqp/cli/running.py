@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError, TsqpError
+from tsqp.cli.logs import configure
 from tsqp.cli.printing import Printer
-from tsqp.cli.program import model_directory, setup_logging
+from tsqp.cli.program import model_directory
 from tsqp.cli.status import StatusLine, pads_left, traffic
 from tsqp.cli.trust import (
     bank_place,
@@ -40,15 +41,9 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 # Settings of the runner and of its masks that have the names of their options.
 _SAME = (
-    "gpu",
-    "shares_in_the_clear",
-    "dtype",
-    "threads",
-    "step_tokens",
-    "micro_batches",
-    "spin_us",
+    *("gpu", "shares_in_the_clear", "dtype", "threads", "step_tokens", "micro_batches", "spin_us"),
+    *("connect_timeout_s", "request_timeout_s", "heartbeat_timeout_s"),
 )
-_TIMES = ("connect_timeout_s", "request_timeout_s", "heartbeat_timeout_s")
 _MASKS = ("calibration", "key", "when_out")
 _BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -57,7 +52,7 @@ _OTHERS = (
     *("link_gbps", "link_rtt_us", "max_kv_mib", "max_message_mib", "stats", "json"),
 )
 RUN_OPTIONS = tuple(
-    name.replace("_", "-") for name in (*_OTHERS, *_SAME, *_TIMES, *_MASKS, *_BANK, *_SAMPLING)
+    name.replace("_", "-") for name in (*_OTHERS, *_SAME, *_MASKS, *_BANK, *_SAMPLING)
 )
 
 
@@ -96,7 +91,7 @@ def open_runner(
     from tee_side.runner import Runner, RunnerSettings
 
     # Services that are lost, left out or come back are told of while the run goes on.
-    setup_logging("warning")
+    configure("warning")
     policy = loaded.policy
     _check_use(policy, settings, idles=idles)
     keys = read_client_keys(settings, loaded.manifest)
@@ -114,7 +109,7 @@ def open_runner(
             max_kv_bytes=settings["max_kv_mib"] and settings["max_kv_mib"] * MIB,
             max_message_bytes=settings["max_message_mib"] * MIB,
             keys=keys,
-            **{name: settings[name] for name in (*_SAME, *_TIMES)},
+            **{name: settings[name] for name in _SAME},
         ),
         table,
         loaded.tokenizer,
@@ -187,7 +182,8 @@ def stream(
     What is shown is decoded and written by a thread of its own: between two tokens there is
     the same work for each.
     """
-    show, stats = not settings["as_json"], settings["stats"] and not settings["as_json"]
+    show = not settings["as_json"]
+    stats = settings["stats"] and show
     status = StatusLine(runner.policy.name, generation, enabled=stats)
     with Printer(generation.text_stream() if show else None, status) as printer:
         runner.on_wait = status.waiting
@@ -197,9 +193,7 @@ def stream(
                 keep_logits.append(sampled.logits_V)
     result = generation.result()
     if show:
-        if result.text is None:
-            click.echo(",".join(map(str, result.token_ids)), nl=False)
-        click.echo()
+        click.echo(",".join(map(str, result.token_ids)) if result.text is None else "")
     if stats:
         _summarise(result)
     return result
@@ -244,11 +238,9 @@ def errors_as_json(settings: dict[str, Any]) -> Iterator[SoFar]:
     except TsqpError as error:
         if settings["as_json"]:
             made = so_far.generation
-            tokens = {
-                "token_ids": made.token_ids if made else [],
-                "text": (made.text if made else None) or "",
-            }
-            click.echo(json.dumps({"error": describe_error(error), **tokens}))
+            token_ids, text = (made.token_ids, made.text or "") if made else ([], "")
+            said = {"error": describe_error(error), "token_ids": token_ids, "text": text}
+            click.echo(json.dumps(said))
         raise
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -34,8 +35,11 @@ CONTEXT = {
     "auto_envvar_prefix": PREFIX,
 }
 PROGRAMS = {"gpu-service": "gpu_service", "tee-runner": "tee_runner", "tsqp": "main"}
+# What the variables of options began with before they had one set of names.
+_OLD_PREFIX = re.compile("(?:TEE_RUNNER_(?:GENERATE|CHAT|PADS_MAKE)|GPU_SERVICE)_")
 # Variables that are no option.
-_OTHER_VARIABLES = {f"{PREFIX}_CONFIG", f"{PREFIX}_DEBUG"}
+_CONFIG = f"{PREFIX}_CONFIG"
+_OTHER_VARIABLES = {_CONFIG, f"{PREFIX}_DEBUG"}
 _FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 
 # Beyond it torch's thread pool ends the process with a segmentation fault.
@@ -169,6 +173,11 @@ def _apply(context: click.Context, _parameter: click.Parameter, path: Path | Non
     for name in os.environ:
         if name.startswith(f"{PREFIX}_") and name not in variables.keys() | _OTHER_VARIABLES:
             _require_known(name, name, map(_variable, _names_of(PROGRAMS)))
+        if old := _OLD_PREFIX.match(name):
+            now = f"{PREFIX}_{name[old.end() :]}"
+            # Others may be no setting of ours: Kubernetes names variables after a service.
+            if now in {_CONFIG, *map(_variable, _names_of(PROGRAMS))}:
+                raise SettingsError(name, got="a variable of an old name", expected=now)
         if name in variables and not os.environ[name]:
             # click takes it for one that is not set: a check that it asks for would be left out.
             raise SettingsError(name, got="an empty value", expected="a value, or no variable")
@@ -226,17 +235,12 @@ def _read(context: click.Context, path: Path) -> dict[str, tuple[Any, str]]:
     try:
         content = path.read_bytes()
         tables = tomllib.loads(content.decode("utf-8"))
-    except OSError as error:
-        raise SettingsError(
-            str(path), got=error.strerror or "an unreadable file", expected="a TOML file"
-        ) from None
-    except RecursionError:
-        raise SettingsError(
-            str(path), got="TOML that is nested too deeply", expected="settings"
-        ) from None
-    except ValueError as error:
-        # Malformed TOML, text that is not UTF-8, or an integer of thousands of digits.
-        raise SettingsError(str(path), got=f"invalid TOML ({error})", expected="TOML") from None
+    except (OSError, RecursionError, ValueError) as error:
+        # ValueError: malformed TOML, text that is not UTF-8, or an integer of thousands of digits.
+        got = error.strerror if isinstance(error, OSError) else f"invalid TOML ({error})"
+        if isinstance(error, RecursionError):
+            got = "TOML that is nested too deeply"
+        raise SettingsError(str(path), got=got or "an unreadable file", expected="TOML") from None
     context.meta.setdefault(_FILES, []).append((path, content))
     program = context.find_root().command.name or ""
     own = tables.get(program, {})
@@ -273,31 +277,38 @@ def _checked_value(parameter: click.Parameter, value: object, where: str) -> obj
     """Return what click takes. Refuse what it would convert: `true` is no number, and 3 no path."""
     if isinstance(value, int) and value.bit_length() > 63:
         raise SettingsError(where, got="an integer beyond 64 bits", expected="one within")
-    if isinstance(parameter, click.Option) and parameter.multiple:
-        return _checked_list(parameter, value, where)
-    fits, expected = isinstance(value, str), "a string"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(parameter, click.Option) and parameter.is_flag:
-        fits, expected = isinstance(value, bool), "true or false"
-    elif isinstance(parameter.type, click.types.IntParamType):
-        fits, expected = number and isinstance(value, int), "an integer"
-    elif isinstance(parameter.type, click.types.FloatParamType):
-        fits, expected = number, "a number"
-    if not fits:
+    expected = _expected(parameter)
+    # By type and not isinstance: `true` is an int to Python.
+    if type(value) not in _TOML_TYPES[expected]:
         raise SettingsError(where, got=describe(value), expected=expected)
-    return value
-
-
-def _checked_list(parameter: click.Option, value: object, where: str) -> list[str]:
-    """Read the value of an option that may be repeated: a list, or one string as it is."""
-    # Not of stop strings: elsewhere one text holds several of them.
-    alone = not isinstance(parameter.type, StopText)
-    if isinstance(value, str) and alone:
-        return [value]
-    if not isinstance(value, list):
-        expected = "a string or a list of strings" if alone else "a list of strings"
-        raise SettingsError(where, got=describe(value), expected=expected)
-    for item in value:
+    if not isinstance(parameter, click.Option) or not parameter.multiple:
+        return value
+    items = value if isinstance(value, list) else [value]
+    for item in items:
         if not isinstance(item, str):
             raise SettingsError(where, got=f"{describe(item)} in it", expected="strings only")
-    return value
+    return items
+
+
+# What a setting may be in TOML, as an error says it, and the types that fit.
+_TOML_TYPES: dict[str, tuple[type, ...]] = {
+    "a string": (str,),
+    "a string or a list of strings": (str, list),
+    "a list of strings": (list,),
+    "true or false": (bool,),
+    "an integer": (int,),
+    "a number": (int, float),
+}
+
+
+def _expected(parameter: click.Parameter) -> str:
+    """Return which of `_TOML_TYPES` a parameter takes."""
+    if isinstance(parameter, click.Option) and parameter.multiple:
+        # Several stop strings are one text elsewhere, so one alone would be ambiguous.
+        stop = isinstance(parameter.type, StopText)
+        return "a list of strings" if stop else "a string or a list of strings"
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        return "true or false"
+    if isinstance(parameter.type, click.types.IntParamType):
+        return "an integer"
+    return "a number" if isinstance(parameter.type, click.types.FloatParamType) else "a string"

@@ -129,13 +129,9 @@ def bank_place(settings: Mapping[str, Any]) -> BankPlace | None:
 
     rest = ("bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
     if settings["bank"] is None:
-        for name in rest:
-            if settings[name]:
-                raise SettingsError(
-                    f"--{name.replace('_', '-')}",
-                    got=str(settings[name]),
-                    expected="nothing without --bank",
-                )
+        for name in filter(settings.get, rest):
+            option, got = f"--{name.replace('_', '-')}", str(settings[name])
+            raise SettingsError(option, got=got, expected="nothing without --bank")
         return None
     *files, beside = (settings[name] for name in rest)
     return BankPlace.at(settings["bank"], *files, beside_bank=beside)

@@ -202,7 +202,7 @@ class BankFile(PadStore):
         place.check_apart()
         with ExitStack() as files:
             opened = files.enter_context(_load(place, os.O_RDWR, locked=True))
-            _check_purpose(place.bank, opened.header, purpose)
+            check_purpose(place.bank, opened.header, purpose)
             with refusing(opened.witness):
                 replace(opened.witness, encode_state(opened.state, opened.keys))
             return cls(opened, files.pop_all(), block)
@@ -340,7 +340,8 @@ def _offsets(layout: PadLayout) -> tuple[dict[int, int], int]:
     return offsets, end
 
 
-def _check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
+def check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
+    """Raise PadBankError, which says what differs, for a bank that was made for something else."""
     got, expected = ((p.model_digest, p.linear_digest) for p in (made_for, wanted))
     if got != expected:
         same = made_for.model == wanted.model

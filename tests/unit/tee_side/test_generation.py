@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.text_stream import TextStream
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.support import SavedModel, token_ids
@@ -157,7 +158,7 @@ def test_the_work_between_two_steps_is_the_same_whatever_a_token_says(
             pass
     finally:
         sys.setprofile(None)
-    detokenizer = runner.tokenizer.streamer()
+    detokenizer = TextStream(runner.tokenizer)
     silent = {detokenizer.feed(token_id) == "" for token_id in generation.token_ids}
     assert silent == {True, False}
     assert len({tuple(calls) for calls in called[1:-1]}) == 1

@@ -15,12 +15,18 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
 from protocol.model.quantized import load_quantized
-from tee_side.model.local_operators import LocalOperators, load_local_operators, sites_here
+from tee_side.model.local_operators import (
+    LocalOperators,
+    load_local_operators,
+    not_here,
+    sites_here,
+)
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.linear import CallSettings
 from tee_side.remote.overlap import run
+from tee_side.remote.registered import RunParts
 from tee_side.words import OPERATORS
 from tests.support import SavedModel
 from tests.unit.tee_side.policy_texts import CLEAR
@@ -50,8 +56,9 @@ def _local(model: SavedModel, policy: Policy, dtype: torch.dtype = torch.float32
         calibration = Calibration.load(model.calibration, config, model_digest(config, checkpoint))
         biases = load_biases(checkpoint, config, FUSED_MODULES, dtype)
         integers = IntegerSites(calibration, biases, dtype)
-    sites = sites_here(policy, config)
-    return load_local_operators(config, checkpoint, policy, dtype, sites=sites, integers=integers)
+    sites = sites_here(policy, config.num_hidden_layers)
+    parts = RunParts(policy, config, checkpoint, dtype)
+    return load_local_operators(parts, sites=sites, integers=integers, held={})
 
 
 # ----------------------------------------------------------------------- what is held
@@ -76,24 +83,20 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
             ],
         }
     )
-    assert set(sites_here(policy, config)) == {
+    assert set(sites_here(policy, config.num_hidden_layers)) == {
         (0, "qkv_proj"),
         *((layer, "o_proj") for layer in range(3)),
         *((layer, "down_proj") for layer in range(3)),
     }
-    assert sites_here(load_policy("shielded-prefill"), config) == []
-    assert len(sites_here(load_policy("shielded"), config)) == 12
+    assert sites_here(load_policy("shielded-prefill"), config.num_hidden_layers) == []
+    assert len(sites_here(load_policy("shielded"), config.num_hidden_layers)) == 12
 
 
 def test_weights_that_the_policy_sends_away_are_not_held(saved_model: Models) -> None:
     local = _local(saved_model("llama"), load_policy("tsqp"))
-    for call in (
-        lambda: local.embedding(torch.tensor([1])),
-        lambda: local.linear((0, "o_proj"))(torch.ones(1, 96)),
-        lambda: local.lm_head(torch.ones(1, 48)),
-    ):
-        with pytest.raises(LookupError, match="placed on the GPU"):
-            call()
+    assert not local
+    with pytest.raises(LookupError, match="placed on the GPU"):
+        not_here(torch.ones(1, 96))
 
 
 @pytest.mark.parametrize("arithmetic", ["float", "int8"])
@@ -104,7 +107,7 @@ def test_a_tied_lm_head_may_stay_where_the_embedding_leaves(
     local = _local(model, _policy({"embedding": CLEAR}, arithmetic))
     h = torch.randn(4, 48)
     expected = h @ model.reference.get_input_embeddings().weight.t()
-    assert (local.lm_head(h) - expected).norm() < 0.02 * expected.norm()
+    assert (local[None, "lm_head"](h) - expected).norm() < 0.02 * expected.norm()
 
 
 # ----------------------------------------------------------------------------- integers
@@ -131,7 +134,7 @@ def test_integers_are_those_of_int64_at_every_site(
         expected = exact.float() * (weights.scale * scales[layer, operator].input_scale)
         if (bias := biases.get((layer, operator))) is not None:
             expected = expected + bias
-        assert torch.equal(local.linear((layer, operator))(x), expected)
+        assert torch.equal(local[layer, operator](x), expected)
 
 
 def test_the_digits_of_a_product_are_those_of_the_calibration_whatever_the_input_is(
@@ -147,7 +150,7 @@ def test_the_digits_of_a_product_are_those_of_the_calibration_whatever_the_input
 
     monkeypatch.setattr(integer, "int8_product", counted)
     for size in (0.0, 1e-3, 1.0, 10.0):
-        local.linear((1, "o_proj"))(torch.full((5, 96), size))
+        local[1, "o_proj"](torch.full((5, 96), size))
     assert len(rows) == 4
     assert len(set(rows)) == 1
     assert rows[0] > 5  # more than a small input needs
@@ -158,7 +161,7 @@ def test_the_integer_lm_head_is_close_to_the_float_one_at_any_size(saved_model: 
     local, weight = _local(model, _policy(arithmetic="int8")), model.reference.lm_head.weight
     h = torch.randn(7, 48) * torch.logspace(-20, 20, 7)[:, None]
     expected = (h.double() @ weight.double().t()).detach()
-    error = (local.lm_head(h).double() - expected).norm(dim=1) / expected.norm(dim=1)
+    error = (local[None, "lm_head"](h).double() - expected).norm(dim=1) / expected.norm(dim=1)
     # Eight bits of weight and of input: about half a percent each.
     assert error.max() < 0.02
 
@@ -168,9 +171,9 @@ def test_a_row_of_logits_does_not_depend_on_its_neighbours(saved_model: Models) 
     h = torch.randn(6, 48)
     h[2] *= 1000
     h[3] = 0
-    together = local.lm_head(h)
+    together = local[None, "lm_head"](h)
     for row in range(6):
-        assert torch.equal(local.lm_head(h[row : row + 1])[0], together[row])
+        assert torch.equal(local[None, "lm_head"](h[row : row + 1])[0], together[row])
     assert torch.equal(together[3], torch.zeros(320))
 
 
@@ -180,7 +183,7 @@ def test_logits_of_what_is_no_number_are_no_numbers(saved_model: Models, value: 
     local = _local(saved_model("llama"), _policy(arithmetic="int8"))
     h = torch.randn(2, 48)
     h[0, 7] = value
-    logits = local.lm_head(h)
+    logits = local[None, "lm_head"](h)
     assert not logits[0].isfinite().any()
     assert logits[1].isfinite().all()
 
@@ -189,8 +192,8 @@ def test_logits_of_what_is_no_number_are_no_numbers(saved_model: Models, value: 
 def test_outputs_are_in_the_models_dtype(saved_model: Models, arithmetic: str) -> None:
     local = _local(saved_model("qwen2"), _policy(arithmetic=arithmetic), torch.bfloat16)
     x = torch.randn(3, 48).bfloat16()
-    assert local.linear((0, "qkv_proj"))(x).dtype == torch.bfloat16
-    assert local.lm_head(x).dtype == torch.bfloat16
+    assert local[0, "qkv_proj"](x).dtype == torch.bfloat16
+    assert local[None, "lm_head"](x).dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------------------- attention

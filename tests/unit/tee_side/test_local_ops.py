@@ -19,9 +19,9 @@ from tee_side.model.local_ops import (
     residual,
     rms_norm,
     silu_mul,
-    softmax,
 )
 from tests.tables import each_row
+from tsqp.lab.research.operators import softmax
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from protocol.channel import Exchange
+from protocol.messages import FUSED_MODULES
 from tee_side.model import local_ops
 from tee_side.observer import UNTIMED, AnyOperator
 from tee_side.policy.placement import Policy, load_policy
@@ -210,7 +211,7 @@ def test_without_an_observer_nothing_stands_between(saved_model: Models, name: s
         for layer in lane.model.layers:
             assert layer.residual is local_ops.residual
             assert layer.rope is local_ops.apply_rope
-        calls = [call for calls in lane["decode"].linear.values() for call in calls]
+        calls = [call for name in FUSED_MODULES for call in getattr(lane.tables["decode"], name)]
         remote = [call for call in calls if isinstance(call, RemoteLinear)]
         leaving = {operator for operator, _ in load_policy(name).leaving()}
         assert bool(remote) == ("o_proj" in leaving)

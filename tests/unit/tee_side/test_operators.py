@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -17,17 +16,6 @@ from tests.unit.tee_side.policy_texts import CLEAR
 LAYERS = 4
 
 
-@dataclass(frozen=True)
-class Tables:
-    """Both tables, of calls that say where they run."""
-
-    prefill: Operators
-    decode: Operators
-
-    def __getitem__(self, phase: Phase) -> Operators:
-        return self.prefill if phase == "prefill" else self.decode
-
-
 def _saying(*words: object) -> Any:
     async def call(*_: Any) -> str:
         return " ".join(str(word) for word in words if word is not None)
@@ -35,7 +23,7 @@ def _saying(*words: object) -> Any:
     return call
 
 
-def _placed(operators: dict[str, Any]) -> Tables:
+def _placed(operators: dict[str, Any]) -> Mapping[Phase, Operators]:
     policy = Policy.model_validate(
         {
             "name": "n",
@@ -51,8 +39,7 @@ def _placed(operators: dict[str, Any]) -> Tables:
         named = placement.mask.name if placement.mask else "clear"
         return _saying(named, "verified" if placement.verify != "none" else None, layer)
 
-    decode, prefill = place(policy, LAYERS, lambda _, layer: _saying("tee", layer), remote)
-    return Tables(prefill, decode)
+    return place(policy, LAYERS, lambda _, layer: _saying("tee", layer), remote)
 
 
 def _called(table: Operators, operator: str, layer: int = 0) -> str:
@@ -62,7 +49,7 @@ def _called(table: Operators, operator: str, layer: int = 0) -> str:
     if operator in PRODUCTS:
         product = table.products[layer]
         return "tee" if product is None else str(run(cast(Any, product)("x")))
-    found = str(run(getattr(calls, operator)(SimpleNamespace(index=layer), "x")))
+    found = str(run(getattr(calls, operator)[layer]("x")))
     where, _, said = found.rpartition(" ")
     assert said == str(layer)
     return where
@@ -71,7 +58,7 @@ def _called(table: Operators, operator: str, layer: int = 0) -> str:
 @pytest.mark.parametrize("phase", PHASES)
 def test_without_layers_and_phases_there_is_one_table(phase: Phase) -> None:
     ops = _placed({"embedding": CLEAR, "o_proj": {"place": "gpu", "mask": "pad", "verify": "none"}})
-    assert ops.prefill is ops.decode is ops[phase]
+    assert ops["prefill"] is ops["decode"]
     found = {operator: _called(ops[phase], operator) for operator in OPERATORS}
     assert found == dict.fromkeys(OPERATORS, "tee") | {"embedding": "clear 0", "o_proj": "pad"}
 
@@ -86,7 +73,7 @@ def test_every_layer_calls_its_own_placement() -> None:
             ]
         }
     )
-    assert ops.prefill is ops.decode
+    assert ops["prefill"] is ops["decode"]
     called = [_called(ops["decode"], "qkv_proj", layer) for layer in range(LAYERS)]
     assert called == ["tee", "pad", "pad", "clear"]
     with pytest.raises(IndexError):
@@ -110,7 +97,7 @@ def test_phases_have_tables_of_their_own() -> None:
             "attn_scores": {"place": "gpu", "mask": "row-permutation", "verify": "none"},
         }
     )
-    assert ops.prefill is not ops.decode
+    assert ops["prefill"] is not ops["decode"]
     found = {
         phase: [_called(ops[phase], "o_proj", layer) for layer in range(LAYERS)] for phase in PHASES
     }
@@ -123,7 +110,7 @@ def test_the_lm_head_goes_where_the_last_layer_is() -> None:
     policy = Policy.model_validate(
         {"name": "n", "summary": "s", "operators": dict.fromkeys(OPERATORS, CLEAR)}
     )
-    decode, _ = place(policy, LAYERS, lambda *_: _saying("tee"), remote)
+    decode = place(policy, LAYERS, lambda *_: _saying("tee"), remote)["decode"]
     assert _called(decode, "lm_head") == f"lm_head {LAYERS - 1}"
     assert _called(decode, "embedding") == "embedding 0"
 

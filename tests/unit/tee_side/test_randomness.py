@@ -17,7 +17,7 @@ from tee_side.protect.randomness import (
     Randomness,
     derive_key,
 )
-from tsqp.lab.research.draws import orthogonal, permutation, signs, uniform
+from tsqp.lab.research.draws import integers, orthogonal, permutation, signs, uniform
 
 KEY = bytes(range(32))
 
@@ -141,6 +141,19 @@ def test_signs_are_balanced() -> None:
     drawn = signs(Randomness(KEY), 1_000_000).to(torch.float64)
     assert set(drawn.unique().tolist()) == {-1.0, 1.0}
     assert abs(float(drawn.mean())) < 5 / 1000
+
+
+@pytest.mark.parametrize("high", [1, 2, 7, 256])
+def test_integers_are_equally_likely_up_to_the_last(high: int) -> None:
+    drawn = integers(Randomness(KEY), high, 20_000)
+    assert (int(drawn.min()), int(drawn.max())) == (0, high - 1)
+    assert high == 1 or _plausible(_chi_square(drawn, high), high)
+
+
+@pytest.mark.parametrize("high", [0, -1, 2**32])
+def test_integers_of_an_impossible_range_are_refused(high: int) -> None:
+    with pytest.raises(ValueError, match="expected 1"):
+        integers(Randomness(KEY), high, 1)
 
 
 def test_uniform_fills_its_range_evenly() -> None:

@@ -79,9 +79,9 @@ def _here(model: SavedModel, operator: Operator, arguments: tuple[Any, ...]) -> 
     if operator == "attn_values":
         return torch.matmul(arguments[1], arguments[2])
     if not is_linear(operator):
-        return run(getattr(lane["decode"], operator)(*arguments))
+        return run(getattr(lane.tables["decode"], operator)(*arguments))
     layer, x = arguments
-    return run(getattr(lane["decode"], operator)(lane.model.layers[layer], x))
+    return run(getattr(lane.tables["decode"], operator)[layer](x))
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -65,7 +65,7 @@ def test_a_step_is_cut_into_as_many_parts_as_have_enough_rows(
     run_step(_batch(tee, (rows, 0)), tee.lanes, "prefill")
     assert [count for count, _ in seen] == sizes
     for (_, ops), lane in zip(seen, tee.lanes, strict=False):
-        assert ops is lane.prefill
+        assert ops is lane.tables["prefill"]
 
 
 def test_a_step_that_is_not_cut_runs_the_batch_itself(
@@ -81,8 +81,9 @@ def test_the_phase_chooses_the_table(saved_model: Models, monkeypatch: pytest.Mo
     for phase in ("prefill", "decode"):
         seen.clear()
         run_step(_batch(tee, (9, 0)), tee.lanes, phase)
-        assert [ops for _, ops in seen] == [lane[phase] for lane in tee.lanes]
-    assert tee.lanes[0].prefill is not tee.lanes[0].decode
+        assert [ops for _, ops in seen] == [lane.tables[phase] for lane in tee.lanes]
+    tables = tee.lanes[0].tables
+    assert tables["prefill"] is not tables["decode"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from tee_side.engine.text_stream import StopStrings
+from tee_side.engine.text_stream import TextStream
 
 # Few letters, so that stop strings occur, overlap and almost occur.
 TEXT = st.text("abc", max_size=30)
@@ -24,6 +26,26 @@ def _before_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
+class Pieces:
+    """A stream that is fed pieces of text, each as a token of its own."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._pieces: list[str] = []
+        self._stream = TextStream(cast(Any, self), stops)
+        self.flush = self._stream.flush
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._pieces[token_id] for token_id in token_ids)
+
+    @property
+    def found(self) -> bool:
+        return self._stream.found
+
+    def feed(self, piece: str) -> str:
+        self._pieces.append(piece)
+        return self._stream.feed(len(self._pieces) - 1)
+
+
 def _slices(text: str, cuts: list[int]) -> list[str]:
     places = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
     return [text[a:b] for a, b in itertools.pairwise(places)]
@@ -34,7 +56,7 @@ def _slices(text: str, cuts: list[int]) -> list[str]:
 def test_what_is_shown_does_not_depend_on_how_the_text_is_sliced(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    stream = StopStrings(stops)
+    stream = Pieces(stops)
     shown = "".join(stream.feed(piece) for piece in _slices(text, cuts)) + stream.flush()
     assert (shown, stream.found) == _before_stop(text, stops)
 
@@ -44,7 +66,7 @@ def test_nothing_is_shown_that_would_have_to_be_taken_back(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     final, _ = _before_stop(text, stops)
-    stream, shown = StopStrings(stops), ""
+    stream, shown = Pieces(stops), ""
     for piece in _slices(text, cuts):
         shown += stream.feed(piece)
         assert final.startswith(shown)
@@ -54,7 +76,7 @@ def test_nothing_is_shown_that_would_have_to_be_taken_back(
 def test_only_what_could_begin_a_stop_string_is_held_back(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    stream, fed, shown = StopStrings(stops), "", ""
+    stream, fed, shown = Pieces(stops), "", ""
     for piece in _slices(text, cuts):
         fed += piece
         shown += stream.feed(piece)
@@ -65,7 +87,7 @@ def test_only_what_could_begin_a_stop_string_is_held_back(
 
 
 def test_a_stop_string_over_several_pieces_is_found_and_not_shown() -> None:
-    stream = StopStrings(["</end>"])
+    stream = Pieces(["</end>"])
     pieces = ["Hello ", "<", "b> </", "en", "d> more"]
     assert [stream.feed(piece) for piece in pieces] == ["Hello ", "", "<b> ", "", ""]
     assert stream.found
@@ -73,14 +95,14 @@ def test_a_stop_string_over_several_pieces_is_found_and_not_shown() -> None:
 
 
 def test_an_almost_complete_stop_string_is_shown_at_the_end() -> None:
-    stream = StopStrings(["stop"])
+    stream = Pieces(["stop"])
     assert stream.feed("nonsto") == "non"
     assert stream.flush() == "sto"
     assert not stream.found
 
 
 def test_nothing_is_shown_after_a_stop_string() -> None:
-    stream = StopStrings(["x"])
+    stream = Pieces(["x"])
     assert stream.feed("axb") == "a"
     assert stream.feed("c") == ""
     assert stream.flush() == ""
@@ -88,12 +110,12 @@ def test_nothing_is_shown_after_a_stop_string() -> None:
 
 @pytest.mark.parametrize("stops", [[], [""]])
 def test_without_stop_strings_everything_is_shown_at_once(stops: list[str]) -> None:
-    stream = StopStrings(stops)
+    stream = Pieces(stops)
     assert stream.feed("abc") == "abc"
     assert not stream.found
 
 
 def test_a_stop_string_that_repeats_its_own_beginning_is_found() -> None:
-    stream = StopStrings(["aab"])
+    stream = Pieces(["aab"])
     assert "".join(stream.feed(letter) for letter in "aaab") == "a"
     assert stream.found

@@ -12,9 +12,9 @@ import torch
 from protocol.model.config import read_config
 from tee_side import threads as module
 from tee_side.engine import step
-from tee_side.model import local_ops
+from tee_side.model import local_operators, local_ops
 from tee_side.model.layers import Layer, LayerNorms
-from tee_side.model.local_operators import LocalOperators
+from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Masked
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.sites import IntegerSite
@@ -28,6 +28,7 @@ from tee_side.threads import (
     large_tensor,
 )
 from tests.support import SavedModel, assemble, token_ids
+from tsqp.lab.research import operators
 from tsqp.lab.research.operators import product_here
 
 Models = Callable[..., SavedModel]
@@ -82,15 +83,11 @@ def _noting(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
 
         return call
 
-    init = LocalOperators.__init__
-
-    def noted(self: LocalOperators, *arguments: Any, **settings: Any) -> None:
-        init(self, *arguments, **settings)
-        self._products = {site: product(inner) for site, inner in self._products.items()}
-        self._lm_head = product(self._lm_head) if self._lm_head is not None else None
-
+    bound = local_operators.with_all_threads
     monkeypatch.setattr(local_ops, "rms_norm", light)
-    monkeypatch.setattr(LocalOperators, "__init__", noted)
+    monkeypatch.setattr(
+        local_operators, "with_all_threads", lambda compute: bound(product(compute))
+    )
     return found
 
 
@@ -132,7 +129,7 @@ def test_masks_that_multiply_are_shared_as_products_are(
     monkeypatch.setattr(module, "LARGE_FACTOR", large)
     found: set[int] = set()
     tee = saved_model("llama").tee(policy)
-    mask = type(next(iter(tee.assembly.policy.masks)))
+    mask = type(next(iter(load_policy(policy).masks)))
     for name in ("mask", "mask_product"):
         if not hasattr(mask, name):
             continue
@@ -165,7 +162,7 @@ def test_which_passes_are_shared(
         monkeypatch.setattr(owner, name, noted)
 
     note(local_ops, "silu_mul")
-    note(local_ops, "softmax")
+    note(operators, "softmax")
     note(IntegerSite, "encode")
     note(IntegerSite, "decode")
     note(Pad, "mask")

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
 from tee_side.engine import tokenizer as module
+from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 from tsqp.cli.program import run
 
@@ -100,7 +101,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 def _stream(tokenizer: Tokenizer, ids: list[int]) -> str:
-    streamer = tokenizer.streamer()
+    streamer = TextStream(tokenizer)
     return "".join(streamer.feed(token_id) for token_id in ids)
 
 
@@ -124,7 +125,7 @@ def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
 def test_streamed_text_equals_the_text_that_was_encoded(tokenizer: Tokenizer, text: str) -> None:
     """Most characters here are split over several byte tokens."""
     ids = tokenizer.encode(text)
-    streamer = tokenizer.streamer()
+    streamer = TextStream(tokenizer)
     streamed = "".join(streamer.feed(token_id) for token_id in ids)
     # What ends so looks like the first half of a character, and is kept until nothing more comes.
     assert streamed == text or text.endswith("\ufffd")
@@ -144,7 +145,7 @@ def test_streamed_text_of_byte_fallback_tokens_equals_decoding_at_once(
 def test_a_character_split_over_tokens_is_shown_when_it_is_complete(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("😀", add_special_tokens=False)
     assert len(ids) > 1
-    streamer = tokenizer.streamer()
+    streamer = TextStream(tokenizer)
     pieces = [streamer.feed(token_id) for token_id in ids]
     assert pieces == [*[""] * (len(ids) - 1), "😀"]
 
@@ -162,7 +163,7 @@ def test_invalid_byte_fallback_tokens_never_break_the_stream(
     byte_fallback: Tokenizer, ids: list[int]
 ) -> None:
     """A model may sample any bytes; that they are no UTF-8 is no reason to stop generating."""
-    streamer = byte_fallback.streamer()
+    streamer = TextStream(byte_fallback)
     for token_id in ids:
         streamer.feed(token_id)
     tail = byte_fallback.encode("the cat", add_special_tokens=False)
@@ -171,7 +172,7 @@ def test_invalid_byte_fallback_tokens_never_break_the_stream(
 
 def test_two_streams_of_one_tokenizer_are_independent(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("日本", add_special_tokens=False)
-    first, second = tokenizer.streamer(), tokenizer.streamer()
+    first, second = TextStream(tokenizer), TextStream(tokenizer)
     texts = ["", ""]
     for token_id in ids:
         texts[0] += first.feed(token_id)
@@ -240,7 +241,7 @@ def test_what_a_template_says_of_the_messages_is_not_shown(
     [
         lambda t: t.encode(CANARY),
         lambda t: t.decode([1, 2]),
-        lambda t: t.streamer().feed(1),
+        lambda t: TextStream(t).feed(1),
     ],
     ids=["encode", "decode", "stream"],
 )
@@ -398,7 +399,7 @@ _FAILS_ON: list[tuple[dict[str, Any], Callable[[Tokenizer], object]]] = [
     ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, lambda t: t.encode("the cat")),
     ({"model": _WORDS}, lambda t: t.encode("the cat")),
     ({"decoder": _STRIPS}, lambda t: t.decode(t.encode("ttt"))),
-    ({"decoder": _STRIPS}, lambda t: [t.streamer().feed(i) for i in t.encode("ttt")]),
+    ({"decoder": _STRIPS}, lambda t: [TextStream(t).feed(i) for i in t.encode("ttt")]),
 ]
 
 

@@ -387,6 +387,13 @@ def test_honest_products_of_floats_pass(dtype: torch.dtype, rows: int, outliers:
         assert check.holds(x, y, [x], tolerance)
 
 
+def test_a_weight_of_more_than_one_block_is_summed_up_row_by_row() -> None:
+    weight, x = _floats((600, 1024), torch.float32, 1, 1 / 32), _floats((3, 1024), torch.float32, 2)
+    y = torch.nn.functional.linear(x, weight)
+    check = FloatCheck.draw(weight, Randomness())
+    assert check.holds(x, y, [x], Tolerance.of(torch.float32, None))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_input_along_a_weights_rows_passes(dtype: torch.dtype) -> None:
     """A product far larger than that of a vector without a direction."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError, ModelError, PolicyError, ReplyError, VerificationError
 from protocol.messages import (
+    FUSED_MODULES,
     EmbeddingRequest,
     LMHeadRequest,
     MatmulRequest,
@@ -26,7 +27,7 @@ from protocol.messages import (
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.assembly import sites_where
+from tee_side.model.local_operators import sites_where
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.pads.source import PadLane
@@ -210,6 +211,14 @@ def test_lies_about_floats_are_refused_at_every_operator(
     where = f"{operator} in layer 0" if layered else operator
     assert caught.value.where == f"{where} at loopback"
     assert channel.lied
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_lie_in_the_last_row_alone_is_refused(saved_model: Models, operator: Operator) -> None:
+    directory = saved_model("llama").directory
+    last = Lying(directory, lambda y: torch.cat((y[:-1], -y[-1:])), KINDS[operator])
+    with pytest.raises(VerificationError, match=operator):
+        generate(saved_model("llama").tee(everything_verified("tsqp"), channels=[last]))
 
 
 @pytest.mark.parametrize("name", ["cloak", "stip", "row-mix", "row-rotation", "float-noise"])
@@ -427,8 +436,8 @@ def test_lanes_hand_their_deadline_to_what_asks(
     lanes = tee.assembly.lanes(lambda _layer: tee.channels, timeout_s=7.0)
     given = {
         call._settings.longest_s
-        for calls in lanes[0].decode.linear.values()
-        for call in calls
+        for name in FUSED_MODULES
+        for call in getattr(lanes[0].tables["decode"], name)
         if isinstance(call, RemoteLinear)
     }
     assert given == {7.0}

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError, ModelError, PromptError, SettingsError, TsqpError
@@ -336,6 +337,22 @@ def test_the_command_writes_a_file_and_says_where_room_is_least(tmp_path: Path) 
     assert f"headroom: {made.headroom(site):.1f} times" in second
     assert f"at {site[1]} in layer {site[0]}" in second
     assert math.isfinite(float(third.split("product: ")[1].split("%")[0]))
+
+
+def test_exact_norms_of_an_old_file_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shipped, demo = model_directory("demo") / "calibration.safetensors", model_directory("demo")
+    config = read_config(demo)
+    digest = model_digest(config, Checkpoint(demo))
+    tensors = load_file(shipped)
+    Calibration.load(shipped, config, digest)
+    assert not caplog.records
+    with safe_open(shipped, "pt") as file:
+        metadata = file.metadata()
+    save_file(tensors | {"max_norm": tensors["max_norm"] * 0.99}, tmp_path / "old", metadata)
+    Calibration.load(tmp_path / "old", config, digest)
+    assert [record.message for record in caplog.records] == ["calibration_has_exact_norms"]
 
 
 def test_the_file_goes_beside_the_model_by_default(tmp_path: Path) -> None:

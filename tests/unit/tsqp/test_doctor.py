@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_a_run_that_would_start_lacks_nothing(service: Service, tmp_path: Path) 
     states.pop("clock")
     assert states == dict.fromkeys([*expected, f"service {service.endpoint}"], "ok")
     assert found["bank"]["detail"] == "2 of 2 pads left"
+    # The same mask and model, with one operator less under pads.
+    shielded = resources.files("tee_side.policy.builtin") / "shielded.toml"
+    under_pad = 'place = "gpu", mask = "pad", verify = "freivalds"'
+    fewer = shielded.read_text().replace(under_pad, 'place = "tee"', 1)
+    (tmp_path / "fewer.toml").write_text(fewer)
+    policy = ("--policy", str(tmp_path / "fewer.toml"))
+    status, found = _doctor("demo", "--gpu", service.endpoint, *bank, *policy)
+    assert (status, found["bank"]["state"]) == (1, "missing")
+    assert "layout" in found["bank"]["detail"]
 
 
 def test_a_policy_of_which_nothing_leaves_needs_no_service() -> None:

@@ -172,13 +172,22 @@ def test_memory_is_not_dumped_and_secrets_are_not_looked_at(
 
 
 @pytest.mark.parametrize(
-    ("module", "expected"),
-    [("tee_runner", {"has_secrets": True}), ("gpu_service", {}), ("main", {})],
+    ("module", "arguments", "secrets"),
+    [
+        ("tee_runner", [], True),
+        ("gpu_service", [], False),
+        ("main", ["doctor"], False),
+        ("main", ["calibrate", "demo"], True),
+        ("main", ["--config", "x", "keys", "new", "y"], True),
+        ("main", ["provision"], True),
+    ],
 )
-def test_the_runner_alone_has_secrets(module: str, expected: dict[str, bool]) -> None:
-    with mock.patch(f"tsqp.cli.{module}.run") as started:
+def test_programs_with_secrets_keep_others_out(
+    module: str, arguments: list[str], secrets: bool
+) -> None:
+    with mock.patch(f"tsqp.cli.{module}.run") as started, mock.patch("sys.argv", ["x", *arguments]):
         importlib.import_module(f"tsqp.cli.{module}").main()
-    assert started.call_args.kwargs == expected
+    assert started.call_args.kwargs.get("has_secrets", False) == secrets
 
 
 def test_an_operating_system_error_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:

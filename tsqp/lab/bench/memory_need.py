@@ -16,9 +16,9 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES, Arithmetic
 from protocol.model.config import ModelConfig
-from tee_side.assembly import AHEAD_IN_MEMORY, sites_under
+from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
-from tee_side.model.local_operators import sites_here
+from tee_side.model.local_operators import sites_here, sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.layout import PadLayout
@@ -66,7 +66,7 @@ def tee_need(
         "process": PROCESS_BYTES,
         "embedding and LM head": vocabulary_bytes(config, policy, itemsize),
         "linear weights": _linear_bytes(
-            config, sites_here(policy, config), policy.arithmetic, itemsize
+            config, sites_here(policy, config.num_hidden_layers), policy.arithmetic, itemsize
         ),
         "pads": _pad_bytes(config, policy, prefill=rows, decode=min(step_tokens, sequences)),
         "KV cache": kv_bytes(config, tokens=tokens, sequences=sequences, itemsize=itemsize),

@@ -26,7 +26,7 @@ from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, lin
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import load_tensor
-from tee_side.assembly import sites_under
+from tee_side.model.local_operators import sites_under
 from tee_side.plugins import load_module, loaded_files
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration

@@ -256,7 +256,7 @@ class Bench:
             self._settings.baselines
             or (self._settings.computes and not self._settings.endpoints)
             or any(policy.arithmetic == "int8" for _, policy in policies)
-            or any(sites_here(policy, self._config) for _, policy in policies)
+            or any(sites_here(policy, self._config.num_hidden_layers) for _, policy in policies)
         )
 
     def _pads(self, policy: Policy) -> int:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
-from tee_side.assembly import sites_under
+from tee_side.model.local_operators import sites_under
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import Placement, Policy

@@ -265,10 +265,7 @@ class PublicModel:
         return ids_V
 
     def _rope(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cos_1C, sin_1C = self.light.rope.cos_sin(
-            position, position + 1, position + 1, torch.float32
-        )
-        return cos_1C.unsqueeze(1), sin_1C[:, None, : sin_1C.shape[1] // 2]
+        return self.light.rope.cos_sin(position, position + 1, position + 1, torch.float32)
 
     def _attention(
         self,

@@ -173,7 +173,9 @@ class Planning:
         count = LAYERS
         kept = sum(
             config.module_shape(module)[0] * config.module_shape(module)[1]
-            for _, operator in sites_here(policy, self._shape.with_layers(1).config())
+            for _, operator in sites_here(
+                policy, self._shape.with_layers(1).config().num_hidden_layers
+            )
             for module in FUSED_MODULES[operator]
         ) * (1 if policy.arithmetic == "int8" else self._itemsize)
         if kept:
@@ -358,7 +360,7 @@ def _needs_linear(policy: Policy, config: ModelConfig) -> bool:
     """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
     return (
         policy.arithmetic == "int8"
-        or bool(sites_here(policy, config))
+        or bool(sites_here(policy, config.num_hidden_layers))
         or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
     )
 

@@ -185,6 +185,5 @@ def _marking(model: TeeModel, note: Callable[[int | None], None]) -> TeeModel:
         for layer in model.layers
     ]
     marking = replace(model)
-    object.__setattr__(marking, "layers", tuple(layers))
-    object.__setattr__(marking, "norm", marked(None, model.norm))
+    marking.layers, marking.norm = tuple(layers), marked(None, model.norm)
     return marking

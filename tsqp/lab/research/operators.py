@@ -122,6 +122,12 @@ class RemoteAttention:
         H, K, C = self._parts.config.heads
         G = H // K
 
+        def probabilities(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
+            with large_tensor(scores.numel(), settings.threads):
+                return softmax(scores, causal_mask)
+
+        timed_softmax = timed(probabilities, settings.observer, "softmax", layer)
+
         async def attend(layer: Layer, q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
             # The G query heads that share a key/value head stand below each other: no copy of K
             # and V. Scaling q, not the scores, keeps float16 in range wherever it is computed.
@@ -129,7 +135,7 @@ class RemoteAttention:
             q_KGTC = (q_THC * C**-0.5).view(T, K, G, C).permute(1, 2, 0, 3)
             scores_KRS = await scores((q_KGTC.reshape(K, G * T, C), k_KSC.transpose(1, 2)))
             mask_TS = causal_mask(T, S, layer.window)
-            probs_KGTS = layer.softmax(scores_KRS.view(K, G, T, -1), mask_TS)
+            probs_KGTS = timed_softmax(scores_KRS.view(K, G, T, -1), mask_TS)
             out_KRC = await values((probs_KGTS.view(K, G * T, -1), v_KSC))
             return out_KRC.view(K, G, T, C).permute(2, 0, 1, 3).reshape(T, H * C)
 
@@ -499,6 +505,14 @@ def _check_product(
             f"{short_name(a_BMJ.dtype)} [{a_BMJ.shape[0]}, rows, J] and"
             f" [{a_BMJ.shape[0]}, J, columns], at most {rows} rows and {columns} columns",
         )
+
+
+def softmax(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
+    """Softmax over the last axis in float32, cast back; hidden keys get probability 0."""
+    scores32 = scores.to(torch.float32)
+    if causal_mask is not None:
+        scores32 = scores32.masked_fill(causal_mask, float("-inf"))
+    return scores32.softmax(-1).to(scores.dtype)
 
 
 def product_here(operator: Operator, layer: int, settings: CallSettings) -> ProductCall:

@@ -40,3 +40,10 @@ def test_the_last_bits_of_the_input_do_not_cross() -> None:
         apart = ((sent - x_TI) / step).frac().abs()
         same = torch.minimum(apart, 1 - apart) < 0.01
         assert float(same.double().mean()) < 0.05, bits
+
+
+@pytest.mark.parametrize("sigma", [0.5, 4.0])
+def test_noise_has_the_standard_deviation_that_was_asked_for(sigma: float) -> None:
+    r_TI = FloatNoise(sigma=sigma).draw(Randomness(bytes(32)).ring(256, 512))
+    # 131,072 numbers: four standard errors are 0.8 %.
+    assert float(r_TI.std()) == pytest.approx(sigma, rel=0.008)

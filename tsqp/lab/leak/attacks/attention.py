@@ -76,9 +76,8 @@ class Keys:
 
     def at(self, position: int) -> torch.Tensor:
         """Return all tokens' keys [V, K, C] at a position."""
-        cos_1C, sin_1C = self._rope.cos_sin(position, position + 1, position + 1, torch.float32)
-        half = sin_1C.shape[1] // 2
-        return apply_rope(self._k_VKC, cos_1C.unsqueeze(1), sin_1C[:, None, :half])
+        rotation = self._rope.cos_sin(position, position + 1, position + 1, torch.float32)
+        return apply_rope(self._k_VKC, *rotation)
 
 
 class AttentionKeys(Attack):
