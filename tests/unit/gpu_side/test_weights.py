@@ -285,7 +285,7 @@ def test_progress_is_told_after_every_layer(llama: Path) -> None:
             torch.zeros(48, 96),
             "got shape [48, 96], expected [96, 48]",
         ),
-        ("model.norm.weight", torch.ones(48, dtype=torch.int64), "got dtype I64"),
+        ("model.norm.weight", torch.ones(48, dtype=torch.int64), "dtype: got 'I64'"),
         ("model.layers.0.mlp.up_proj.bias", torch.ones(96), "config.json does not explain"),
     ],
 )
