@@ -139,7 +139,7 @@ class Runner:
                 lambda: ServiceCheck(
                     config,
                     checkpoint,
-                    model,
+                    model.norm_weights(),
                     arithmetic=policy.arithmetic,
                     key=assembly.key,
                     linear=assembly.linear_digest,

@@ -118,6 +118,14 @@ class TeeModel:
         norm = partial(local_ops.rms_norm, weight=self.final_norm, eps=config.rms_norm_eps)
         self.norm = timed(norm, observer, "rms_norm", None)
 
+    def norm_weights(self) -> dict[str, Tensor]:
+        """Return the weights of RMSNorm [D], by their names in an Init reply."""
+        weights = {"final_norm": self.final_norm}
+        for layer, norms in enumerate(self.norms):
+            weights[f"layer_{layer}_input_layernorm"] = norms.input_layernorm
+            weights[f"layer_{layer}_post_attention_layernorm"] = norms.post_attention_layernorm
+        return weights
+
     def observed(self, observer: Observer | None) -> TeeModel:
         """Return the model with an observer that is told of every local operator."""
         return replace(self, observer=observer)

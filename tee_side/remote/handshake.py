@@ -7,8 +7,7 @@ service computes: it can answer all of this correctly and lie afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
 import torch
 
@@ -25,59 +24,27 @@ _SAME_MODEL = "start service and runner with the same model"
 _PROVISIONED = "start gpu-service with the directory that tsqp provision wrote with this key"
 
 
-class LayerNorms(Protocol):
-    """RMSNorm weights [D] of one layer."""
-
-    @property
-    def input_layernorm(self) -> torch.Tensor:
-        """In front of attention."""
-        ...
-
-    @property
-    def post_attention_layernorm(self) -> torch.Tensor:
-        """In front of the MLP."""
-        ...
-
-
-class OwnNorms(Protocol):
-    """The norms of the TEE's own model, as the model of the forward pass has them."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the TEE."""
-        ...
-
-    @property
-    def norms(self) -> Sequence[LayerNorms]:
-        """Of each layer."""
-        ...
-
-    @property
-    def final_norm(self) -> torch.Tensor:
-        """Behind the last layer."""
-        ...
-
-
 class ServiceCheck:
     """What a service must say that it holds; made once, for every service and every connection.
 
-    `arithmetic`: what it must be able to do; `key`: of the weights that a provisioned service must
-    hold, None where it must hold the model's own; `linear`: the linear digest that these must have,
-    None where the directory does not say.
+    `norms`: RMSNorm weights [D] of the TEE's own model, by their names in an Init reply, in the
+    dtype that both are compared in. `arithmetic`: what it must be able to do; `key`: of the weights
+    that a provisioned service must hold, None where it must hold the model's own; `linear`: the
+    linear digest that these must have, None where the directory does not say.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         checkpoint: Checkpoint,
-        model: OwnNorms,
+        norms: Mapping[str, torch.Tensor],
         *,
         arithmetic: Arithmetic = "float",
         key: TransformKey | None = None,
         linear: str | None = None,
     ) -> None:
         self._layers = config.num_hidden_layers
-        self._dtype = model.dtype
+        self._dtype = norms["final_norm"].dtype
         self._arithmetic = arithmetic
         self._norms = key is None
         self._hint = _SAME_MODEL if key is None else _PROVISIONED
@@ -95,7 +62,7 @@ class ServiceCheck:
         # Digests read some rows of every tensor, with a manifest the whole blocks that they lie in:
         # not once more for each connection.
         if key is None:
-            expected |= _norms(config, model)
+            expected |= {**norms, **{f"{name}.eps": config.rms_norm_eps for name in norms}}
             expected["model_digest"] = model_digest(config, checkpoint)
         digest = key.server_linear_digest if key else linear
         if digest is not None:
@@ -155,14 +122,6 @@ class ServiceCheck:
             if name in self._expected:
                 said[name] = getattr(reply, name)
         return said
-
-
-def _norms(config: ModelConfig, model: OwnNorms) -> dict[str, object]:
-    norms: dict[str, object] = {"final_norm": model.final_norm}
-    for layer, weights in enumerate(model.norms):
-        norms[f"layer_{layer}_input_layernorm"] = weights.input_layernorm
-        norms[f"layer_{layer}_post_attention_layernorm"] = weights.post_attention_layernorm
-    return norms | {f"{name}.eps": config.rms_norm_eps for name in norms}
 
 
 def _equal(theirs: object, ours: object) -> bool:

@@ -70,7 +70,8 @@ def served_init() -> Case:
 @cache
 def _check() -> ServiceCheck:
     config, checkpoint = read_config(tiny_model()), Checkpoint(tiny_model())
-    return ServiceCheck(config, checkpoint, load_tee_model(config, checkpoint, torch.float32))
+    norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
+    return ServiceCheck(config, checkpoint, norms)
 
 
 def _handshake(case: Case) -> str:

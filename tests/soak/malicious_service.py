@@ -283,7 +283,7 @@ def demo_check() -> tuple[ServiceCheck, int]:
     check = ServiceCheck(
         config,
         checkpoint,
-        load_tee_model(config, checkpoint, torch.float32),
+        load_tee_model(config, checkpoint, torch.float32).norm_weights(),
         arithmetic="int8",
         linear=linear_digest(config, checkpoint),
     )

@@ -186,7 +186,7 @@ def test_a_runner_accepts_it_for_a_directory_without_linear_weights(
 ) -> None:
     config, checkpoint = read_config(light), Checkpoint(light)
     model = load_tee_model(config, checkpoint, torch.float32)
-    check = ServiceCheck(config, checkpoint, model, arithmetic=arithmetic)
+    check = ServiceCheck(config, checkpoint, model.norm_weights(), arithmetic=arithmetic)
     check.verify("null", NullChannel(light).call(InitRequest()).response)
     other: Arithmetic = "int8" if arithmetic == "float" else "float"
     without = NullChannel(light, (other,)).call(InitRequest()).response

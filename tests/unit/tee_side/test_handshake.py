@@ -33,7 +33,7 @@ def _check(ours: Path, channel: LoopbackChannel, dtype: str = "float32") -> None
     config, checkpoint = read_config(ours), Checkpoint(ours)
     model = load_tee_model(config, checkpoint, torch_dtype(dtype))
     linear = linear_digest(config, checkpoint)
-    check = ServiceCheck(config, checkpoint, model, linear=linear)
+    check = ServiceCheck(config, checkpoint, model.norm_weights(), linear=linear)
     check.verify(channel.endpoint, channel.call(InitRequest()).response)
 
 
@@ -228,7 +228,7 @@ def _mask_check(
     check = ServiceCheck(
         config,
         checkpoint,
-        load_tee_model(config, checkpoint, torch.float32),
+        load_tee_model(config, checkpoint, torch.float32).norm_weights(),
         arithmetic=chosen.arithmetic,
         key=FeatureKey.load(masks.key) if masks.key else None,
         linear=linear or linear_digest(config, checkpoint),
@@ -328,7 +328,8 @@ def test_a_service_must_hold_the_layers_that_it_is_asked_for(
 ) -> None:
     directory = saved_model("llama").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    check = ServiceCheck(config, checkpoint, load_tee_model(config, checkpoint, torch.float32))
+    norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
+    check = ServiceCheck(config, checkpoint, norms)
     reply = LyingChannel(directory, layers=held).call(InitRequest()).response
     if fits:
         assert check.verify("there", reply, asked) is reply
@@ -346,7 +347,8 @@ def test_digests_are_computed_once_for_all_connections(
 ) -> None:
     directory = saved_model("llama").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    check = ServiceCheck(config, checkpoint, load_tee_model(config, checkpoint, torch.float32))
+    norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
+    check = ServiceCheck(config, checkpoint, norms)
     reply = LoopbackChannel(directory).call(InitRequest()).response
 
     def again(*_: object) -> str:
