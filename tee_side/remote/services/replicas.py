@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -61,14 +62,14 @@ _GRAVEST = (VerificationError, ModelMismatchError, ReplyError)
 
 @dataclass(slots=True)
 class _Trouble:
-    """What went wrong with a request at one service. `error`: the last thing.
+    """What went wrong with a request at one service. `error`: the last thing, None for nothing.
 
     `losses`: connections that were lost while the reply was waited for, or over which a service
     that was about to end refused. `refused`: it will not do it. `free_at`, `pause_s`: when it may
-    be asked again, and how long that was after it had no room.
+    be asked again, and how long that was after it had no room; 0 if it was not out of it.
     """
 
-    error: TsqpError
+    error: TsqpError | None = None
     losses: int = 0
     refused: bool = False
     free_at: float = 0.0
@@ -88,29 +89,18 @@ class _InFlight:
     timeout_s: float
     session: Session | None = None
     inner_id: int = 0
-    troubles: dict[Member, _Trouble] = field(default_factory=dict)
-
-    def note(self, member: Member, error: TsqpError) -> _Trouble:
-        """Note an error of a service, and return what is known of it."""
-        trouble = self.troubles.setdefault(member, _Trouble(error))
-        trouble.error = error
-        return trouble
+    troubles: defaultdict[Member, _Trouble] = field(default_factory=lambda: defaultdict(_Trouble))
 
     def note_lost(self, member: Member, error: TsqpError) -> None:
         """Note that a connection was of no more use."""
-        trouble = self.note(member, error)
+        trouble = self.troubles[member]
+        trouble.error = error
         trouble.losses += 1
         trouble.refused |= trouble.losses >= _MOST_LOSSES
 
     def may_ask(self, member: Member) -> bool:
         """Say whether a service may be asked, now or later."""
-        trouble = self.troubles.get(member)
-        return member.quarantined is None and not (trouble and trouble.refused)
-
-    def free_at(self, member: Member) -> float:
-        """Return when a service has room as far as is known; 0 if it was not out of it."""
-        trouble = self.troubles.get(member)
-        return trouble.free_at if trouble else 0.0
+        return member.quarantined is None and not self.troubles[member].refused
 
 
 class Replicas(Channel):
@@ -238,7 +228,7 @@ class Replicas(Channel):
             in_flight.inner_id = in_flight.send(session.channel, timeout_s)
         except OversizedRequestError as error:
             # Another may take more.
-            in_flight.note(member, error).refused = True
+            in_flight.troubles[member] = _Trouble(error, refused=True)
             return False
         except TsqpError as error:
             self._note_failure(in_flight, session, error)
@@ -261,8 +251,9 @@ class Replicas(Channel):
         if left_s <= 0:
             return
         order = [self._current, *(one for one in self.members if one is not self._current)]
-        for member in sorted(order, key=lambda one: in_flight.free_at(one) > 0):
-            free = in_flight.may_ask(member) and in_flight.free_at(member) <= now
+        troubles = in_flight.troubles
+        for member in sorted(order, key=lambda one: troubles[one].free_at > 0):
+            free = in_flight.may_ask(member) and troubles[member].free_at <= now
             if free and self._send(in_flight, member, left_s):
                 # A service that would not do this one would keep the next ones waiting, too.
                 self._current, self.endpoint = member, member.endpoint
@@ -277,11 +268,12 @@ class Replicas(Channel):
         """
         in_flight.session = None
         member = session.member
+        trouble = in_flight.troubles[member]
+        trouble.error = error
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:
             in_flight.note_lost(member, error)
             self._drain(session, error)
         elif isinstance(error, ServiceError):
-            trouble = in_flight.note(member, error)
             if error.code is ErrorCode.QUEUE_FULL:
                 known = member.queue_limits
                 trouble.error = ServiceError(error.where, code=error.code, known=known)
@@ -294,7 +286,6 @@ class Replicas(Channel):
             in_flight.note_lost(member, error)
             self._drop(session, error)
         elif isinstance(error, ProtocolError | ReplyError):
-            in_flight.note(member, error)
             self._quarantine(member, error)
         else:
             raise error
@@ -345,7 +336,6 @@ class Replicas(Channel):
         for in_flight in self._in_flight.values():
             if in_flight.session is not None and in_flight.session.member is member:
                 in_flight.session = None
-                in_flight.note(member, error)
         for session in (member.session, self._draining.get(member)):
             if session is not None:
                 self._hang_up(session)
@@ -387,7 +377,7 @@ class Replicas(Channel):
             return
         lost = [member for member in left if member.session is None]
         # Those that are ready have said that they have no room.
-        free = [in_flight.free_at(one) or now for one in left if one.session is not None]
+        free = [in_flight.troubles[one].free_at or now for one in left if one.session is not None]
         until = min([*free, in_flight.deadline])
         for member in lost:
             alone = len(lost) == 1 and self._told
@@ -411,8 +401,7 @@ class Replicas(Channel):
     def _fail(self, in_flight: _InFlight, timeout_s: float | None) -> NoReturn:
         said: dict[str, TsqpError] = {}
         for member in self.members:
-            trouble = in_flight.troubles.get(member)
-            error = member.quarantined or (trouble.error if trouble else member.error)
+            error = member.quarantined or in_flight.troubles[member].error or member.error
             if error is not None:
                 said[member.endpoint] = error
         raise aggregate_errors(in_flight.method, said, timeout_s)
