@@ -79,7 +79,12 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
         requests = () if masked is None else plan.requests(encoded, masked)
         clock.mark(None)
     if masked is None:
-        return await _without_factors(plan, x)
+        # Other micro-batches may be waiting for nothing but their turn to send.
+        await replies(())
+        clock.mark("tee")
+        output = await plan.without_factors(x)
+        clock.mark(None)
+        return output
     until = time.monotonic() + plan.timeout_s
     left_s: float | None = None  # the channel's own deadline, which is as far away
     while True:
@@ -92,7 +97,10 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
             clock.exchanged(answered)
             clock.mark("verify")
             exchanges += answered
-            outputs.append(_opened(request, answered))
+            try:
+                outputs.append(list(map(request.output, answered)))
+            except ReplyError:  # of another form than was asked for
+                outputs.append([])
             clock.mark(None)
             if not outputs[-1]:
                 break
@@ -131,14 +139,6 @@ def _start(
     return waiting
 
 
-def _opened(request: PreparedRequest, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
-    """Return each service's tensor; none where a reply is of another form than was asked for."""
-    try:
-        return list(map(request.output, exchanges))
-    except ReplyError:
-        return []
-
-
 def _joined(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
     """Return each service's product, with the outputs of all modules side by side."""
     return [torch.cat(parts, dim=-1) for parts in zip(*outputs, strict=True)]
@@ -153,22 +153,9 @@ def _refused(
 ) -> Refused:
     """Collect what the slow path needs to know of a result that is not used."""
     asked = [
-        (request, channel, payload)
+        (channel, request, payload)
         for request in requests
         for channel, payload in zip(plan.channels, masked.sent, strict=True)
     ]
-    answers = [
-        Answer(channel, request, payload, exchange)
-        for (request, channel, payload), exchange in zip(asked, exchanges, strict=False)
-    ]
+    answers = [Answer(*one, exchange) for one, exchange in zip(asked, exchanges, strict=False)]
     return Refused(plan.operator, plan.layer, answers, plan.check, plan.rules, well_formed)
-
-
-async def _without_factors(plan: CallPlan, x: Operand) -> torch.Tensor:
-    """Compute an operator in the TEE for which no pads are left."""
-    # Other micro-batches may be waiting for nothing but their turn to send.
-    await replies(())
-    plan.clock.mark("tee")
-    y = await plan.without_factors(x)
-    plan.clock.mark(None)
-    return y

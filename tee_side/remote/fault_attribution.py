@@ -116,20 +116,18 @@ def _distrust_liars(refused: Refused, until: float) -> VerificationError:
     operator, layer = refused.operator, refused.layer
     where = operator if layer is None else f"{operator} in layer {layer}"
     liars = _liars(refused, until)
-    known = liars is not None
-    if liars is None:
-        liars = refused.answers
-    if not liars:
+    suspects = refused.answers if liars is None else liars
+    if not suspects:
         raise MaskError(
             f"{refused.rules.name}: {where}",
             got="a wrong result, unmasked from right answers",
             expected="factors that were made from these weights, and an unmask that undoes mask",
         )
-    everybody = " or ".join(dict.fromkeys(answer.exchange.endpoint for answer in liars))
+    everybody = " or ".join(dict.fromkeys(answer.exchange.endpoint for answer in suspects))
     nobody_left: VerificationError | None = None
-    for channel, _, _, exchange in liars:
+    for channel, _, _, exchange in suspects:
         error = VerificationError(
-            f"{where} at {exchange.endpoint if known else everybody}",
+            f"{where} at {everybody if liars is None else exchange.endpoint}",
             got="a wrong result",
             expected="what the weights of the TEE's own model give",
         )

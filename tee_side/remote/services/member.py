@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from protocol.channel import Channel, ChannelWrapper, Traffic
 from protocol.errors import DeadlineExceededError, EndpointError, ServiceError, TsqpError
@@ -35,23 +36,12 @@ class ConnectOptions:
     timeout_s: float = 60.0
 
 
-@dataclass(slots=True)
-class Instances:
-    """The service processes of a run, by the instance id that each gives itself.
-
-    An id belongs to the endpoint that it was first seen at, for the whole run, gone or not: the
-    process may remember what it saw, and one that lied must not be asked under another name.
-    Against mistakes only. An id is what a process claims, so it never counts against the endpoint
-    that had it first, which may be no more than the one that was named.
-    """
-
-    _first: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-    def register(self, instance: str, share: int, endpoint: str) -> None:
-        """Take a process in. Raises SettingsError where it was seen at another endpoint."""
-        its_share, where = self._first.setdefault(instance, (share, endpoint))
-        if where != endpoint:
-            raise one_service(where, endpoint, 1 if its_share == share else 2)
+# The service processes of a run, by the instance id that each gives itself: the share and the
+# endpoint that it was first seen at. An id belongs to that endpoint for the whole run, gone or not:
+# the process may remember what it saw, and one that lied must not be asked under another name.
+# Against mistakes only. An id is what a process claims, so it never counts against the endpoint
+# that had it first, which may be no more than the one that was named.
+Instances: TypeAlias = dict[str, tuple[int, str]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +117,10 @@ class Member:
         options, group = self._options, self._group
         response = connection.wait(request_id).response
         reply = options.verify(self.endpoint, response, (group.first, group.last))
-        self._instances.register(reply.instance_id, group.share, self.endpoint)
+        here = (group.share, self.endpoint)
+        share, where = self._instances.setdefault(reply.instance_id, here)
+        if where != self.endpoint:
+            raise one_service(where, self.endpoint, 1 if share == group.share else 2)
         connection.limit_messages(reply.max_message_bytes)
         self.queue_limits = (
             f"it queues {reply.max_queued_requests} requests and {reply.max_queued_bytes} bytes"

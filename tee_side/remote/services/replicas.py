@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -89,7 +90,7 @@ class _InFlight:
     timeout_s: float
     session: Session | None = None
     inner_id: int = 0
-    troubles: defaultdict[Member, _Trouble] = field(default_factory=lambda: defaultdict(_Trouble))
+    troubles: defaultdict[Member, _Trouble] = field(default_factory=partial(defaultdict, _Trouble))
 
     def note_lost(self, member: Member, error: TsqpError) -> None:
         """Note that a connection was of no more use."""
