@@ -227,7 +227,7 @@ class _AtOnce(Channel):
 
 
 def _nobody(endpoint: str) -> PendingChannel:
-    raise EndpointError(endpoint, got="nobody", expected="nobody to be asked")
+    raise EndpointError(endpoint, got="no service", expected="none to be asked")
 
 
 def _unchecked(endpoint: str, _reply: Response, layers: tuple[int, int]) -> InitReply:

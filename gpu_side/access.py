@@ -1,4 +1,4 @@
-"""Who may use a service: its own key, and its list of clients.
+"""Which clients may use a service: its own key, and its allow-list.
 
 The files are described in `protocol.curve`.
 """
@@ -43,8 +43,8 @@ class ServiceKeys:
 def read_allow_list(path: Path) -> frozenset[bytes]:
     """Read an allow-list. Raises KeyFileError that names the line.
 
-    Refused: what anybody may write but us and root; a line that is no key; a secret key file in it;
-    a list of nobody, which is a slip and no wish: a service for nobody can be stopped.
+    Refused: a file that others than us and root may write; a line that is no key; a secret key file
+    in it; an empty list, which is a slip: a service without clients can be stopped.
     """
     allowed = set()
     text, status = read_text(path, _MAX_LIST_BYTES)

@@ -27,8 +27,8 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
 
     To be entered from the main thread. While the block runs, signals are written to a socket of
     this module's (`signal.set_wakeup_fd`), and handlers of others must do without: a ZmqListener,
-    which alone has a list, looks up a few times a second. A list that cannot be read, or has nobody
-    on it, changes nothing, and the log says so. Without a list the signal is ignored.
+    which alone has a list, looks up a few times a second. A list that is empty or
+    cannot be read changes nothing, and the log says so. Without a list the signal is ignored.
     """
     if path is None:
         with _ignores_the_signal():
@@ -39,8 +39,8 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
     # Full is the socket only where the thread has enough to read.
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     previous = signal.signal(signal.SIGHUP, _ignore)
-    # On a thread, because whoever answers requests must not be woken by it, and because a signal
-    # finds that one in the middle of anything.
+    # On a thread: the loop that answers requests must not be woken by a signal, which finds it in
+    # the middle of anything.
     thread = threading.Thread(
         target=_read_signals, args=(reader, listener, path), name="allow-list", daemon=True
     )
@@ -56,7 +56,7 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _ignores_the_signal() -> Iterator[None]:
-    """Go on whoever sends it: by default it ends the process, and what waits is lost."""
+    """Ignore the signal: by default it ends the process, and what waits is lost."""
     previous = signal.signal(signal.SIGHUP, _log_ignored)
     try:
         yield

@@ -17,7 +17,7 @@ def wait_until(
     """Return at that reading of the clock, a few microseconds late and never early.
 
     Sleeps for all but the last tenth of a millisecond or so: a sleep alone comes back too late, and
-    staying awake takes a core from whoever is being measured.
+    staying awake takes a core from the program that is being measured.
     """
     spare_ns = deadline_ns - clock() - _WAKE_UP_NS
     if spare_ns > 0:

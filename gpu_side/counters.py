@@ -61,5 +61,5 @@ class Counters:
         self.unknown = self.methods[UNKNOWN_METHOD]
         self.received_bytes = 0
         self.sent_bytes = 0
-        # Replies that nobody got: their client has gone, does not read, or may not any more.
+        # Replies that were not delivered: the client has gone, does not read, or may not any more.
         self.dropped_replies = 0

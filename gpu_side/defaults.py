@@ -1,4 +1,4 @@
-"""What `gpu-service` does where nobody says otherwise: its command line shows these.
+"""What `gpu-service` does without options: its command line shows these.
 
 Apart, because what uses them takes a while to import.
 """

@@ -1,4 +1,4 @@
-"""Few lines of a log where there would be many: who floods a service must not fill its disk.
+"""Few lines of a log where there would be many: a flood of requests must not fill the disk.
 
 One filter for all that others can have us log, whichever thread and module logs it.
 """

@@ -75,7 +75,7 @@ class StateCollector(Collector):
 
 
 def _methods(counters: Counters) -> Iterable[Metric]:
-    """Return what there is of every method; of those that nobody has called, only that."""
+    """Return what there is of every method; of those never called, only that."""
     requests = CounterMetricFamily(
         "tsqp_requests", "Requests answered, by outcome.", labels=("method", "code")
     )

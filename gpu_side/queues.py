@@ -4,10 +4,10 @@ A client is a connection or, with keys, all connections of one key. The requests
 the order in which they came; between clients, each has one turn and goes to the end of the line, so
 that a client with many requests delays another's by one of its own. What does not fit is handed
 back to be refused. Where all clients together fill the queue, it is the one with the most that
-loses its newest request: a newcomer is not shut out by those who flood. Nobody loses anything to
-one that does not fit even then, and nobody its only request, but for one case: a client that has
-nothing waiting finds room for its fair share of the bytes, which is all of them divided by the
-clients that wait, itself among them. Where it must, those who have more give up even their last.
+loses its newest request: clients that flood do not shut a newcomer out. No client loses
+a request to one that does not fit even then. No client loses its only request, with one exception:
+a client that has nothing waiting finds room for its fair share of the bytes, which is all of them
+divided by the clients that wait, itself included. For that, richer clients give up even their last.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class FairQueue:
         return Rejected(incoming, "total_bytes", size, limits.total_bytes - self.bytes)
 
     def _choose_victims(self, count: int, held: int, size: int) -> list[tuple[_Client, str]] | None:
-        """Say who must give up its newest message, and for which limit, to let one more wait.
+        """Return the clients that must give up their newest message, and for which limit.
 
-        Those with more than who comes would have (`count`, `held`), the one with most first. A
-        client's only message stays, as it might never be served otherwise, unless who comes has
+        Those with more than the newcomer would have (`count`, `held`), the one with most first. A
+        client's only message stays, as it might never be served otherwise, unless the newcomer has
         nothing waiting and needs no more than a fair share of the bytes: as the richest give first,
-        it fits before anybody within such a share must give. `size`: bytes that must fit. None
-        where they do not even then: nobody need give up anything.
+        it fits before a client within such a share must give. `size`: bytes that must fit. None
+        where they do not fit even then, and no client gives up anything.
         """
         limits = self.limits
         victims: list[tuple[_Client, str]] = []
@@ -161,7 +161,7 @@ class FairQueue:
             left, given = -negative - freed, given + 1
             if left > held and len(client.messages) - given > keeps:
                 heappush(richest, (-left, turn, given, client))
-        # Whoever gave up bytes made room in number, too.
+        # A client that gave up bytes made room in number, too.
         if not victims and self.requests >= limits.total_requests:
             most = max(self._turns, key=lambda client: len(client.messages), default=None)
             if most is None or len(most.messages) <= count:

@@ -105,7 +105,7 @@ class RequestLoop:
             try:
                 self._run(listener, stop)
             finally:
-                # Also where the listener has failed: nobody is to be sent to a service that ends.
+                # Also where the listener has failed: no client is to come to a service that ends.
                 self._state.status = "draining"
             self._drain(listener, stop)
         self._refuse_rest(listener)
@@ -153,7 +153,7 @@ class RequestLoop:
     def _pick_up(self, listener: Listener, incoming: Incoming | None) -> None:
         """Let everything wait that has arrived; answer at once what asks how we are.
 
-        Until enough had to be refused: who sends too much must not keep us from the others' work.
+        Until enough had to be refused: a client that sends too much must not delay the others.
         """
         refused, draining = 0, self._state.status == "draining"
         now = time.perf_counter_ns()

@@ -55,7 +55,7 @@ class ServedModel:
     """What Init says, and what decides which requests can be answered.
 
     `arithmetic`: which linear weights are held. `norms`: float32 on the CPU, under the names of the
-    wire schema, empty where the directory holds weights for somebody's feature mask (`provision`);
+    wire schema, empty where the directory holds weights for a client's feature mask (`provision`);
     such a directory has no embedding and no LM head either. `layers`: first and last layer whose
     weights are held, None: all; the embedding goes with layer 0, the LM head with the last.
     """

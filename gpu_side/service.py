@@ -76,7 +76,7 @@ class ServiceSettings:
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
 
     def read_keys(self) -> ServiceKeys | None:
-        """Read our key and the list of those who are let in; None: everybody is.
+        """Read our key and the list of allowed clients; None: every client is allowed.
 
         Raises KeyFileError, and SettingsError where that is not what was meant.
         """
@@ -84,7 +84,7 @@ class ServiceSettings:
             if is_beyond_loopback(self.bind) and not self.allow_anyone:
                 raise SettingsError(
                     f"--bind {self.bind}",
-                    got="an address that other machines reach, and nobody to keep out",
+                    got="an address that other machines reach, open to all of them",
                     expected="--identity and --allow (tsqp keys new makes keys), or --allow-anyone",
                 )
             return None
@@ -190,7 +190,7 @@ def _allow_many_descriptors() -> None:
 
 
 def _lets_in(keys: ServiceKeys | None) -> dict[str, object]:
-    """Say in the log who may use the service, and by which key clients know it."""
+    """Log which clients may use the service, and by which key they know it."""
     if keys is None:
         return {"lets_in": "anyone"}
     return {"lets_in": len(keys.allowed), "key": keys.public.decode("ascii")}
@@ -200,7 +200,7 @@ def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitSt
     if settings.metrics is None:
         return
     try:
-        # Not imported, and need not be installed, where nobody asks for metrics.
+        # Not imported, and need not be installed, where the operator asks for no metrics.
         from gpu_side.metrics import MetricsServer
     except ModuleNotFoundError:
         raise SettingsError(

@@ -1,6 +1,6 @@
 """How the service is: what it waits for, what it has counted, whether it takes new requests.
 
-The loop's thread writes it; whoever answers for the service's health or its metrics reads it.
+The loop's thread writes it; the threads that report health and metrics read it.
 """
 
 from __future__ import annotations

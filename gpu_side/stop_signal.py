@@ -23,7 +23,7 @@ class StopSignal:
     def request(self, _number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         self.requested = True
-        # Where it is full, whoever reads has been woken.
+        # Where it is full, its reader has been woken.
         with suppress(BlockingIOError):
             self.writer.send(b"\0")
 

@@ -33,7 +33,7 @@ class ServiceWeights(ServedModel):
     """Everything that the service multiplies by, on `device`; floats in `dtype`.
 
     `embedding`, `lm_head`: [vocab_size, hidden_size] (one tensor if tied), None where the
-    directory holds weights for somebody's feature mask, or their layer is not among `held_layers`.
+    directory holds weights for a client's feature mask, or their layer is not among `held_layers`.
     `linears[layer]` and `integers[layer]` by fused operator, None where `arithmetic` lacks float or
     int8.
     """

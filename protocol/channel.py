@@ -97,9 +97,9 @@ class Channel(Protocol):
         ...
 
     def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """Ask whoever sent this no more: a wrong result, or one of a wrong form.
+        """Ask the service that sent this no more: a wrong result, or one of a wrong form.
 
-        Raises `error` where nobody else is left to ask; else the same request may be submitted
+        Raises `error` where no other service is left to ask; else the same request may be submitted
         again.
         """
         ...

@@ -1,4 +1,4 @@
-"""Keys of a channel: who may talk to a service, and to which service a client talks.
+"""Keys of a channel: which clients a service admits, and to which service a client talks.
 
 CurveZMQ (ZeroMQ's CURVE mechanism, on tcp:// and ipc://) encrypts and authenticates a connection
 with one long-term key pair on each side. A client knows its service's public key; a service has a
@@ -81,7 +81,7 @@ def read_secret_key(path: Path) -> bytes:
 def read_public_key(path: Path, check: FileCheck = _unchecked) -> bytes:
     """Read a public key file. Raises KeyFileError, and what `check` raises.
 
-    Refused: what anybody may write but us and root, and a secret key in its place. `check` is
+    Refused: what others than us and root may write, and a secret key in its place. `check` is
     called with the path and the bytes that were read.
     """
     return _read_key(path, secret=False, check=check)
@@ -111,7 +111,7 @@ def require_zmq_keys(endpoint: str) -> None:
 def is_beyond_loopback(endpoint: str) -> bool:
     """Say whether an endpoint is, or may be, on a network, where keys are all that keeps it.
 
-    Not vsock://: it has no keys, and whoever it reaches runs on this machine.
+    Not vsock://: it has no keys, and the peer that it reaches runs on this machine.
     """
     scheme, _, rest = endpoint.partition("://")
     host = rest.rpartition(":")[0]
@@ -164,7 +164,7 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> byt
 
 
 def require_only_we_write(path: Path, status: os.stat_result) -> None:
-    """Refuse what others could have changed: whoever writes a list lets himself in.
+    """Refuse what others could have changed: the writer of a list decides which clients get in.
 
     `status`: of the file as it was read. Raises KeyFileError.
     """
@@ -175,7 +175,7 @@ def require_only_we_write(path: Path, status: os.stat_result) -> None:
             got=f"mode {mode:04o}",
             expected="a file that only its owner can change (chmod go-w)",
         )
-    # Root can change it whoever owns it.
+    # Root can change every file.
     if status.st_uid not in (0, os.geteuid()):
         raise KeyFileError(
             str(path),
@@ -210,7 +210,7 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
     """Read a small text file, and whose it is. Raises KeyFileError, and what `check` raises."""
     where = str(path)
     try:
-        # Not to wait for whoever writes to a named pipe.
+        # Not to wait for the writer of a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())

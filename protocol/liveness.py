@@ -14,10 +14,10 @@ from typing import Final
 
 PROBE: Final = b"\0"
 # After waiting in vain for so long a client probes, and waits for the answer three times as long:
-# whoever stops just after an answer is noticed 1.2 s later.
+# a peer that stops just after an answer is noticed 1.2 s later.
 PROBE_AFTER_S = 0.3
 _ANSWER_WITHIN_S = 3 * PROBE_AFTER_S - 0.01
-# More than anybody sends at once.
+# More than a peer sends at once.
 PROBES_BYTES = 4096
 
 

@@ -1,11 +1,11 @@
-"""Memory for large messages, used again once nobody looks at the previous message any more.
+"""Memory for large messages, used again once no view of the previous message is left.
 
 Fresh memory of a megabyte costs more than to receive a megabyte: the kernel hands it out page by
 page and fills it with zeros. `malloc` gives it back to the kernel and asks for it again whenever
 two messages are alive at a time.
 
-What that costs: a message holds a whole block, of up to four times its size, as long as anybody
-views a byte of it. And a block that nobody uses is not cleared: what the last messages held, masked
+What that costs: a message holds a whole block, of up to four times its size, as long as a
+byte of it is viewed. And an unused block is not cleared: what the last messages held, masked
 activations and the results that came back for them, stays in memory until it is overwritten or the
 pool goes, up to `KEPT_BYTES` of it.
 """

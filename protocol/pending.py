@@ -235,7 +235,7 @@ class PendingChannel(ABC):
         self._pending.pop(request_id, None)
 
     def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`. A channel to one service has nobody else to ask."""
+        """See `Channel.distrust`. A channel to one service has no other to ask."""
         raise error
 
     def limit_messages(self, max_message_bytes: int) -> None:
@@ -256,7 +256,7 @@ class PendingChannel(ABC):
     def use_one_connection(self) -> None:
         """Never go on with another connection: what is asked after a loss raises EndpointError.
 
-        For who must know whom a request goes to: somebody else may be at the endpoint by then.
+        For a caller that must know the process: another one may be at the endpoint by then.
         """
         self._one_connection = True
 
@@ -274,7 +274,7 @@ class PendingChannel(ABC):
                 self._accept(*received)
                 if pending.reply is not None:
                     return pending.reply
-            # Whatever came: a peer that keeps sending what nobody waits for must not hold us past
+            # Whatever came: a peer that keeps sending unasked replies must not hold the caller past
             # the deadline.
             over = time.monotonic() >= until
             if lost and (received is None or (over and until >= pending.deadline)):
@@ -288,7 +288,7 @@ class PendingChannel(ABC):
             raise self._connection_lost(f"before {method} could be sent")
 
     def _accept(self, frames: Sequence[memoryview], received_ns: int) -> None:
-        """Decode a reply and keep it for who waits for it, if anybody does.
+        """Decode a reply and keep it for its caller, if one waits.
 
         Looked at here, and not where it is waited for: many may be in flight, and it is any of them
         that a message answers.

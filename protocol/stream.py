@@ -25,7 +25,7 @@ from protocol.tensors import Buffer
 QUEUED_REQUESTS = 64
 _CONNECT_INTERVAL_S = 0.01
 
-# What says that nobody listens there yet, or not at this moment.
+# What says that no process listens there yet, or not at this moment.
 _ABSENT = frozenset(
     {
         errno.ENOENT,
@@ -258,7 +258,7 @@ class StreamChannel(PendingChannel):
 
 
 def _connected_twice(address: StreamAddress, give_up: float) -> tuple[socket.socket, LivenessProbe]:
-    """Connect for messages and for signs of life; who is let in for the former has the latter."""
+    """Connect for messages and for signs of life: a client that may send messages has both."""
     probing = _connected(address, give_up - time.monotonic())
     try:
         probe = LivenessProbe(probing)

@@ -185,7 +185,7 @@ class MessageReader:
     """The receiving half of a connection: takes bytes as they come and finds the messages.
 
     `messages` holds those that are complete, each with the time of its last byte (perf_counter_ns).
-    Their memory is writable, belongs to them alone, and lives as long as somebody views it.
+    Their memory is writable, belongs to them alone, and lives as long as it is viewed.
 
     `asks_first`: take no memory for a message too large for the receive buffer. `wants_room` says
     how many bytes its frames have, and nothing may be read until `begin_large`.

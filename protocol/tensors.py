@@ -190,7 +190,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     The bytes alias the tensor, which must not be written to as long as the transport refers to
     them. The reply does not say that it has let go: it may come, from a service that answers before
     it has read, while some of the request still waits here to be sent, and what is written by then
-    is what goes out. Only a tensor that nobody writes to again is safe.
+    is what goes out. Only a tensor that is never written to again is safe.
     """
     import torch
 

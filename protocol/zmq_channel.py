@@ -256,7 +256,7 @@ class ZmqChannel(PendingChannel):
             else:
                 frames = self._next_message(patience_ms)
         except ProtocolError:
-            # To read the rest of the message may take longer than anybody has.
+            # To read the rest of the message may take longer than the caller has.
             self._end_connection()
             raise
         if frames is None:
@@ -270,7 +270,7 @@ class ZmqChannel(PendingChannel):
     def _check_unfinished(self, deadline: float) -> None:
         """End the connection if a message grows beyond what a reply may be. Raises ProtocolError.
 
-        Only over TCP, and only while somebody waits: looked at whenever nothing is complete.
+        Only over TCP, and only while a caller waits: looked at whenever nothing is complete.
         """
         if self._lost or (received := bytes_received(self._descriptor)) is None:
             return

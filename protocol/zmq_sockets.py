@@ -50,7 +50,7 @@ class Tracker(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether ZeroMQ has let go of the frame: it has been sent, or nobody is there any more."""
+        """Whether ZeroMQ has let go of the frame: it has been sent, or its peer is gone."""
 
 
 def set_options(

@@ -209,7 +209,7 @@ def calibrate_on(
     weight = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
     local: LocalOperators = {site: surveyor.product(site) for site in surveyor.sites}
     local[None, "embedding"] = partial(embedding, weight=weight)
-    # One token is left for a later step: nobody wants logits.
+    # One token is left for a later step: calibration needs no logits.
     parts = [(KVCache(config, len(ids), torch.float32), ids, 1) for ids in chunks]
     model = load_tee_model(config, checkpoint, torch.float32)
     with torch.inference_mode():

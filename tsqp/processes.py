@@ -102,7 +102,7 @@ def failure(where: str, status: int | None, last: str, *, expected: str) -> Proc
 
 
 def _child_environment() -> dict[str, str]:
-    """Return our environment without settings of the two programs: who starts them has their own.
+    """Return our environment without settings of the two programs: each caller gives them its own.
 
     With a temperature, for example, the demo's tokens would rightly differ from transformers'.
     """

@@ -1,7 +1,7 @@
-"""Who is let in on a stream, and signs of life for who is: the service's thread beside its loop.
+"""Lets clients in on a stream and sends them signs of life: the service's thread beside its loop.
 
-Both on one thread that never computes: whoever comes while the other one does must be let in, and
-hear of life (`protocol.liveness`), too.
+This thread never computes: a client that comes while the loop does must be let in, and hear signs
+of life (`protocol.liveness`), too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from protocol.liveness import PROBE, PROBES_BYTES
 
 log = logging.getLogger("gpu_service")
 
-# Where nobody more is let in, who has said nothing for so long makes room.
+# Where no further client is let in, one that has been silent for so long makes room.
 SILENT_S = 2.0
-# How long nobody is let in where there are too few file descriptors.
+# How long no client is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
@@ -32,13 +32,13 @@ class Acceptor:
 
     A connection on which a message begins goes to `arrivals`; `ready_fd` is a file that is readable
     while there are some. No more than `max_clients` are let in, until one of them has left
-    (`client_closed`): the others wait to be accepted, and who has not said anything for two seconds
+    (`client_closed`): the others wait to be accepted, and a client that was silent for two seconds
     is dropped then. Of connections for probes there are twice as many, and a new one takes the
     place of the one that was idle longest. `listening` must not block, and stays the caller's.
 
     Should the thread fail, it says so in the log and closes what it holds: `failed` is set and
-    `ready_fd` readable, so that the service ends, which lets in nobody any more. Its clients go on
-    with another.
+    `ready_fd` readable, so that the service, which can let in no client any more, ends. Its
+    clients go on with another.
     """
 
     def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
@@ -81,9 +81,9 @@ class Acceptor:
                 self._accept_more(True)
 
     def pause_accepting(self) -> None:
-        """Let nobody in for a while, or until another client leaves.
+        """Let no client in for a while, or until another client leaves.
 
-        For want of memory or file descriptors; it may be somebody else who has them all.
+        For want of memory or file descriptors, which another process may hold.
         """
         with self._lock:
             log.warning("no_more_clients", extra={"fields": {"clients": self._clients}})
@@ -92,7 +92,7 @@ class Acceptor:
         os.eventfd_write(self._wakeup, 1)
 
     def stop(self) -> None:
-        """Let nobody in any more. What is open stays open, and is not answered."""
+        """Let no client in any more. What is open stays open, and is not answered."""
         if self._stopping:
             return
         self._stopping = True
@@ -121,7 +121,7 @@ class Acceptor:
         except Exception:
             log.exception("acceptor_failed", extra={"fields": {"lets_in": "nobody"}})
             self._close_connections()
-            # Who connects from now on is refused, and does not wait to be accepted.
+            # A client that connects from now on is refused, and does not wait to be accepted.
             with suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
         finally:
@@ -140,7 +140,7 @@ class Acceptor:
             self._make_room()
 
     def _left_s(self) -> float | None:
-        """Return how long nobody is let in; None where that is not a matter of time."""
+        """Return how long no client is let in; None where that is not a matter of time."""
         now = time.monotonic()
         left_s = []
         with self._lock:
@@ -240,7 +240,7 @@ class Acceptor:
         self._answer(file)
 
     def _answer(self, file: int) -> None:
-        """Send a probe back. Who probes again before that, or sends anything else, is dropped."""
+        """Send a probe back. A client that sends more before that, or anything else, is dropped."""
         connection = self._probes.pop(file)
         probes = b""
         try:

@@ -27,7 +27,7 @@ class Incoming(NamedTuple):
 
     @property
     def client(self) -> bytes:
-        """Who sent it: with keys all connections of one key are one client, else each is one."""
+        """The client: with keys all connections of one key are one client, else each is one."""
         return self.key or self.route[0]
 
     @property
@@ -49,20 +49,20 @@ class Listener(Protocol):
     def allow(self, allowed: frozenset[bytes]) -> None:
         """Let in these clients, by their public keys (Z85), and no others from now on.
 
-        From another thread as well. Nothing is taken any more from who is not among them. Raises
+        From another thread as well. Nothing is taken any more from other clients. Raises
         RuntimeError for a listener without keys.
         """
         ...
 
     def is_allowed(self, key: bytes) -> bool:
-        """Say whether a client (`Incoming.key`) is still let in; without keys everybody is."""
+        """Say whether a client (`Incoming.key`) is still let in; without keys every client is."""
         ...
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
         """Block until a message can be received; False on time-out or if `wakeup` is readable.
 
-        Raises EndpointError, here and in `receive`, when nobody can be let in any more: the service
-        is of no use to anybody new, and had better end.
+        Raises EndpointError, here and in `receive`, when no client can be let in any more: the
+        service is of no use to a new client, and had better end.
         """
         ...
 
@@ -82,7 +82,7 @@ class Listener(Protocol):
         ...
 
 
-def lets_nobody_in(endpoint: str) -> EndpointError:
+def admits_no_client(endpoint: str) -> EndpointError:
     """Return the error of a listener whose thread that lets clients in has failed."""
     return EndpointError(
         endpoint,

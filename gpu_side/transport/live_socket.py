@@ -1,4 +1,4 @@
-"""Whether somebody listens on a Unix socket already, whom a service must not push away."""
+"""Whether another process listens on a Unix socket already: a service must not displace it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 from protocol.endpoint import Endpoint
 from protocol.errors import EndpointError
 
-# What connecting says where nobody listens, or there is no file at all.
+# What connecting says where no process listens, or there is no file at all.
 _NOBODY = frozenset({errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR})
 
 

@@ -14,12 +14,12 @@ from gpu_side.encoding import MAX_FRAMES
 from protocol.memory_pool import MemoryPool
 from protocol.stream_wire import MessageReader, MessageWriter
 
-# A client with so many requests, or so many bytes in them, that nobody has taken yet is not read
-# from. Beside them at most one more is being received.
+# A client with so many requests, or so many bytes in them, that the service has not taken is not
+# read from. Beside them at most one more is being received.
 QUEUED_REQUESTS = 64
 QUEUED_BYTES = 16 * 1024 * 1024
-# Where others are kept out, who has sent less than so much more of its message for so long makes
-# room.
+# Where others are kept out, a client that has sent less than so much of its message for so long
+# makes room.
 STALLED_S = 2.0
 STALLED_BYTES = 64 * 1024
 # How long all clients together may keep us waiting in vain, in a row and as a share of all time.
@@ -77,7 +77,7 @@ class Client:
 
     @property
     def may_send_more(self) -> bool:
-        """Whether to read from it, with what nobody has taken yet."""
+        """Whether to read from it, with what the service has not taken yet."""
         messages = self.reader.messages
         if self.reader.wants_room:
             return False

@@ -21,7 +21,7 @@ from contextlib import suppress
 from itertools import count
 
 from gpu_side.transport.acceptor import Acceptor
-from gpu_side.transport.listener import Incoming, lets_nobody_in
+from gpu_side.transport.listener import Incoming, admits_no_client
 from gpu_side.transport.live_socket import refuse_live_socket
 from gpu_side.transport.stream_client import STALLED_S, Client, Patience
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -44,11 +44,11 @@ QUEUED_REPLIES = 16
 # So many times the largest message all clients together may have being received, or waiting to be
 # handed out, of messages too large for a receive buffer.
 RECEIVED_MESSAGES = 2
-# So much of it each client may always have, so that who fills the limit delays large requests only.
+# So much of it each client may always have: one that fills the limit delays large requests only.
 ALWAYS_BYTES = 1024 * 1024
-# How often to look for who keeps others out by a message that it does not go on with.
+# How often to look for clients that hold room for a message that does not grow.
 _LOOK_FOR_STALLED_S = 0.5
-# Messages that are handed out before somebody looks whether others have sent something too.
+# Messages that are handed out before `receive` looks whether others have sent one too.
 _LOOK_AFTER = 16
 # A client that has taken nothing for so long is busy with something else; one that reads may be
 # kept from its core for a moment.
@@ -82,13 +82,13 @@ class StreamListener:
         self._by_file: dict[int, Client] = {}
         # Clients with messages, the one whose turn it is first.
         self._turns: deque[Client] = deque()
-        # Whether somebody has looked what arrived since `receive` last said that there is nothing,
+        # Whether arrivals were looked at since `receive` last said that there is nothing,
         # and how many messages were handed out since.
         self._looked = False
         self._handed_out = 0
         self._patience = Patience()
-        # Bytes of large messages that were not handed out, and who waits to send one, the first one
-        # first; when to look who keeps others out (time.monotonic).
+        # Bytes of large messages that were not handed out; the clients that wait to send one, the
+        # first one first; when to look for stalled ones (time.monotonic).
         self._large_bytes = 0
         self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
@@ -177,14 +177,14 @@ class StreamListener:
                 self._watch_only(client, select.EPOLLOUT)
             else:
                 self._drop(client)
-        # Whoever reads gets its replies, also where another does not.
+        # A client that reads gets its replies, also where another does not.
         while self._clients and (left_s := give_up - time.monotonic()) > 0:
             for file, _ in self._epoll.poll(left_s):
                 if (writing := self._by_file.get(file)) is not None:
                     self._finish(writing)
         for client in list(self._clients.values()):
             self._drop(client)
-        # Last: who still reads its replies must not take us for dead.
+        # Last: a client that still reads its replies must not take us for dead.
         self._acceptor.close()
         self._epoll.close()
 
@@ -293,7 +293,7 @@ class StreamListener:
                 for connection in self._acceptor.arrivals():
                     self._let_in(connection)
                 if self._acceptor.failed:
-                    raise lets_nobody_in(self.endpoint)
+                    raise admits_no_client(self.endpoint)
         # After those that have sent something by now were read.
         if kept_out and time.monotonic() >= self._look_for_stalled_at:
             self._drop_stalled()
@@ -348,12 +348,12 @@ class StreamListener:
             self._watch(client)
 
     def _give_room(self) -> None:
-        """Let those who wait receive their large messages, in turn, as far as there is room."""
+        """Let waiting clients receive their large messages, in turn, as far as there is room."""
         full = False
         for client in list(self._wanting_room.values()):
             size = client.reader.wants_room
             if client.large_bytes + size > ALWAYS_BYTES:
-                # Nobody overtakes who came first and needs more.
+                # No client overtakes one that came first and needs more.
                 limit = RECEIVED_MESSAGES * self._max_message_bytes
                 full = full or self._large_bytes + size > limit
                 if full:
@@ -369,7 +369,7 @@ class StreamListener:
             self._watch(client)
 
     def _drop_stalled(self) -> None:
-        """Drop who sits on a message that hardly grows, the longest first, until there is room."""
+        """Drop clients whose message hardly grows, the longest first, until there is room."""
         now = time.monotonic()
         self._look_for_stalled_at = now + _LOOK_FOR_STALLED_S
         stalled = [client for client in self._clients.values() if client.has_stalled(now)]
@@ -435,7 +435,7 @@ class StreamListener:
 def _remove_stale(path: str) -> None:
     """Remove the socket of a dead service; what is no socket stays, and bind will refuse it.
 
-    `refuse_live_socket` has found that nobody listens.
+    `refuse_live_socket` has found that no process listens.
     """
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -1,7 +1,7 @@
-"""Who is let in: the answers to ZeroMQ's authentication requests (ZAP, RFC 27), on a thread.
+"""Lets clients in: answers ZeroMQ's authentication requests (ZAP, RFC 27), on a thread.
 
 ZeroMQ asks at inproc://zeromq.zap.01 of the service's context, once in the handshake of every
-connection. Where nobody answers nobody gets in: the service's socket has
+connection. Without an answer no client gets in: the service's socket has
 `ZMQ_ZAP_ENFORCE_DOMAIN` set, and a handshake without an answer ends at its time limit.
 """
 
@@ -25,13 +25,13 @@ _ADDRESS = "inproc://zeromq.zap.01"
 _REQUEST_FRAMES = 7
 _KEY_BYTES = 32
 
-# What ends a handshake before anybody's key is looked at.
+# What ends a handshake before the client's key is looked at.
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
 class ZapHandler:
-    """Lets in the clients whose public keys are `allowed`, and logs whom it does not.
+    """Lets in the clients whose public keys are `allowed`, and logs those that it does not.
 
     Ready when made, before the service's socket is bound. Its thread ends with the context, which
     waits for it. `allowed`: public keys, Z85.
@@ -44,12 +44,12 @@ class ZapHandler:
         allowed: frozenset[bytes],
     ) -> None:
         self._allowed = allowed
-        # Keys of those who were let in. Noted before the list is looked at: whoever replaces the
-        # list finds here everybody that the one before let in.
+        # Keys of clients that were let in. Noted before the list is looked at: the code that
+        # replaces the list finds here every client that the one before let in.
         self._authenticated: set[bytes] = set()
         # How many connections were turned away.
         self.refused = 0
-        # Set when the thread has failed, and lets in nobody any more.
+        # Set when the thread has failed, and lets in no client any more.
         self.failed = False
         self._requests = context.socket(zmq.REP)
         self._failures = watch(context, service, FAILURES)
@@ -100,11 +100,11 @@ class ZapHandler:
         except zmq.ContextTerminated:
             raise
         except Exception:
-            # The listener ends the service: who lets in nobody is of no use, and looks well.
+            # The listener ends the service: one that admits no client is of no use, and looks well.
             self.failed = True
             log.exception("zap_handler_failed", extra={"fields": {"lets_in": "nobody"}})
             self._requests.close()
-        # ZeroMQ's own thread would wait for somebody to read them.
+        # ZeroMQ's own thread would wait until they are read.
         while True:
             self._failures.recv_multipart()
 
@@ -123,7 +123,7 @@ class ZapHandler:
         return [version, request_id, b"400", b"refused", b"", b""]
 
     def _key_of(self, request: list[bytes]) -> bytes:
-        """Return who asks (Z85). Raises ValueError, which says in a word what is wrong."""
+        """Return the client's key (Z85). Raises ValueError, which says in a word what is wrong."""
         if len(request) != _REQUEST_FRAMES:
             raise ValueError("malformed_request")
         version, _, domain, _, _, mechanism, key = request

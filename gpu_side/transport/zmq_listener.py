@@ -22,7 +22,7 @@ import zmq
 
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import MAX_FRAMES
-from gpu_side.transport.listener import Incoming, lets_nobody_in
+from gpu_side.transport.listener import Incoming, admits_no_client
 from gpu_side.transport.live_socket import refuse_live_socket
 from gpu_side.transport.zap import DOMAIN, ZAP_ENFORCE_DOMAIN, ZapHandler, sender_of
 from protocol.curve import require_zmq_keys
@@ -48,9 +48,9 @@ log = logging.getLogger("gpu_service")
 WAKEUP_INTERVAL_MS = 100
 # ZeroMQ's own thread closes a socket that is unbound, in its time, and so its descriptors.
 _REBIND_S = 5.0
-# Clients with large replies, before somebody looks which of them have none any more.
+# Clients with large replies, before the listener looks which of them have none any more.
 _LOOK_AT_CLIENTS = 64
-# Who sent it, perhaps an empty delimiter, and the request.
+# The sender's identity, perhaps an empty delimiter, and the request.
 _MAX_PARTS = 2 + MAX_FRAMES
 
 
@@ -59,7 +59,7 @@ class Unread:
 
     def __init__(self) -> None:
         self._held: dict[bytes, deque[tuple[Tracker, int]]] = {}
-        # With so many clients somebody looks which of them have gone.
+        # With so many clients `collect` looks which of them have gone.
         self._look_at = _LOOK_AT_CLIENTS
 
     @property
@@ -114,7 +114,7 @@ class ZmqListener:
             require_zmq_keys(endpoint)
         refuse_live_socket(parsed)
         self._spin = AdaptiveSpin(spin_us)
-        # A message that `wait` has received and nobody has taken yet.
+        # A message that `wait` has received and `receive` has not returned yet.
         self._waiting: Incoming | None = None
         self._patience_ms = -1
         self._zap_handler: ZapHandler | None = None
@@ -158,7 +158,7 @@ class ZmqListener:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         try:
-            # Without it whoever comes while no handler is there is let in.
+            # Without it a client that comes while no handler is there is let in.
             self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
         except zmq.ZMQError:
             raise SettingsError(
@@ -166,7 +166,7 @@ class ZmqListener:
                 got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
                 expected="one that has it (4.3 or later): without it strangers may get in",
             ) from None
-        # Before the socket is bound: whoever comes finds it.
+        # Before the socket is bound: the first client finds it.
         self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed)
 
     def allow(self, allowed: frozenset[bytes]) -> None:
@@ -224,10 +224,10 @@ class ZmqListener:
         """Receive a message, and keep it for `receive`; False if none comes.
 
         Raises EndpointError where connections were cut and the address cannot be bound again, or
-        nobody is there who lets clients in.
+        the thread that lets clients in has failed.
         """
         if self._zap_handler is not None and self._zap_handler.failed:
-            raise lets_nobody_in(self.endpoint)
+            raise admits_no_client(self.endpoint)
         if self._to_cut:
             self._cut_connections()
         if patience_ms == 0:

@@ -1,8 +1,8 @@
 """Files of a model directory, opened so that whatever stands there can be refused in time.
 
-A model directory may come from anybody: a name in it may be a link out of it, a pipe that nobody
-writes to, a device without an end. Nothing is mapped into memory: a mapping ends the process when
-the file is cut, and changes under whoever has just checked it.
+A model directory is not trusted: a name in it may be a link out of it, a pipe without a
+writer, a device without an end. Nothing is mapped into memory: a mapping ends the process when
+the file is cut, and changes under the code that has just checked it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ which it is read, in the memory in which it is used. With a manifest, a model di
 manifest says: a file that it does not name is not there, and a byte that differs is refused. How
 tensors are spread over files is not pinned, and need not be.
 
-It may also pin files that tell the TEE whom to trust: a policy, settings, keys of services, masks.
+It may also pin files that decide what the TEE trusts: a policy, settings, keys of services, masks.
 A run with a manifest uses such a file only if the manifest has its name and its content.
 
 A manifest proves as much as the place that it comes from: `load` takes the digest of its own bytes.

@@ -104,7 +104,7 @@ class SiteScales:
             # A norm that is NaN is the largest of all, and fails the comparison below.
             largest = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
         if not largest <= self._row_limit:
-            # In whole multiples: an exact norm would name the token to whoever reads a log.
+            # In whole multiples: an exact norm would name the token to a reader of the log.
             times = largest / self._row_limit
             raise ActivationRangeError(
                 "length of an input row",
@@ -127,7 +127,7 @@ class Calibration:
 
     `model_digest`, `linear_digest`: those of `protocol.model.identity`; `tokens`: how many tokens
     calibration saw; `max_norms`: largest Euclidean norm of a row of inputs, per site, as floats,
-    rounded up to a power of 2^(1/4) by whoever makes the calibration: an exact one identifies a
+    rounded up to a power of 2^(1/4) when the calibration is made: an exact one identifies a
     token of a private text.
     """
 
@@ -193,7 +193,7 @@ class Calibration:
         """Read a file and check it against a model.
 
         `linear_digest`: None where the TEE has no linear weights; the service's is then compared
-        with the file's by whoever shakes hands with it. `manifest`: the file's content must be that
+        with the file's in the handshake. `manifest`: the file's content must be that
         of the calibration that it names, wherever the file is. Raises CalibrationError: no such
         file, damaged, of another version or model, with sites missing or left over, scales that are
         not positive and finite, or a ring that is too small for what calibration saw; and

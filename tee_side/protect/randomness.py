@@ -1,7 +1,7 @@
 """Random numbers that hide something: one generator, AES-256 in counter mode.
 
 Masks are only as good as what they are drawn from. torch's own generators are not cryptographic:
-whoever sees some of their output can compute the rest. Here the key comes from the operating
+an observer of some of their output can compute the rest. Here the key comes from the operating
 system unless a test gives one, and everything is a function of the key and of the order of calls.
 
 How much may be drawn: blocks of AES never repeat under one key, true random ones do, so n blocks

@@ -1,7 +1,7 @@
 """Checks products that a service computed, in far fewer operations than computing them takes.
 
 Freivalds' check: a service that returns y for x W is asked nothing more; the TEE compares y s with
-x (W s) for vectors s that nobody else knows. W s is prepared once a run, from the TEE's own copy of
+x (W s) for secret vectors s. W s is prepared once a run, from the TEE's own copy of
 the weights, so that a row costs I + O multiplications a vector instead of I * O. The bounds are
 derived in docs/verification.md, in short:
 
@@ -64,8 +64,8 @@ class ExactCheck:
     product that wrapped is refused like any other wrong one.
     """
 
-    # float64 [k, O] and [k, I]: s and W^T s, one vector a row. Not in a traceback or a log: whoever
-    # knows them can make products that pass.
+    # float64 [k, O] and [k, I]: s and W^T s, one vector a row. Not in a traceback or a log: with
+    # them a service can make products that pass.
     _vectors: torch.Tensor = field(repr=False)
     _products: torch.Tensor = field(repr=False)
 

@@ -213,7 +213,7 @@ def _settings(
     options: dict[str, Any],
     given: frozenset[str],
 ) -> Any:
-    """Return `BenchSettings`. `given`: the options that somebody chose, by their names."""
+    """Return `BenchSettings`. `given`: the options that were given, by their names."""
     import torch
 
     from tee_side.policy.placement import load_policy

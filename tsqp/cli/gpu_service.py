@@ -138,7 +138,7 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
 @click.option(
     "--allow-anyone",
     is_flag=True,
-    help="Let in whoever reaches the address, from other machines as well.",
+    help="Let in every client that reaches the address, from other machines as well.",
 )
 @use("heartbeat-timeout-s")
 @click.option(

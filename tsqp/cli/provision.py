@@ -56,7 +56,7 @@ def _complete_mask(
     required=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="New file for the key, which tee-runner needs (--key) and nobody else may have.",
+    help="New file for the key, which tee-runner needs (--key) and must stay secret.",
 )
 @config_option
 def provision(

@@ -76,9 +76,9 @@ def run_demo(
     chosen = [load_policy(name) for name in policies or THREE_ACTS]
     names = list(policies or THREE_ACTS)
     console.print(
-        "[bold]TSQP demo[/]: tee-runner is the TEE's part. gpu-service is the part of a GPU that"
-        " nobody has to trust (here it computes on the CPU). A tap on the wire sees what whoever"
-        " owns the GPU can see."
+        "[bold]TSQP demo[/]: tee-runner is the TEE's part, gpu-service that of a GPU whose"
+        " owner need not be trusted (here it computes on the CPU). A proxy on the wire sees what"
+        " that owner can see."
     )
     with (
         tempfile.TemporaryDirectory(prefix="tsqp-demo-") as folder,

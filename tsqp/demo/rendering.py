@@ -27,7 +27,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*%#"
 _BUCKETS = 64
 _READING_CHARACTERS = 180
-# What another 100 columns would hold is of no use to anybody.
+# Wider tables are harder to read.
 _MAX_WIDTH = 120
 
 

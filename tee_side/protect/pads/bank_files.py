@@ -53,7 +53,7 @@ class BankPlace:
     def check_apart(self) -> None:
         """Refuse a key or index on the bank's own file system, one in memory excepted.
 
-        Whoever gets a copy of that file system would have all that decrypts recorded traffic.
+        A copy of that file system would hold all that decrypts recorded traffic.
         """
         if self.beside_bank:
             return

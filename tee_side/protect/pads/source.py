@@ -202,7 +202,7 @@ class PadLane:
         self._store.check_usable()
         site = site_number(layer, operator)
         if site in self._used or rows != self._rows:
-            # Where the rest fails the step is over, and whoever asks next starts one.
+            # Where the rest fails the step is over, and the next draw starts one.
             self.end_step()
             self._indices = self._pads.take(rows)
             self._ready = self._read_ahead(self._indices)
@@ -213,9 +213,9 @@ class PadLane:
         return self._ready.pop(site, None) or self._pads.read(self._indices, site)
 
     def end_step(self) -> None:
-        """Release what a step, failed or not, did not use; whoever draws next starts another."""
+        """Release what a step, failed or not, did not use; the next draw starts another."""
         indices = self._indices
-        # No rows: nobody asks for so few.
+        # No rows: no draw asks for so few.
         self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
         if indices is not None:
             self._store.release(indices)

@@ -278,7 +278,7 @@ def _side_caption(report: Report, rows: Sequence[tuple[Phase, Sequence[Measured]
 
 
 def _leanest(pairs: Sequence[Measured]) -> list[str]:
-    """Say who moves nothing, or the least; nothing of policies that move the same."""
+    """Say which policy moves nothing, or the least; nothing where policies move the same."""
     moved = {run.policy: case.bytes_sent + case.bytes_received for run, case in pairs}
     least = min(moved.values())
     names = [policy for policy, count in moved.items() if count == least]

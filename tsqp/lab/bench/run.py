@@ -250,7 +250,7 @@ class Bench:
         return sorted(found)
 
     def _needs_linear(self) -> bool:
-        """Whether anybody needs linear weights: a service that computes, a TEE that keeps some."""
+        """Whether a service that computes, or a TEE that keeps operators, needs linear weights."""
         policies = self._all_policies()
         return (
             self._settings.baselines

@@ -1,4 +1,4 @@
-"""Who is busy when in a timeline, and what is between its operators."""
+"""When each side is busy in a timeline, and what is between its operators."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from tsqp.lab.bench.model import Span, Timeline
 
-# Who is busy during a stage, in the order of the timeline's lanes.
+# Which side is busy during a stage, in the order of the timeline's lanes.
 RESOURCES: tuple[str, ...] = ("TEE", "wire", "GPU")
 _BUSY: dict[str, str] = {"wire": "wire", "queue": "GPU", "gpu": "GPU"}
 
 
 def resource(span: Span) -> str:
-    """Say who is busy during a span: TEE, wire or GPU."""
+    """Return the side that is busy during a span: TEE, wire or GPU."""
     return _BUSY.get(span.stage.removesuffix("_us"), "TEE")
 
 

@@ -1,4 +1,4 @@
-"""The timeline of one step as SVG: who is busy when, for each micro-batch."""
+"""The timeline of one step as SVG: when TEE, wire and GPU are busy, for each micro-batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LETTER = 0.0072
 
 
 def timeline_plot(run: PolicyRun, timeline: Timeline) -> Plot | None:
-    """Draw who is busy when in one step, and two of its layers from near; None if it is empty."""
+    """Draw when each side is busy in one step, and two layers enlarged; None if it is empty."""
     length = length_us(timeline)
     if length <= 0:
         return None

@@ -1,4 +1,4 @@
-"""Who attacks: one service, an observer of all links, or services that collude.
+"""The adversaries: one service, an observer of all links, or services that collude.
 
 Under a policy whose masks span services, a service holds one share. An adversary with the
 requests to all of them adds the shares modulo 2^32, and has what one service would get unmasked.

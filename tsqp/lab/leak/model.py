@@ -22,7 +22,7 @@ _LEAST_CONTROL = 20
 _BEYOND_DOUBT = 0.05
 
 
-# Who attacks; two-server's services see one share each, the others both.
+# The adversaries; a service of two-server sees one share, the others both.
 Adversary = Literal["service", "observer of all links", "colluding services"]
 
 

@@ -72,7 +72,7 @@ class States:
 
 
 class PublicModel:
-    """The model as anybody can load it, in float32. `directory`: weights and tokenizer.
+    """The public model, in float32. `directory`: weights and tokenizer.
 
     `served`: a model whose linear weights a service holds in the clear, None where it does not. An
     attacker there has these, whatever else is public: linear weights are those of `served`, with

@@ -1,6 +1,6 @@
 """One session as the attacker reads it, beside what was said: for a terminal, and as a picture.
 
-Text is anybody's: what would break the layout or act on a terminal is written as an escape.
+Text comes from the model: what would break the layout or act on a terminal is written as an escape.
 """
 
 from __future__ import annotations

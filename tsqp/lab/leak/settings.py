@@ -1,4 +1,4 @@
-"""What a run of the laboratory is to do, and whom it tells of its progress."""
+"""What a run of the laboratory is to do, and where it reports its progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LeakSettings:
     report of `tsqp bench`; `curves`: strengths of noise to try, for policies whose mask has any.
     `workers`: processes that attack side by side, with `threads` each; more than one of them find
     policies by what they were given by, and attacks by `attack_names`. `shares_in_the_clear`:
-    whether links that shares depend on are in the clear, for who observes all of them.
+    whether links that shares depend on are in the clear, for the observer of all of them.
     """
 
     command: str

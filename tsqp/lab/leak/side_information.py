@@ -1,7 +1,7 @@
 """What stays visible under every mask: how many tokens went by, and when.
 
 A step's requests have a row for each of its tokens. A prompt's tokens come together, those of an
-answer one by one, so that an observer who counts rows knows both lengths exactly. What a mask adds
+answer one by one, so that an observer that counts rows knows both lengths exactly. What a mask adds
 to each request is the same for all, and a decoded token shows how many that is.
 """
 

@@ -220,7 +220,7 @@ def curve_grid(curve: Curve) -> Grid:
         " ends where no attack reads anything."
     )
     if noise:
-        note += " Attacked place by place: who puts all places together may read more."
+        note += " Attacked place by place: an attack on all places together may read more."
     title = f"{curve.policy}: recovery against {curve.parameter}"
     return Grid(title, columns, tuple(rows), texts=2, note=note)
 

@@ -131,7 +131,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class PolicyTrace(Trace):
-    """A trace, as who knows the policy reads it: no smallest step has to tell what a mask adds.
+    """A trace, read with the policy: no smallest step has to tell what a mask adds.
 
     `added`: what the policy says about the rows of every request. It is as public as the policy.
     """

@@ -58,7 +58,7 @@ class Steps(_Line):
 
 
 class Attacked(_Line):
-    """A policy is done, against each adversary; its cost is for who measured it."""
+    """A policy is done, against each adversary; its cost goes to the process that measured it."""
 
     leaks: tuple[PolicyLeak, ...]
 
@@ -123,7 +123,7 @@ class Task:
             if self.noisy:
                 return Noised(curve=station.curve(policy))
             return Attacked(leaks=station.attack(policy))
-        except Exception as error:  # noqa: BLE001 - of anybody's attack; raised when all is done
+        except Exception as error:  # noqa: BLE001 - of any attack; raised when all is done
             return Lost(self.name(settings), error)
 
 
@@ -211,7 +211,7 @@ class Job(_Line):
         )
 
 
-# ------------------------------------------------------------------------- who has the work done
+# ------------------------------------------------------------------------------ the parent
 
 
 def side_by_side(
@@ -278,7 +278,7 @@ def _error_of(answer: Failed | Crashed, watch: Watch) -> ProcessError:
     return ProcessError("a worker", got=last, expected="no error (its traceback is above)")
 
 
-# ----------------------------------------------------------------------------------- who does it
+# ----------------------------------------------------------------------------- the worker
 
 
 Tell = Callable[[Answer], None]
@@ -348,7 +348,7 @@ def _claimed(path: Path) -> bool:
 
 def main() -> None:
     """Do tasks of the job that stdin has, until none is left."""
-    # An interrupt from the keyboard is for who started us, and ends us.
+    # An interrupt from the keyboard is for the parent process, which ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     job = Job.model_validate_json(sys.stdin.read())
     # No print of an attack, nor of a library below it, comes between the answers.

@@ -226,8 +226,8 @@ def _gain(
 def _publish(partial: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> None:
     """Write the key, then let the directory appear under its name, in one step.
 
-    In this order because a directory without its key is worthless and does not look so: whoever
-    finds it copies it to the server and learns there that nothing can undo it. A key without its
+    In this order because a directory without its key is worthless and does not look so: an operator
+    would copy it to the server, where nothing can undo the mask. A key without its
     directory, after a crash between the two, is a small file that fits nothing.
     """
     key.save(key_path)

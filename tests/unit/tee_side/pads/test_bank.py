@@ -448,6 +448,32 @@ def test_two_banks_with_one_key_share_nothing(
         reopen(folders[0])
 
 
+def test_each_purpose_has_a_key_of_its_own() -> None:
+    keys = bank_format.Keys.derive(bytes(32), b"a header")
+    assert len({keys.header_mac, keys.index_mac, keys.records, keys.pads}) == 4
+
+
+def test_a_bound_that_was_written_once_never_moves_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index was written, and then its copy in memory could not be."""
+    with create(tmp_path, block=2) as bank:
+        fill(bank, 6)
+        with monkeypatch.context() as patched:
+            write = bank_module.replace
+
+            def but_no_witness(path: Path, content: bytes) -> None:
+                if path.suffix == ".witness":
+                    raise OSError(errno.EIO, "")
+                write(path, content)
+
+            patched.setattr(bank_module, "replace", but_no_witness)
+            with pytest.raises(PadBankError):
+                bank.take(1)
+        fill(bank, 1)
+        assert read_bank_status(place(tmp_path)).next_index >= 1
+
+
 # --------------------------------------------------------------------------------- tampering
 
 

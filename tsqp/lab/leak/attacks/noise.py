@@ -37,7 +37,7 @@ _LEAST_SIGMA = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class _Path:
-    """Tokens that may have been said, how likely they are, and who else was likely at each."""
+    """Tokens that may have been said, how likely they are, and which others were likely at each."""
 
     prefix: Prefix
     score: float

@@ -2,7 +2,7 @@
 
 Both attacks work in the ring Z_2^32 on rows of the first layer, where a token's integers are known
 but for the token. Under a pad that is used once they guess at random; how often they are right
-then is for whoever compares that with chance.
+then is left to the comparison with chance.
 
 Shape suffixes: R rows, I in_features, V vocabulary size, K pads, N rows that pads are learnt from,
 C columns that are compared, B dtypes that the TEE may compute in.
