@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -90,18 +88,22 @@ class _InFlight:
     timeout_s: float
     session: Session | None = None
     inner_id: int = 0
-    troubles: defaultdict[Member, _Trouble] = field(default_factory=partial(defaultdict, _Trouble))
+    troubles: dict[Member, _Trouble] = field(default_factory=dict)
+
+    def trouble(self, member: Member) -> _Trouble:
+        """Return what went wrong at a service so far."""
+        return self.troubles.setdefault(member, _Trouble())
 
     def note_lost(self, member: Member, error: TsqpError) -> None:
         """Note that a connection was of no more use."""
-        trouble = self.troubles[member]
+        trouble = self.trouble(member)
         trouble.error = error
         trouble.losses += 1
         trouble.refused |= trouble.losses >= _MOST_LOSSES
 
     def may_ask(self, member: Member) -> bool:
         """Say whether a service may be asked, now or later."""
-        return member.quarantined is None and not self.troubles[member].refused
+        return member.quarantined is None and not self.trouble(member).refused
 
 
 class Replicas(Channel):
@@ -252,9 +254,8 @@ class Replicas(Channel):
         if left_s <= 0:
             return
         order = [self._current, *(one for one in self.members if one is not self._current)]
-        troubles = in_flight.troubles
-        for member in sorted(order, key=lambda one: troubles[one].free_at > 0):
-            free = in_flight.may_ask(member) and troubles[member].free_at <= now
+        for member in sorted(order, key=lambda one: in_flight.trouble(one).free_at > 0):
+            free = in_flight.may_ask(member) and in_flight.trouble(member).free_at <= now
             if free and self._send(in_flight, member, left_s):
                 # A service that would not do this one would keep the next ones waiting, too.
                 self._current, self.endpoint = member, member.endpoint
@@ -269,7 +270,7 @@ class Replicas(Channel):
         """
         in_flight.session = None
         member = session.member
-        trouble = in_flight.troubles[member]
+        trouble = in_flight.trouble(member)
         trouble.error = error
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:
             in_flight.note_lost(member, error)
@@ -378,7 +379,7 @@ class Replicas(Channel):
             return
         lost = [member for member in left if member.session is None]
         # Those that are ready have said that they have no room.
-        free = [in_flight.troubles[one].free_at or now for one in left if one.session is not None]
+        free = [in_flight.trouble(one).free_at or now for one in left if one.session is not None]
         until = min([*free, in_flight.deadline])
         for member in lost:
             alone = len(lost) == 1 and self._told
@@ -402,7 +403,7 @@ class Replicas(Channel):
     def _fail(self, in_flight: _InFlight, timeout_s: float | None) -> NoReturn:
         said: dict[str, TsqpError] = {}
         for member in self.members:
-            error = member.quarantined or in_flight.troubles[member].error or member.error
+            error = member.quarantined or in_flight.trouble(member).error or member.error
             if error is not None:
                 said[member.endpoint] = error
         raise aggregate_errors(in_flight.method, said, timeout_s)
