@@ -6,21 +6,22 @@ A multipart message. Frame 0 is a small msgpack map
     reply    {request_id, timing, version, method, status, response | error}
 
 in which every tensor is `{dtype, shape, frame}`, pointing at a raw frame of its own that is never
-copied (`protocol.tensors`). The order is free; in ours the numbers come first and the rest, the
+copied (`protocol.framed`). The order is free; in ours the numbers come first and the rest, the
 *template*, is the same for every request of its kind (`protocol.header_numbers`). The service's
 half, and the other encoding of the same schema, are in `gpu_side.encoding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.codec import MAX_REPLY_CONTAINERS, unpack
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.header_numbers import REQUEST, pack_template
+from protocol.framed import read_framed, to_framed
+from protocol.header_numbers import pack_template, request_header
 from protocol.messages import (
     PROTOCOL_VERSION,
     REQUEST_TYPES,
@@ -29,8 +30,8 @@ from protocol.messages import (
     Timing,
     response_type,
 )
-from protocol.tensors import Buffer, ReceivedFrames
-from protocol.validation import M, validate
+from protocol.tensors import Buffer
+from protocol.validation import validate
 
 DEFAULT_MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 MAX_REPLY_HEADER_BYTES = 2 * 1024 * 1024
@@ -60,7 +61,7 @@ class Reply(NamedTuple):
 
 def request_template(message: Request, frames: list[Buffer]) -> bytes:
     """Encode a request's header behind its numbers, and append its tensors' frames."""
-    body = message.model_dump(context=frames)
+    body = to_framed(message, frames)
     return pack_template({"version": PROTOCOL_VERSION, "method": message.method, "request": body})
 
 
@@ -70,7 +71,7 @@ def reply_template(method: str, result: Response | ErrorCode, frames: list[Buffe
     if isinstance(result, ErrorCode):
         fields |= {"status": "error", "error": result.value}
     else:
-        fields |= {"status": "success", "response": result.model_dump(context=frames)}
+        fields |= {"status": "success", "response": to_framed(result, frames)}
     return pack_template(fields)
 
 
@@ -78,25 +79,8 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
     """Encode a request; tensor data is referenced, not copied."""
     frames: list[Buffer] = [b""]
     template = request_template(message, frames)
-    frames[0] = REQUEST.header(template, request_id, timeout_ms)
+    frames[0] = request_header(request_id, timeout_ms, template)
     return frames
-
-
-def read_framed(cls: type[M], body: Mapping[str, Any], frames: Sequence[Buffer], where: str) -> M:
-    """Build a message model from a header's map and the frames that it points at.
-
-    Raises ProtocolError; every frame must be named exactly once.
-    """
-    received = ReceivedFrames(where, frames, set(range(1, len(frames))))
-    message = validate(cls, body, where, received)
-    if received.unused:
-        raise ProtocolError(
-            where,
-            got=f"{len(received.unused)} frames that no field points at",
-            expected="every frame used once",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        )
-    return message
 
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:

@@ -142,16 +142,9 @@ class DeadlineExceededError(TsqpError):
 
 
 class ProtocolError(TsqpError):
-    """Bytes from the peer that do not follow the wire schema; most often, one field does not."""
+    """Bytes from the peer that do not follow the wire schema."""
 
-    def __init__(
-        self,
-        where: str,
-        *,
-        got: str,
-        expected: str,
-        code: ErrorCode = ErrorCode.INVALID_FIELD,
-    ) -> None:
+    def __init__(self, where: str, *, got: str, expected: str, code: ErrorCode) -> None:
         super().__init__(where, got=got, expected=expected)
         self.code = code
 

@@ -6,9 +6,9 @@ The models are the schema. How they become bytes, in the framed or the inline fo
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
 from protocol.tensors import WireTensor
 
@@ -46,7 +46,9 @@ Layers: TypeAlias = Annotated[tuple[LayerIndex, LayerIndex], Field(strict=False)
 class Message(BaseModel):
     """Base of everything that crosses the wire."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True
+    )
 
 
 class InitRequest(Message):
@@ -166,13 +168,19 @@ class InitReply(Message):
     max_queued_requests: Size
     max_queued_bytes: ByteCount
 
-    @model_validator(mode="after")
-    def _consistent(self) -> InitReply:
-        if self.layers[0] > self.layers[1]:
+    @field_validator("layers")
+    @classmethod
+    def _in_order(cls, layers: tuple[int, int]) -> tuple[int, int]:
+        if layers[0] > layers[1]:
             raise ValueError("the first layer before the last")
-        if len(set(self.arithmetic)) != len(self.arithmetic):
+        return layers
+
+    @field_validator("arithmetic")
+    @classmethod
+    def _each_once(cls, kinds: tuple[Arithmetic, ...]) -> tuple[Arithmetic, ...]:
+        if len(set(kinds)) != len(kinds):
             raise ValueError("each arithmetic once")
-        return self
+        return kinds
 
 
 class HealthReply(Message):
@@ -222,7 +230,17 @@ Request: TypeAlias = (
 )
 Response: TypeAlias = InitReply | HealthReply | TensorReply
 
-REQUEST_TYPES: dict[str, type[Request]] = {cls.method: cls for cls in get_args(Request)}
+REQUEST_TYPES: dict[str, type[Request]] = {
+    "Init": InitRequest,
+    "Health": HealthRequest,
+    "Embedding": EmbeddingRequest,
+    "Linear": LinearRequest,
+    "RingLinear": RingLinearRequest,
+    "Matmul": MatmulRequest,
+    "LMHead": LMHeadRequest,
+}
+
+
 _OTHER_REPLIES: dict[str, type[Response]] = {"Init": InitReply, "Health": HealthReply}
 
 

@@ -2,21 +2,15 @@
 
 C-order, little-endian. `WireTensor` knows nothing of torch, so that messages can be decoded and
 checked without it; `to_torch` and `from_torch` are the only two places where bytes become numbers.
-
-In the framed form a tensor is `{dtype, shape, frame}`, which points at a raw frame of its own.
-Nothing is copied: a sent frame aliases the tensor's memory, a received one the transport's.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-from pydantic_core import CoreSchema, core_schema
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 
@@ -42,6 +36,7 @@ def dtype_name(name: object, where: str) -> str:
             f"{where}.dtype",
             got=describe_untrusted(name),
             expected=f"one of {', '.join(ITEMSIZE)}",
+            code=ErrorCode.INVALID_FIELD,
         )
     return short
 
@@ -81,9 +76,15 @@ class WireTensor:
                 f"{where}.shape",
                 got=describe_untrusted(shape),
                 expected=f"1 to {MAX_DIMENSIONS} positive integers",
+                code=ErrorCode.INVALID_FIELD,
             )
         if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise ProtocolError(where, got=type(data).__name__, expected="raw bytes")
+            raise ProtocolError(
+                where,
+                got=type(data).__name__,
+                expected="raw bytes",
+                code=ErrorCode.INVALID_FIELD,
+            )
         expected_bytes = math.prod(shape) * ITEMSIZE[name]
         if expected_bytes > MAX_TENSOR_BYTES:
             raise ProtocolError(
@@ -92,61 +93,15 @@ class WireTensor:
                 expected=f"at most {MAX_TENSOR_BYTES}",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
-        received_bytes = len(data)
+        received_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
         if received_bytes != expected_bytes:
             raise ProtocolError(
                 where,
                 got=f"{received_bytes} bytes",
                 expected=f"{expected_bytes} for {name} {list(shape)}",
+                code=ErrorCode.INVALID_FIELD,
             )
         return WireTensor(name, tuple(shape), data)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> CoreSchema:
-        """Read a field from a header's description of it, and write one."""
-        return core_schema.union_schema(
-            [
-                core_schema.is_instance_schema(cls),
-                core_schema.with_info_plain_validator_function(_read_framed),
-            ],
-            mode="left_to_right",
-            custom_error_type="tensor",
-            custom_error_message="a tensor",
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                _write_framed, info_arg=True
-            ),
-        )
-
-
-class ReceivedFrames(NamedTuple):
-    """What a message's tensors are read from. `unused`: frames that no tensor points at so far."""
-
-    where: str
-    frames: Sequence[Buffer]
-    unused: set[int]
-
-
-def _read_framed(value: object, info: core_schema.ValidationInfo) -> WireTensor:
-    received: ReceivedFrames | None = info.context
-    if received is None or not isinstance(value, dict):
-        raise ValueError("no description of a tensor")
-    where, index = f"{received.where}.{info.field_name}", value.get("frame")
-    if (
-        set(value) != {"dtype", "shape", "frame"}
-        or type(index) is not int
-        or index not in received.unused
-    ):
-        got = f"{len(value)} keys, frame {describe_untrusted(index)}"
-        raise ProtocolError(where, got=got, expected="dtype, shape and a frame of its own")
-    received.unused.remove(index)
-    return WireTensor.checked(value["dtype"], value["shape"], received.frames[index], where)
-
-
-def _write_framed(tensor: WireTensor, info: core_schema.SerializationInfo) -> dict[str, Any]:
-    """Describe a tensor, and append its frame to the list that is the context."""
-    frames: Any = info.context
-    frames.append(tensor.data)
-    return {"dtype": tensor.dtype, "shape": tensor.shape, "frame": len(frames) - 1}
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocol.errors import (
+    ErrorCode,
     InputError,
     ModelError,
     ProtocolError,
@@ -20,31 +21,30 @@ from protocol.errors import (
     expectation,
 )
 from protocol.model.files import shown
-from protocol.tensors import ReceivedFrames
 
 M = TypeVar("M", bound=BaseModel)
 
 
-def validate(
-    cls: type[M], fields: Mapping[str, Any], where: str, frames: ReceivedFrames | None = None
-) -> M:
-    """Build a message model from decoded fields, and its tensors from the frames.
-
-    Raises ProtocolError naming the first bad field.
-    """
+def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
+    """Build a message model from decoded fields. Raises ProtocolError naming the first bad one."""
     try:
-        return cls.model_validate(fields, context=frames)
+        return cls.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        got, location = describe_untrusted(first["input"]), first["loc"]
-        expected = expectation(first["type"], first["msg"])[:100]
-        if first["type"] == "missing":
+        kind, value = first["type"], first["input"]
+        got, expected = describe_untrusted(value), expectation(kind, first["msg"])[:100]
+        location = first["loc"]
+        if kind == "missing":
             got = "nothing"
-        elif first["type"] == "extra_forbidden":
+        elif kind == "extra_forbidden":
             # The name of an unknown field is as little ours to repeat as its value.
             got, expected, location = "an unknown field", "only those of the schema", location[:-1]
-        path = ".".join([where, *map(str, location)])
-        raise ProtocolError(path, got=got, expected=expected) from None
+        elif kind == "dataclass_exact_type":
+            got, expected = f"a value of type {type(value).__name__}", "a tensor"
+        path = ".".join(["", *(str(part) for part in location)])
+        raise ProtocolError(
+            f"{where}{path}", got=got, expected=expected, code=ErrorCode.INVALID_FIELD
+        ) from None
 
 
 class Fault(NamedTuple):
