@@ -105,7 +105,8 @@ def to_pieces(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
 
     Small messages are copied into one piece; the frames of others are referenced.
     """
-    _, gaps, total = layout(tuple(map(len, frames)))
+    # Remembered, however many: they are our own.
+    _, gaps, total = _remembered_layout(tuple(map(len, frames)))
     pieces = list(chain.from_iterable(zip(gaps, frames, strict=True)))
     return ([b"".join(pieces)] if total <= JOIN_BYTES else pieces), total
 

@@ -73,18 +73,19 @@ class SiteScales:
     `weight_scale`: float32 [N], what one step of column j's int8 weights stands for; `input_scale`:
     what one step of an input stands for; `norm_limit`: largest Euclidean norm of a row of integer
     inputs whose sums cannot wrap, (2^31 - 1) / max_j ||w_j||; `digits`: how many base-256 digits
-    hold every element of such a row, whatever the input is.
+    hold every element of such a row, whatever the input is; `factor_N`: float32, what one step of a
+    product stands for.
     """
 
     input_scale: float
     weight_scale: torch.Tensor
     norm_limit: float
     digits: int = field(init=False)
-    _factor_N: torch.Tensor = field(init=False, repr=False)
+    factor_N: torch.Tensor = field(init=False, repr=False)
     _row_limit: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_factor_N", self.weight_scale * self.input_scale)
+        object.__setattr__(self, "factor_N", self.weight_scale * self.input_scale)
         object.__setattr__(self, "_row_limit", self.norm_limit * _MARGIN)
         object.__setattr__(self, "digits", digits_below(self.norm_limit))
 
@@ -114,11 +115,6 @@ class SiteScales:
                 expected="at most once what cannot wrap in the ring",
             )
         return scaled_TI.to(torch.int32)
-
-    def decode(self, y_TN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Scale sums int32 [T, N] back: y * weight_scale * input_scale in float32, then `dtype`."""
-        # int32 * float32 is a float32 product of the rounded integer.
-        return (y_TN * self._factor_N).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

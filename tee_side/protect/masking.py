@@ -23,6 +23,7 @@ from tee_side.protect.masks.mask import (
     SharingMask,
     as_it_is,
 )
+from tee_side.protect.pads.layout import site_number
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
 from tee_side.words import Operator, Site
@@ -71,10 +72,10 @@ def linear_masking(
 
 
 def _padding(mask: AdditiveMask, pads: PadLane, site: Site) -> Hide:
-    layer, operator = site
+    number = site_number(*site)
 
     def hide(x_TI: torch.Tensor) -> Masked | None:
-        factors = pads.draw(layer, operator, x_TI.shape[0])
+        factors = pads.draw(number, x_TI.shape[0])
         return None if factors is None else mask.mask(x_TI, factors)
 
     return hide

@@ -142,10 +142,10 @@ class Keystream:
         """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian."""
         if not indices or not features:
             return torch.empty(len(indices), features, dtype=torch.int32)
-        drawn = [
-            torch.frombuffer(self.bytes(index, site, 4 * features), dtype=torch.int32)
-            for index in indices
-        ]
+        drawn: list[Tensor] = []
+        for index in indices:  # a list comprehension is a call more
+            words = self.bytes(index, site, 4 * features)
+            drawn.append(torch.frombuffer(words, dtype=torch.int32))
         return drawn[0][None] if len(drawn) == 1 else torch.stack(drawn)
 
 

@@ -72,6 +72,7 @@ class IntegerSite:
 
     def __init__(self, sites: IntegerSites, site: Site) -> None:
         self._scales = sites.calibration.sites[site]
+        self._factor_O = self._scales.factor_N
         self._bias_O = sites.biases.get(site)
         self._dtype = sites.dtype
         self._site = site
@@ -95,7 +96,8 @@ class IntegerSite:
 
     def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
         """Scale back, and add the bias."""
-        y_TO = self._scales.decode(y_TO, self._dtype)
+        # int32 * float32 is a float32 product of the rounded integer.
+        y_TO = (y_TO * self._factor_O).to(self._dtype)
         return y_TO if self._bias_O is None else y_TO + self._bias_O
 
 

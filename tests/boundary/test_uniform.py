@@ -14,12 +14,11 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, SettingsError
-from protocol.messages import LinearOperator, Request, RingLinearRequest
+from protocol.messages import Request, RingLinearRequest
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Factors
-from tee_side.protect.pads.layout import site_number
 from tee_side.protect.pads.source import PadLane
 from tee_side.runner import Runner, RunnerSettings
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
@@ -285,12 +284,12 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
     rows: list[bytes] = []
     draw = PadLane.draw
 
-    def drawn(lane: PadLane, layer: int, operator: LinearOperator, count: int) -> Factors | None:
-        found = draw(lane, layer, operator, count)
+    def drawn(lane: PadLane, site: int, count: int) -> Factors | None:
+        found = draw(lane, site, count)
         assert found is not None
         assert lane._indices is not None
         drawing.add(id(lane))
-        used.extend((index, site_number(layer, operator)) for index in lane._indices)
+        used.extend((index, site) for index in lane._indices)
         rows.extend(row.numpy().tobytes() for row in found.r)
         return found
 

@@ -11,14 +11,13 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, PadsExhaustedError, ReplyError
-from protocol.messages import LinearOperator, Request, Response, TensorReply
+from protocol.messages import Request, Response, TensorReply
 from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import Engine
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.masks.mask import Factors
-from tee_side.protect.pads.layout import site_number
 from tee_side.protect.pads.source import PadLane, WhenOut
 from tests.equivalence.tolerances import (
     FLOAT32_STEPS,
@@ -274,12 +273,11 @@ def _noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     used: list[tuple[int, int, int]] = []
     draw = PadLane.draw
 
-    def drawn(lane: PadLane, layer: int, operator: LinearOperator, rows: int) -> Factors | None:
-        factors = draw(lane, layer, operator, rows)
+    def drawn(lane: PadLane, site: int, rows: int) -> Factors | None:
+        factors = draw(lane, site, rows)
         if factors is not None:
             assert lane._indices is not None
             assert len(lane._indices) == rows
-            site = site_number(layer, operator)
             used.extend((id(lane), index, site) for index in lane._indices)
         return factors
 

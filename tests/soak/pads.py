@@ -24,7 +24,6 @@ import torch
 
 from benchmarks.pad_draws import BLOCKS, ENDS, Ledger, crash_and_draw, prepare_end
 from protocol.errors import PadsExhaustedError
-from protocol.messages import LinearOperator
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.source import PadLane, Pads
@@ -39,7 +38,7 @@ FULL = 1_000_000
 SHORT = 4_000
 MINUTES = 5
 
-_SITES: tuple[tuple[int, LinearOperator, int], ...] = ((0, "o_proj", 1), (1, "qkv_proj", 4))
+_SITES = (1, 4)  # o_proj of layer 0, qkv_proj of layer 1
 # More than eight are not read ahead.
 _ROWS = (1, 1, 1, 2, 3, 9)
 _INDICES_PER_DRAW = 10
@@ -91,10 +90,10 @@ def _life(tally: _Tally, longest: int) -> Any:
 
 def _step(lane: PadLane, ledger: Ledger, tally: _Tally, choose: random.Random) -> None:
     rows = choose.choice(_ROWS)
-    for position, (layer, operator, number) in enumerate(_SITES):
+    for position, number in enumerate(_SITES):
         again = 1
         while again:
-            factors = lane.draw(layer, operator, rows)
+            factors = lane.draw(number, rows)
             indices = lane._indices
             if factors is None or indices is None:
                 os._exit(5)

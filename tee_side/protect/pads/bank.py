@@ -259,17 +259,20 @@ class BankFile(PadStore):
         nonce, content = memoryview(sealed)[:NONCE_BYTES], memoryview(sealed)[NONCE_BYTES:]
         for position, index in enumerate(indices):
             bound, offset = self._place(index, site)
-            where = f"{self._path}: pad {index}, {site}"
             try:
                 read = os.preadv(self._descriptor, [sealed], offset)
                 if read != len(sealed):
-                    raise PadBankError(where, got=f"{read} bytes", expected=f"{len(sealed)}")
+                    raise PadBankError(
+                        f"{self._path}: pad {index}, {site}",
+                        got=f"{read} bytes",
+                        expected=f"{len(sealed)}",
+                    )
                 row = self._opener.decrypt(nonce, content, bound)
             except OSError as error:
                 raise refusal(self._path, error, len(sealed)) from error
             except InvalidTag:
                 raise PadBankError(
-                    where,
+                    f"{self._path}: pad {index}, {site}",
                     got="another record than was written",
                     expected="its authentication tag to match",
                 ) from None

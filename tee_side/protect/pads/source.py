@@ -10,9 +10,7 @@ from typing import Literal
 import torch
 
 from protocol.errors import PadsExhaustedError, TsqpError
-from protocol.messages import LinearOperator
 from tee_side.protect.masks.mask import AdditiveMask, Factors
-from tee_side.protect.pads.layout import site_number
 from tee_side.protect.pads.maker import PadMaker
 from tee_side.protect.pads.store import PadStore
 from tee_side.threads import TorchThreads
@@ -191,8 +189,8 @@ class PadLane:
         self._ready: dict[int, Factors] = {}
         self._rows = 0
 
-    def draw(self, layer: int, operator: LinearOperator, rows: int) -> Factors | None:
-        """Return factors for `rows` rows of a site; None where the TEE shall compute.
+    def draw(self, site: int, rows: int) -> Factors | None:
+        """Return factors for `rows` rows of a site (its number); None where the TEE shall compute.
 
         Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
         in a process that was forked, or after the store was closed.
@@ -200,7 +198,6 @@ class PadLane:
         # Factors that were read ahead are in a forked child, too, and the store is not asked for
         # them again.
         self._store.check_usable()
-        site = site_number(layer, operator)
         if site in self._used or rows != self._rows:
             # Where the rest fails the step is over, and the next draw starts one.
             self.end_step()

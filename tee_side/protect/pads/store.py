@@ -50,6 +50,7 @@ class PadStore(ABC):
         if capacity < 1 or block < 1:
             raise ValueError(f"pads: got capacity {capacity}, block {block}, expected at least 1")
         self._layout = layout
+        self._sites = layout.by_number
         self._capacity = capacity
         self._block = block
         self._first = self._next = self._reserved = first
@@ -127,9 +128,10 @@ class PadStore(ABC):
         GPU sees: x + r, for which the caller is answerable; neither r nor u.
 
         Raises RuntimeError if one of the indices was not taken here, was released, or was already
-        asked for at this site. PadBankError if the record was damaged: the pair is used up then.
+        asked for at this site; KeyError for a site that the layout has not. PadBankError if the
+        record was damaged: the pair is used up then.
         """
-        shape = self._shape_of(site)
+        shape = self._sites[site]
         with self._lock:
             self.check_usable()
             self._use_up(indices, shape)
@@ -240,12 +242,6 @@ class PadStore(ABC):
             else:
                 del in_use[index]
 
-    def _shape_of(self, site: int) -> SiteShape:
-        shape = self._layout.by_number.get(site)
-        if shape is None:
-            raise ValueError(f"pads: got site {site}, expected one of the layout")
-        return shape
-
 
 class Batch:
     """Consecutive indices that are being filled. Used as a context: leaving it uncommitted ends it.
@@ -263,12 +259,12 @@ class Batch:
 
     def r(self, site: int) -> Tensor:
         """Return int32 [N, in_features], uniform over Z_2^32."""
-        shape = self._store._shape_of(site)
+        shape = self._store._sites[site]
         return self._keystream.rows(self.indices, site, shape.in_features)
 
     def put(self, site: int, u_NO: Tensor) -> None:
         """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
-        shape = self._store._shape_of(site)
+        shape = self._store._sites[site]
         self._check_open()
         expected = (len(self.indices), shape.out_features)
         if tuple(u_NO.shape) != expected or u_NO.dtype != torch.int32:

@@ -25,6 +25,7 @@ from tee_side.protect.calibration import (
     calibration_path,
     norm_limit,
 )
+from tee_side.protect.sites import IntegerSite, IntegerSites
 from tests.support import SavedModel
 from tests.tables import each_row
 from tsqp.calibrate import coarse, save_calibration
@@ -36,6 +37,11 @@ def scales_of(weight_NI: torch.Tensor, input_scale: float = 0.5) -> SiteScales:
     """Return the scales of an int8 weight whose rows all have scale 1."""
     largest = float(weight_NI.double().norm(dim=1).max())
     return SiteScales(input_scale, torch.ones(len(weight_NI)), norm_limit(largest))
+
+
+def site_of(scales: SiteScales, dtype: torch.dtype) -> IntegerSite:
+    made = Calibration({(0, "o_proj"): scales}, "", "", 1, {})
+    return IntegerSites(made, {}, dtype)[0, "o_proj"]
 
 
 def make(config: ModelConfig, change: dict[Site, SiteScales] | None = None) -> Calibration:
@@ -73,8 +79,9 @@ def test_a_row_has_the_same_integers_alone_and_in_a_batch() -> None:
     together = scales.encode(x_TI)
     assert torch.equal(together, torch.cat([scales.encode(x_TI[[t]]) for t in range(9)]))
     y_TN = torch.randint(-MAX_SUM, MAX_SUM, (9, 33), dtype=torch.int32)
-    decoded = scales.decode(y_TN, torch.float32)
-    alone = torch.cat([scales.decode(y_TN[[t]], torch.float32) for t in range(9)])
+    decode = site_of(scales, torch.float32).decode
+    decoded = decode(y_TN)
+    alone = torch.cat([decode(y_TN[[t]]) for t in range(9)])
     assert torch.equal(decoded, alone)
 
 
@@ -84,7 +91,7 @@ def test_sums_are_scaled_back_in_float32(dtype: torch.dtype) -> None:
     scales = SiteScales(0.01, weight_scale, 1e6)
     y = torch.tensor([[100, -123_457, MAX_SUM], [0, 1, -MAX_SUM]], dtype=torch.int32)
     expected = y.double() * weight_scale.double() * 0.01
-    decoded = scales.decode(y, dtype)
+    decoded = site_of(scales, dtype).decode(y)
     assert decoded.dtype == dtype
     # Three roundings of float32, then the one to the dtype.
     error = 3 * 2.0**-24 + torch.finfo(dtype).eps

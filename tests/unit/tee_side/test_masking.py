@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from tee_side.protect.masking import linear_masking
 from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, RowMask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.shares import Shares
+from tee_side.protect.pads.layout import site_number
 from tee_side.protect.randomness import Randomness
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.row_permutation import RowPermutation
@@ -23,10 +22,10 @@ class FewPads:
     """Factors for one exchange, then none."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.asked: list[tuple[int, int]] = []
 
-    def draw(self, layer: int, operator: str, rows: int) -> Factors | None:
-        self.asked.append((layer, operator, rows))
+    def draw(self, site: int, rows: int) -> Factors | None:
+        self.asked.append((site, rows))
         if len(self.asked) > 1:
             return None
         return Factors(torch.full((rows, 4), 7, dtype=torch.int32), torch.ones(rows, 2).int())
@@ -66,7 +65,7 @@ def test_an_additive_mask_asks_for_the_sites_factors_and_passes_on_that_there_ar
     assert torch.equal(masked.sent[0], X.int() + 7)
     assert masked.unmask(torch.ones(3, 2).int() * 3).tolist() == [[2, 2]] * 3
     assert hide((6, "o_proj"))(X.int()) is None
-    assert pads.asked == [(5, "down_proj", 3), (6, "o_proj", 3)]
+    assert pads.asked == [(site_number(5, "down_proj"), 3), (site_number(6, "o_proj"), 3)]
 
 
 def test_a_feature_mask_uses_the_map_of_the_site() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from protocol.errors import ModelError, PadBankError, PadsExhaustedError
-from protocol.messages import LinearOperator
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.maker import PadMaker
@@ -29,7 +28,7 @@ from tee_side.threads import TorchThreads
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
 from tsqp.lab.research.float_noise import FloatNoise
 
-SITES: list[tuple[int, LinearOperator]] = [(site.layer, site.operator) for site in LAYOUT.sites]
+SITES = [site.number for site in LAYOUT.sites]
 FIRST, SECOND = SITES
 
 
@@ -98,7 +97,7 @@ def _pads(
 
 
 def _step(lane: PadLane, rows: int) -> list[Factors | None]:
-    return [lane.draw(layer, operator, rows) for layer, operator in SITES]
+    return [lane.draw(site, rows) for site in SITES]
 
 
 # ---------------------------------------------------------------------------------- one step
@@ -129,23 +128,23 @@ def test_the_next_step_gets_new_indices() -> None:
 def test_a_step_of_another_size_gets_new_indices_even_if_the_last_one_was_not_finished() -> None:
     pads, store, _ = _pads(8)
     lane = pads.lane()
-    lane.draw(*FIRST, 2)
-    lane.draw(*SECOND, 3)
+    lane.draw(FIRST, 2)
+    lane.draw(SECOND, 3)
     assert store.taken == [range(2), range(2, 5)]
 
 
 def test_a_step_that_is_repeated_gets_new_indices_and_the_old_ones_are_released() -> None:
     pads, store, _ = _pads(8)
     lane = pads.lane()
-    first = lane.draw(*FIRST, 2)
-    again = lane.draw(*FIRST, 2)
+    first = lane.draw(FIRST, 2)
+    again = lane.draw(FIRST, 2)
     assert first is not None
     assert again is not None
     assert store.taken == [range(2), range(2, 4)]
     assert store.released == [range(2)]
     assert not torch.equal(first.r, again.r)
     # What was not used of the first two is gone, too: the second operator goes on with the new.
-    second = lane.draw(*SECOND, 2)
+    second = lane.draw(SECOND, 2)
     assert second is not None
     assert torch.equal(second.r, store.r(range(2, 4), 1))
 
@@ -153,9 +152,9 @@ def test_a_step_that_is_repeated_gets_new_indices_and_the_old_ones_are_released(
 def test_released_pads_make_room_for_new_ones() -> None:
     pads, store, _ = _pads(12, capacity=12)
     lane = pads.lane()
-    lane.draw(*FIRST, 11)
+    lane.draw(FIRST, 11)
     assert store.room == 0
-    lane.draw(*FIRST, 1)
+    lane.draw(FIRST, 1)
     assert store.room >= 11
 
 
@@ -169,11 +168,11 @@ def test_no_pad_is_handed_out_twice_however_steps_fail(rows: tuple[int, int]) ->
         for first in (0, 1, 2):
             for second in (0, 1, 2):
                 for operators in (SITES[:first], SITES[:second], SITES):
-                    for layer, operator in operators:
-                        factors = lane.draw(layer, operator, count)
+                    for site in operators:
+                        factors = lane.draw(site, count)
                         assert factors is not None
                         # Eight bytes of a word each: equal ones are a coincidence of 2^-64.
-                        handed += [(layer, row.numpy().tobytes()) for row in factors.r]
+                        handed += [(site, row.numpy().tobytes()) for row in factors.r]
     assert len(handed) == len(set(handed)) > 100
 
 
@@ -181,7 +180,7 @@ def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyP
     """Neither what is left of the step before nor half of the new one is handed out afterwards."""
     pads, store, _ = _pads(8)
     lane = pads.lane()
-    lane.draw(*FIRST, 1)
+    lane.draw(FIRST, 1)
 
     def tampered(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise PadBankError("bank", got="another record than was written", expected="its tag")
@@ -189,8 +188,8 @@ def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(store, "factors", tampered)
         with pytest.raises(PadBankError):
-            lane.draw(*FIRST, 1)
-    factors = lane.draw(*SECOND, 1)
+            lane.draw(FIRST, 1)
+    factors = lane.draw(SECOND, 1)
     assert factors is not None
     assert torch.equal(factors.r, store.r(range(2, 3), 1))
 
@@ -200,13 +199,13 @@ def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
     """Not even factors that were read ahead before the fork: the parent will send them."""
     pads, store, _ = _pads(12)
     lane = pads.lane()
-    lane.draw(*FIRST, rows)
+    lane.draw(FIRST, rows)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         outcome = b"drawn"
         try:
-            lane.draw(*SECOND, rows)
+            lane.draw(SECOND, rows)
         except RuntimeError as error:
             outcome = str(error).encode()
         finally:
@@ -217,7 +216,7 @@ def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
     os.close(reader)
     assert os.waitpid(child, 0)[1] == 0
     assert b"copied by fork" in told
-    factors = lane.draw(*SECOND, rows)
+    factors = lane.draw(SECOND, rows)
     assert factors is not None
     assert torch.equal(factors.r, store.r(range(rows), 1))
 
@@ -225,16 +224,16 @@ def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
 def test_a_closed_store_ends_the_step_even_where_it_was_read_ahead() -> None:
     pads, store, _ = _pads(2)
     lane = pads.lane()
-    lane.draw(*FIRST, 1)
+    lane.draw(FIRST, 1)
     store.close()
     with pytest.raises(RuntimeError, match="closed store"):
-        lane.draw(*SECOND, 1)
+        lane.draw(SECOND, 1)
 
 
 def test_factors_do_not_show_in_messages() -> None:
     pads, _, _ = _pads(1)
     lane = pads.lane()
-    factors = lane.draw(*FIRST, 1)
+    factors = lane.draw(FIRST, 1)
     assert factors is not None
     for value in (*factors.r.flatten().tolist(), *factors.u.flatten().tolist()):
         assert str(value) not in repr(factors)
@@ -249,9 +248,9 @@ def test_after_the_end_of_a_step_nothing_of_it_is_handed_out(rows: int) -> None:
     """Neither what was read ahead nor what was not."""
     pads, store, _ = _pads(2 * 9, capacity=2 * 9)
     lane = pads.lane()
-    lane.draw(*FIRST, rows)
+    lane.draw(FIRST, rows)
     lane.end_step()
-    second = lane.draw(*SECOND, rows)
+    second = lane.draw(SECOND, rows)
     assert second is not None
     assert torch.equal(second.r, store.r(range(rows, 2 * rows), 1))
     assert len(store.read) == len(set(store.read))
@@ -262,7 +261,7 @@ def test_the_end_of_a_step_releases_what_was_left_over_once() -> None:
     lane = pads.lane()
     lane.end_step()
     assert store.released == []
-    lane.draw(*FIRST, 9)
+    lane.draw(FIRST, 9)
     lane.end_step()
     lane.end_step()
     assert store.released == [range(9)]
@@ -274,7 +273,7 @@ def test_a_lane_that_is_not_drawn_from_any_more_keeps_no_room() -> None:
     pads, store, _ = _pads(0, "wait", capacity=32)
     lanes = [pads.lane(), pads.lane()]
     for lane in lanes:
-        lane.draw(*FIRST, 9)
+        lane.draw(FIRST, 9)
     for lane in lanes:
         lane.end_step()
     for _ in range(3 * 32):
@@ -287,9 +286,9 @@ def test_a_step_that_needs_more_than_all_the_space_in_its_lanes_is_refused() -> 
     """Each of them fits."""
     pads, _, _ = _pads(0, "wait", capacity=16)
     first, second = pads.lane(), pads.lane()
-    first.draw(*FIRST, 10)
+    first.draw(FIRST, 10)
     with pytest.raises(PadsExhaustedError) as caught:
-        second.draw(*FIRST, 10)
+        second.draw(FIRST, 10)
     assert caught.value.got == "room for 16 tokens, used by this step"
     assert caught.value.expected.startswith("4 more (")
     assert "--step-tokens" in caught.value.expected
@@ -305,7 +304,7 @@ def test_fail_raises_with_what_is_left_and_what_is_needed() -> None:
     pads, store, maker = _pads(2, "fail")
     lane = pads.lane()
     with pytest.raises(PadsExhaustedError) as caught:
-        lane.draw(*FIRST, 3)
+        lane.draw(FIRST, 3)
     assert caught.value.got == "2 left"
     assert caught.value.expected.startswith("3 (")
     assert "--when-out" in caught.value.expected
@@ -317,7 +316,7 @@ def test_after_a_failure_what_is_left_serves_a_smaller_step() -> None:
     pads, store, _ = _pads(2, "fail")
     lane = pads.lane()
     with pytest.raises(PadsExhaustedError):
-        lane.draw(*FIRST, 3)
+        lane.draw(FIRST, 3)
     assert None not in _step(lane, 2)
     assert store.taken == [range(2)]
 
@@ -326,12 +325,12 @@ def test_a_failure_in_the_middle_leaves_no_half_step_behind() -> None:
     """A step that found no pads is over: none of its operators is left to the TEE instead."""
     pads, _, _ = _pads(1, "fail")
     lane = pads.lane()
-    lane.draw(*FIRST, 1)
+    lane.draw(FIRST, 1)
     with pytest.raises(PadsExhaustedError):
-        lane.draw(*FIRST, 1)
+        lane.draw(FIRST, 1)
     # As in a policy whose phases send different operators.
     with pytest.raises(PadsExhaustedError):
-        lane.draw(*SECOND, 1)
+        lane.draw(SECOND, 1)
 
 
 def test_a_maker_that_fails_leaves_no_half_step_behind() -> None:
@@ -341,10 +340,10 @@ def test_a_maker_that_fails_leaves_no_half_step_behind() -> None:
 
     pads, _, _ = _pads(1, "wait", maker=Broken())
     lane = pads.lane()
-    lane.draw(*FIRST, 1)
-    for operator in (FIRST, SECOND):
+    lane.draw(FIRST, 1)
+    for site in (FIRST, SECOND):
         with pytest.raises(ModelError):
-            lane.draw(*operator, 1)
+            lane.draw(site, 1)
 
 
 def test_tee_returns_none_for_the_whole_step_and_takes_nothing() -> None:
@@ -362,9 +361,9 @@ def test_tee_returns_none_for_the_whole_step_and_takes_nothing() -> None:
 def test_a_step_in_the_tee_stays_there_when_pads_come_meanwhile() -> None:
     pads, store, _ = _pads(0, "tee")
     lane = pads.lane()
-    assert lane.draw(*FIRST, 1) is None
+    assert lane.draw(FIRST, 1) is None
     fill(store._store, 4)
-    assert lane.draw(*SECOND, 1) is None
+    assert lane.draw(SECOND, 1) is None
     assert None not in _step(lane, 1)
 
 
@@ -440,7 +439,7 @@ def test_a_step_larger_than_all_the_space_is_refused() -> None:
     pads, store, maker = _pads(0, "wait", capacity=4)
     lane = pads.lane()
     with pytest.raises(PadsExhaustedError) as caught:
-        lane.draw(*FIRST, 5)
+        lane.draw(FIRST, 5)
     assert caught.value.got == "room for 4 tokens"
     assert "--step-tokens" in caught.value.expected
     assert (store.taken, maker.asked) == ([], [])
@@ -455,7 +454,7 @@ def test_without_linear_weights_nothing_can_be_made() -> None:
     lane = pads.lane()
     assert None not in _step(lane, 2)
     with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
-        lane.draw(*FIRST, 1)
+        lane.draw(FIRST, 1)
     with pads.filling():
         pass
     assert pads.available == 0
@@ -466,7 +465,7 @@ def test_waiting_after_a_failed_step_finds_room_for_a_full_one() -> None:
     pads, _, _ = _pads(4, "wait", capacity=4)
     lane = pads.lane()
     for _ in range(3):
-        lane.draw(*FIRST, 4)
+        lane.draw(FIRST, 4)
     assert None not in _step(lane, 4)
 
 
@@ -484,7 +483,7 @@ def test_factors_of_float_masks_are_floats() -> None:
 
     pads, _, _ = _pads(0, "wait", mask=FloatNoise(sigma=2.0), maker=FloatMaker())
     lane = pads.lane()
-    factors = lane.draw(*FIRST, 4)
+    factors = lane.draw(FIRST, 4)
     assert factors is not None
     assert factors.r.dtype == factors.u.dtype == torch.float32
     assert (factors.u == 1.5).all()
@@ -564,9 +563,9 @@ def test_a_full_disk_does_not_end_a_run_that_has_pads_left() -> None:
         assert None not in _step(lane, 1)
     assert store.taken == [range(1), range(1, 2)]
     # None left: now it matters.
-    for operator in (FIRST, SECOND):
+    for site in (FIRST, SECOND):
         with pytest.raises(PadBankError, match="0 bytes available"):
-            lane.draw(*operator, 1)
+            lane.draw(site, 1)
     maker.space = True
     assert None not in _step(lane, 1)
     assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
@@ -579,7 +578,7 @@ def test_a_run_that_does_not_wait_is_told_why_no_more_pads_were_made() -> None:
         assert maker.tried.wait(30)
     assert None not in _step(lane, 1)
     with pytest.raises(PadsExhaustedError) as caught:
-        lane.draw(*FIRST, 1)
+        lane.draw(FIRST, 1)
     assert caught.value.got == (
         "0 left; making more failed: bank: got 0 bytes available, expected 4096 bytes"
     )
@@ -591,7 +590,7 @@ def test_a_run_that_does_not_wait_is_told_why_no_more_pads_were_made() -> None:
             pass
     _step(lane, 16)
     with pytest.raises(PadsExhaustedError) as caught:
-        lane.draw(*FIRST, 1)
+        lane.draw(FIRST, 1)
     assert caught.value.got == "0 left"
 
 

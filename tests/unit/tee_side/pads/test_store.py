@@ -109,7 +109,7 @@ def test_only_taken_indices_have_factors(store: PadStore) -> None:
 
 def test_unknown_site_and_bad_counts(store: PadStore) -> None:
     fill(store, 1)
-    with pytest.raises(ValueError, match="site 0"):
+    with pytest.raises(KeyError):
         store.factors(store.take(1), 0)
     for count in (0, -1):
         with pytest.raises(ValueError, match=f"got {count} to take"):
@@ -156,7 +156,7 @@ def test_batch_refuses_what_does_not_fit(store: PadStore) -> None:
         ):
             with pytest.raises(ValueError, match=r"layer 0 o_proj.*expected torch.int32 \[2, 2\]"):
                 batch.put(1, wrong)
-        with pytest.raises(ValueError, match="site 2"):
+        with pytest.raises(KeyError):
             batch.put(2, torch.zeros(2, 2, dtype=torch.int32))
         batch.put(1, product(1, batch.r(1)))
         with pytest.raises(RuntimeError, match="put twice"):
