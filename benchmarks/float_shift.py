@@ -2,7 +2,7 @@
 
     python -m benchmarks.float_shift [MODEL] [--positions 24] [--steps 8] [--json FILE]
 
-Products of floats are verified within a tolerance (`tee_side.protect.verification.FloatCheck`); a
+Products of floats are verified within a tolerance (`tsqp.lab.research.float_check.FloatCheck`); a
 service that knows it may add an error of that length to every row of every product. This searches
 for the worst one: at each linear operator and at the LM head, for every position of the context, an
 error along the gradient of the objective, as long as the limit lets through, projected back to that
@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM
 from protocol.errors import SettingsError, TsqpError
 from protocol.tensors import torch_dtype
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.protect.verification import Tolerance
 from tsqp.cli.program import model_directory
 from tsqp.lab.bench.machine import describe_machine
+from tsqp.lab.research.float_check import Tolerance
 from tsqp.tools.train_demo.evaluation import VALIDATION_FILE
 
 DTYPES = ("float32", "float16", "bfloat16")

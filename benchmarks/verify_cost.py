@@ -40,7 +40,7 @@ from protocol.errors import TsqpError
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.verification import ExactCheck
+from tee_side.protect.verifier import Secrets
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.collect import Collector
@@ -143,8 +143,9 @@ class Contender:
     @property
     def secrets_bytes(self) -> int:
         """Memory that the secrets take."""
-        checks = self._runner._assembly._secrets.vectors.values()
-        return sum(check.nbytes for check in checks if isinstance(check, ExactCheck))
+        secrets = self._runner._assembly._secrets
+        vectors = secrets.vectors.values() if isinstance(secrets, Secrets) else ()
+        return sum(check.nbytes for check in vectors)
 
 
 def measure(model: Path, folder: Path, *, batch: int, steps: int, threads: int) -> Result:

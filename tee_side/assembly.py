@@ -49,7 +49,13 @@ from tee_side.protect.pads.source import Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import FloatSite, FloatSites, IntegerSites, load_biases, tensors_of
-from tee_side.protect.verifier import UNVERIFIED, Secrets, Weights, check_verifiable
+from tee_side.protect.verifier import (
+    UNVERIFIED,
+    Checks,
+    Weights,
+    check_verifiable,
+    find_checks,
+)
 from tee_side.remote.linear import CallSettings, ChannelsAt, RemoteLinear
 from tee_side.remote.registered import (
     RegisteredOperator,
@@ -115,6 +121,8 @@ class Assembly:
         self._sites_here = list(dict.fromkeys([*sites_here(policy, layers), *others]))
         self._verified = sites_where(policy, layers, lambda placed: placed.verify != "none")
         check_verifiable(policy.name, self._verified, config, checkpoint)
+        if self._verified:
+            self._checks_class = find_checks(policy.name, policy.arithmetic)
         self._registered_classes = find_registered(policy)
         _check_settings(settings, padded, self._parts)
         checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))
@@ -259,13 +267,13 @@ class Assembly:
         )
 
     @cached_property
-    def _secrets(self) -> Secrets:
+    def _secrets(self) -> Checks:
         # What stays is loaded before, and not read again. From a generator of their own, which no
         # caller chooses.
         _ = self._local
         parts = self._parts
-        weights = Weights(parts.config, parts.checkpoint, parts.dtype, self._held)
-        return Secrets.draw(self._verified, weights, self._integers, Randomness())
+        weights = Weights(parts.config, parts.checkpoint, parts.dtype, self._held, self._integers)
+        return self._checks_class.draw(self._verified, weights, Randomness())
 
     @cached_property
     def _registered(self) -> dict[str, RegisteredOperator]:

@@ -135,14 +135,29 @@ def load_object(path: str, name: str) -> object:
     return found
 
 
-def load_entry_point(entry: EntryPoint) -> object:
+def one_entry_point(group: str, name: str) -> EntryPoint | None:
+    """Return what an installed package registered under a name; None if none did.
+
+    Raises PluginError for two: which one runs in the TEE must not depend on their order.
+    """
+    found = entry_points(group=group, name=name)
+    if len(found) > 1:
+        owners = " and ".join(sorted(entry.value for entry in found))
+        raise PluginError(
+            f"entry points {group}",
+            got=f"{owners} for {name!r}",
+            expected="one of them: uninstall the others",
+        )
+    return next(iter(found), None)
+
+
+def load_entry_point(entry: EntryPoint) -> Any:
     """Import what an installed package registered. Raises PluginError."""
     try:
-        found: object = entry.load()
+        return entry.load()
     except Exception as error:
         # As of a file: whatever a package raises when it is imported.
         raise _failure(f"entry point {entry.value}", error, "one that loads") from error
-    return found
 
 
 def classes_in(module: ModuleType, base: type[Any]) -> list[type[Any]]:
@@ -185,15 +200,12 @@ class Kind(Generic[Base]):
         """
         if name in self.builtin:
             return self.builtin[name]
-        for entry in entry_points(group=self.group):
-            if entry.name == name:
-                found = load_entry_point(entry)
-                if _is_one(found, self.base):
-                    return found
-                expected = f"a subclass of {self.words}"
-                raise self.error(
-                    f"entry point {entry.value}", got=describe(found), expected=expected
-                )
+        if (entry := one_entry_point(self.group, name)) is not None:
+            found = load_entry_point(entry)
+            if _is_one(found, self.base):
+                return found
+            expected = f"a subclass of {self.words}"
+            raise self.error(f"entry point {entry.value}", got=describe(found), expected=expected)
         expected = f"one of {', '.join(self.names())}, or a path to a .py file"
         raise self.error(self.word, got=repr(name), expected=expected)
 

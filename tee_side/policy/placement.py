@@ -45,7 +45,14 @@ from pydantic import (
 
 from protocol.errors import MaskError, PolicyError, describe
 from protocol.messages import Arithmetic
-from tee_side.plugins import PluginError, is_path, load_entry_point, load_object, read_checked
+from tee_side.plugins import (
+    PluginError,
+    is_path,
+    load_entry_point,
+    load_object,
+    one_entry_point,
+    read_checked,
+)
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.protect.masks.mask import FeatureMask, Mask
@@ -343,7 +350,7 @@ def load_policy(name_or_path: str) -> Policy:
     if name_or_path in builtin_policies():
         text = (_BUILTIN / f"{name_or_path}{_SUFFIX}").read_text(encoding="utf-8")
         return _parse(text, name_or_path, None)
-    for entry in entry_points(group=_ENTRY_POINTS, name=name_or_path):
+    if (entry := one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:
         return _checked(load_entry_point(entry), f"entry point {entry.value}")
     expected = f"one of {', '.join(policy_names())}, or a path to a .toml or .py file"
     raise PolicyError("policy", got=repr(name_or_path), expected=expected)

@@ -1,14 +1,14 @@
 """Prepares the checks that a policy asks for.
 
 `Secrets` are drawn once a run, for all linear operators that the policy verifies. A `ResultCheck`
-is what the results of one operator under one mask are checked with.
+is what the results of one operator under one mask are checked with. Products of integers are
+checked here; an installed package registers what checks products of floats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -17,8 +17,8 @@ from protocol.errors import PolicyError
 from protocol.integer import exact_product
 from protocol.messages import (
     FUSED_MODULES,
+    Arithmetic,
     LinearOperator,
-    LinearRequest,
     ModuleName,
     Request,
     RingLinearRequest,
@@ -26,13 +26,15 @@ from protocol.messages import (
 from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
-from protocol.model.weights import CPU, FusedLinear, load_linear
 from protocol.tensors import to_torch
-from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.plugins import load_entry_point, one_entry_point
+from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites, tensors_of
-from tee_side.protect.verification import ExactCheck, FloatCheck, Tolerance, within_tolerance
+from tee_side.protect.verification import ExactCheck
 from tee_side.words import Site
+
+GROUP = "tsqp.checks"
 
 # Blocks of a weight, and the columns of a product that each makes.
 Blocks: TypeAlias = Iterator[tuple[slice, torch.Tensor]]
@@ -98,17 +100,16 @@ def operator_of(modules: Sequence[ModuleName]) -> LinearOperator:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Where weights are read from: kept in memory (`held`, int8), or the model directory."""
+    """What is known of a model's weights: integers in memory (`held`), and the model directory.
+
+    `dtype`: that services hold floats in. `integers`: where the policy computes with them.
+    """
 
     config: ModelConfig
     checkpoint: Checkpoint
     dtype: torch.dtype
     held: Mapping[Site, QuantizedLinear]
-
-    def integers(self, layer: int, operator: LinearOperator) -> QuantizedLinear:
-        """Return a site's integers. Raises ModelError."""
-        found = self.held.get((layer, operator))
-        return found or load_quantized(self.checkpoint, self.config, layer, operator)
+    integers: IntegerSites | None = None
 
     def integer_blocks(
         self, layer: int, modules: Sequence[ModuleName]
@@ -125,122 +126,104 @@ class Weights:
             if held is not None:
                 yield slice(start, start + size), held.weight[held.rows[module]]
             else:
-                for columns, block in self._blocks(name, self.config.module_shape(module), start):
+                for columns, block in self.blocks(name, self.config.module_shape(module), start):
                     yield columns, quantize_rows(block, name)[0]
             start += size
 
-    def float_blocks(
-        self, layer: int, modules: Sequence[ModuleName]
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the weights of some modules side by side [n, I], as `integer_blocks` does."""
-        start = 0
-        for module in modules:
-            shape = self.config.module_shape(module)
-            name = f"{module_name(layer, module)}.weight"
-            for columns, block in self._blocks(name, shape, start):
-                yield columns, block.to(self.dtype)
-            start += shape[0]
-
-    def _blocks(
+    def blocks(
         self, name: str, shape: tuple[int, ...], start: int
     ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield a tensor of the directory in blocks of rows, whose columns count from `start`."""
         for rows, block in self.checkpoint.blocks(name, shape):
             yield slice(start + rows.start, start + rows.stop), block
 
-    def floats(self, layer: int, operator: LinearOperator) -> FusedLinear:
-        """Return a site's weight as a service holds it. Raises ModelError."""
-        return load_linear(
-            self.checkpoint, self.config, layer, operator, dtype=self.dtype, device=CPU
+
+class Checks(Protocol):
+    """What the linear operators that a policy verifies are checked with."""
+
+    @staticmethod
+    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Checks:
+        """Draw the secret vectors of all sites, once a run. Raises ModelError."""
+        ...
+
+    def check(self, site: Site, mask: Mask | None) -> ResultCheck:
+        """Return what checks a site's results under a mask.
+
+        Raises KeyError for a site that the policy does not verify.
+        """
+        ...
+
+
+def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
+    """Return how products are checked: of integers here, of floats by an installed package.
+
+    Raises PolicyError that says what to install, and PluginError for a package that does not load.
+    """
+    if arithmetic == "int8":
+        return Secrets
+    if (entry := one_entry_point(GROUP, arithmetic)) is None:
+        raise PolicyError(
+            f'policy {policy}: verify = "freivalds"',
+            got="products of floats, without a package that checks them",
+            expected=f"an installed package that registers {arithmetic!r} in the entry points"
+            f' {GROUP}, as tsqp does, or arithmetic = "int8"',
         )
+    found: type[Checks] = load_entry_point(entry)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Secrets:
-    """What the linear operators that a policy verifies are checked with; drawn once a run."""
+    """The `Checks` of integers; drawn once a run."""
 
     weights: Weights
-    randomness: Randomness = field(repr=False)
-    vectors: Mapping[Site, ExactCheck | FloatCheck] = field(repr=False)
+    vectors: Mapping[Site, ExactCheck] = field(repr=False)
 
     @staticmethod
-    def draw(
-        sites: Iterable[Site],
-        weights: Weights,
-        integers: IntegerSites | None,
-        randomness: Randomness,
-    ) -> Secrets:
+    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Secrets:
         """Read every weight of `sites` that is not held, one at a time, and draw its vectors.
 
-        `integers`: where the policy computes with them; norms of weights and scales are compared,
-        which the bounds rest on. Raises ModelError, CalibrationError, KernelError.
+        Norms of weights and scales are compared, which the bounds rest on. Raises ModelError,
+        CalibrationError, KernelError.
         """
-        vectors: dict[Site, ExactCheck | FloatCheck] = {}
+        if weights.integers is None:
+            raise LookupError("integers without their scales")
+        vectors = {}
         for site in sites:
-            if integers is None:
-                vectors[site] = FloatCheck.draw(weights.floats(*site).weight, randomness)
-                continue
-            found = weights.integers(*site)
-            if site not in weights.held:  # those were checked when they were loaded
-                integers.check_weights(site, found)
+            found = weights.held.get(site)
+            if found is None:  # those that are held were checked when they were loaded
+                found = load_quantized(weights.checkpoint, weights.config, *site)
+                weights.integers.check_weights(site, found)
             vectors[site] = ExactCheck.draw(found.weight, randomness)
-        return Secrets(weights, randomness, vectors)
+        return Secrets(weights, vectors)
 
     def check(self, site: Site, mask: Mask | None) -> LinearCheck:
-        """Return what checks a site's results under a mask.
-
-        Raises LookupError for a site that the policy does not verify.
-        """
-        if site not in self.vectors:
-            raise LookupError("a linear operator that the policy does not verify")
-        vectors, tolerance = self.vectors[site], Tolerance.of(self.weights.dtype, mask)
-        return LinearCheck(
-            vectors.holds
-            if isinstance(vectors, ExactCheck)
-            else partial(vectors.holds, tolerance=tolerance),
-            self.weights,
-            site[0],
-            tolerance,
-            isinstance(mask, FeatureMask),
-        )
+        """See `Checks.check`."""
+        return LinearCheck(self.vectors[site].holds, self.weights, site[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearCheck:
-    """A `ResultCheck` of one linear operator, whose products have no bias.
+    """A `ResultCheck` of one linear operator in integers, whose products have no bias.
 
-    `holds`: see `ResultCheck.holds`; x is [T, I], y [T, O]. `tolerance`: of results that are
-    floats. `transformed`: services hold other weights than the TEE does, so that none of their
-    answers can be computed once more.
+    `holds`: see `ResultCheck.holds`; x is [T, I], y [T, O].
     """
 
     holds: Callable[..., bool] = field(repr=False)
     weights: Weights
     layer: int
-    tolerance: Tolerance
-    transformed: bool
 
     def wrong(
         self, answers: Sequence[tuple[Request, torch.Tensor]], in_time: InTime
     ) -> Sequence[int]:
-        """See `ResultCheck.wrong`. Of transformed weights, every answer counts as wrong."""
-        if self.transformed:
-            return range(len(answers))
+        """See `ResultCheck.wrong`."""
         # Shares of one product meet each block together: it is read once for all of them.
         products: dict[tuple[ModuleName, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        wrong: set[int] = set()
         for index, (request, y) in enumerate(answers):
-            match request:
-                case RingLinearRequest():
-                    pairs = products.setdefault(request.module_names, {})
-                    pairs[index] = to_torch(request.elements), y
-                case LinearRequest():
-                    x = to_torch(request.hidden_states)
-                    blocks = self.weights.float_blocks(self.layer, request.module_names)
-                    near = self.tolerance.of_answers()
-                    if not within_tolerance(x, in_time(blocks, len(x)), y, near):
-                        wrong.add(index)
-                case _:
-                    raise LookupError(f"an answer to {request.method} of a linear operator")
+            if not isinstance(request, RingLinearRequest):
+                raise LookupError(f"an answer to {request.method} of a product of integers")
+            products.setdefault(request.module_names, {})[index] = to_torch(request.elements), y
+        wrong: set[int] = set()
         for modules, pairs in products.items():
             rows = max(len(x) for x, _ in pairs.values())
             blocks = self.weights.integer_blocks(self.layer, modules)

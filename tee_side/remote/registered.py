@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from protocol.errors import PolicyError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from tee_side.plugins import load_entry_point
+from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.policy.placement import Policy
 from tee_side.protect.randomness import Randomness
 from tee_side.remote.linear import CallSettings
@@ -67,21 +66,12 @@ def find_registered(policy: Policy) -> dict[str, type[RegisteredOperator]]:
         if is_linear(operator) or registered_name(operator) in found:
             continue
         name = registered_name(operator)
-        entries = entry_points(group=GROUP, name=name)
-        if len(entries) > 1:
-            owners = " and ".join(sorted(entry.value for entry in entries))
-            raise PolicyError(
-                f"policy {policy.name}: {operator}",
-                got=f"{owners} for {name!r} in the entry points {GROUP}",
-                expected="one of them: uninstall the others",
-            )
-        if not entries:
+        if (entry := one_entry_point(GROUP, name)) is None:
             raise PolicyError(
                 f"policy {policy.name}: {operator}",
                 got='place = "gpu" without a package that sends it',
                 expected=f"an installed package that registers {name!r} in the entry points"
                 f' {GROUP}, as tsqp does, or place = "tee"',
             )
-        loaded: Any = load_entry_point(next(iter(entries)))
-        found[name] = loaded
+        found[name] = load_entry_point(entry)
     return found

@@ -17,7 +17,7 @@ from tee_side.protect.masks.mask import KINDS, FeatureMask, Mask
 from tee_side.protect.masks.registry import MASKS as REGISTRY
 from tee_side.protect.masks.registry import find_mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import ExactCheck, FloatCheck, Tolerance
+from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator, is_linear
 from tests.contract.mask_contract import (
     FEATURES,
@@ -29,6 +29,7 @@ from tests.contract.mask_contract import (
     supported,
     wrapped,
 )
+from tsqp.lab.research.float_check import FloatCheck, Tolerance
 from tsqp.lab.research.operators import product_holds
 from tsqp.lab.research.row_mix import RowMix
 

@@ -53,12 +53,13 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.store import PadStore
-from tee_side.protect.verification import ExactCheck, FloatCheck
+from tee_side.protect.verification import ExactCheck
 from tee_side.remote import linear
 from tee_side.remote.call import CallPlan
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.logs import configure
 from tsqp.cli.program import complain
+from tsqp.lab.research.float_check import FloatCheck
 
 BLOCK = 100
 NEW_TOKENS = 2

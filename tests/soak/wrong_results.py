@@ -25,12 +25,13 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import ExactCheck, FloatCheck, Tolerance
+from tee_side.protect.verification import ExactCheck
 from tee_side.words import Site
 from tests.soak.demo import DEMO, prompt
 from tests.soak.row import RowResult, note, progress
 from tests.support import LoopbackChannel, assemble
 from tests.tools.lies import WRONG, surely_wrong
+from tsqp.lab.research.float_check import FloatCheck, Tolerance
 
 NAME = "wrong results, verified policy"
 TEST = (

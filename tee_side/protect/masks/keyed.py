@@ -7,7 +7,6 @@ entry point `feature` of the group `tsqp.keys`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +15,7 @@ import torch
 from protocol.errors import FeatureKeyError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from tee_side.plugins import load_entry_point
+from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.protect.masks.mask import FeatureMask, KeyedTransform
 from tee_side.words import Site
 
@@ -64,8 +63,8 @@ def load_key(path: Path) -> TransformKey:
 
     Raises FeatureKeyError, and PluginError for a package that does not load.
     """
-    for entry in entry_points(group=_GROUP, name=_NAME):
-        key_class: type[TransformKey] = load_entry_point(entry)  # type: ignore[assignment]
+    if (entry := one_entry_point(_GROUP, _NAME)) is not None:
+        key_class: type[TransformKey] = load_entry_point(entry)
         return key_class.load(path)
     raise FeatureKeyError(
         str(path),

@@ -23,7 +23,6 @@ from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import FloatCheck, Tolerance
 from tee_side.protect.verifier import LinearCheck, ResultCheck, Weights
 from tee_side.remote.fault_attribution import _in_time, find_liars
 from tee_side.remote.registered import RunParts
@@ -39,7 +38,13 @@ from tests.unit.tee_side.lying import (
     one_more,
     site_of,
 )
-from tsqp.lab.research.operators import LMHeadCheck, ProductCheck
+from tsqp.lab.research.float_check import (
+    FloatCheck,
+    FloatProductCheck,
+    FloatSecrets,
+    Tolerance,
+)
+from tsqp.lab.research.operators import ProductCheck, _lm_head
 
 
 @pytest.mark.parametrize("liar", [0, 1])
@@ -161,8 +166,7 @@ def _check(model: SavedModel, held: bool) -> LinearCheck:
         (1, "gate_up_proj"): load_quantized(checkpoint, config, 1, "gate_up_proj")
     }
     weights = Weights(config, checkpoint, torch.float32, kept if held else {})
-    vectors = FloatCheck.draw(torch.ones(2, 2), Randomness())
-    return LinearCheck(vectors, weights, 1, Tolerance.of(torch.float32, None), False)
+    return LinearCheck(lambda *_: True, weights, 1)
 
 
 def _ring_answer(
@@ -224,11 +228,13 @@ def test_finding_out_ends_at_the_next_block_once_the_time_is_up(
     read: list[Any] = []
     x, linear = torch.ones(1, 48), _check(model, held=False)
     parts = RunParts(load_policy("tsqp"), linear.weights.config, linear.weights.checkpoint, x.dtype)
-    near = linear.tolerance
+    near = Tolerance.of(x.dtype, None)
+    vectors = FloatCheck.draw(torch.ones(2, 2), Randomness())
+    floats = FloatSecrets(linear.weights, {(1, "gate_up_proj"): vectors})
     checks: dict[str, ResultCheck] = {
         "integers": linear,
-        "floats": linear,
-        "lm_head": LMHeadCheck(parts, FloatCheck.draw(torch.ones(2, 2), Randomness()), near),
+        "floats": floats.check((1, "gate_up_proj"), None),
+        "lm_head": FloatProductCheck(vectors, near, lambda _: _lm_head(parts)),
         "product": ProductCheck(near, Randomness()),
     }
     answers: dict[str, tuple[Request, torch.Tensor]] = {

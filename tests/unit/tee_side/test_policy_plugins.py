@@ -208,7 +208,8 @@ def _install(monkeypatch: pytest.MonkeyPatch, *entries: _Entry) -> None:
         assert group == "tsqp.policies"
         return [entry for entry in entries if name in (None, entry.name)]
 
-    monkeypatch.setattr("tee_side.policy.placement.entry_points", entry_points)
+    for module in ("policy.placement", "plugins"):
+        monkeypatch.setattr(f"tee_side.{module}.entry_points", entry_points)
 
 
 def test_a_policy_of_an_installed_package_is_found_by_its_name(
@@ -224,6 +225,12 @@ def test_a_policy_of_an_installed_package_is_found_by_its_name(
         load_policy("no-such-policy")
 
 
+def test_two_packages_that_bring_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, _Entry("theirs", policy_of()), _Entry("theirs", policy_of()))
+    with pytest.raises(PluginError, match="package:theirs and package:theirs"):
+        load_policy("theirs")
+
+
 def test_an_installed_package_cannot_replace_a_builtin_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,8 +244,9 @@ def test_a_package_that_fails_is_refused_by_its_place_and_breaks_nothing_else(
     failing = ImportError("no module\nthat it needs")
     _install(monkeypatch, _Entry("theirs", policy_of()), _Entry("failing", failing))
     masks = [_Entry(name, failing) for name in ("their-mask", "pad")]
-    monkeypatch.setattr("tee_side.plugins.entry_points", lambda **_: masks)
-    assert load_policy("shielded").masks == [Pad()]
+    with monkeypatch.context() as patch:
+        patch.setattr("tee_side.plugins.entry_points", lambda **_: masks)
+        assert load_policy("shielded").masks == [Pad()]
     assert load_policy("theirs").name == "n"
     assert "failing" in policy_names()
     with pytest.raises(PluginError) as caught:

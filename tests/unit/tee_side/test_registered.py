@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protocol.errors import PolicyError
+from tee_side import plugins
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.remote import registered
 from tee_side.remote.registered import find_registered
 from tee_side.words import OPERATORS, Operator, is_linear
 from tests.support import SavedModel
@@ -25,7 +25,7 @@ def _sending(*operators: Operator) -> Policy:
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "entry_points", lambda **_: ())
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: ())
 
 
 @pytest.mark.parametrize("operator", OTHERS)
@@ -40,6 +40,15 @@ def test_a_policy_that_needs_a_package_says_what_to_install(
         " in the entry points tsqp.operators",
     ):
         saved_model("llama").tee(_sending("o_proj", operator))
+
+
+def test_a_verified_product_of_floats_needs_a_package(
+    saved_model: Callable[..., SavedModel], nothing_installed: None
+) -> None:
+    placed = {**dict.fromkeys(OPERATORS, "tee"), "o_proj": CLEAR | {"verify": "freivalds"}}
+    policy = Policy.model_validate({"name": "n", "summary": "s", "operators": placed})
+    with pytest.raises(PolicyError, match="that registers 'float'"):
+        saved_model("llama").tee(policy)
 
 
 @pytest.mark.parametrize("name", ["tee-only", "attention-in-tee", "shielded", "two-server"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import FloatCheck, Tolerance, within_tolerance
+from tsqp.lab.research.float_check import FloatCheck, Tolerance, within_tolerance
 from tsqp.lab.research.row_mix import RowMix
 
 

@@ -12,18 +12,10 @@ from torch.overrides import TorchFunctionMode
 from protocol.errors import ActivationRangeError, KernelError
 from protocol.integer import exact_product
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import (
-    FLOAT_VECTORS,
-    SECURITY_BITS,
-    ExactCheck,
-    FloatCheck,
-    Tolerance,
-    bits_of,
-    vectors_for,
-    within_tolerance,
-)
+from tee_side.protect.verification import SECURITY_BITS, ExactCheck, bits_of, vectors_for
 from tests.tables import each_row
 from tsqp.catalogue import our_masks
+from tsqp.lab.research.float_check import FLOAT_VECTORS, FloatCheck, Tolerance, within_tolerance
 from tsqp.lab.research.float_noise import FloatNoise
 from tsqp.lab.research.operators import product_holds
 from tsqp.lab.research.row_mix import RowMix

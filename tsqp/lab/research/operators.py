@@ -36,20 +36,21 @@ from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import (
-    FLOAT_VECTORS,
-    FloatCheck,
-    Tolerance,
-    check_finite,
-    root_mean_square,
-    within_tolerance,
-)
 from tee_side.protect.verifier import UNVERIFIED, Blocks, InTime, ResultCheck, Unverified
 from tee_side.remote.call import CallPlan, carry_out
 from tee_side.remote.linear import CallSettings
 from tee_side.remote.registered import RunParts
 from tee_side.threads import large_attention, large_tensor
 from tee_side.words import Operator, Phase
+from tsqp.lab.research.float_check import (
+    FLOAT_VECTORS,
+    FloatCheck,
+    FloatProductCheck,
+    Tolerance,
+    check_finite,
+    root_mean_square,
+    within_tolerance,
+)
 
 Tensor = torch.Tensor
 
@@ -99,7 +100,9 @@ class RemoteLMHead:
         placement = parts.policy.at("lm_head", 0, phase)
         tolerance = Tolerance.of(parts.dtype, placement.mask)
         unverified = placement.verify == "none"
-        check = UNVERIFIED if unverified else LMHeadCheck(parts, _held(self._check), tolerance)
+        check: ResultCheck | Unverified = UNVERIFIED
+        if not unverified:
+            check = FloatProductCheck(_held(self._check), tolerance, lambda _: _lm_head(parts))
         config, dtype = parts.config, parts.dtype
         return lm_head_call(config, dtype, layer, placement.mask, check, settings, randomness)
 
@@ -281,33 +284,11 @@ class EmbeddingCheck:
         ]
 
 
-class LMHeadCheck:
-    """Checks logits as products of floats are checked."""
-
-    def __init__(self, parts: RunParts, check: FloatCheck, tolerance: Tolerance) -> None:
-        self._parts, self._check, self._tolerance = parts, check, tolerance
-
-    def holds(self, x: Tensor, y: Tensor, sent: Sequence[Any]) -> bool:
-        """Say whether these are the logits."""
-        return self._check.holds(x, y, sent, self._tolerance)
-
-    def wrong(self, answers: Sequence[tuple[Request, Tensor]], in_time: InTime) -> Sequence[int]:
-        """See `ResultCheck.wrong`."""
-        near, wrong = self._tolerance.of_answers(), []
-        for index, (request, y) in enumerate(answers):
-            if not isinstance(request, LMHeadRequest):
-                raise LookupError(f"an answer to {request.method} of the LM head")
-            x = to_torch(request.hidden_states)
-            if not within_tolerance(x, in_time(self._blocks(), len(x)), y, near):
-                wrong.append(index)
-        return wrong
-
-    def _blocks(self) -> Blocks:
-        """Yield the LM head [n, D], never all of it at once."""
-        name = lm_head_name(self._parts.config)
-        shape = light_tensors(self._parts.config)[name]
-        for rows, block in self._parts.checkpoint.blocks(name, shape):
-            yield rows, block.to(self._parts.dtype)
+def _lm_head(parts: RunParts) -> Blocks:
+    """Yield the LM head [n, D], never all of it at once."""
+    name = lm_head_name(parts.config)
+    for rows, block in parts.checkpoint.blocks(name, light_tensors(parts.config)[name]):
+        yield rows, block.to(parts.dtype)
 
 
 # ------------------------------------------------------------------------------ attention products

@@ -132,8 +132,8 @@ class _Entry:
 
 def _install(monkeypatch: pytest.MonkeyPatch, name: str, found: object) -> None:
     def entry_points(**selection: Any) -> list[_Entry]:
-        assert selection == {"group": "tsqp.masks"}
-        return [_Entry(name, found)]
+        assert selection["group"] == "tsqp.masks"
+        return [_Entry(name, found)] if selection.get("name", name) == name else []
 
     monkeypatch.setattr("tee_side.plugins.entry_points", entry_points)
 

@@ -1,0 +1,281 @@
+"""Checks products of floats that a service computed: within a tolerance.
+
+An exact check of integers is `tee_side.protect.verification`. Floats are rounded, so a result may
+differ from the product by as much as rounding does, and a service that lies may use that room up.
+The secret vectors are Gaussian; the bound is derived in docs/verification.md. Registered as the
+entry point `float` of the group `tsqp.checks`.
+
+Shape suffixes: T rows, I in_features, O out_features, k secret vectors, U rows that crossed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from protocol.errors import ActivationRangeError
+from protocol.messages import LinearRequest, LMHeadRequest, ModuleName, Request
+from protocol.model.checkpoint import module_name
+from protocol.model.weights import CPU, load_linear
+from protocol.tensors import to_torch
+from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import BLOCK_ELEMENTS
+from tee_side.protect.verifier import Blocks, InTime, Weights
+from tee_side.words import Site
+
+FLOAT_VECTORS = 8
+# Of an honest result, in units of the limit's scale (`FloatCheck`): rounding of the reply to its
+# own dtype, and of sums that are kept in float32. Measured over masks, shapes and outliers: at most
+# 0.7 of the first in half precision, and 4.1 of the second in float32.
+_REPLY_ROUNDING = 2.0
+_SUM_ROUNDING = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an honest result may be from the product of floats, and relative to what.
+
+    `relative`: of rounding, to a row's own size; `declared`: what the mask declares of itself, of
+    any single element, to the largest of all rows; `smallest`: what rounding loses where a dtype
+    ends; `together`: rows are mixed on the way, so that a small one carries the rounding of the
+    largest.
+    """
+
+    relative: float
+    declared: float
+    smallest: float
+    together: bool
+
+    @staticmethod
+    def of(dtype: torch.dtype, mask: Mask | None) -> Tolerance:
+        """Return the tolerance of a dtype under a mask, None for none.
+
+        The reply's own rounding, that of sums in float32, and what the mask declares of itself: a
+        mask that keeps its promise raises no alarm.
+        """
+        reply = torch.finfo(dtype)
+        relative = _REPLY_ROUNDING * reply.eps + _SUM_ROUNDING * torch.finfo(torch.float32).eps
+        declared = 0.0 if mask is None else mask.tolerance
+        together = mask is not None and mask.kind == "row"
+        return Tolerance(relative, declared, reply.smallest_normal * reply.eps, together)
+
+    def of_answers(self) -> Tolerance:
+        """Return the tolerance for a service's own answers, before they are unmasked.
+
+        Rounding is all that they may be off by, and by half the room of what is refused: a liar at
+        the edge of that is not to pass as right here, and leave the blame with the mask.
+        """
+        return replace(self, relative=self.relative / 2, declared=0.0, together=False)
+
+    def limit(self, size_BT: torch.Tensor, out_features: int) -> torch.Tensor:
+        """Return the length that the error of each row [..., T] may have, from the rows' sizes.
+
+        A mask may be off by `declared` in every element at once, which makes sqrt(O) of it in
+        length, relative to the largest element, which no row's length is below.
+        """
+        width = math.sqrt(out_features)
+        limit = self.smallest * width + self.relative * (
+            size_BT.amax(-1, keepdim=True).expand_as(size_BT)
+            if self.together and size_BT.numel()
+            else size_BT
+        )
+        if self.declared and size_BT.numel():
+            limit = limit + self.declared * width * size_BT.amax()
+        return limit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatCheck:
+    """The check of one linear operator's, or the LM head's, products of floats.
+
+    With d = y s - x (W s) over the k Gaussian vectors, the root of the mean of d^2 estimates the
+    length of y's error. It must not exceed `Tolerance.limit` of the row's size,
+
+        length of x W, estimated by the same vectors + length of what was sent * f
+
+    with f = |W| / sqrt(I), what W does to the length of a vector without a direction. All of that
+    is fixed before the reply is read, so that no reply can widen its own limit.
+    """
+
+    gain: float
+    # As in `ExactCheck`.
+    _vectors: torch.Tensor = field(repr=False)
+    _products: torch.Tensor = field(repr=False)
+
+    @staticmethod
+    def draw(weight_OI: torch.Tensor, randomness: Randomness) -> FloatCheck:
+        """Draw vectors for a weight, floats [O, I], in blocks of float64."""
+        O, I = weight_OI.shape  # noqa: E741
+        s_Ok = randomness.normal(O, FLOAT_VECTORS)
+        product_Ik = torch.zeros(I, FLOAT_VECTORS, dtype=torch.float64)
+        squares = 0.0
+        for rows in _blocks(O, I):
+            block = weight_OI[rows].double()
+            product_Ik.addmm_(block.t(), s_Ok[rows])
+            squares += float(block.square().sum())
+        return FloatCheck(
+            math.sqrt(squares / I), s_Ok.t().contiguous(), product_Ik.t().contiguous()
+        )
+
+    def holds(
+        self,
+        x_TI: torch.Tensor,
+        y_TO: torch.Tensor,
+        sent: Sequence[torch.Tensor],
+        tolerance: Tolerance,
+    ) -> bool:
+        """Say whether y is x W within a tolerance; False for NaN and infinity.
+
+        `sent`: what crossed instead of x, [U, I] each; as many rows, or `tolerance.together`.
+        Raises ActivationRangeError where x is not finite: nothing can be said of its product.
+        """
+        lengths_U = torch.stack([_lengths(tensor) for tensor in sent]).amax(0)
+        if tolerance.together:
+            lengths_U = lengths_U.amax().expand(len(x_TI))
+        expected_Tk = _in_blocks(x_TI, self._products)
+        size_T = root_mean_square(expected_Tk) + self.gain * lengths_U
+        limit_T = tolerance.limit(size_T, self._vectors.shape[1])
+        check_finite(limit_T)
+        error_T = root_mean_square(_in_blocks(y_TO, self._vectors).sub_(expected_Tk))
+        # Whatever is not comparable is not below the limit.
+        return bool((error_T <= limit_T).all())
+
+
+def within_tolerance(
+    x_UI: torch.Tensor,
+    blocks: Iterable[tuple[slice, torch.Tensor]],
+    y_UO: torch.Tensor,
+    tolerance: Tolerance,
+) -> bool:
+    """Say whether y is x W by multiplying, without secrets: for answers to a refused result.
+
+    `blocks`: columns of y, and the rows of the weight [n, I] behind them, until all were there.
+    False for NaN and infinity in y. `tolerance`: see `Tolerance.of_answers`. Raises
+    ActivationRangeError where x is not finite.
+    """
+    squares_U, errors_U = torch.zeros(2, len(x_UI), dtype=torch.float64)
+    weight_squares, x64_UI = 0.0, x_UI.double()
+    for columns, weight_nI in blocks:
+        weight64_nI = weight_nI.double()
+        expected_Un = x64_UI @ weight64_nI.t()
+        squares_U += expected_Un.square().sum(-1)
+        errors_U += (y_UO[:, columns].double() - expected_Un).square().sum(-1)
+        weight_squares += float(weight64_nI.square().sum())
+    gain = math.sqrt(weight_squares / x_UI.shape[1])
+    limit_U = tolerance.limit(squares_U.sqrt() + gain * _lengths(x_UI), y_UO.shape[1])
+    check_finite(limit_U)
+    return bool((errors_U.sqrt() <= limit_U).all())
+
+
+def _in_blocks(x_TI: torch.Tensor, secret_kI: torch.Tensor) -> torch.Tensor:
+    """Multiply in float64, without a copy of all rows in it."""
+    parts = [x_TI[rows].double() @ secret_kI.t() for rows in _blocks(*x_TI.shape)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _blocks(rows: int, width: int) -> Iterator[slice]:
+    size = max(1, BLOCK_ELEMENTS // width)
+    for start in range(0, max(rows, 1), size):
+        yield slice(start, min(start + size, rows))
+
+
+def _lengths(x_UI: torch.Tensor) -> torch.Tensor:
+    lengths: torch.Tensor = torch.linalg.vector_norm(x_UI, dim=-1, dtype=torch.float64)
+    return lengths
+
+
+def root_mean_square(x: torch.Tensor) -> torch.Tensor:
+    """Return the root of the mean square over the last axis."""
+    root: torch.Tensor = x.square().mean(-1).sqrt()
+    return root
+
+
+def check_finite(limit: torch.Tensor) -> None:
+    """Raise ActivationRangeError for limits that are not finite, as inputs were not."""
+    if not bool(limit.isfinite().all()):
+        raise ActivationRangeError(
+            "input of a product that is to be verified",
+            got="a row that is not finite",
+            expected="finite numbers",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatProductCheck:
+    """A `ResultCheck` of an operator that multiplies by a weight, without a bias.
+
+    `blocks`: yields what the modules of a request multiply by, as a service holds it.
+    `transformed`: services hold other weights than the TEE does, so that none of their answers can
+    be computed once more.
+    """
+
+    vectors: FloatCheck = field(repr=False)
+    tolerance: Tolerance
+    blocks: Callable[[Sequence[ModuleName]], Blocks]
+    transformed: bool = False
+
+    def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor, sent: Sequence[torch.Tensor]) -> bool:
+        """See `ResultCheck.holds`."""
+        return self.vectors.holds(x_TI, y_TO, sent, self.tolerance)
+
+    def wrong(
+        self, answers: Sequence[tuple[Request, torch.Tensor]], in_time: InTime
+    ) -> Sequence[int]:
+        """See `ResultCheck.wrong`. Of transformed weights, every answer counts as wrong."""
+        if self.transformed:
+            return range(len(answers))
+        near, wrong = self.tolerance.of_answers(), []
+        for index, (request, y) in enumerate(answers):
+            match request:
+                case LinearRequest(module_names=modules, hidden_states=hidden):
+                    x, blocks = to_torch(hidden), self.blocks(modules)
+                case LMHeadRequest(hidden_states=hidden):
+                    x, blocks = to_torch(hidden), self.blocks(())
+                case _:
+                    raise LookupError(f"an answer to {request.method} of a product of floats")
+            if not within_tolerance(x, in_time(blocks, len(x)), y, near):
+                wrong.append(index)
+        return wrong
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatSecrets:
+    """What the linear operators that a policy verifies are checked with; see `Checks`."""
+
+    weights: Weights
+    vectors: Mapping[Site, FloatCheck] = field(repr=False)
+
+    @staticmethod
+    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> FloatSecrets:
+        """Read every weight of `sites`, one at a time, and draw its vectors. Raises ModelError."""
+        vectors = {}
+        for site in sites:
+            weight = load_linear(
+                weights.checkpoint, weights.config, *site, dtype=weights.dtype, device=CPU
+            ).weight
+            vectors[site] = FloatCheck.draw(weight, randomness)
+        return FloatSecrets(weights, vectors)
+
+    def check(self, site: Site, mask: Mask | None) -> FloatProductCheck:
+        """See `Checks.check`."""
+        return FloatProductCheck(
+            self.vectors[site],
+            Tolerance.of(self.weights.dtype, mask),
+            lambda modules: _weights_of(self.weights, site[0], modules),
+            isinstance(mask, FeatureMask),
+        )
+
+
+def _weights_of(weights: Weights, layer: int, modules: Sequence[ModuleName]) -> Blocks:
+    """Yield the weights of some modules side by side [n, I], as a service holds them."""
+    start = 0
+    for module in modules:
+        shape = weights.config.module_shape(module)
+        name = f"{module_name(layer, module)}.weight"
+        for columns, block in weights.blocks(name, shape, start):
+            yield columns, block.to(weights.dtype)
+        start += shape[0]
