@@ -122,7 +122,9 @@ def _own(folder: Path) -> Path:
         raise PadBankError(str(folder), got="a link or another user's", expected="a directory")
     if found.st_mode & 0o022:
         raise PadBankError(
-            str(folder), got=stat.filemode(found.st_mode), expected="drwx------, for one user alone"
+            str(folder),
+            got=stat.filemode(found.st_mode),
+            expected="a directory of this user alone, as mkdir -m 700 makes it",
         )
     return folder
 

@@ -259,8 +259,19 @@ def test_a_witness_where_others_could_replace_it_is_refused(
 ) -> None:
     memory.chmod(mode)
     where = BankPlace.at(tmp_path / "bank", witness=memory / "w", beside_bank=True)
-    with pytest.raises(PadBankError, match="for one user alone"):
+    with pytest.raises(PadBankError, match="a directory of this user alone, as mkdir -m 700"):
         BankFile.create(where, PURPOSE, capacity=4)
+
+
+def test_a_witness_directly_in_a_shared_directory_is_told_to_have_one_of_its_own(
+    tmp_path: Path,
+) -> None:
+    where = BankPlace.at(tmp_path / "bank", witness=Path("/dev/shm/w"), beside_bank=True)
+    with pytest.raises(PadBankError) as caught:
+        BankFile.create(where, PURPOSE, capacity=4)
+    assert caught.value.where == "/dev/shm"
+    assert caught.value.got == "drwxrwxrwt"
+    assert caught.value.expected == "a directory of this user alone, as mkdir -m 700 makes it"
 
 
 def test_the_place_of_the_witness_is_a_parameter(tmp_path: Path, memory: Path) -> None:
