@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape
@@ -178,8 +178,7 @@ def crash_and_draw(
     elapsed_s = time.monotonic() - started
     counts = ledger.counts()
     total, tokens, backwards, _ = ledger.totals()
-    with BankFile.open(place(folder), purpose) as bank:
-        used = bank.status().next_index
+    used = read_bank_status(place(folder)).next_index
     return {
         "draws": total,
         "tokens": tokens,

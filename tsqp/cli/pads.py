@@ -79,7 +79,7 @@ def make(
     from protocol.model.checkpoint import Checkpoint, light_tensors
     from protocol.model.config import read_config
     from protocol.model.identity import linear_digest, model_digest
-    from tee_side.protect.pads.bank import BankFile
+    from tee_side.protect.pads.bank import BankFile, read_bank_status
     from tee_side.protect.pads.bank_format import Purpose
     from tee_side.protect.pads.maker import PadMaker, read_weights
     from tee_side.protect.sites import tensors_of
@@ -116,7 +116,7 @@ def make(
                 "--capacity", got=str(capacity), expected=f"{store.capacity}, as {place.bank} has"
             )
         _fill(store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)), tokens)
-        _show(store.status(), as_json=False)
+        _show(read_bank_status(place), as_json=False)
 
 
 @pads.command(context_settings=CONTEXT)

@@ -37,10 +37,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Self, TypeAlias
 
@@ -54,7 +54,6 @@ from tee_side.protect.pads.bank_files import (
     lock,
     open_file,
     read_file,
-    read_private,
     refusal,
     refusing,
     replace,
@@ -69,15 +68,14 @@ from tee_side.protect.pads.bank_format import (
     Keys,
     Purpose,
     State,
-    decode_state,
     encode_header,
     encode_key,
-    encode_state,
     read_header,
     read_key,
     segment_bytes,
+    slot_bytes,
 )
-from tee_side.protect.pads.layout import WORD_BYTES, PadLayout, SiteShape
+from tee_side.protect.pads.layout import SiteShape
 from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.protect.randomness import KEY_BYTES
 
@@ -112,18 +110,6 @@ class _Opened:
     state: State
     start: int
 
-    def status(self, state: State) -> PadBankStatus:
-        file = os.fstat(self.descriptor)
-        return PadBankStatus(
-            path=self.place.bank,
-            header=self.header,
-            available=state.filled - state.reserved,
-            next_index=state.reserved,
-            token_bytes=_offsets(self.header.layout)[1],
-            file_bytes=file.st_size,
-            allocated_bytes=file.st_blocks * 512,
-        )
-
 
 class BankFile(PadStore):
     """A `PadStore` in a file; see the module. Made by `create` or `open`, never directly.
@@ -132,27 +118,24 @@ class BankFile(PadStore):
     """
 
     def __init__(self, opened: _Opened, files: ExitStack, block: int) -> None:
-        header, keys, state = opened.header, opened.keys, opened.state
-        layout = header.layout
+        layout, keys, state = opened.header.layout, opened.keys, opened.state
+        first, filled = state.reserved, state.filled
         super().__init__(
-            layout,
-            header.capacity,
-            keys.pads,
-            first=state.reserved,
-            filled=state.filled,
-            block=block,
+            layout, opened.header.capacity, keys.pads, first=first, filled=filled, block=block
         )
         self._opened = opened
         self._path = opened.place.bank
         self._files = files
         self._descriptor = opened.descriptor
-        # The highest bound that may be on disk, even if writing it seemed to fail.
-        self._stored = state.reserved
-        # Nonces that may have been drawn; changes under the lock.
-        self._sealed = state.sealed
+        # The highest bound that may be on disk, even if writing it seemed to fail, and the nonces
+        # that may have been drawn; changes under the lock.
+        self._state = state
         # For the taking and for the filling thread.
         self._opener, self._sealer = AESGCM(keys.records), AESGCM(keys.records)
-        self._offsets, self._slot_bytes = _offsets(layout)
+        # Where each site's record stands in FILE, in slot 0.
+        starts = accumulate(map(segment_bytes, layout.sites), initial=opened.start)
+        self._offsets = dict(zip(layout.by_number, starts, strict=False))
+        self._slot_bytes = slot_bytes(layout)
 
     @classmethod
     def create(
@@ -172,11 +155,11 @@ class BankFile(PadStore):
         )
         key = secrets.token_bytes(KEY_BYTES)
         head, keys = encode_header(header, key)
-        size = len(head) + capacity * _offsets(header.layout)[1]
+        size = len(head) + capacity * slot_bytes(header.layout)
         contents = {
             place.key: encode_key(key),
             place.bank: head,
-            place.index: encode_state(State(0, 0, 0), keys),
+            place.index: State(0, 0, 0).encode(keys),
         }
         for file in contents:
             if os.path.lexists(file):
@@ -201,28 +184,23 @@ class BankFile(PadStore):
         """
         place.check_apart()
         with ExitStack() as files:
-            opened = files.enter_context(_load(place, os.O_RDWR, locked=True))
+            opened = _load(place, files, locked=True)
             check_purpose(place.bank, opened.header, purpose)
             with refusing(opened.witness):
-                replace(opened.witness, encode_state(opened.state, opened.keys))
+                replace(opened.witness, opened.state.encode(opened.keys))
             return cls(opened, files.pop_all(), block)
 
-    def status(self) -> PadBankStatus:
-        """Describe the bank; counts are this process's own."""
-        with self._lock:
-            self.check_usable()
-            return self._opened.status(State(self._next, self._filled, self._sealed))
-
     def _persist(self, reserved: int, filled: int) -> None:
-        self._stored = max(self._stored, reserved)
-        content = encode_state(State(self._stored, filled, self._sealed), self._opened.keys)
+        highest = max(self._state.reserved, reserved)
+        self._state = State(highest, filled, self._state.sealed)
+        content = self._state.encode(self._opened.keys)
         # In this order: a witness that is ahead would refuse an honest index after a crash.
         for file in (self._opened.place.index, self._opened.witness):
             with refusing(file, len(content)):
                 replace(file, content)
 
     def _starting(self, indices: range) -> None:
-        sealed = self._sealed + len(indices) * len(self._layout.sites)
+        sealed = self._state.sealed + len(indices) * len(self._layout.sites)
         if sealed > MAX_RECORDS:
             raise PadBankError(
                 f"{self._path}: records ever encrypted",
@@ -230,19 +208,15 @@ class BankFile(PadStore):
                 expected=f"at most {MAX_RECORDS}: a new bank (nonces of one key must not meet)",
             )
         # Counted even if writing the count fails: the next one that succeeds has it.
-        self._sealed = sealed
+        self._state = self._state._replace(sealed=sealed)
         self._persist(self._reserved, self._filled)
 
     def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
-        rows = u_NO.numpy().data.cast("B")
-        row_bytes = site.out_features * WORD_BYTES
-        nonces = secrets.token_bytes(NONCE_BYTES * len(indices))
-        for position, index in enumerate(indices):
+        for index, row in zip(indices, u_NO.numpy(), strict=True):
             bound, offset = self._place(index, site)
-            nonce = nonces[position * NONCE_BYTES : (position + 1) * NONCE_BYTES]
-            row = rows[position * row_bytes : (position + 1) * row_bytes]
-            sealed = memoryview(nonce + self._sealer.encrypt(nonce, row, bound))
-            with refusing(self._path, (len(indices) - position) * segment_bytes(site)):
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            sealed = memoryview(nonce + self._sealer.encrypt(nonce, row.data.cast("B"), bound))
+            with refusing(self._path, (indices.stop - index) * len(sealed)):
                 while sealed:
                     written = os.pwrite(self._descriptor, sealed, offset)
                     sealed, offset = sealed[written:], offset + written
@@ -253,11 +227,9 @@ class BankFile(PadStore):
 
     def _read(self, indices: range, site: SiteShape) -> Tensor:
         u = torch.empty(len(indices), site.out_features, dtype=torch.int32)
-        rows = u.numpy().data.cast("B")
-        row_bytes = site.out_features * WORD_BYTES
         sealed = bytearray(segment_bytes(site))
         nonce, content = memoryview(sealed)[:NONCE_BYTES], memoryview(sealed)[NONCE_BYTES:]
-        for position, index in enumerate(indices):
+        for index, row in zip(indices, u.numpy(), strict=True):
             bound, offset = self._place(index, site)
             try:
                 read = os.preadv(self._descriptor, [sealed], offset)
@@ -267,7 +239,7 @@ class BankFile(PadStore):
                         got=f"{read} bytes",
                         expected=f"{len(sealed)}",
                     )
-                row = self._opener.decrypt(nonce, content, bound)
+                row.data.cast("B")[:] = self._opener.decrypt(nonce, content, bound)
             except OSError as error:
                 raise refusal(self._path, error, len(sealed)) from error
             except InvalidTag:
@@ -276,7 +248,6 @@ class BankFile(PadStore):
                     got="another record than was written",
                     expected="its authentication tag to match",
                 ) from None
-            rows[position * row_bytes : (position + 1) * row_bytes] = row
         return u
 
     def _let_go(self) -> None:
@@ -284,9 +255,9 @@ class BankFile(PadStore):
 
     def _place(self, index: int, site: SiteShape) -> tuple[bytes, int]:
         """Return what a record is bound to (associated data), and where it stands in FILE."""
-        slot = self._opened.start + index % self._capacity * self._slot_bytes
+        offset = self._offsets[site.number] + index % self._capacity * self._slot_bytes
         bound = self._opened.keys.header_hash + (index << 32 | site.number).to_bytes(12, "big")
-        return bound, slot + self._offsets[site.number]
+        return bound, offset
 
 
 def read_bank_status(place: BankPlace) -> PadBankStatus:
@@ -295,52 +266,55 @@ def read_bank_status(place: BankPlace) -> PadBankStatus:
     What that process has reserved counts as used. Raises PadBankError as `BankFile.open`, but for
     where the files lie and what they are for.
     """
-    with _load(place, os.O_RDONLY, locked=False) as opened:
-        return opened.status(opened.state)
-
-
-@contextmanager
-def _load(place: BankPlace, flags: int, *, locked: bool) -> Iterator[_Opened]:
-    """Read and check everything but the records; the files are open, and locked, in the block."""
     with ExitStack() as files:
-        descriptors = []
-        # FILE.key as well: a copy of FILE with the same key would use the same pads.
-        for path, how in ((place.bank, flags), (place.key, os.O_RDONLY)):
-            descriptors.append(open_file(path, how))
-            files.callback(os.close, descriptors[-1])
-            if locked:
-                lock(descriptors[-1], path)
-        bank, key = descriptors
-        header, keys, start = read_header(bank, place.bank, read_key(key, place.key), place.key)
-        expected = start + header.capacity * _offsets(header.layout)[1]
-        if (size := os.fstat(bank).st_size) != expected:
-            raise PadBankError(
-                f"{place.bank}: size", got=f"{size} bytes", expected=f"{expected} bytes"
-            )
-        witness = place.witness_file(header.bank_id)
-        # First what is written last, or a process that uses the bank would seem to put it back.
-        noted = read_private(witness, STATE_BYTES + 1)
-        state = decode_state(read_file(place.index, STATE_BYTES + 1), place.index, header, keys)
-        if noted is not None:
-            seen = decode_state(noted, witness, header, keys)
-            # `filled` may go back: a batch whose last write failed is made again.
-            if state.reserved < seen.reserved or state.sealed < seen.sealed:
-                raise PadBankError(
-                    f"{place.index}: an older copy, put back",
-                    got=f"pads {state.reserved} .. {state.filled}",
-                    expected=f"from {seen.reserved} on, as {witness} says: pads would be used"
-                    " twice; delete the bank and make another",
-                )
-        yield _Opened(place, bank, header, keys, witness, state, start)
+        opened = _load(place, files, locked=False)
+        file = os.fstat(opened.descriptor)
+    return PadBankStatus(
+        path=place.bank,
+        header=opened.header,
+        available=opened.state.filled - opened.state.reserved,
+        next_index=opened.state.reserved,
+        token_bytes=slot_bytes(opened.header.layout),
+        file_bytes=file.st_size,
+        allocated_bytes=file.st_blocks * 512,
+    )
 
 
-def _offsets(layout: PadLayout) -> tuple[dict[int, int], int]:
-    """Return where in a token's slot each site's record starts, and the slot's size."""
-    offsets, end = {}, 0
-    for site in layout.sites:
-        offsets[site.number] = end
-        end += segment_bytes(site)
-    return offsets, end
+def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:
+    """Read and check everything but the records; FILE and FILE.key stay open as long as `files`."""
+    descriptors = []
+    # FILE.key as well: a copy of FILE with the same key would use the same pads.
+    for path, flags in (
+        (place.bank, os.O_RDWR if locked else os.O_RDONLY),
+        (place.key, os.O_RDONLY),
+    ):
+        descriptors.append(open_file(path, flags))
+        files.callback(os.close, descriptors[-1])
+        if locked:
+            lock(descriptors[-1], path)
+    bank, key = descriptors
+    header, keys, start = read_header(bank, place.bank, read_key(key, place.key), place.key)
+    expected = start + header.capacity * slot_bytes(header.layout)
+    if (size := os.fstat(bank).st_size) != expected:
+        raise PadBankError(f"{place.bank}: size", got=f"{size} bytes", expected=f"{expected} bytes")
+
+    def state_in(file: Path, *, private: bool = False) -> State:
+        content = read_file(file, STATE_BYTES + 1, private=private)
+        return State.decode(content, file, header.capacity, keys)
+
+    witness = place.witness_file(header.bank_id)
+    # First what is written last, or a process that uses the bank would seem to put it back.
+    seen = state_in(witness, private=True) if os.path.lexists(witness) else State(0, 0, 0)
+    state = state_in(place.index)
+    # `filled` may go back: a batch whose last write failed is made again.
+    if state.reserved < seen.reserved or state.sealed < seen.sealed:
+        raise PadBankError(
+            f"{place.index}: an older copy, put back",
+            got=f"pads {state.reserved} .. {state.filled}",
+            expected=f"from {seen.reserved} on, as {witness} says: pads would be used"
+            " twice; delete the bank and make another",
+        )
+    return _Opened(place, bank, header, keys, witness, state, start)
 
 
 def check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
@@ -358,10 +332,7 @@ def check_purpose(path: Path, made_for: Header, wanted: Purpose) -> None:
         raise PadBankError(f"{path}: mask", got=made_for.mask, expected=wanted.mask)
     found, needed = made_for.layout, wanted.layout
     if differing := set(found.sites) ^ set(needed.sites):
-        number = min(site.number for site in differing)
-        first, second = found.by_number.get(number), needed.by_number.get(number)
-        raise PadBankError(
-            f"{path}: layout, {first or second}",
-            got=f"{first.in_features} -> {first.out_features}" if first else "no pads",
-            expected=f"{second.in_features} -> {second.out_features}" if second else "no pads",
-        )
+        site = min(differing, key=lambda site: site.number)
+        shapes = (layout.by_number.get(site.number) for layout in (found, needed))
+        said = [f"{s.in_features} -> {s.out_features}" if s else "no pads" for s in shapes]
+        raise PadBankError(f"{path}: layout, {site}", got=said[0], expected=said[1])

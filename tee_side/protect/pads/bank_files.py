@@ -18,6 +18,7 @@ from protocol.errors import PadBankError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPEN = os.O_CLOEXEC | os.O_NOCTTY
+_NEW = os.O_WRONLY | os.O_CREAT | _OPEN
 _IN_MEMORY = ("tmpfs", "ramfs")
 WITNESSES = Path("/dev/shm")  # noqa: S108 - the directory within it is this user's own
 
@@ -144,21 +145,15 @@ def open_file(path: Path, flags: int) -> int:
     return descriptor
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """Return the first `most` bytes of a file. Raises PadBankError."""
-    descriptor = open_file(path, os.O_RDONLY)
-    with refusing(path), os.fdopen(descriptor, "rb") as file:
-        return file.read(most)
+def read_file(path: Path, most: int, *, private: bool = False) -> bytes:
+    """Return the first `most` bytes of a file. Raises PadBankError.
 
-
-def read_private(path: Path, most: int) -> bytes | None:
-    """As `read_file`, of a file that is this user's alone, and no link; None if there is none."""
-    if not os.path.lexists(path):
-        return None
-    descriptor = open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
+    `private`: the file has to be this user's alone, and no link.
+    """
+    descriptor = open_file(path, os.O_RDONLY | (os.O_NOFOLLOW if private else 0))
     with refusing(path), os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
             raise PadBankError(
                 f"{path}: owner and mode",
                 got=f"user {found.st_uid}, {stat.filemode(found.st_mode)}",
@@ -228,12 +223,9 @@ def write_new(path: Path, content: bytes, size: int) -> None:
 
     Nothing is left of it after a failure.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
+    descriptor = os.open(path, os.O_EXCL | _NEW, 0o600)
     try:
-        with os.fdopen(descriptor, "wb", buffering=0):
-            _write_all(descriptor, content)
-            os.ftruncate(descriptor, size)
-            os.fsync(descriptor)
+        _write_out(descriptor, content, size)
         _sync_directory(path)
     except BaseException:
         path.unlink()
@@ -243,21 +235,22 @@ def write_new(path: Path, content: bytes, size: int) -> None:
 def replace(path: Path, content: bytes) -> None:
     """Replace a file as a whole; when this returns, the new content outlives a crash."""
     beside = Path(f"{path}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | _OPEN
-    descriptor = os.open(beside, flags, 0o600)
-    try:
-        _write_all(descriptor, content)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    descriptor = os.open(beside, os.O_TRUNC | os.O_NOFOLLOW | _NEW, 0o600)
+    _write_out(descriptor, content, len(content))
     os.replace(beside, path)
     _sync_directory(path)
 
 
-def _write_all(descriptor: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def _write_out(descriptor: int, content: bytes, size: int) -> None:
+    """Write a new file, up to `size` with a hole, sync and close it."""
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync_directory(path: Path) -> None:

@@ -122,14 +122,43 @@ class State(NamedTuple):
     filled: int
     sealed: int
 
+    def encode(self, keys: Keys) -> bytes:
+        """Return the content of the index file, and of its witness."""
+        body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, *self)
+        return _with_mac(body, keys.index_mac)
+
+    @classmethod
+    def decode(cls, content: bytes, path: Path, capacity: int, keys: Keys) -> State:
+        """Check the content of an index file. Raises PadBankError that names it."""
+        if len(content) != STATE_BYTES or not content.startswith(_STATE_MAGIC):
+            raise PadBankError(
+                str(path), got=f"{len(content)} bytes", expected=f"an index of {STATE_BYTES} bytes"
+            )
+        _, version, header_hash, *numbers = _STATE.unpack_from(content)
+        _check_version(path, version)
+        if header_hash != keys.header_hash:
+            raise PadBankError(
+                f"{path}: bank",
+                got=header_hash.hex()[:16],
+                expected=f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
+            )
+        state = cls(*numbers)
+        _check_written(str(path), content, state.encode(keys))
+        if not state.reserved <= state.filled <= min(state.reserved + capacity, _MAX_INDEX):
+            raise PadBankError(
+                str(path),
+                got=f"pads {state.reserved} .. {state.filled}",
+                expected=f"at most {capacity} pads",
+            )
+        return state
+
 
 def encode_header(header: Header, key: bytes) -> tuple[bytes, Keys]:
     """Return everything that stands before the records, and the keys."""
     text = header.model_dump_json().encode()
     body = _PREAMBLE.pack(_MAGIC, VERSION, _key_id(key), len(text)) + text
     keys = Keys.derive(key, body)
-    sealed = body + _mac(keys.header_mac, body)
-    return sealed + bytes(-len(sealed) % _PAGE), keys
+    return _whole_pages(body, keys), keys
 
 
 def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Header, Keys, int]:
@@ -149,59 +178,18 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Head
         raise PadBankError(
             f"{path}: header", got=f"{length} bytes", expected=f"1 .. {_MAX_HEADER_BYTES}"
         )
-    end = _PREAMBLE.size + length
-    start = end + _MAC_BYTES
-    start += -start % _PAGE
-    head = os.pread(file, start, 0)
-    keys = Keys.derive(key, head[:end])
-    sealed = head[:end] + _mac(keys.header_mac, head[:end])
-    if not hmac.compare_digest(head, sealed + bytes(start - len(sealed))):
-        raise PadBankError(
-            f"{path}: header", got="another content than was written", expected="its HMAC to match"
-        )
+    body = os.pread(file, _PREAMBLE.size + length, 0)
+    keys = Keys.derive(key, body)
+    written = _whole_pages(body, keys)
+    _check_written(f"{path}: header", os.pread(file, len(written), 0), written)
     try:
-        header = Header.model_validate_json(head[_PREAMBLE.size : end])
+        header = Header.model_validate_json(body[_PREAMBLE.size :])
         header.layout  # noqa: B018 - raises if it is none
     except ValueError as error:  # pydantic's is one, too
         raise PadBankError(
             f"{path}: header", got=f"{type(error).__name__}", expected="the fields of version 1"
         ) from None
-    return header, keys, start
-
-
-def encode_state(state: State, keys: Keys) -> bytes:
-    """Return the content of the index file, and of its witness."""
-    body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, *state)
-    return body + _mac(keys.index_mac, body)
-
-
-def decode_state(content: bytes, path: Path, header: Header, keys: Keys) -> State:
-    """Check the content of an index file. Raises PadBankError that names it."""
-    if len(content) != STATE_BYTES or not content.startswith(_STATE_MAGIC):
-        raise PadBankError(
-            str(path), got=f"{len(content)} bytes", expected=f"an index of {STATE_BYTES} bytes"
-        )
-    _, version, header_hash, *numbers = _STATE.unpack(content[: _STATE.size])
-    _check_version(path, version)
-    if header_hash != keys.header_hash:
-        raise PadBankError(
-            f"{path}: bank",
-            got=header_hash.hex()[:16],
-            expected=f"{keys.header_hash.hex()[:16]}, the bank that it is used with",
-        )
-    mac = _mac(keys.index_mac, content[: _STATE.size])
-    if not hmac.compare_digest(content[_STATE.size :], mac):
-        raise PadBankError(
-            str(path), got="another content than was written", expected="its HMAC to match"
-        )
-    state = State(*numbers)
-    if not state.reserved <= state.filled <= min(state.reserved + header.capacity, _MAX_INDEX):
-        raise PadBankError(
-            str(path),
-            got=f"pads {state.reserved} .. {state.filled}",
-            expected=f"at most {header.capacity} pads",
-        )
-    return state
+    return header, keys, len(written)
 
 
 def encode_key(key: bytes) -> bytes:
@@ -233,6 +221,11 @@ def segment_bytes(site: SiteShape) -> int:
     return NONCE_BYTES + site.out_features * WORD_BYTES + _TAG_BYTES
 
 
+def slot_bytes(layout: PadLayout) -> int:
+    """Return what one token takes in FILE."""
+    return sum(map(segment_bytes, layout.sites))
+
+
 def _check_version(path: Path, version: int) -> None:
     if version != VERSION:
         raise PadBankError(f"{path}: version", got=f"{version}", expected=f"{VERSION}")
@@ -243,5 +236,18 @@ def _key_id(key: bytes) -> bytes:
     return derive_key(key, b"tsqp pad bank key id")[:8]
 
 
-def _mac(key: bytes, content: bytes) -> bytes:
-    return hmac.digest(key, content, "sha256")
+def _with_mac(body: bytes, key: bytes) -> bytes:
+    return body + hmac.digest(key, body, "sha256")
+
+
+def _whole_pages(body: bytes, keys: Keys) -> bytes:
+    """Return the header's bytes as they stand in FILE: with their HMAC, and zeros up to a page."""
+    sealed = _with_mac(body, keys.header_mac)
+    return sealed + bytes(-len(sealed) % _PAGE)
+
+
+def _check_written(where: str, found: bytes, written: bytes) -> None:
+    if not hmac.compare_digest(found, written):
+        raise PadBankError(
+            where, got="another content than was written", expected="its HMAC to match"
+        )

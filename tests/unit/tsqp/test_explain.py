@@ -17,7 +17,7 @@ from protocol.model.config import read_config
 from tee_side.assembly import MaskSettings
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
-from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
@@ -324,10 +324,9 @@ def test_a_pad_in_a_bank_takes_what_explain_says(tmp_path: Path) -> None:
     layout = PadLayout.of(read_config(DEMO))
     digests = {"model_digest": "0" * 64, "linear_digest": "1" * 64}
     purpose = Purpose.of(layout, mask="pad", **digests)
-    with BankFile.create(
-        BankPlace.at(tmp_path / "bank", beside_bank=True), purpose, capacity=3
-    ) as bank:
-        assert pads.bank_bytes == bank.status().token_bytes
+    place = BankPlace.at(tmp_path / "bank", beside_bank=True)
+    BankFile.create(place, purpose, capacity=3).close()
+    assert pads.bank_bytes == read_bank_status(place).token_bytes
     assert pads.memory_bytes == layout.token_bytes
     assert pads.sites == len(layout.sites) == 20
 

@@ -203,14 +203,15 @@ def test_status_beside_a_process_that_uses_the_bank_reports_no_rollback(
     """It reads the witness before the index, which may move on in between."""
     with create(tmp_path, block=1) as bank:
         fill(bank, 4)
-        read = bank_files.read_private
+        read = bank_files.read_file
 
-        def slow(path: Path, most: int) -> bytes | None:
-            found = read(path, most)
-            bank.take(1)
+        def slow(path: Path, most: int, *, private: bool) -> bytes:
+            found = read(path, most, private=private)
+            if path.suffix == ".witness":
+                bank.take(1)
             return found
 
-        monkeypatch.setattr("tee_side.protect.pads.bank.read_private", slow)
+        monkeypatch.setattr("tee_side.protect.pads.bank.read_file", slow)
         assert read_bank_status(place(tmp_path)).next_index == 1
 
 
@@ -246,7 +247,7 @@ def test_another_users_witness_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     witness = _witness(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(PadBankError, match="user 4711"):
-        bank_files.read_private(witness, 200)
+        bank_files.read_file(witness, 200, private=True)
     theirs = os.stat_result((0o40700, 0, 0, 1, 4712, *[0] * 5))
     monkeypatch.setattr(os, "lstat", lambda _: theirs)
     with pytest.raises(PadBankError, match="another user's"):
