@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
+    ModuleName,
     Request,
     RingLinearRequest,
     TensorReply,
@@ -86,14 +87,13 @@ class TorchKernels:
         match request:
             case LinearRequest(layer_idx=layer, module_names=names):
                 fused = _there(weights.linears)[layer][OPERATOR_OF[names[0]]]
-                if fused.bias is not None and not request.bias:
-                    fused = replace(fused, bias=None)
-                return lambda request: fused(rows(request.hidden_states), names)
+                part = _part(names, fused.rows)
+                matrix = fused.weight[part]
+                bias = None if fused.bias is None or not request.bias else fused.bias[part]
+                return lambda request: linear(rows(request.hidden_states), matrix, bias)
             case RingLinearRequest(layer_idx=layer, module_names=names):
                 integers = _there(weights.integers)[layer][OPERATOR_OF[names[0]]]
-                weight = integers.weight
-                if names != tuple(integers.rows):
-                    weight = weight[integers.rows[names[0]]]
+                weight = integers.weight[_part(names, integers.rows)]
                 out_features, in_features = weight.shape
 
                 def ring(request: RingLinearRequest) -> torch.Tensor:
@@ -134,6 +134,11 @@ def _two_rows_are_faster(weights: ServiceWeights) -> bool:
         return False
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
     return capabilities is not None and bool(capabilities().get("avx512_bf16", False))
+
+
+def _part(names: tuple[ModuleName, ...], rows: dict[ModuleName, slice]) -> slice:
+    """Return which rows of a fused matrix are asked for: all of them, or those of one module."""
+    return slice(None) if names == tuple(rows) else rows[names[0]]
 
 
 def _there(held: T | None) -> T:

@@ -54,10 +54,10 @@ class ServiceWeights(ServedModel):
         for layer in (self.linears or {}).values():
             for linear in layer.values():
                 tensors += [linear.weight] + ([] if linear.bias is None else [linear.bias])
-        floats = sum(tensor.nbytes for tensor in tensors)
-        return floats + sum(
-            linear.nbytes for layer in (self.integers or {}).values() for linear in layer.values()
-        )
+        for integers in (self.integers or {}).values():
+            for quantized in integers.values():
+                tensors += [quantized.weight, quantized.scale]
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 def load_weights(

@@ -9,13 +9,12 @@ the same integers bit by bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from protocol.errors import ModelError
-from protocol.integer import empty_weight, exact_product
+from protocol.integer import empty_weight
 from protocol.messages import LinearOperator, ModuleName
 from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
 from protocol.model.config import ModelConfig
@@ -40,39 +39,13 @@ class QuantizedLinear:
     scale: torch.Tensor
     rows: dict[ModuleName, slice]
 
-    @property
-    def in_features(self) -> int:
-        """Size of the last axis of the input."""
-        return self.weight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of weight and scales in bytes."""
-        return self.weight.nbytes + self.scale.nbytes
-
-    def product(
-        self, elements: torch.Tensor, modules: Sequence[ModuleName] | None = None
-    ) -> torch.Tensor:
-        """Return elements @ weight^T mod 2^32, without scales.
-
-        `elements`: int32 [..., in_features]; `modules`: all of them (None), or one. Returns int32
-        [..., sum of out_features]. Raises ValueError for modules between one and all, KernelError
-        for more in_features than a product can have.
-        """
-        weight = self.weight
-        if modules is not None and tuple(modules) != tuple(self.rows):
-            (module,) = modules
-            weight = weight[self.rows[module]]
-        flat = exact_product(elements.reshape(-1, self.in_features), weight)
-        return flat.view(*elements.shape[:-1], weight.shape[0])
-
     def max_row_norm(self) -> float:
         """Return the largest Euclidean norm of a row of integers, rounded to nearest.
 
         The sum of squares is exact; the one rounding is that of the float64 square root.
         """
         largest = 0
-        for block in self.weight.split(max(1, _BLOCK_ELEMENTS // self.in_features)):
+        for block in self.weight.split(max(1, _BLOCK_ELEMENTS // self.weight.shape[1])):
             # Sums of squares of int8 stay far below 2^53, where float64 stops being exact.
             squares = block.to(torch.float64).square_().sum(dim=1)
             largest = max(largest, int(squares.max()))

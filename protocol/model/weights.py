@@ -6,7 +6,6 @@ one product. A single module of the group is a view of some of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,23 +30,9 @@ class FusedLinear:
     bias: torch.Tensor | None
     rows: dict[ModuleName, slice]
 
-    @property
-    def in_features(self) -> int:
-        """Size of the last axis of the input."""
-        return self.weight.shape[1]
-
-    def __call__(
-        self, hidden: torch.Tensor, modules: Sequence[ModuleName] | None = None
-    ) -> torch.Tensor:
-        """Return [..., sum of out_features] for `hidden` [..., in_features].
-
-        `modules`: all of them (None), or one. Raises ValueError for anything between.
-        """
-        if modules is None or tuple(modules) == tuple(self.rows):
-            return linear(hidden, self.weight, self.bias)
-        (module,) = modules
-        rows = self.rows[module]
-        return linear(hidden, self.weight[rows], None if self.bias is None else self.bias[rows])
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [..., sum of out_features] for `hidden` [..., in_features]."""
+        return linear(hidden, self.weight, self.bias)
 
 
 def row_layout(

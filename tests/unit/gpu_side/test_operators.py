@@ -262,7 +262,6 @@ def test_one_row_gives_the_same_whether_or_not_it_is_multiplied_twice(
         counted.append(hidden.numel() // HIDDEN)
         return torch.nn.functional.linear(hidden, *rest)
 
-    monkeypatch.setattr("protocol.model.weights.linear", count)
     monkeypatch.setattr("gpu_side.kernels.linear", count)
     hidden = torch.randn(*shape, HIDDEN).bfloat16()
     output = _apply(operators, _linear(hidden, "gate_proj", "up_proj"))
@@ -284,7 +283,7 @@ def test_one_row_of_float32_is_multiplied_once(
         seen.append(hidden.shape)
         return torch.nn.functional.linear(hidden, *rest)
 
-    monkeypatch.setattr("protocol.model.weights.linear", look)
+    monkeypatch.setattr("gpu_side.kernels.linear", look)
     _apply(operators, _linear(torch.randn(1, HIDDEN), "q_proj"))
     assert seen == [(1, HIDDEN)]
 

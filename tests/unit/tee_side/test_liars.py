@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from protocol.errors import DeadlineExceededError, MaskError, VerificationError
+from protocol.integer import exact_product
 from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
@@ -178,7 +179,8 @@ def _ring_answer(
     request = RingLinearRequest(layer_idx=1, module_names=module_names, elements=from_torch(x))
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
-    return request, weight.product(x, module_names)
+    parts = [weight.weight[weight.rows[module]] for module in module_names]
+    return request, exact_product(x, torch.cat(parts))
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -127,7 +127,7 @@ def test_integers_are_those_of_int64_at_every_site(
     local = _local(model, _policy(arithmetic="int8"))
     for layer in range(config.num_hidden_layers):
         weights, scales = load_quantized(checkpoint, config, layer, operator), calibration.sites
-        x = torch.randn(rows, weights.in_features)
+        x = torch.randn(rows, weights.weight.shape[1])
         integers = scales[layer, operator].encode(x)
         exact = integers.long() @ weights.weight.long().t()
         assert exact.abs().max() < 2**31

@@ -80,7 +80,7 @@ def test_key_and_server_weights_give_the_plain_products(
             load_linear(checkpoint, config, layer, operator, dtype=torch.float32, device=CPU)
             for checkpoint in (plain, served)
         )
-        x = torch.randn(4, original.in_features, generator=torch.Generator().manual_seed(layer))
+        x = torch.randn(4, original.weight.shape[1], generator=torch.Generator().manual_seed(layer))
         masked = transform.mask(x, Randomness())
         result = masked.unmask(transformed(masked.sent[0]))
         expected = x.double() @ original.weight.double().t()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import linear
 
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
@@ -68,8 +69,10 @@ class Keys:
     def __init__(self, public: PublicModel) -> None:
         self._rope = public.light.rope
         _, K, C = public.config.heads
-        linear = public.linear(0, "qkv_proj")
-        self._k_VKC = linear(public.dictionary_VD, ("k_proj",)).view(-1, K, C)
+        fused = public.linear(0, "qkv_proj")
+        rows = fused.rows["k_proj"]
+        bias = None if fused.bias is None else fused.bias[rows]
+        self._k_VKC = linear(public.dictionary_VD, fused.weight[rows], bias).view(-1, K, C)
         if public.config.qk_norm:
             norm = public.light.norms[0].k_norm
             self._k_VKC = rms_norm(self._k_VKC.clone(), norm, public.config.rms_norm_eps)
