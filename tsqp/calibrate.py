@@ -222,7 +222,6 @@ def calibrate_on(
         model_digest(config, checkpoint),
         digest,
         sum(map(len, chunks)),
-        surveyor.max_norms,
     )
     calibration.check_ring()
     return calibration
@@ -246,7 +245,6 @@ class _Surveyor:
             for operator in FUSED_MODULES
         ]
         self.scales: dict[Site, SiteScales] = {}
-        self.max_norms: dict[Site, float] = {}
 
     def product(self, site: Site) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the operator of a site; it holds its weights only while it runs."""
@@ -271,10 +269,9 @@ class _Surveyor:
         )
         check_error(error, site)
         self.scales[site] = scales
-        self.max_norms[site] = largest = coarse(_largest_norm(x_TI))
         if self._progress is not None:
-            headroom = scales.norm_limit * scales.input_scale / largest
-            self._progress(SiteResult(site, len(self.scales), len(self.sites), headroom, error))
+            done, total = len(self.scales), len(self.sites)
+            self._progress(SiteResult(site, done, total, scales.headroom, error))
         return y_TO
 
 
@@ -305,7 +302,7 @@ def choose_scales(
             got=f"{typical:.4g} beside {largest:.4g}, which leaves it {typical / scale:.2g} steps",
             expected=f"at least {MIN_STEPS} steps of {scale:.4g}",
         )
-    return SiteScales(scale, weight_scale_N, limit)
+    return SiteScales(scale, weight_scale_N, limit, largest)
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
@@ -314,7 +311,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     columns: dict[str, Callable[[Site], float]] = {
         "input_scale": lambda site: calibration.sites[site].input_scale,
         "norm_limit": lambda site: calibration.sites[site].norm_limit,
-        "max_norm": lambda site: coarse(calibration.max_norms[site]),
+        "max_norm": lambda site: coarse(calibration.sites[site].max_norm),
     }
     tensors = {
         name: torch.tensor(

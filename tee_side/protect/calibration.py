@@ -19,23 +19,22 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
 from protocol.errors import ActivationRangeError, CalibrationError, ModelError, describe
-from protocol.integer import digits_below
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
 from protocol.model.files import read_bytes, require_inside
 from protocol.model.manifest import Manifest
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
+from protocol.model.weights import row_layout
 from tee_side.words import Site
 
 log = logging.getLogger("tee_side")
 
 CALIBRATION_FILE = "calibration.safetensors"
-CALIBRATION_VERSION = 1
 
 # Sums must fit a signed 32-bit integer, or they could not be told from what they wrapped to.
 MAX_SUM = 2**31 - 1
@@ -56,7 +55,7 @@ _ROUNDED = 1e-5
 _SMALLEST = 1e-300
 
 TABLES = ("input_scale", "norm_limit", "max_norm")
-FORMAT = {"format": "tsqp-calibration", "version": str(CALIBRATION_VERSION)}
+FORMAT = {"format": "tsqp-calibration", "version": "1"}
 _DIGEST = ("[0-9a-f]{64}", "64 hexadecimal digits")
 # Of the file's metadata: a pattern for each, and what it says.
 _METADATA = {name: (value, value) for name, value in FORMAT.items()} | {
@@ -65,29 +64,38 @@ _METADATA = {name: (value, value) for name, value in FORMAT.items()} | {
     "tokens": ("[1-9][0-9]{0,17}", "a number"),
 }
 
+Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
+
 
 @dataclass(frozen=True, eq=False)
 class SiteScales:
-    """The scales of one site.
+    """The scales of one site, and the largest row that calibration saw there.
 
     `weight_scale`: float32 [N], what one step of column j's int8 weights stands for; `input_scale`:
     what one step of an input stands for; `norm_limit`: largest Euclidean norm of a row of integer
-    inputs whose sums cannot wrap, (2^31 - 1) / max_j ||w_j||; `digits`: how many base-256 digits
-    hold every element of such a row, whatever the input is; `factor_N`: float32, what one step of a
-    product stands for.
+    inputs whose sums cannot wrap, (2^31 - 1) / max_j ||w_j||; `max_norm`: largest Euclidean norm of
+    a row of inputs, as floats, rounded up to a power of 2^(1/4) when the calibration is made: an
+    exact one identifies a token of a private text. `factor_N`: float32, what one step of a product
+    stands for.
     """
 
     input_scale: float
     weight_scale: torch.Tensor
     norm_limit: float
-    digits: int = field(init=False)
+    max_norm: float
     factor_N: torch.Tensor = field(init=False, repr=False)
     _row_limit: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factor_N", self.weight_scale * self.input_scale)
         object.__setattr__(self, "_row_limit", self.norm_limit * _MARGIN)
-        object.__setattr__(self, "digits", digits_below(self.norm_limit))
+
+    @property
+    def headroom(self) -> float:
+        """How many times as large as the largest row seen an input row may be."""
+        largest = self.max_norm / self.input_scale
+        # A file may hold any positive numbers, also such as are too small to divide by.
+        return max(self.norm_limit / largest, _SMALLEST) if largest else math.inf
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Quantise a float input [T, I] to int32 [T, I]: round(x / input_scale), ties to even.
@@ -107,13 +115,10 @@ class SiteScales:
         if not largest <= self._row_limit:
             # In whole multiples: an exact norm would name the token to a reader of the log.
             times = largest / self._row_limit
-            raise ActivationRangeError(
-                "length of an input row",
-                got=f"less than {math.floor(times) + 1} times"
-                if math.isfinite(times)
-                else "one that is not finite",
-                expected="at most once what cannot wrap in the ring",
-            )
+            finite = math.isfinite(times)
+            got = f"less than {math.floor(times) + 1} times" if finite else "one that is not finite"
+            expected = "at most once what cannot wrap in the ring"
+            raise ActivationRangeError("length of an input row", got=got, expected=expected)
         return scaled_TI.to(torch.int32)
 
 
@@ -122,39 +127,26 @@ class Calibration:
     """The scales of every site of a model, and what they were made from.
 
     `model_digest`, `linear_digest`: those of `protocol.model.identity`; `tokens`: how many tokens
-    calibration saw; `max_norms`: largest Euclidean norm of a row of inputs, per site, as floats,
-    rounded up to a power of 2^(1/4) when the calibration is made: an exact one identifies a
-    token of a private text.
+    calibration saw.
     """
 
     sites: dict[Site, SiteScales]
     model_digest: str
     linear_digest: str
     tokens: int
-    max_norms: dict[Site, float]
-
-    def headroom(self, site: Site) -> float:
-        """Return how many times as large as the largest row seen an input row may be."""
-        scales = self.sites[site]
-        largest = self.max_norms[site] / scales.input_scale
-        # A file may hold any positive numbers, also such as are too small to divide by.
-        return max(scales.norm_limit / largest, _SMALLEST) if largest else math.inf
 
     def check_ring(self) -> None:
         """Check that the largest rows seen, times `HEADROOM`, stay within the ring.
 
         Raises CalibrationError for the site that needs most.
         """
-        site = min(self.sites, key=self.headroom)
+        layer, operator = site = min(self.sites, key=lambda site: self.sites[site].headroom)
+        headroom = self.sites[site].headroom
         # 1e-6: what rounding may take from a scale that uses the ring up.
-        if not self.headroom(site) >= HEADROOM * (1 - 1e-6):
-            layer, operator = site
-            bits = math.log2(MAX_SUM * HEADROOM / self.headroom(site))
-            raise CalibrationError(
-                "ring Z_2^32",
-                got=f"2^{bits:.1f} for {operator} in layer {layer}",
-                expected="at most 2^31",
-            )
+        if not headroom >= HEADROOM * (1 - 1e-6):
+            bits = math.log2(MAX_SUM * HEADROOM / headroom)
+            got = f"2^{bits:.1f} for {operator} in layer {layer}"
+            raise CalibrationError("ring Z_2^32", got=got, expected="at most 2^31")
 
     def check_weights(self, site: Site, weight_scale: torch.Tensor, max_norm: float) -> None:
         """Check a site against the quantised weights that are in use.
@@ -163,20 +155,15 @@ class Calibration:
         weights. Raises CalibrationError where results would be scaled wrongly or could wrap.
         """
         layer, operator = site
-        scales = self.sites[site]
+        where, scales = f"{operator} in layer {layer}", self.sites[site]
         limit = norm_limit(max_norm)
         if not scales.norm_limit <= limit:
-            raise CalibrationError(
-                f"{operator} in layer {layer}: norm limit of these weights",
-                got=f"{scales.norm_limit:.6g}",
-                expected=f"at most {limit:.6g} (calibrate again)",
-            )
+            where = f"{where}: norm limit of these weights"
+            got, expected = f"{scales.norm_limit:.6g}", f"at most {limit:.6g} (calibrate again)"
+            raise CalibrationError(where, got=got, expected=expected)
         if not torch.equal(scales.weight_scale, weight_scale):
-            raise CalibrationError(
-                f"{operator} in layer {layer}: weight scales",
-                got="others than those of these weights",
-                expected="the same (calibrate again)",
-            )
+            got, expected = "others than those of these weights", "the same (calibrate again)"
+            raise CalibrationError(f"{where}: weight scales", got=got, expected=expected)
 
     @staticmethod
     def load(
@@ -197,23 +184,20 @@ class Calibration:
         """
         metadata, tensors = _read(path, config, manifest)
         compared = {"model_digest": model_digest, "linear_digest": linear_digest}
-        for name, expected in compared.items():
-            if expected is not None and metadata[name] != expected:
-                raise CalibrationError(
-                    f"{path}: {name}",
-                    got=metadata[name],
-                    expected=f"{expected}, the digest of this model",
-                )
+        for name, digest in compared.items():
+            if digest is not None and metadata[name] != digest:
+                expected = f"{digest}, the digest of this model"
+                raise CalibrationError(f"{path}: {name}", got=metadata[name], expected=expected)
         order = [(layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES]
         rows = zip(*(tensors[name].flatten().tolist() for name in TABLES), strict=True)
-        sites: dict[Site, SiteScales] = {}
-        max_norms: dict[Site, float] = {}
-        for site, (input_scale, limit, max_norms[site]) in zip(order, rows, strict=True):
-            sites[site] = SiteScales(input_scale, tensors[weight_scale_name(site)], limit)
+        sites = {
+            site: SiteScales(input_scale, tensors[weight_scale_name(site)], limit, max_norm)
+            for site, (input_scale, limit, max_norm) in zip(order, rows, strict=True)
+        }
         digests = (metadata["model_digest"], metadata["linear_digest"])
-        found = Calibration(sites, *digests, int(metadata["tokens"]), max_norms)
+        found = Calibration(sites, *digests, int(metadata["tokens"]))
         found.check_ring()
-        steps = [4 * math.log2(norm) for norm in max_norms.values() if norm]
+        steps = [4 * math.log2(scales.max_norm) for scales in sites.values() if scales.max_norm]
         if any(abs(step - round(step)) > _ROUNDED for step in steps):
             remedy = {"file": path, "expected": "rounded ones: tsqp calibrate MODEL --force"}
             log.warning("calibration_has_exact_norms", extra={"fields": remedy})
@@ -237,12 +221,9 @@ def calibration_path(model: Path, given: Path | None) -> Path:
     """
     path = require_inside(model / CALIBRATION_FILE) if given is None else given
     if not path.is_file():
-        raise CalibrationError(
-            f"activation scales {path}",
-            got="no such file",
-            expected=f"one made by: tsqp calibrate {model}"
-            + ("" if given is None else f" --output {given}"),
-        )
+        option = "" if given is None else f" --output {given}"
+        expected = f"one made by: tsqp calibrate {model}{option}"
+        raise CalibrationError(f"activation scales {path}", got="no such file", expected=expected)
     return path
 
 
@@ -252,28 +233,26 @@ def weight_scale_name(site: Site) -> str:
     return f"{layer}.{operator}.weight_scale"
 
 
-def _expected_tensors(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+def _layout(config: ModelConfig) -> Layout:
     """Return shape and dtype (safetensors' name) of every tensor of a model's file."""
     layers = config.num_hidden_layers
-    expected: dict[str, tuple[tuple[int, ...], str]] = {
-        name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES
-    }
-    for operator, modules in FUSED_MODULES.items():
-        out_features = sum(config.module_shape(module)[0] for module in modules)
+    layout: Layout = {name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES}
+    for operator in FUSED_MODULES:
+        _, (out_features, _) = row_layout(config, operator)
         for layer in range(layers):
-            expected[weight_scale_name((layer, operator))] = ((out_features,), "F32")
-    return expected
+            layout[weight_scale_name((layer, operator))] = ((out_features,), "F32")
+    return layout
 
 
 def _read(
     path: Path, config: ModelConfig, manifest: Manifest | None
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Read metadata and tensors, both checked by themselves and against the model's shape."""
-    expected = _expected_tensors(config)
-    content, header = _content(path, expected, manifest)
+    layout = _layout(config)
+    content, header = _content(path, layout, manifest)
     _check_metadata(path, header.metadata)
     tensors: dict[str, torch.Tensor] = {}
-    for name, (shape, dtype) in expected.items():
+    for name, (shape, dtype) in layout.items():
         found = header.entries.get(name)
         if found is None or (found.shape, found.dtype) != (shape, dtype):
             got = f"{found.dtype} {describe(list(found.shape))}" if found else "no such tensor"
@@ -282,52 +261,42 @@ def _read(
         raw = bytearray(content[begin:end])
         tensors[name] = torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(shape)
     if extra := sorted(header.entries.keys() - tensors.keys()):
-        raise CalibrationError(
-            f"{path}: {describe(extra[0])}",
-            got="a tensor that the model does not explain",
-            expected=f"the sites of {config.num_hidden_layers} layers",
-        )
+        where, got = f"{path}: {describe(extra[0])}", "a tensor that the model does not explain"
+        expected = f"the sites of {config.num_hidden_layers} layers"
+        raise CalibrationError(where, got=got, expected=expected)
     for name, tensor in tensors.items():
         # The largest row seen may be zero: a model's weights may be.
         positive = tensor >= 0 if name == "max_norm" else tensor > 0
-        bad = ~(positive & tensor.isfinite())
-        if bad.any():
-            raise CalibrationError(
-                f"{path}: {name}",
-                got=f"{tensor[bad][0].item():g}",
-                expected="positive finite numbers",
-            )
+        bad = tensor[~(positive & tensor.isfinite())]
+        if len(bad):
+            got = f"{bad[0].item():g}"
+            raise CalibrationError(f"{path}: {name}", got=got, expected="positive finite numbers")
     # A column of weights that is not all zero has a norm of at least 1.
     if (largest := tensors["norm_limit"].max().item()) > MAX_SUM:
-        raise CalibrationError(
-            f"{path}: norm_limit", got=f"{largest:g}", expected=f"at most {MAX_SUM}: the ring's"
-        )
+        expected = f"at most {MAX_SUM}: the ring's"
+        raise CalibrationError(f"{path}: norm_limit", got=f"{largest:g}", expected=expected)
     return header.metadata, tensors
 
 
-def _content(
-    path: Path, expected: dict[str, tuple[tuple[int, ...], str]], manifest: Manifest | None
-) -> tuple[bytes, Header]:
+def _content(path: Path, layout: Layout, manifest: Manifest | None) -> tuple[bytes, Header]:
     """Read the whole file at once, so that what is verified is what is used."""
-    largest = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in expected.values())
+    largest = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in layout.values())
     try:
         content = read_bytes(path, largest, inside=False)
         if manifest is not None:
             manifest.check_file(path, content, CALIBRATION_FILE)
         return content, parse_header(content, len(content), str(path))
     except ModelError as error:
-        raise CalibrationError(
-            error.where, got=error.got, expected="a file made by tsqp calibrate"
-        ) from None
+        expected = "a file made by tsqp calibrate"
+        raise CalibrationError(error.where, got=error.got, expected=expected) from None
 
 
-def _check_metadata(path: Path, metadata: dict[str, Any]) -> None:
+def _check_metadata(path: Path, metadata: dict[str, str]) -> None:
     for name, (pattern, expected) in _METADATA.items():
         value = metadata.get(name)
         if value is None or not re.fullmatch(pattern, value):
             got = "nothing" if value is None else describe(value)
             raise CalibrationError(f"{path}: {name}", got=got, expected=expected)
     if extra := sorted(metadata.keys() - _METADATA.keys()):
-        raise CalibrationError(
-            f"{path}: metadata {describe(extra[0])}", got="an unknown key", expected="no such key"
-        )
+        where = f"{path}: metadata {describe(extra[0])}"
+        raise CalibrationError(where, got="an unknown key", expected="no such key")

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from protocol.errors import ActivationRangeError
+from protocol.integer import digits_below
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import Checkpoint, linear_tensors, module_name
 from protocol.model.config import ModelConfig
@@ -76,11 +77,8 @@ class IntegerSite:
         self._bias_O = sites.biases.get(site)
         self._dtype = sites.dtype
         self._site = site
-
-    @property
-    def digits(self) -> int:
-        """How many digits hold what `encode` returns, whatever the input is."""
-        return self._scales.digits
+        # How many digits hold what `encode` returns, whatever the input is.
+        self.digits = digits_below(self._scales.norm_limit)
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Quantise to int32 [T, I]. Raises ActivationRangeError rather than let a sum wrap."""

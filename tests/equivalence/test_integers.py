@@ -124,11 +124,12 @@ def test_a_row_that_calibration_did_not_foresee_is_an_error_and_not_another_text
     calibration = calibrate_on(config, checkpoint, [token_ids(48)])
     # As if nothing had ever been larger than a thousandth of what there is.
     narrow = {
-        site: replace(scales, input_scale=scales.input_scale / 4000)
+        site: replace(
+            scales, input_scale=scales.input_scale / 4000, max_norm=scales.max_norm / 4000
+        )
         for site, scales in calibration.sites.items()
     }
-    smaller = {site: norm / 4000 for site, norm in calibration.max_norms.items()}
-    save_calibration(replace(calibration, sites=narrow, max_norms=smaller), tmp_path / "scales")
+    save_calibration(replace(calibration, sites=narrow), tmp_path / "scales")
     masks = MaskSettings(calibration=tmp_path / "scales")
     tee = assemble(model.directory, "shielded-prefill", masks=masks)
     with pytest.raises(ActivationRangeError, match=r"\w+ in layer \d: length of an input row"):

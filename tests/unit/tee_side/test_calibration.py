@@ -36,7 +36,7 @@ MODEL, LINEAR = "a" * 64, "b" * 64
 def scales_of(weight_NI: torch.Tensor, input_scale: float = 0.5) -> SiteScales:
     """Return the scales of an int8 weight whose rows all have scale 1."""
     largest = float(weight_NI.double().norm(dim=1).max())
-    return SiteScales(input_scale, torch.ones(len(weight_NI)), norm_limit(largest))
+    return SiteScales(input_scale, torch.ones(len(weight_NI)), norm_limit(largest), 1.0)
 
 
 def site_of(scales: SiteScales, dtype: torch.dtype) -> IntegerSite:
@@ -51,9 +51,10 @@ def make(config: ModelConfig, change: dict[Site, SiteScales] | None = None) -> C
         for column, (operator, modules) in enumerate(FUSED_MODULES.items()):
             size = sum(config.module_shape(module)[0] for module in modules)
             scale = torch.linspace(0.001, 0.002 + layer, size)
-            sites[layer, operator] = SiteScales(0.25 + layer + 8 * column, scale, 1e6 + column)
+            numbers = (0.25 + layer + 8 * column, scale, 1e6 + column, 10.0 + layer)
+            sites[layer, operator] = SiteScales(*numbers)
     sites |= change or {}
-    return Calibration(sites, MODEL, LINEAR, 1234, {site: 10.0 + site[0] for site in sites})
+    return Calibration(sites, MODEL, LINEAR, 1234)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def config(saved_model: Callable[..., SavedModel]) -> ModelConfig:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_are_rounded_to_the_nearest_step_and_ties_to_even(dtype: torch.dtype) -> None:
-    scales = SiteScales(0.5, torch.ones(1), 1e6)
+    scales = SiteScales(0.5, torch.ones(1), 1e6, 1.0)
     x = torch.tensor([[0.25, 0.75, -0.25, -0.75, 0.26, 3.0, -7.5]], dtype=dtype)
     encoded = scales.encode(x)
     assert encoded.dtype == torch.int32
@@ -74,7 +75,7 @@ def test_inputs_are_rounded_to_the_nearest_step_and_ties_to_even(dtype: torch.dt
 
 
 def test_a_row_has_the_same_integers_alone_and_in_a_batch() -> None:
-    scales = SiteScales(0.0137, torch.rand(33) * 0.01, 1e7)
+    scales = SiteScales(0.0137, torch.rand(33) * 0.01, 1e7, 1.0)
     x_TI = torch.randn(9, 77, generator=torch.Generator().manual_seed(1))
     together = scales.encode(x_TI)
     assert torch.equal(together, torch.cat([scales.encode(x_TI[[t]]) for t in range(9)]))
@@ -88,7 +89,7 @@ def test_a_row_has_the_same_integers_alone_and_in_a_batch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_are_scaled_back_in_float32(dtype: torch.dtype) -> None:
     weight_scale = torch.tensor([0.5, 0.003, 1e-6])
-    scales = SiteScales(0.01, weight_scale, 1e6)
+    scales = SiteScales(0.01, weight_scale, 1e6, 1.0)
     y = torch.tensor([[100, -123_457, MAX_SUM], [0, 1, -MAX_SUM]], dtype=torch.int32)
     expected = y.double() * weight_scale.double() * 0.01
     decoded = site_of(scales, dtype).decode(y)
@@ -101,7 +102,7 @@ def test_sums_are_scaled_back_in_float32(dtype: torch.dtype) -> None:
 @each_row("value", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_row_that_is_not_finite_or_far_too_large_is_refused(value: float, row: int) -> None:
-    scales = SiteScales(0.5, torch.ones(1), 1e6)
+    scales = SiteScales(0.5, torch.ones(1), 1e6, 1.0)
     x_TI = torch.ones(3, 8)
     x_TI[row, 5] = value
     with pytest.raises(ActivationRangeError, match=r"length of an input row: got .*expected"):
@@ -111,7 +112,7 @@ def test_a_row_that_is_not_finite_or_far_too_large_is_refused(value: float, row:
 @pytest.mark.parametrize(("longer", "got"), [(1.01, 2), (1.99, 2), (2.01, 3), (77.5, 78)])
 def test_the_error_says_how_much_too_long_a_row_is_and_no_more(longer: float, got: int) -> None:
     # The norm itself would name the token to whoever reads the log.
-    scales = SiteScales(0.5, torch.ones(1), 1000.0)
+    scales = SiteScales(0.5, torch.ones(1), 1000.0, 1.0)
     with pytest.raises(ActivationRangeError) as raised:
         scales.encode(torch.tensor([[300.0, 400.0]]) * 0.995 * longer)
     assert raised.value.got == f"less than {got} times"
@@ -157,18 +158,15 @@ def test_rounding_in_the_norm_cannot_let_a_wrapping_row_through(size: int) -> No
 def test_weights_that_are_all_zero_still_bound_the_inputs() -> None:
     assert norm_limit(0.0) == MAX_SUM
     with pytest.raises(ActivationRangeError):
-        SiteScales(1.0, torch.ones(1), norm_limit(0.0)).encode(torch.tensor([[2.0**31]]))
+        SiteScales(1.0, torch.ones(1), norm_limit(0.0), 0.0).encode(torch.tensor([[2.0**31]]))
 
 
 # ----------------------------------------------------------------------------------- ring and file
 
 
 def test_headroom_is_how_much_larger_than_the_largest_row_an_input_may_be() -> None:
-    scales = SiteScales(0.1, torch.ones(1), 5000.0)
-    calibration = Calibration({(0, "o_proj"): scales}, MODEL, LINEAR, 1, {(0, "o_proj"): 20.0})
-    assert calibration.headroom((0, "o_proj")) == pytest.approx(25.0)
-    unseen = Calibration({(0, "o_proj"): scales}, MODEL, LINEAR, 1, {(0, "o_proj"): 0.0})
-    assert unseen.headroom((0, "o_proj")) == math.inf
+    assert SiteScales(0.1, torch.ones(1), 5000.0, 20.0).headroom == pytest.approx(25.0)
+    assert SiteScales(0.1, torch.ones(1), 5000.0, 0.0).headroom == math.inf
 
 
 def test_a_ring_that_is_too_small_is_refused_with_both_values(config: ModelConfig) -> None:
@@ -176,13 +174,13 @@ def test_a_ring_that_is_too_small_is_refused_with_both_values(config: ModelConfi
     size = config.hidden_size
     # Its largest row is 12; 2^2.1 times as large as the ring has room for.
     limit = HEADROOM * 12 / 2**2.1
-    small = make(config, {site: SiteScales(1.0, torch.ones(size), limit)})
+    small = make(config, {site: SiteScales(1.0, torch.ones(size), limit, 12.0)})
     with pytest.raises(CalibrationError) as raised:
         small.check_ring()
     assert str(raised.value) == (
         "ring Z_2^32: got 2^33.1 for down_proj in layer 2, expected at most 2^31"
     )
-    make(config, {site: SiteScales(1.0, torch.ones(size), HEADROOM * 12)}).check_ring()
+    make(config, {site: SiteScales(1.0, torch.ones(size), HEADROOM * 12, 12.0)}).check_ring()
 
 
 def test_the_file_is_small_and_gives_back_what_was_saved(
@@ -193,11 +191,10 @@ def test_the_file_is_small_and_gives_back_what_was_saved(
     loaded = Calibration.load(path, config, MODEL, LINEAR)
     assert [p.name for p in tmp_path.iterdir()] == ["scales.safetensors"]
     assert (loaded.model_digest, loaded.linear_digest, loaded.tokens) == (MODEL, LINEAR, 1234)
-    # An exact norm is that of one row, and identifies its token.
-    assert loaded.max_norms == {site: coarse(norm) for site, norm in saved.max_norms.items()}
-    assert loaded.max_norms != saved.max_norms
     assert loaded.sites.keys() == saved.sites.keys()
     for site, scales in saved.sites.items():
+        # An exact norm is that of one row, and identifies its token.
+        assert loaded.sites[site].max_norm == coarse(scales.max_norm) != scales.max_norm
         assert loaded.sites[site].input_scale == scales.input_scale
         assert loaded.sites[site].norm_limit == scales.norm_limit
         assert torch.equal(loaded.sites[site].weight_scale, scales.weight_scale)

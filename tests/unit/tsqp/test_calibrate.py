@@ -87,7 +87,8 @@ def test_where_the_ring_binds_steps_are_coarser_and_the_headroom_is_kept() -> No
     rounded = coarse(largest * scales.input_scale)
     assert scales.norm_limit * scales.input_scale / rounded == pytest.approx(HEADROOM, rel=1e-6)
     # As the file will have it.
-    Calibration({SITE: scales}, "", "", 1, {SITE: rounded}).check_ring()
+    assert scales.max_norm == pytest.approx(rounded)
+    Calibration({SITE: scales}, "", "", 1).check_ring()
 
 
 @given(st.floats(1e-30, 1e30))
@@ -202,10 +203,11 @@ def test_every_site_sees_what_transformers_multiplies(
     for hook in hooks:
         hook.remove()
 
-    assert calibration.max_norms.keys() == expected.keys()
+    assert calibration.sites.keys() == expected.keys()
     for site, largest in expected.items():
-        assert largest * (1 - 1e-4) <= calibration.max_norms[site] <= largest * 2**0.25 * (1 + 1e-4)
-        assert calibration.max_norms[site] == coarse(calibration.max_norms[site])
+        max_norm = calibration.sites[site].max_norm
+        assert largest * (1 - 1e-4) <= max_norm <= largest * 2**0.25 * (1 + 1e-4)
+        assert max_norm == coarse(max_norm)
         weights = load_quantized(checkpoint, config, *site)
         calibration.check_weights(site, weights.scale, weights.max_row_norm())
     assert calibration.tokens == 69
@@ -214,7 +216,7 @@ def test_every_site_sees_what_transformers_multiplies(
     assert [result.done for result in results] == list(range(1, 13))
     assert {result.total for result in results} == {12}
     for result in results:
-        assert result.headroom == pytest.approx(calibration.headroom(result.site))
+        assert result.headroom == pytest.approx(calibration.sites[result.site].headroom)
         # Weights of a normal distribution in 48 and 96 inputs: half a percent, and not nothing.
         assert 0.001 < result.error < 0.02
 
@@ -244,14 +246,15 @@ def test_a_model_with_outliers_in_its_activations_computes_the_same_integers(
     calibration = calibrate_on(config, checkpoint, [token_ids(200, seed=3)])
     site: Site = (1, "qkv_proj")
     weights, scales = load_quantized(checkpoint, config, *site), calibration.sites[site]
-    largest = calibration.max_norms[site]
+    largest = scales.max_norm
     # Rows as large as headroom and margin allow, all their size in an outlier channel.
     x_TI = torch.zeros(2, config.hidden_size)
     x_TI[:, 5] = torch.tensor([1.0, -1.0]) * largest * HEADROOM * 0.99
     x_int = scales.encode(x_TI)
     exact = x_int.long() @ weights.weight.long().t()
-    assert torch.equal(weights.product(x_int).long(), exact)
-    found = weights.product(x_int) * scales.factor_N
+    product = exact_product(x_int, weights.weight)
+    assert torch.equal(product.long(), exact)
+    found = product * scales.factor_N
     expected = x_TI @ (weights.weight.float() * weights.scale[:, None]).t()
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * largest)
 
@@ -309,7 +312,7 @@ def test_the_shipped_file_is_what_the_command_makes() -> None:
         # Made from the same text before sizes were rounded, which was a step of 2^(1/4) at most.
         # Another processor adds up in another order, and may round to the next step.
         assert 0.84 < shipped.sites[site].input_scale / scales.input_scale < 2**0.5
-        assert shipped.max_norms[site] == coarse(shipped.max_norms[site])
+        assert shipped.sites[site].max_norm == coarse(shipped.sites[site].max_norm)
         assert shipped.sites[site].norm_limit == scales.norm_limit
         assert torch.equal(shipped.sites[site].weight_scale, scales.weight_scale)
 
@@ -331,10 +334,10 @@ def test_the_command_writes_a_file_and_says_where_room_is_least(tmp_path: Path) 
     config, checkpoint = read_config(demo), Checkpoint(demo)
     made = Calibration.load(output, config, model_digest(config, checkpoint))
     assert made.tokens == 64
-    site = min(made.sites, key=made.headroom)
+    site = min(made.sites, key=lambda site: made.sites[site].headroom)
     first, second, third = printed.splitlines()
     assert first == f"{output}: 20 sites, 64 tokens"
-    assert f"headroom: {made.headroom(site):.1f} times" in second
+    assert f"headroom: {made.sites[site].headroom:.1f} times" in second
     assert f"at {site[1]} in layer {site[0]}" in second
     assert math.isfinite(float(third.split("product: ")[1].split("%")[0]))
 
@@ -459,6 +462,7 @@ def test_a_model_without_a_tokenizer_is_calibrated_from_token_ids(
     expected = calibrate_on(config, checkpoint, [token_ids(60, seed=1)[:50]])
     digests = (model_digest(config, checkpoint), linear_digest(config, checkpoint))
     loaded = Calibration.load(output, config, *digests)
-    assert loaded.max_norms == expected.max_norms
+    norms = [{s: c.sites[s].max_norm for s in c.sites} for c in (loaded, expected)]
+    assert norms[0] == norms[1]
     both = CliRunner().invoke(command, [*run[:-1], str(tmp_path / "b"), "--text", str(ids)])
     assert isinstance(both.exception, SettingsError)
