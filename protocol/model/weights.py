@@ -63,14 +63,30 @@ def load_linear(
     """Read a fused operator's modules straight into their rows of one matrix."""
     rows, shape = row_layout(config, operator)
     weight = torch.empty(shape, dtype=dtype, device=device)
-    biased = any(module in config.biased_modules for module in rows)
-    bias = torch.zeros(shape[0], dtype=dtype, device=device) if biased else None
     for module, its_rows in rows.items():
-        name = module_name(layer, module)
-        checkpoint.copy_into(f"{name}.weight", weight[its_rows])
-        if bias is not None and module in config.biased_modules:
-            checkpoint.copy_into(f"{name}.bias", bias[its_rows])
+        checkpoint.copy_into(f"{module_name(layer, module)}.weight", weight[its_rows])
+    bias = load_bias(checkpoint, config, layer, operator, dtype=dtype, device=device)
     return FusedLinear(weight, bias, rows)
+
+
+def load_bias(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layer: int,
+    operator: LinearOperator,
+    *,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+) -> torch.Tensor | None:
+    """Read a fused operator's bias, 0 for modules without one; None where no module has one."""
+    rows, (out_features, _) = row_layout(config, operator)
+    biased = [module for module in rows if module in config.biased_modules]
+    if not biased:
+        return None
+    bias = torch.zeros(out_features, dtype=dtype, device=device)
+    for module in biased:
+        checkpoint.copy_into(f"{module_name(layer, module)}.bias", bias[rows[module]])
+    return bias
 
 
 def load_tensor(

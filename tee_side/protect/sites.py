@@ -18,7 +18,7 @@ from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import Checkpoint, linear_tensors, module_name
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear
-from protocol.model.weights import load_tensor
+from protocol.model.weights import load_bias
 from tee_side.protect.calibration import Calibration
 from tee_side.words import Site
 
@@ -122,26 +122,11 @@ def load_biases(
     dtype: torch.dtype,
 ) -> Biases:
     """Read the biases [O] of some operators, 0 for modules without one. Raises ModelError."""
-    biases: Biases = {}
-    for operator in operators:
-        modules = FUSED_MODULES[operator]
-        if not config.biased_modules.intersection(modules):
-            continue
-        every_layer = [(layer, operator) for layer in range(config.num_hidden_layers)]
-        shapes = tensors_of(every_layer, config)
-        checkpoint.require({n: shape for n, shape in shapes.items() if n.endswith(".bias")})
-        for layer in range(config.num_hidden_layers):
-            parts = []
-            for module in modules:
-                name = f"{module_name(layer, module)}.bias"
-                size = config.module_shape(module)[:1]
-                parts.append(
-                    load_tensor(checkpoint, name, size, dtype=dtype)
-                    if module in config.biased_modules
-                    else torch.zeros(size, dtype=dtype)
-                )
-            biases[layer, operator] = torch.cat(parts)
-    return biases
+    every = [(layer, name) for name in operators for layer in range(config.num_hidden_layers)]
+    shapes = tensors_of(every, config)
+    checkpoint.require({name: shapes[name] for name in shapes if name.endswith(".bias")})
+    found = {site: load_bias(checkpoint, config, *site, dtype=dtype) for site in every}
+    return {site: bias_O for site, bias_O in found.items() if bias_O is not None}
 
 
 def tensors_of(sites: Iterable[Site], config: ModelConfig) -> dict[str, tuple[int, ...]]:
