@@ -40,7 +40,7 @@ def scales_of(weight_NI: torch.Tensor, input_scale: float = 0.5) -> SiteScales:
 
 
 def site_of(scales: SiteScales, dtype: torch.dtype) -> IntegerSite:
-    made = Calibration({(0, "o_proj"): scales}, "", "", 1, {})
+    made = Calibration({(0, "o_proj"): scales}, "", "", 1)
     return IntegerSites(made, {}, dtype)[0, "o_proj"]
 
 
