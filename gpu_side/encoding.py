@@ -27,7 +27,7 @@ from protocol.codec import MAX_HEADER_BYTES, MAX_REQUEST_CONTAINERS, pack, unpac
 from protocol.encoding import reply_template
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.framed import read_framed
-from protocol.header_numbers import reply_header, split_request
+from protocol.header_numbers import REPLY, REQUEST, UNTIMED_REPLY
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     PROTOCOL_VERSION,
@@ -127,8 +127,8 @@ class RequestReader:
 
     def open(self, frames: Sequence[Buffer]) -> OpenedRequest:
         """Read a request's envelope. Raises as `open_request` does."""
-        if 1 < len(frames) <= MAX_REQUEST_FRAMES and (split := split_request(frames[0])):
-            request_id, timeout_ms, template = split
+        if 1 < len(frames) <= MAX_REQUEST_FRAMES and (split := REQUEST.split(frames[0])):
+            (request_id, timeout_ms), template = split
             known = self.known.get(template)
             if known and 0 < request_id < 2**63 and 0 < timeout_ms <= MAX_TIMEOUT_MS:
                 return OpenedRequest(
@@ -150,7 +150,7 @@ class RequestReader:
                 return known.validate(fields), known.kernel
         request = read_request(opened)
         kernel = self._prepare(request)
-        if opened.form is Form.FRAMED and (split := split_request(frames[0])):
+        if opened.form is Form.FRAMED and (split := REQUEST.split(frames[0])):
             self._remember(split[-1], opened, request, kernel)
         return request, kernel
 
@@ -280,7 +280,10 @@ def encode_reply(
         template = _tensor_template(method, output.dtype, output.shape)
     else:
         template = reply_template(method, result, frames)
-    frames[0] = reply_header(request_id, timing, template)
+    if timing is None:
+        frames[0] = UNTIMED_REPLY.header(template, request_id)
+    else:
+        frames[0] = REPLY.header(template, request_id, timing.queue_us, timing.compute_us)
     return frames
 
 

@@ -33,10 +33,6 @@ class _Map(dict[str, Any]):
     depth: int
 
 
-class _RefusedError(ValueError):
-    """Raised inside msgpack's hooks; turned into a ProtocolError outside."""
-
-
 def pack(message: dict[str, Any]) -> bytes:
     """Encode a message as msgpack with separate string and binary types."""
     packed: bytes = msgpack.packb(message, use_bin_type=True)
@@ -48,47 +44,42 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
 
     Raises ProtocolError for anything that is not one map of string keys within the limits.
     """
-    size = data.nbytes if isinstance(data, memoryview) else len(data)
-    if size > max_bytes:
+    if len(data) > max_bytes:
         raise ProtocolError(
             where,
-            got=f"{size} bytes",
+            got=f"{len(data)} bytes",
             expected=f"at most {max_bytes}",
             code=ErrorCode.LIMIT_EXCEEDED,
         )
     containers = 0
 
-    def on_array(items: list[Any]) -> list[Any]:
+    def count() -> None:
         nonlocal containers
         containers += 1
         if containers > max_containers:
-            raise _RefusedError(f"more than {max_containers} maps and arrays")
-        for item in items:
-            if isinstance(item, (list, dict)):
-                raise _RefusedError("an array of containers")
+            raise ValueError(f"more than {max_containers} maps and arrays")
+
+    def on_array(items: list[Any]) -> list[Any]:
+        count()
+        if any(isinstance(item, (list, dict)) for item in items):
+            raise ValueError("an array of containers")
         return items
 
     def on_map(pairs: list[tuple[Any, Any]]) -> _Map:
-        nonlocal containers
-        containers += 1
-        if containers > max_containers:
-            raise _RefusedError(f"more than {max_containers} maps and arrays")
+        count()
         result = _Map(pairs)
         if len(result) != len(pairs):
-            raise _RefusedError("a duplicate key")
-        deepest = 0
-        for key, value in result.items():
-            if type(key) is not str:
-                raise _RefusedError("a key that is not a string")
-            if type(value) is _Map and value.depth > deepest:
-                deepest = value.depth
-        result.depth = 1 + deepest
+            raise ValueError("a duplicate key")
+        if any(type(key) is not str for key in result):
+            raise ValueError("a key that is not a string")
+        inner = (value.depth for value in result.values() if type(value) is _Map)
+        result.depth = 1 + max(inner, default=0)
         if result.depth > MAX_DEPTH:
-            raise _RefusedError(f"maps nested more than {MAX_DEPTH} deep")
+            raise ValueError(f"maps nested more than {MAX_DEPTH} deep")
         return result
 
     def on_extension(_code: int, _data: bytes) -> Any:
-        raise _RefusedError("an extension type")
+        raise ValueError("an extension type")
 
     try:
         message = msgpack.unpackb(
@@ -104,19 +95,12 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
             max_ext_len=0,
             ext_hook=on_extension,
         )
+        got = type(message).__name__
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         # ValueError covers bad UTF-8, trailing bytes, exceeded limits and our own refusals.
-        raise ProtocolError(
-            where,
-            got=f"undecodable msgpack ({type(error).__name__}: {error})"[:160],
-            expected="one msgpack map within limits",
-            code=ErrorCode.MALFORMED_MESSAGE,
-        ) from None
+        message, got = None, f"undecodable msgpack ({type(error).__name__}: {error})"[:160]
     if not isinstance(message, _Map):
         raise ProtocolError(
-            where,
-            got=type(message).__name__,
-            expected="a map",
-            code=ErrorCode.MALFORMED_MESSAGE,
+            where, got=got, expected="a map within limits", code=ErrorCode.MALFORMED_MESSAGE
         )
     return message

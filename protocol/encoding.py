@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from protocol.codec import MAX_REPLY_CONTAINERS, unpack
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.framed import read_framed, to_framed
-from protocol.header_numbers import pack_template, request_header
+from protocol.header_numbers import REQUEST, pack_template
 from protocol.messages import (
     PROTOCOL_VERSION,
     REQUEST_TYPES,
@@ -79,7 +79,7 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
     """Encode a request; tensor data is referenced, not copied."""
     frames: list[Buffer] = [b""]
     template = request_template(message, frames)
-    frames[0] = request_header(request_id, timeout_ms, template)
+    frames[0] = REQUEST.header(template, request_id, timeout_ms)
     return frames
 
 

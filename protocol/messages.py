@@ -6,9 +6,9 @@ The models are the schema. How they become bytes, in the framed or the inline fo
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from protocol.tensors import WireTensor
 
@@ -168,19 +168,13 @@ class InitReply(Message):
     max_queued_requests: Size
     max_queued_bytes: ByteCount
 
-    @field_validator("layers")
-    @classmethod
-    def _in_order(cls, layers: tuple[int, int]) -> tuple[int, int]:
-        if layers[0] > layers[1]:
+    @model_validator(mode="after")
+    def _consistent(self) -> InitReply:
+        if self.layers[0] > self.layers[1]:
             raise ValueError("the first layer before the last")
-        return layers
-
-    @field_validator("arithmetic")
-    @classmethod
-    def _each_once(cls, kinds: tuple[Arithmetic, ...]) -> tuple[Arithmetic, ...]:
-        if len(set(kinds)) != len(kinds):
+        if len(set(self.arithmetic)) != len(self.arithmetic):
             raise ValueError("each arithmetic once")
-        return kinds
+        return self
 
 
 class HealthReply(Message):
@@ -230,17 +224,7 @@ Request: TypeAlias = (
 )
 Response: TypeAlias = InitReply | HealthReply | TensorReply
 
-REQUEST_TYPES: dict[str, type[Request]] = {
-    "Init": InitRequest,
-    "Health": HealthRequest,
-    "Embedding": EmbeddingRequest,
-    "Linear": LinearRequest,
-    "RingLinear": RingLinearRequest,
-    "Matmul": MatmulRequest,
-    "LMHead": LMHeadRequest,
-}
-
-
+REQUEST_TYPES: dict[str, type[Request]] = {cls.method: cls for cls in get_args(Request)}
 _OTHER_REPLIES: dict[str, type[Response]] = {"Init": InitReply, "Health": HealthReply}
 
 

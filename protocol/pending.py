@@ -23,7 +23,7 @@ from protocol.errors import (
     ServiceError,
     TsqpError,
 )
-from protocol.header_numbers import request_header, split_reply
+from protocol.header_numbers import REPLY, REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     MAX_TIMING_US,
@@ -155,7 +155,7 @@ class PendingChannel(ABC):
         begun_ns = time.perf_counter_ns()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
-        header = request_header(self._last_id + 1, timeout_ms, prepared.template)
+        header = REQUEST.header(prepared.template, self._last_id + 1, timeout_ms)
         frames = [header, prepared.payload(payload)]
         return self._begin(prepared.method, prepared, frames, begun_ns, timeout_s, timeout_s)
 
@@ -324,9 +324,9 @@ class PendingChannel(ABC):
 
     def _expected_reply(self, frames: Sequence[memoryview]) -> Reply | None:
         """Return the reply if it is exactly the one that a prepared request expects, else None."""
-        if len(frames) != 2 or (split := split_reply(frames[0])) is None:
+        if len(frames) != 2 or (split := REPLY.split(frames[0])) is None:
             return None
-        request_id, queue_us, compute_us, template = split
+        (request_id, queue_us, compute_us), template = split
         pending = self._pending.get(request_id)
         prepared = None if pending is None else pending.prepared
         if (

@@ -7,12 +7,11 @@ by `Channel.start`, and a reply with exactly the expected header needs no decodi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.encoding import reply_template, request_template
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
-from protocol.header_numbers import REPLY_HEAD_BYTES, REQUEST_HEAD_BYTES
+from protocol.header_numbers import REQUEST
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
@@ -37,36 +36,31 @@ if TYPE_CHECKING:
 # Requests that carry exactly one tensor.
 Preparable: TypeAlias = EmbeddingRequest | LinearRequest | RingLinearRequest | LMHeadRequest
 
-_TENSOR_FIELDS: dict[type[Preparable], str] = {
-    EmbeddingRequest: "input_ids",
-    LinearRequest: "hidden_states",
-    RingLinearRequest: "elements",
-    LMHeadRequest: "hidden_states",
-}
 
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """A request but for its id, its deadline and its tensor's numbers. See `prepare`.
+    """A request but for its id, its deadline and its tensor's numbers.
 
-    `method`; `shape` and `dtype` (a short name) of the payload, and its size `payload_bytes`;
-    `template`: the header behind the id and deadline; `request_bytes`: size of all frames. Of the
-    reply: `reply_shape`, `reply_dtype`, `reply_payload_bytes`, `reply_template` (the header behind
-    the id and timing), and `reply_bytes`, the size of all frames of the expected reply.
+    `method`; `shape` and `dtype` (a short name) of the payload; `template`: the header behind the
+    id and deadline; `request_bytes`: size of all frames. Of the reply: `reply_shape`,
+    `reply_dtype`, `reply_payload_bytes`, and `reply_template` (the header behind the id and
+    timing).
     """
 
-    method: str
-    shape: tuple[int, ...]
-    dtype: str
-    payload_bytes: int
-    template: bytes
-    request_bytes: int
-    reply_shape: tuple[int, ...]
-    reply_dtype: str
-    reply_payload_bytes: int
-    reply_template: bytes
-    reply_bytes: int
-    _message: Preparable = field(repr=False)
+    def __init__(self, message: Preparable, reply_shape: tuple[int, ...], reply_dtype: str) -> None:
+        """Prepare requests like this message.
+
+        Of the message's tensor only shape and dtype count, not its bytes. `reply_shape` and
+        `reply_dtype` (a short name): of the tensor that a good reply holds.
+        """
+        fields = ((n, value) for n, value in message if isinstance(value, WireTensor))
+        self._message, (self._field, tensor) = message, next(fields)
+        self.method, self.shape, self.dtype = message.method, tensor.shape, tensor.dtype
+        self.template = request_template(message, [b""])
+        self.request_bytes = REQUEST.head_bytes + len(self.template) + tensor.payload_bytes
+        expected = WireTensor(reply_dtype, reply_shape, b"")
+        self.reply_shape, self.reply_dtype = reply_shape, reply_dtype
+        self.reply_payload_bytes = expected.payload_bytes
+        self.reply_template = reply_template(self.method, TensorReply(output=expected), [b""])
 
     def payload(self, tensor: torch.Tensor) -> Buffer:
         """Return the bytes of a tensor, which must be of the prepared shape and dtype.
@@ -84,8 +78,7 @@ class PreparedRequest:
 
     def request(self, tensor: torch.Tensor) -> Preparable:
         """Return the whole message with this payload, for `Channel.submit`."""
-        name = _TENSOR_FIELDS[type(self._message)]
-        return self._message.model_copy(update={name: from_torch(tensor)})
+        return self._message.model_copy(update={self._field: from_torch(tensor)})
 
     def output(self, exchange: Exchange) -> torch.Tensor:
         """Return the tensor of a reply, [*reply_shape] in `reply_dtype`, as a view of its bytes.
@@ -93,9 +86,8 @@ class PreparedRequest:
         Raises ReplyError for a reply of another kind, shape or dtype.
         """
         response = exchange.response
-        if not isinstance(response, TensorReply):
-            got = type(response).__name__
-        else:
+        got = type(response).__name__
+        if isinstance(response, TensorReply):
             output = response.output
             if output.shape == self.reply_shape and output.dtype == self.reply_dtype:
                 return to_torch(output)
@@ -105,29 +97,3 @@ class PreparedRequest:
             got=got,
             expected=f"{self.reply_dtype} {list(self.reply_shape)}",
         )
-
-
-def prepare(message: Preparable, reply_shape: tuple[int, ...], reply_dtype: str) -> PreparedRequest:
-    """Prepare requests like this message.
-
-    Of the message's tensor only shape and dtype count, not its bytes. `reply_shape` and
-    `reply_dtype` (a short name): of the tensor that a good reply holds.
-    """
-    tensor: WireTensor = getattr(message, _TENSOR_FIELDS[type(message)])
-    template = request_template(message, [b""])
-    expected = WireTensor(reply_dtype, reply_shape, b"")
-    expected_template = reply_template(message.method, TensorReply(output=expected), [b""])
-    return PreparedRequest(
-        method=message.method,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        payload_bytes=tensor.payload_bytes,
-        template=template,
-        request_bytes=REQUEST_HEAD_BYTES + len(template) + tensor.payload_bytes,
-        reply_shape=reply_shape,
-        reply_dtype=reply_dtype,
-        reply_payload_bytes=expected.payload_bytes,
-        reply_template=expected_template,
-        reply_bytes=REPLY_HEAD_BYTES + len(expected_template) + expected.payload_bytes,
-        _message=message,
-    )

@@ -12,7 +12,7 @@ import torch
 from protocol.channel import Channel
 from protocol.messages import FUSED_MODULES, LinearRequest, ModuleName, RingLinearRequest
 from protocol.model.config import ModelConfig
-from protocol.prepared import PreparedRequest, prepare
+from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
 from tee_side.protect.masking import Hide, MaskRules
@@ -141,7 +141,7 @@ class RemoteLinear:
         dtype, (rows, _) = short_name(sent_RI.dtype), sent_RI.shape
         wire = WireTensor(dtype, tuple(sent_RI.shape), b"")
         return tuple(
-            prepare(
+            PreparedRequest(
                 RingLinearRequest(layer_idx=layer, module_names=names, elements=wire)
                 if sent_RI.dtype is torch.int32
                 else LinearRequest(

@@ -11,7 +11,6 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +28,7 @@ from gpu_side.inline import to_inline
 from protocol.codec import MAX_HEADER_BYTES
 from protocol.encoding import MAX_REPLY_FRAMES, decode_reply, encode_request, reply_template
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.header_numbers import split_request
+from protocol.header_numbers import REQUEST
 from protocol.memory_pool import MemoryPool
 from protocol.messages import (
     EmbeddingRequest,
@@ -49,7 +48,7 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.prepared import prepare
+from protocol.prepared import PreparedRequest
 from protocol.stream_wire import MessageReader, layout, to_pieces
 from protocol.tensors import ITEMSIZE, Buffer, WireTensor, to_torch
 from tests.fuzz.engine import Case, Target
@@ -209,9 +208,9 @@ def _expecting() -> list[Expecting]:
     for method, result in replies():
         if isinstance(result, TensorReply):
             output = result.output
-            prepared = prepare(message, output.shape, output.dtype)
-            expected = reply_template(method, result, [b""])
-            prepared = replace(prepared, method=method, reply_template=expected)
+            prepared = PreparedRequest(message, output.shape, output.dtype)
+            prepared.method = method
+            prepared.reply_template = reply_template(method, result, [b""])
             found.append(Expecting(prepared, (7,)))
     return found
 
@@ -337,7 +336,7 @@ def _mutate_numbers(mutator: Mutator, case: Case, other: Case) -> Case:
     header, *frames = case or (b"",)
     kind = mutator.choose.random()
     if kind < 0.5:
-        for start in (12, 33) if split_request(header) else (12, 35, 55):
+        for start in (12, 33) if REQUEST.split(header) else (12, 35, 55):
             if len(header) >= start + 8 and mutator.chance(0.6):
                 number = mutator.pick(INTERESTING) & (2**64 - 1)
                 header = header[:start] + struct.pack(">Q", number) + header[start + 8 :]

@@ -20,7 +20,7 @@ from gpu_side.encoding import (
 )
 from protocol.encoding import decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.header_numbers import request_header
+from protocol.header_numbers import REQUEST
 from protocol.messages import (
     MAX_TIMEOUT_MS,
     LinearRequest,
@@ -29,7 +29,7 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
-from protocol.prepared import prepare
+from protocol.prepared import PreparedRequest
 from protocol.tensors import Buffer, WireTensor
 from tests.property import test_encoding_property as wire
 from tests.unit.protocol.test_pending import Expecting
@@ -122,7 +122,7 @@ def test_what_is_taken_for_the_expected_reply_decodes_to_it(
     message = LinearRequest(layer_idx=0, module_names=("q_proj",), hidden_states=output)
     # Ids are drawn from 62 bits.
     ids = [n for n in (1, request_id) if n < 2**63]
-    expecting = Expecting(prepare(message, output.shape, output.dtype), ids)
+    expecting = Expecting(PreparedRequest(message, output.shape, output.dtype), ids)
     result, timing = TensorReply(output=output), Timing(queue_us=1, compute_us=2)
     good = encode_reply(Form.FRAMED, 1, "Linear", result, timing)
     assert _reply_reads_the_same(expecting, good)
@@ -147,7 +147,7 @@ def test_what_is_taken_for_the_expected_reply_decodes_to_it(
 def test_random_templates_read_the_same(
     template: bytes, request_id: int, number: int, frames: list[bytes]
 ) -> None:
-    _requests_read_the_same([request_header(request_id, number, template), *frames])
+    _requests_read_the_same([REQUEST.header(template, request_id, number), *frames])
 
 
 @wire.noisy

@@ -22,7 +22,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.pending import OversizedRequestError
-from protocol.prepared import Preparable, PreparedRequest, prepare
+from protocol.prepared import Preparable, PreparedRequest
 from protocol.tensors import Buffer, WireTensor, from_torch
 from tests.unit.protocol.test_pending import ScriptedChannel
 
@@ -65,7 +65,7 @@ class Keeping(ScriptedChannel):
 
 
 def _ring() -> PreparedRequest:
-    return prepare(MESSAGES[0][0], (ROWS, OUT), "int32")
+    return PreparedRequest(MESSAGES[0][0], (ROWS, OUT), "int32")
 
 
 def _payload(dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_a_started_request_has_the_bytes_of_a_submitted_one(
     message: Preparable, dtype: torch.dtype
 ) -> None:
     channel, payload = Keeping(), _payload(dtype)
-    prepared = prepare(message, (ROWS, OUT), "float32")
+    prepared = PreparedRequest(message, (ROWS, OUT), "float32")
     request_id = channel.start(prepared, payload, 1.5)
     whole = prepared.request(payload)
     expected = [bytes(frame) for frame in encode_request(whole, request_id, 1500)]
@@ -107,14 +107,13 @@ def test_the_expected_reply_is_taken_without_being_decoded(
     channel, prepared = ScriptedChannel(), _ring()
     request_id = channel.start(prepared, _payload())
     frames = _reply(request_id, OUTPUT)
-    assert prepared.reply_bytes == sum(len(bytes(frame)) for frame in frames)
     channel.script.append((frames, 1))
     exchange = channel.wait(request_id)
     assert torch.equal(prepared.output(exchange), OUTPUT)
     assert exchange.timing == TIMING
     assert (exchange.bytes_sent, exchange.bytes_received) == (
         prepared.request_bytes,
-        prepared.reply_bytes,
+        sum(len(bytes(frame)) for frame in frames),
     )
 
 
@@ -205,7 +204,7 @@ def test_times_of_an_expected_reply_are_bounded(queue_us: int, compute_us: int) 
 
 def test_replies_of_two_prepared_requests_are_not_taken_for_each_other() -> None:
     channel, first = ScriptedChannel(), _ring()
-    second = prepare(MESSAGES[0][0], (ROWS, 1), "int32")
+    second = PreparedRequest(MESSAGES[0][0], (ROWS, 1), "int32")
     ids = channel.start(first, _payload()), channel.start(second, _payload())
     channel.script.extend([(_reply(ids[1], OUTPUT[:, :1]), 1), (_reply(ids[0], OUTPUT), 1)])
     assert torch.equal(first.output(channel.wait(ids[0])), OUTPUT)

@@ -26,7 +26,7 @@ from protocol.errors import (
 )
 from protocol.messages import LMHeadRequest
 from protocol.pending import OversizedRequestError
-from protocol.prepared import prepare
+from protocol.prepared import PreparedRequest
 from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.plan import ReplicaGroup
@@ -179,7 +179,7 @@ def test_a_started_request_is_sent_again_as_it_was(world: World) -> None:
     a, b = world.add("a", "b")
     replicas = world.replicas("a", "b")
     hidden = torch.arange(8.0).view(2, 4)
-    prepared = prepare(LMHeadRequest(hidden_states=from_torch(hidden)), (2, 4), "float32")
+    prepared = PreparedRequest(LMHeadRequest(hidden_states=from_torch(hidden)), (2, 4), "float32")
     a.answers.append("lost")
     exchange = replicas.wait(replicas.start(prepared, hidden))
     assert exchange.endpoint == "b"

@@ -28,7 +28,7 @@ from protocol.messages import (
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from protocol.prepared import Preparable, PreparedRequest, prepare
+from protocol.prepared import Preparable, PreparedRequest
 from protocol.tensors import WireTensor, from_torch, short_name, to_torch
 from tee_side.model.layers import Layer
 from tee_side.model.local_ops import causal_mask
@@ -233,7 +233,7 @@ def _rows_call(
     @lru_cache(_PREPARED)
     def prepared(shape: tuple[int, ...], sent_dtype: str) -> tuple[PreparedRequest, ...]:
         wire = WireTensor(sent_dtype, shape, b"")
-        return (prepare(message(wire), (shape[0], width), dtype),)
+        return (PreparedRequest(message(wire), (shape[0], width), dtype),)
 
     def requests(x: Tensor, masked: Masked) -> tuple[PreparedRequest, ...]:
         rules.check_sent(operator, x, rules.most_rows(len(x)), masked)
