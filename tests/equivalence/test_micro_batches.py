@@ -327,8 +327,8 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
     assert len(drawn) == len(set(drawn))
     if when_out == "tee":
         # Parts of four and five rows, four times: what is left when neither fits stays.
-        assert pads.available < 4 or len(drawn) == 12 * 36
-        assert len(drawn) == 12 * (tokens - pads.available)
+        assert pads._store.available < 4 or len(drawn) == 12 * 36
+        assert len(drawn) == 12 * (tokens - pads._store.available)
         assert (pads.in_tee > 0) == (tokens < 36)
     else:
         assert (len(drawn), pads.in_tee) == (12 * 36, 0)

@@ -191,8 +191,7 @@ class BankFile(PadStore):
             return cls(opened, files.pop_all(), block)
 
     def _persist(self, reserved: int, filled: int) -> None:
-        highest = max(self._state.reserved, reserved)
-        self._state = State(highest, filled, self._state.sealed)
+        self._state = State(max(self._state.reserved, reserved), filled, self._state.sealed)
         content = self._state.encode(self._opened.keys)
         # In this order: a witness that is ahead would refuse an honest index after a crash.
         for file in (self._opened.place.index, self._opened.witness):
@@ -200,7 +199,7 @@ class BankFile(PadStore):
                 replace(file, content)
 
     def _starting(self, indices: range) -> None:
-        sealed = self._state.sealed + len(indices) * len(self._layout.sites)
+        sealed = self._state.sealed + len(indices) * len(self.layout.sites)
         if sealed > MAX_RECORDS:
             raise PadBankError(
                 f"{self._path}: records ever encrypted",
@@ -255,7 +254,7 @@ class BankFile(PadStore):
 
     def _place(self, index: int, site: SiteShape) -> tuple[bytes, int]:
         """Return what a record is bound to (associated data), and where it stands in FILE."""
-        offset = self._offsets[site.number] + index % self._capacity * self._slot_bytes
+        offset = self._offsets[site.number] + index % self.capacity * self._slot_bytes
         bound = self._opened.keys.header_hash + (index << 32 | site.number).to_bytes(12, "big")
         return bound, offset
 

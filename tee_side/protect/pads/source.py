@@ -66,11 +66,6 @@ class Pads:
         self.in_tee = 0
 
     @property
-    def available(self) -> int:
-        """Tokens that pads are ready for."""
-        return self._store.available
-
-    @property
     def left(self) -> int:
         """Tokens that pads are ready for after this run, as `tee-runner pads status` counts."""
         return self._store.left
@@ -202,7 +197,9 @@ class PadLane:
             # Where the rest fails the step is over, and the next draw starts one.
             self.end_step()
             self._indices = self._pads.take(rows)
-            self._ready = self._read_ahead(self._indices)
+            if self._indices is not None and rows <= _ROWS_READ_AHEAD:
+                for shape in self._store.layout.sites:
+                    self._ready[shape.number] = self._pads.read(self._indices, shape.number)
             self._rows = rows
         self._used.add(site)
         if self._indices is None:
@@ -216,10 +213,3 @@ class PadLane:
         self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
         if indices is not None:
             self._store.release(indices)
-
-    def _read_ahead(self, indices: range | None) -> dict[int, Factors]:
-        if indices is None or len(indices) > _ROWS_READ_AHEAD:
-            return {}
-        return {
-            site.number: self._pads.read(indices, site.number) for site in self._store.layout.sites
-        }

@@ -36,7 +36,8 @@ DEFAULT_BLOCK = 16
 class PadStore(ABC):
     """What a step draws its pads from, and what the maker fills.
 
-    The bookkeeping is here; a subclass says how u and the two bounds are kept.
+    The bookkeeping is here; a subclass says how u and the two bounds are kept. `layout`: the sites
+    of every token; `capacity`: how many tokens there is space for. Neither changes.
 
     Reservation goes in blocks, because the subclass may have to reach the disk for it: `take`
     hands out of what is already reserved, and reserves more when that is used up. The block is as
@@ -49,9 +50,9 @@ class PadStore(ABC):
     ) -> None:
         if capacity < 1 or block < 1:
             raise ValueError(f"pads: got capacity {capacity}, block {block}, expected at least 1")
-        self._layout = layout
+        self.layout = layout
+        self.capacity = capacity
         self._sites = layout.by_number
-        self._capacity = capacity
         self._block = block
         self._first = self._next = self._reserved = first
         self._filled = filled
@@ -65,16 +66,6 @@ class PadStore(ABC):
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
-
-    @property
-    def layout(self) -> PadLayout:
-        """The sites of every token."""
-        return self._layout
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens there is space for."""
-        return self._capacity
 
     @property
     def available(self) -> int:
@@ -223,7 +214,7 @@ class PadStore(ABC):
     def _room(self) -> int:
         oldest = next(iter(self._in_use), self._next)
         end = self._filled if self._batch is None else self._batch.indices.stop
-        return oldest + self._capacity - end
+        return oldest + self.capacity - end
 
     def _use_up(self, indices: range, site: SiteShape) -> None:
         """Mark the pairs as read, all or none, before anything of them is."""
@@ -327,8 +318,7 @@ class MemoryStore(PadStore):
     """
 
     def __init__(self, layout: PadLayout, capacity: int) -> None:
-        key = os.urandom(KEY_BYTES)
-        super().__init__(layout, capacity, key, first=0, filled=0, block=1)
+        super().__init__(layout, capacity, os.urandom(KEY_BYTES), first=0, filled=0, block=1)
         self._u = {
             site.number: torch.empty(capacity, site.out_features, dtype=torch.int32)
             for site in layout.sites
@@ -347,4 +337,4 @@ class MemoryStore(PadStore):
         return self._u[site.number][self._slots(indices)]
 
     def _slots(self, indices: range) -> Tensor:
-        return torch.tensor(indices, dtype=torch.int64) % self._capacity
+        return torch.tensor(indices, dtype=torch.int64) % self.capacity

@@ -113,7 +113,7 @@ def test_the_operators_of_a_step_share_indices_and_get_factors_of_their_own() ->
         assert factors is not None
         assert factors.r.shape == (3, site.in_features)
         assert torch.equal(factors.u, product(site.number, factors.r))
-    assert pads.available == 5
+    assert pads._store.available == 5
 
 
 def test_the_next_step_gets_new_indices() -> None:
@@ -279,7 +279,7 @@ def test_a_lane_that_is_not_drawn_from_any_more_keeps_no_room() -> None:
     for _ in range(3 * 32):
         assert None not in _step(lanes[0], 1)
         lanes[0].end_step()
-    assert store.room + pads.available == 32
+    assert store.room + pads._store.available == 32
 
 
 def test_a_step_that_needs_more_than_all_the_space_in_its_lanes_is_refused() -> None:
@@ -309,7 +309,7 @@ def test_fail_raises_with_what_is_left_and_what_is_needed() -> None:
     assert caught.value.expected.startswith("3 (")
     assert "--when-out" in caught.value.expected
     assert caught.value.retryable
-    assert (store.taken, maker.asked, pads.available) == ([], [], 2)
+    assert (store.taken, maker.asked, pads._store.available) == ([], [], 2)
 
 
 def test_after_a_failure_what_is_left_serves_a_smaller_step() -> None:
@@ -387,7 +387,7 @@ def test_the_longer_a_run_the_more_it_makes_at_a_time() -> None:
     lane = pads.lane()
     for used in range(1, 301):
         _step(lane, 1)
-        assert pads.available < used + FIRST_BATCH_TOKENS
+        assert pads._store.available < used + FIRST_BATCH_TOKENS
     assert maker.asked == [8, 16, 32, *[BATCH_TOKENS] * 4]
     assert pads.waited == len(maker.asked)
     assert (maker.asked[0], maker.asked[3]) == (FIRST_BATCH_TOKENS, BATCH_TOKENS)
@@ -457,7 +457,7 @@ def test_without_linear_weights_nothing_can_be_made() -> None:
         lane.draw(FIRST, 1)
     with pads.filling():
         pass
-    assert pads.available == 0
+    assert pads._store.available == 0
 
 
 def test_waiting_after_a_failed_step_finds_room_for_a_full_one() -> None:
@@ -508,7 +508,7 @@ def test_filling_makes_pads_until_the_store_is_full() -> None:
     with pads.filling():
         assert full.wait(30)
     assert maker.asked == [IDLE_BATCH_TOKENS, IDLE_BATCH_TOKENS, 3]
-    assert pads.available == capacity
+    assert pads._store.available == capacity
     assert (pads.waited, pads.in_tee) == (0, 0)
 
 
@@ -534,7 +534,7 @@ def test_leaving_the_block_waits_for_the_batch_in_work_and_starts_no_other(
     with pads.filling():
         assert started.wait(30)
     assert maker.asked == [IDLE_BATCH_TOKENS]
-    assert pads.available == IDLE_BATCH_TOKENS
+    assert pads._store.available == IDLE_BATCH_TOKENS
     assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
 
 
@@ -585,7 +585,7 @@ def test_a_run_that_does_not_wait_is_told_why_no_more_pads_were_made() -> None:
     assert isinstance(caught.value.__cause__, PadBankError)
     # A later attempt that succeeds is the end of it.
     maker.space = True
-    while pads.available < 16:
+    while pads._store.available < 16:
         with pads.filling():
             pass
     _step(lane, 16)
@@ -620,7 +620,7 @@ def test_after_filling_a_step_draws_what_was_made() -> None:
     lane = pads.lane()
     with pads.filling():
         pass
-    while pads.available < 8:  # the thread may not have had its turn
+    while pads._store.available < 8:  # the thread may not have had its turn
         with pads.filling():
             pass
     _step(lane, 8)
