@@ -228,7 +228,8 @@ class BankFile(PadStore):
         u = torch.empty(len(indices), site.out_features, dtype=torch.int32)
         sealed = bytearray(segment_bytes(site))
         nonce, content = memoryview(sealed)[:NONCE_BYTES], memoryview(sealed)[NONCE_BYTES:]
-        for index, row in zip(indices, u.numpy(), strict=True):
+        rest = u.numpy().data.cast("B")
+        for index in indices:
             bound, offset = self._place(index, site)
             try:
                 read = os.preadv(self._descriptor, [sealed], offset)
@@ -238,7 +239,7 @@ class BankFile(PadStore):
                         got=f"{read} bytes",
                         expected=f"{len(sealed)}",
                     )
-                row.data.cast("B")[:] = self._opener.decrypt(nonce, content, bound)
+                row = self._opener.decrypt(nonce, content, bound)
             except OSError as error:
                 raise refusal(self._path, error, len(sealed)) from error
             except InvalidTag:
@@ -247,6 +248,8 @@ class BankFile(PadStore):
                     got="another record than was written",
                     expected="its authentication tag to match",
                 ) from None
+            rest[: len(row)] = row
+            rest = rest[len(row) :]
         return u
 
     def _let_go(self) -> None:
