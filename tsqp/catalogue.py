@@ -94,7 +94,7 @@ class PolicyEntry(_Entry):
     masks: tuple[str, ...]
     leaves: tuple[Leaving, ...]
     standing: Standing
-    disclosure: str | None
+    leakage_summary: str | None
     origin: Origin
 
 
@@ -177,7 +177,7 @@ def policy_entry(policy: Policy, origin: Origin = "built in") -> PolicyEntry:
         masks=tuple(dict.fromkeys(mask.name for mask in policy.masks)),
         leaves=leaves,
         standing=_standing(policy),
-        disclosure=policy.leakage_summary(),
+        leakage_summary=policy.leakage_summary(),
         origin=origin,
     )
 

@@ -132,8 +132,8 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(
     )
     report = json.loads(report_file.read_text())
     assert result.stdout == report["text"] + "\n"
-    disclosure, summary = result.stderr.splitlines()
-    assert disclosure.startswith("policy attention-in-tee: the GPU sees hidden states")
+    leakage_summary, summary = result.stderr.splitlines()
+    assert leakage_summary.startswith("policy attention-in-tee: the GPU sees hidden states")
     assert summary.startswith("attention-in-tee: ")
     operators = report["operators"]
     assert operators["qkv_proj"]["place"] == "gpu"

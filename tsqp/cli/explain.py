@@ -71,7 +71,7 @@ def explain(
         f" {found.num_hidden_layers} layers, {found.dtype}"
     )
     console.print(found.summary)
-    console.print(found.disclosure or f"policy {found.policy}: nothing leaves the TEE")
+    console.print(found.leakage_summary or f"policy {found.policy}: nothing leaves the TEE")
     console.print()
     columns = [(name, False) for name in _PLACEMENT]
     console.print(table("Placement", columns, [_placement(row) for row in found.operators]))

@@ -112,7 +112,7 @@ def plan(
     for found in report.policies:
         console.print()
         console.print(f"policy {found.policy}: {found.summary}")
-        console.print(found.disclosure or f"policy {found.policy}: nothing leaves the TEE")
+        console.print(found.leakage_summary or f"policy {found.policy}: nothing leaves the TEE")
         console.print()
         console.print(definitions(_figures(found, report)))
         console.print()

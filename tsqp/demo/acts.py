@@ -128,7 +128,7 @@ class Stage:
         console = self._console
         console.print()
         reach, feed = self._services.reach(policy), Feed(_SHOWN_REQUESTS)
-        disclosure = (
+        leakage_summary = (
             policy.leakage_summary(links_encrypted=False)
             or f"policy {policy.name}: nothing leaves the TEE"
         )
@@ -137,7 +137,7 @@ class Stage:
             title += f": {THREE_ACTS[name]}"
         else:  # too long for a title
             console.print(Text(policy.summary, style="dim"))
-        console.print(Text(disclosure))
+        console.print(Text(leakage_summary))
         story = Text(self._prompt, style="bold")
 
         def panel(**after: Any) -> Panel:

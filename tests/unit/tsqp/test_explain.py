@@ -197,7 +197,7 @@ def test_every_operator_layer_and_phase_is_in_exactly_one_row(name: str, config_
                 assert (getattr(row, phase) is not None) == leaves
     assert {use.name for use in found.masks} == {mask.name for mask in policy.masks}
     assert all(use.known_break and use.hides for use in found.masks)
-    assert found.disclosure == policy.leakage_summary()
+    assert found.leakage_summary == policy.leakage_summary()
     for phase in PHASES:
         assert sum(_by_operator(found, phase).values(), start=Cost()) == getattr(found, phase)
 

@@ -38,7 +38,7 @@ def speed(report: Report, run: PolicyRun, case: Case) -> str:
 
 def uses_pads(run: PolicyRun) -> bool:
     """Say whether a policy uses up pads that were made ahead, by what it says that it discloses."""
-    said = run.disclosure or ""
+    said = run.leakage_summary or ""
     alone = "uniform random numbers" in said and "collude" not in said
     return (alone or re.search(r"\bunder [^;]*\bpad\b", said) is not None) and any(
         case.rpcs for case in run.cases

@@ -26,10 +26,10 @@ from tsqp.lab.bench.tables import (
     TRAFFIC_COLUMNS,
     Grid,
     baselines_grid,
-    disclosures,
     facts,
     growth_grid,
     layers_grid,
+    leakage_summaries,
     memory_grid,
     operators_grid,
     ping_pong_grid,
@@ -97,7 +97,7 @@ def render_html(report: Report) -> str:
             (REST_NAME, REST_MEANING),
         ],
         rest=REST_MEANING,
-        disclosures=disclosures(report),
+        leakage_summaries=leakage_summaries(report),
         setup=setup_pairs(report),
     )
 

@@ -140,7 +140,7 @@ class PolicyRun(_Model):
 
     policy: str
     summary: str
-    disclosure: str | None
+    leakage_summary: str | None
     cases: tuple[Case, ...]
     generation: Generation | None
     timelines: tuple[Timeline, ...]

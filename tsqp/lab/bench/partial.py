@@ -41,7 +41,7 @@ class Partial:
         return PolicyRun(
             policy=self._policy.name,
             summary=self._policy.summary,
-            disclosure=self._policy.leakage_summary(),
+            leakage_summary=self._policy.leakage_summary(),
             cases=tuple(self._cases),
             generation=self._generation,
             timelines=tuple(self._timelines),

@@ -19,10 +19,10 @@ from tsqp.lab.bench.tables import (
     Grid,
     Row,
     baselines_grid,
-    disclosures,
     facts,
     growth_grid,
     layers_grid,
+    leakage_summaries,
     memory_grid,
     operators_grid,
     ping_pong_grid,
@@ -104,7 +104,7 @@ def parts(report: Report, *, details: bool = False) -> Iterator[RenderableType]:
                 yield from _split(run, case, layers=details)
     if report.policies:
         yield Text("What the GPU side learns", style="bold")
-        yield definitions(disclosures(report))
+        yield definitions(leakage_summaries(report))
         yield ""
     yield Text("Setup", style="bold")
     yield definitions(setup_pairs(report))

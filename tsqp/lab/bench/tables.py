@@ -375,10 +375,10 @@ def setup_pairs(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def disclosures(report: Report) -> list[tuple[str, str]]:
+def leakage_summaries(report: Report) -> list[tuple[str, str]]:
     """Return what the GPU side learns under each policy."""
     return [
-        (run.policy, run.disclosure or "nothing leaves the TEE: the GPU side sees nothing")
+        (run.policy, run.leakage_summary or "nothing leaves the TEE: the GPU side sees nothing")
         for run in report.policies
     ]
 

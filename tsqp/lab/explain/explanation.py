@@ -57,7 +57,7 @@ def explain(
         dtype=chosen,
         policy=policy.name,
         summary=policy.summary,
-        disclosure=policy.leakage_summary(),
+        leakage_summary=policy.leakage_summary(),
         context=context,
         prompt_tokens=prompt_tokens,
         step_tokens=step_tokens,

@@ -117,7 +117,7 @@ class Explanation(_Model):
     dtype: str
     policy: str
     summary: str
-    disclosure: str | None
+    leakage_summary: str | None
     context: int
     prompt_tokens: int
     step_tokens: int

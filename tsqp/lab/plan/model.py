@@ -145,7 +145,7 @@ class PolicyPlan(_Model):
 
     policy: str
     summary: str
-    disclosure: str | None
+    leakage_summary: str | None
     prefill: Prediction
     decode: Prediction
     ttft_ms: float

@@ -194,7 +194,7 @@ class Planning:
         return PolicyPlan(
             policy=policy.name,
             summary=policy.summary,
-            disclosure=policy.leakage_summary(),
+            leakage_summary=policy.leakage_summary(),
             prefill=prefill,
             decode=decode,
             ttft_ms=prefill.total_us / 1e3,

@@ -207,7 +207,7 @@ def timeline(
     return Timeline(phase=phase, tokens=tokens, batch=batch, spans=tuple(spans))
 
 
-def disclosure(policy: str) -> str | None:
+def leakage_summary(policy: str) -> str | None:
     if policy == "tee-only":
         return None
     seen = "uniform random numbers, lengths and timing" if policy == "shielded" else "<something>"
@@ -233,7 +233,7 @@ def policy_run(
     return PolicyRun(
         policy=policy,
         summary=f"what {policy} does",
-        disclosure=disclosure(policy),
+        leakage_summary=leakage_summary(policy),
         cases=tuple(cases),
         generation=Generation(
             prompt_tokens=512,

@@ -32,8 +32,10 @@ def test_what_must_be_known_first() -> None:
     ],
 )
 def test_pads_are_known_by_what_they_disclose(said: str, pads: bool) -> None:
-    run = policy_run("p", layers=1).model_copy(update={"disclosure": f"policy p: {said}"})
+    run = policy_run("p", layers=1).model_copy(update={"leakage_summary": f"policy p: {said}"})
     assert uses_pads(run) == pads
     # Without a round trip none is used.
-    kept = policy_run("tee-only", layers=1).model_copy(update={"disclosure": run.disclosure})
+    kept = policy_run("tee-only", layers=1).model_copy(
+        update={"leakage_summary": run.leakage_summary}
+    )
     assert not uses_pads(kept)

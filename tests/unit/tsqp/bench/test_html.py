@@ -116,8 +116,8 @@ def test_everything_measured_is_there(complete: str) -> None:
     text = Page(complete).text
     for run in report.policies:
         assert run.summary in text
-        assert run.disclosure is not None
-        assert run.disclosure in text
+        assert run.leakage_summary is not None
+        assert run.leakage_summary in text
     for words in (
         "Whole requests",
         "TTFT ms",

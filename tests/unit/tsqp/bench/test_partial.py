@@ -29,7 +29,7 @@ def test_answers_add_up() -> None:
     partial.gpu_peak_bytes = 10
     found = partial.run()
     assert (found.policy, found.summary) == ("tsqp", policy.summary)
-    assert found.disclosure == policy.leakage_summary()
+    assert found.leakage_summary == policy.leakage_summary()
     assert found.cases == (first, second)
     assert found.timelines == (timeline("tsqp"),)
     assert found.generation == GENERATION
