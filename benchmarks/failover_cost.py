@@ -48,6 +48,7 @@ from protocol.channel import Channel, Exchange, Traffic
 from protocol.connect import open_channel
 from protocol.errors import EndpointError, ReplyError, SettingsError, TsqpError
 from protocol.messages import (
+    FUSED_MODULES,
     InitReply,
     LinearRequest,
     LMHeadRequest,
@@ -57,6 +58,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.pending import PendingChannel
+from protocol.prepared import PreparedRequest
 from protocol.tensors import from_torch, short_name
 from tee_side.policy.placement import load_policy
 from tee_side.remote.services.member import ConnectOptions, Instances, Member, Session
@@ -235,14 +237,16 @@ def _unchecked(endpoint: str, _reply: Response, layers: tuple[int, int]) -> Init
 
 
 def _calls(channel: Channel, runner: Runner, calls: int) -> Callable[[], None]:
-    x_TD = torch.ones(1, runner.config.hidden_size, dtype=runner.dtype)
-    request = LinearRequest(
-        layer_idx=0, module_names=("q_proj", "k_proj", "v_proj"), hidden_states=from_torch(x_TD)
-    )
+    config, names = runner.config, FUSED_MODULES["qkv_proj"]
+    x_TD = torch.ones(1, config.hidden_size, dtype=runner.dtype)
+    request = LinearRequest(layer_idx=0, module_names=names, hidden_states=from_torch(x_TD))
+    # As a call plan has it.
+    outputs = sum(config.module_shape(name)[0] for name in names)
+    prepared = PreparedRequest(request, (1, outputs), short_name(runner.dtype))
 
     def work() -> None:
         for _ in range(calls):
-            channel.wait(channel.submit(request))
+            channel.wait(channel.start(prepared, x_TD))
 
     return work
 

@@ -39,7 +39,8 @@ from protocol.connect import open_channel
 from protocol.encoding import encode_request
 from protocol.errors import SettingsError, TsqpError
 from protocol.messages import LinearRequest, TensorReply, Timing
-from protocol.tensors import Buffer, from_torch, to_torch
+from protocol.prepared import PreparedRequest
+from protocol.tensors import Buffer, from_torch, short_name
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.output import write_results
 from tsqp.lab.bench.random_model import write_random_model
@@ -146,17 +147,12 @@ def our_pings(
 ) -> Iterator[Callable[[], object]]:
     """Yield what sends a tensor through the square module and returns what comes back."""
     channel = open_channel(endpoint, spin_us=spin_us)
+    request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=from_torch(hidden))
+    # As a call plan has it: the module is square, and its reply like its request.
+    prepared = PreparedRequest(request, tuple(hidden.shape), short_name(hidden.dtype))
 
     def round_trip() -> torch.Tensor:
-        request = LinearRequest(
-            layer_idx=0, module_names=("o_proj",), hidden_states=from_torch(hidden)
-        )
-        response = channel.call(request).response
-        if not isinstance(response, TensorReply):
-            raise SettingsError(
-                endpoint, got=type(response).__name__, expected="a reply with a tensor"
-            )
-        return to_torch(response.output)
+        return prepared.output(channel.wait(channel.start(prepared, hidden)))
 
     try:
         yield round_trip
