@@ -28,6 +28,7 @@ from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.bind import open_listener
 from gpu_side.weights import check_integers, load_weights
+from protocol import native
 from protocol.curve import is_beyond_loopback, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import KernelError, SettingsError
@@ -134,6 +135,7 @@ def serve(settings: ServiceSettings) -> None:
     _allow_many_descriptors()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+        native.set_threads(settings.threads)
     device = parse_device(settings.device)
     limits, keys = settings.limits, settings.read_keys()
     with limited(log), _stop_signals() as stop:

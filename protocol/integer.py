@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from protocol.errors import KernelError
+from protocol.native import choice, library, pool
 
 DIGITS = 4
 # A product of one digit must fit int32: MAX_IN_FEATURES * 128 * 128 < 2^31.
@@ -44,10 +45,10 @@ _ALL_DIGITS_HIGHEST = 0x7F7F7F7F
 def empty_weight(out_features: int, in_features: int, device: torch.device) -> torch.Tensor:
     """Return an unset int8 [out_features, in_features] in the layout that products are fastest in.
 
-    On a CPU that is a view of a matrix with in_features rows: two to five times as fast for few
-    rows as the other way round, and as fast for many. On CUDA it is the plain one: cuBLAS needs it.
+    Compiled kernels and cuBLAS take the plain one. torch on a CPU, a view of a matrix with
+    in_features rows: two to five times as fast for few rows as the other way round.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and not choice().compiled:
         return torch.empty(in_features, out_features, dtype=torch.int8).t()
     return torch.empty(out_features, in_features, dtype=torch.int8, device=device)
 
@@ -212,6 +213,14 @@ def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.
             "int8 product", got=f"{K} in_features", expected=f"2 to {MAX_IN_FEATURES}"
         )
     out = torch.empty(rows, N, dtype=torch.int32, device=elements.device)
+    if elements.device.type == "cpu" and weight.stride(1) == 1 and choice().compiled:
+        elements = elements.contiguous()
+        library.product(
+            *(elements.data_ptr(), rows, K, count),
+            *(weight.data_ptr(), weight.stride(0), N),
+            *(out.data_ptr(), pool()),
+        )
+        return out
     # Equal blocks, and one scratch for all of them: fresh memory for each costs as much as a fifth
     # of the product. The last block may be smaller.
     most = max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // (count * max(K, N)))

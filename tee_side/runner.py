@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from protocol import native
 from protocol.channel import ChannelWrapper, Traffic
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, one_for_each
@@ -111,6 +112,7 @@ class Runner:
         key_of = dict(zip(endpoints, keys, strict=True))
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+            native.set_threads(settings.threads)
         self.config = config = read_config(settings.model, settings.manifest)
         self.dtype = dtype = torch_dtype(settings.dtype or config.dtype)
         self._checkpoint = checkpoint = Checkpoint(settings.model, settings.manifest)

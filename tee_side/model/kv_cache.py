@@ -18,6 +18,8 @@ import torch
 
 from protocol.errors import LimitError
 from protocol.model.config import ModelConfig
+from protocol.native import compiled_for
+from tee_side.native import local_ops as compiled_ops
 
 # What is left of the memory at start for everything but KV caches.
 _SHARE_OF_MEMORY = 0.8
@@ -86,6 +88,7 @@ class KVCache:
             expected = f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)"
             raise kv_refused(where, self.nbytes, capacity, expected, most=most) from None
         self._layers = list(zip(keys, values, strict=True))
+        self._write = compiled_ops.append if compiled_for(dtype) else _append
 
     def release(self) -> None:
         """Give the memory back: the sequence has ended, and is asked for its length at most."""
@@ -120,11 +123,16 @@ class KVCache:
             )
         self._written[layer] = behind + k_TKC.shape[0]
         keys, values = self._layers[layer]
-        keys.narrow(1, start, end - start).copy_(k_TKC.transpose(0, 1))
-        values.narrow(1, start, end - start).copy_(v_TKC.transpose(0, 1))
+        self._write(k_TKC, keys, start)
+        self._write(v_TKC, values, start)
         return keys.narrow(1, 0, end), values.narrow(1, 0, end)
 
     def commit(self, tokens: int) -> None:
         """Count the rows that every layer has written."""
         self.length += tokens
         self.begin_step()
+
+
+def _append(x_TKC: torch.Tensor, cache_KSC: torch.Tensor, start: int) -> None:
+    """Write keys or values to the positions of a cache from `start` on, where there is room."""
+    cache_KSC.narrow(1, start, x_TKC.shape[0]).copy_(x_TKC.transpose(0, 1))

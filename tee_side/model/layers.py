@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from protocol.model.checkpoint import FINAL_NORM, Checkpoint, light_tensors, norm_names
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
+from protocol.native import compiled_for
 from tee_side.model import local_ops
 from tee_side.model.batch import Chunk
 from tee_side.model.rope import Rope
+from tee_side.native import local_ops as compiled_ops
 from tee_side.observer import Observer, timed
 from tee_side.threads import large_attention, large_tensor
 
@@ -25,6 +27,11 @@ Tensor: TypeAlias = torch.Tensor
 Norm: TypeAlias = Callable[[Tensor], Tensor]
 
 _UNUSED = torch.empty(0)
+
+
+def _ops_for(dtype: torch.dtype) -> Any:
+    """Return the local operators for activations of a dtype, compiled or torch's: a module."""
+    return compiled_ops if compiled_for(dtype) else local_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +67,13 @@ class Layer:
     @staticmethod
     def of(index: int, norms: LayerNorms, config: ModelConfig, observer: Observer | None) -> Layer:
         """Bind the local operators of a layer."""
+        ops = _ops_for(norms.input_layernorm.dtype)
         window = config.sliding_windows[index]
         # Most steps leave all threads but one to others; what is large gets all of them.
         threads = torch.get_num_threads()
 
         def norm(weight: Tensor) -> Norm:
-            bound = partial(local_ops.rms_norm, weight=weight, eps=config.rms_norm_eps)
+            bound = partial(ops.rms_norm, weight=weight, eps=config.rms_norm_eps)
             return timed(bound, observer, "rms_norm", index)
 
         def kv_cache(chunk: Chunk, k_TKC: Tensor, v_TKC: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,11 +82,13 @@ class Layer:
         def attention(q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
             context = k_KSC.shape[1] if window is None else min(k_KSC.shape[1], window)
             with large_attention(q_THC.numel() * context, threads):
-                return local_ops.attention(q_THC, k_KSC, v_KSC, window)
+                out: Tensor = ops.attention(q_THC, k_KSC, v_KSC, window)
+            return out
 
         def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
             with large_tensor(gate_TF.numel(), threads):
-                return local_ops.silu_mul(gate_TF, up_TF)
+                out: Tensor = ops.silu_mul(gate_TF, up_TF)
+            return out
 
         return Layer(
             index,
@@ -86,11 +96,11 @@ class Layer:
             norm(norms.post_attention_layernorm),
             norm(norms.q_norm),
             norm(norms.k_norm),
-            timed(local_ops.apply_rope, observer, "rope", index),
+            timed(ops.apply_rope, observer, "rope", index),
             timed(kv_cache, observer, "kv_cache", index),
             timed(attention, observer, "attention", index),
             timed(silu_mul, observer, "silu_mul", index),
-            timed(local_ops.residual, observer, "residual", index),
+            timed(ops.residual, observer, "residual", index),
             window,
         )
 
@@ -115,7 +125,8 @@ class TeeModel:
         # Bound before the first step, in which torch has one thread: see `Layer.of`.
         config, observer, every = self.config, self.observer, enumerate(self.norms)
         self.layers = tuple(Layer.of(index, norms, config, observer) for index, norms in every)
-        norm = partial(local_ops.rms_norm, weight=self.final_norm, eps=config.rms_norm_eps)
+        rms_norm = _ops_for(self.final_norm.dtype).rms_norm
+        norm = partial(rms_norm, weight=self.final_norm, eps=config.rms_norm_eps)
         self.norm = timed(norm, observer, "rms_norm", None)
 
     def norm_weights(self) -> dict[str, Tensor]:

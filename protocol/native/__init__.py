@@ -1,0 +1,138 @@
+"""The compiled kernels of both sides, and which instruction set they use.
+
+`pip install` compiles them where there is a C++ compiler. Without one, torch computes the same:
+integers bit for bit, floats within a few units in their last place. The best *variant* that this
+processor has is used, once it has given what the portable one gives (`protocol.native.proof`).
+
+Kernels take addresses. `protocol.native.product` and `tee_side.native` check what they pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from protocol.errors import KernelError
+from protocol.native.proof import differs
+
+log = logging.getLogger("protocol")
+
+AUTO, TORCH = "auto", "torch"
+
+# How long a thread that helped looks for more to do before it sleeps: less than it takes to wake
+# one up, so that it costs little where the service computes on the same processor.
+SPIN_US = 20
+
+# Types of activations that kernels are compiled for, by their numbers in kernels.h.
+FLOATS = {torch.float32: 0, torch.bfloat16: 1}
+
+library: Any
+try:
+    from protocol.native import _native as library  # type: ignore[attr-defined, no-redef]
+except ImportError:
+    library = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernels run. `variant`: "torch", or an instruction set.
+
+    `refused`: variants that this processor has and that gave other results than the portable one.
+    `built`: whether there is a compiled library at all.
+    """
+
+    variant: str
+    refused: tuple[str, ...]
+    built: bool
+
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled kernels run."""
+        return self.variant != TORCH
+
+
+_chosen: Choice | None = None
+
+
+def use(kernels: str = AUTO) -> Choice:
+    """Choose which kernels run: "auto" for the best there are, "torch", or an instruction set.
+
+    Takes some 50 ms, to try them. Raises KernelError for what this process cannot use.
+    """
+    global _chosen  # noqa: PLW0603 - one for the process, as the processor is
+    _chosen = _choose(kernels)
+    if not _chosen.built:
+        log.warning("no_compiled_kernels", extra={"fields": {"uses": "torch, which is slower"}})
+    return _chosen
+
+
+def choice() -> Choice:
+    """Return which kernels run: what `use` chose, or else the best there are."""
+    return _chosen or use()
+
+
+def _choose(wanted: str) -> Choice:
+    found: list[str] = [] if library is None else library.variants()
+    if wanted == TORCH or (wanted == AUTO and not found):
+        return Choice(TORCH, (), library is not None)
+    if wanted != AUTO and wanted not in found:
+        expected = f"one of {', '.join([AUTO, TORCH, *found])}"
+        raise KernelError("kernels", got=repr(wanted), expected=expected)
+    refused: list[str] = []
+    for name in reversed(found) if wanted == AUTO else [wanted]:
+        if not differs(library, name):
+            library.use(name)
+            return Choice(name, tuple(refused), True)
+        refused.append(name)
+    raise KernelError(
+        f"kernels {wanted}", got="wrong results", expected="those of the portable ones"
+    )
+
+
+def compiled_for(dtype: torch.dtype) -> bool:
+    """Say whether compiled kernels run for activations of a dtype."""
+    return dtype in FLOATS and choice().compiled
+
+
+class _Pool:
+    """Threads that share the kernels of one thread, which calls them."""
+
+    def __init__(self, threads: int) -> None:
+        self.address: int = library.pool_new(threads, SPIN_US)
+
+    def __del__(self) -> None:
+        library.pool_free(self.address)
+
+
+_threads = len(os.sched_getaffinity(0))
+_local = threading.local()
+
+
+def set_threads(count: int) -> None:
+    """Let every thread's kernels use so many threads, itself included, from now on."""
+    global _threads, _local
+    _threads, _local = count, threading.local()
+
+
+def pool() -> int:
+    """Return the address of this thread's pool."""
+    found: _Pool | None = getattr(_local, "pool", None)
+    if found is None:
+        found = _local.pool = _Pool(_threads)
+    return found.address
+
+
+def _forget_pools() -> None:
+    """In a forked child none of their threads runs: leave their memory, and make others."""
+    global _local  # noqa: PLW0603
+    _left_behind.append(_local)
+    _local = threading.local()
+
+
+_left_behind: list[threading.local] = []
+os.register_at_fork(after_in_child=_forget_pools)

@@ -1,0 +1,90 @@
+// The table of kernels that every instruction-set variant fills. Sizes are counts of elements, and
+// the caller has checked them: kernels trust their arguments, but not what a service computed.
+//
+// Matrices are dense and row by row unless a stride is given (in elements). `Float` is the type
+// of activations. Integers wrap modulo 2^32, sums of checks modulo 2^64. A row's bits depend on
+// that row and the variant alone.
+#pragma once
+
+#include <stdint.h>
+
+#include "pool.h"
+
+enum class Float : int { f32 = 0, bf16 = 1 };
+
+// Secret vectors that a product of integers is checked with.
+constexpr int CHECKS = 2;
+
+struct Kernels {
+  const char* name;
+
+  // ---- integers ---------------------------------------------------------------------------------
+
+  // q = round(x / step), and sent = q + r where r is given. x [rows, in]; q, r, sent [rows, in].
+  // Returns the largest Euclidean norm of a row of q before it became integers: NaN or infinity
+  // where x is not finite.
+  float (*encode)(Float type, const void* x, int64_t rows, int64_t in, float step, const int32_t* r,
+                  int32_t* q, int32_t* sent, Pool* pool);
+
+  // expected[row][c] = sum_k q[row][k] * products[c][k] mod 2^64. `low`, `high` [CHECKS, in] are
+  // the signed halves of the products: low + 2^32 high.
+  void (*expect)(const int32_t* q, int64_t rows, int64_t in, const int32_t* low,
+                 const int32_t* high, uint64_t* expected, Pool* pool);
+
+  // out = (y - u) * factor + bias. y, u [rows, outs] int32, u and bias may be absent; factor,
+  // float32 [outs]; bias and out in `type`, rounded to it before and after the bias. With `vectors`
+  // [CHECKS, outs], returns whether sum_j (y - u)[row][j] * vectors[c][j] is as expected in every
+  // row; without, true. Each element of y is read once.
+  bool (*decode)(Float type, const int32_t* y, const int32_t* u, int64_t rows, int64_t outs,
+                 const float* factor, const void* bias, void* out, const int32_t* vectors,
+                 const uint64_t* expected, Pool* pool);
+
+  // y = q weight^T mod 2^32, of the lowest `digits` (1 to 4) balanced base-256 digits of q.
+  // q [rows, in], y [rows, outs]; weight int8 [outs, in] with a stride between outputs. `in` is
+  // below 2^17.
+  void (*product)(const int32_t* q, int64_t rows, int64_t in, int digits, const int8_t* weight,
+                  int64_t stride, int64_t outs, int32_t* y, Pool* pool);
+
+  // out = x weight^T + bias, with each row of x as int8 under a scale of its own (largest / 127)
+  // and each output of the weight under its `scale`. x [rows, in], out [rows, outs]; bias may be
+  // absent.
+  void (*linear8)(Float type, const void* x, int64_t rows, int64_t in, const int8_t* weight,
+                  int64_t stride, const float* scale, const void* bias, int64_t outs, void* out,
+                  Pool* pool);
+
+  // ---- floats -----------------------------------------------------------------------------------
+
+  // RMSNorm: out = round(h / sqrt(mean(h^2) + eps)) * weight. h [rows, features] with a stride
+  // between rows; out is dense.
+  void (*rms_norm)(Float type, const void* h, int64_t stride, int64_t rows, int64_t features,
+                   const void* weight, float eps, void* out, Pool* pool);
+
+  // out = silu(gate) * up; gate and up [rows, features] with a stride between rows; out is dense.
+  void (*silu_mul)(Float type, const void* gate, const void* up, int64_t stride, int64_t rows,
+                   int64_t features, void* out, Pool* pool);
+
+  // h = h + y.
+  void (*residual)(Float type, void* h, const void* y, int64_t count);
+
+  // Rotate halves of each head: x [rows, heads, dim] with a stride between rows, out is dense; cos
+  // [rows, dim], sin [rows, dim / 2], whose halves are the same.
+  void (*rope)(Float type, const void* x, int64_t stride, int64_t rows, int64_t heads, int64_t dim,
+               const void* cos, const void* sin, void* out, Pool* pool);
+
+  // Write rows of keys or values [rows, heads, dim], with a stride between rows, to positions
+  // start ... of a cache [heads, capacity, dim].
+  void (*append)(Float type, const void* x, int64_t stride, int64_t rows, int64_t heads,
+                 int64_t dim, void* cache, int64_t capacity, int64_t start);
+
+  // Causal grouped-query attention of the last `rows` of `context` positions: softmax(q k^T /
+  // sqrt dim) v. q [rows, heads, dim] with a stride between rows, out [rows, heads, dim] dense;
+  // keys, values [kv_heads, capacity, dim]. A row looks at itself and what comes before it, at most
+  // `window` positions in all (0: no limit).
+  void (*attention)(Float type, const void* q, int64_t stride, int64_t rows, int64_t heads,
+                    int64_t kv_heads, int64_t dim, const void* keys, const void* values,
+                    int64_t capacity, int64_t context, int64_t window, void* out, Pool* pool);
+};
+
+inline int64_t padded(int64_t size, int64_t multiple) {
+  return (size + multiple - 1) / multiple * multiple;
+}

@@ -1,0 +1,161 @@
+#include "pool.h"
+
+#include <stdlib.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define PAUSE() _mm_pause()
+#else
+#define PAUSE() std::this_thread::yield()
+#endif
+
+namespace {
+
+constexpr int64_t ALIGNMENT = 64;
+constexpr int SPINS_PER_LOOK = 64;
+
+struct Free {
+  void operator()(char* memory) const { free(memory); }
+};
+
+// Memory that only grows, for one thread at a time.
+class Scratch {
+ public:
+  char* at_least(int64_t bytes) {
+    if (bytes > size_) {
+      size_ = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+      memory_.reset(static_cast<char*>(aligned_alloc(ALIGNMENT, size_)));
+      if (!memory_) throw std::bad_alloc();
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<char, Free> memory_;
+  int64_t size_ = 0;
+};
+
+}  // namespace
+
+// A job's tasks are handed out by `next_`: the job's number above, the next task below. Whoever
+// raises it for a job has that task, and the job cannot end before the task does; so a worker that
+// wakes up late finds another number, or no task left, and touches nothing of an old job.
+struct Pool {
+ public:
+  Pool(int threads, int spin_us) : spin_(spin_us), scratch_(threads) {
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { attend(i); });
+  }
+
+  ~Pool() {
+    stop_ = true;
+    wake();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  char* memory(int64_t bytes) { return memory_.at_least(bytes); }
+  int threads() const { return static_cast<int>(scratch_.size()); }
+
+  void run(int64_t count, int64_t scratch_bytes, Task task, void* kernel) {
+    if (count <= 0) return;
+    if (count == 1 || workers_.empty()) {
+      char* scratch = scratch_[0].at_least(scratch_bytes);
+      for (int64_t i = 0; i < count; i++) task(kernel, i, scratch);
+      return;
+    }
+    // Here, where a failure to get memory still has a caller.
+    for (Scratch& scratch : scratch_) scratch.at_least(scratch_bytes);
+    task_.store(task, std::memory_order_relaxed);
+    kernel_.store(kernel, std::memory_order_relaxed);
+    scratch_bytes_.store(scratch_bytes, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    uint64_t job = ((next_.load(std::memory_order_relaxed) >> 32) + 1) & 0xffffffff;
+    next_.store(job << 32);
+    if (asleep_.load() > 0) wake();
+    work(0, job);
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
+      PAUSE();
+      // The thread that has the last task may need this core.
+      if (spins % SPINS_PER_LOOK == SPINS_PER_LOOK - 1) std::this_thread::yield();
+    }
+  }
+
+ private:
+  void work(int thread, uint64_t job) {
+    for (;;) {
+      uint64_t ticket = next_.load(std::memory_order_acquire);
+      int64_t index = static_cast<int64_t>(ticket & 0xffffffff);
+      Task task = task_.load(std::memory_order_relaxed);
+      void* kernel = kernel_.load(std::memory_order_relaxed);
+      int64_t bytes = scratch_bytes_.load(std::memory_order_relaxed);
+      if (ticket >> 32 != job || index >= count_.load(std::memory_order_relaxed)) return;
+      if (!next_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+      task(kernel, index, scratch_[thread].at_least(bytes));
+      done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  void attend(int thread) {
+    uint64_t seen = 0;
+    while (!stop_) {
+      uint64_t job = wait_for_job_after(seen);
+      work(thread, job);
+      seen = job;
+    }
+  }
+
+  uint64_t wait_for_job_after(uint64_t seen) {
+    auto until = std::chrono::steady_clock::now() + spin_;
+    do {
+      for (int i = 0; i < SPINS_PER_LOOK; i++) {
+        uint64_t job = next_.load(std::memory_order_acquire) >> 32;
+        if (job != seen || stop_.load(std::memory_order_relaxed)) return job;
+        PAUSE();
+      }
+    } while (std::chrono::steady_clock::now() < until);
+    std::unique_lock<std::mutex> lock(mutex_);
+    asleep_++;
+    awake_.wait(lock, [&] { return next_.load() >> 32 != seen || stop_; });
+    asleep_--;
+    return next_.load() >> 32;
+  }
+
+  void wake() {
+    // With the lock: a worker is either before its look at `next_`, or waiting.
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    awake_.notify_all();
+  }
+
+  const std::chrono::microseconds spin_;
+  std::vector<Scratch> scratch_;
+  Scratch memory_;
+  alignas(64) std::atomic<uint64_t> next_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<Task> task_{nullptr};
+  std::atomic<void*> kernel_{nullptr};
+  std::atomic<int64_t> scratch_bytes_{0};
+  std::atomic<int64_t> count_{0};
+  std::atomic<int> asleep_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+  std::condition_variable awake_;
+  std::vector<std::thread> workers_;
+};
+
+Pool* pool_new(int threads, int spin_us) { return new Pool(threads, spin_us); }
+void pool_free(Pool* pool) { delete pool; }
+char* pool_memory(Pool* pool, int64_t bytes) { return pool->memory(bytes); }
+int pool_threads(const Pool* pool) { return pool->threads(); }
+
+void pool_run(Pool* pool, int64_t count, int64_t scratch_bytes, Task task, void* kernel) {
+  pool->run(count, scratch_bytes, task, kernel);
+}

@@ -1,0 +1,100 @@
+// Around a product of integers: scaling, rounding, pads, and the check of the result.
+#pragma once
+
+#include "../../protocol/native/tasks.h"
+
+namespace VARIANT {
+
+template <class T>
+INLINE float encode_row(const T* x, int64_t in, float step, const int32_t* r, int32_t* q,
+                        int32_t* sent) {
+  f32x16 squares = broadcast(0.f);
+  each_vector(in, [&](int64_t k, int64_t count) {
+    f32x16 scaled = load_floats(x + k, count) / step;
+    i32x16 rounded = round_to_integers(scaled);
+    // NaN, infinity and what no integer holds stay as they are, and the norm says so.
+    f32x16 whole = choose(absolute(scaled) < broadcast(1e9f), to_floats(rounded), scaled);
+    squares = multiply_add(whole, whole, squares);
+    store_integers(q + k, rounded, count);
+    if (r) store_integers(sent + k, rounded + load_integers(r + k, count), count);
+  });
+  return sqrtf(sum(squares));
+}
+
+static float encode(Float type, const void* x, int64_t rows, int64_t in, float step,
+                    const int32_t* r, int32_t* q, int32_t* sent, Pool* pool) {
+  // The largest of floats that are not negative, or NaN, is the largest of their bits.
+  uint32_t most = 0;
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    share(pool, rows, rows * in, 0, [&](int64_t row, char*) {
+      int64_t at = row * in;
+      float norm = encode_row((const T*)x + at, in, step, r ? r + at : r, q + at, sent + at);
+      uint32_t bits = bits_of<uint32_t>(norm) & 0x7fffffff;
+      uint32_t seen = __atomic_load_n(&most, __ATOMIC_RELAXED);
+      while (bits > seen && !__atomic_compare_exchange_n(&most, &seen, bits, true, __ATOMIC_RELAXED,
+                                                         __ATOMIC_RELAXED)) {
+      }
+    });
+  });
+  return bits_of<float>(most);
+}
+
+static void expect(const int32_t* q, int64_t rows, int64_t in, const int32_t* low,
+                   const int32_t* high, uint64_t* expected, Pool* pool) {
+  share(pool, rows, rows * in, 0, [=](int64_t row, char*) {
+    i64x8 lows[CHECKS] = {};
+    i32x16 highs[CHECKS] = {};
+    each_vector(in, [&](int64_t k, int64_t count) {
+      i32x16 x = load_integers(q + row * in + k, count);
+      for (int c = 0; c < CHECKS; c++) {
+        lows[c] = multiply_wide(lows[c], x, load_integers(low + c * in + k, count));
+        // Times 2^32: what is above 32 bits falls out modulo 2^64.
+        highs[c] = highs[c] + x * load_integers(high + c * in + k, count);
+      }
+    });
+    for (int c = 0; c < CHECKS; c++) {
+      uint32_t above = 0;
+      for (int i = 0; i < LANES; i++) above += (uint32_t)highs[c][i];
+      expected[row * CHECKS + c] = sum(lows[c]) + ((uint64_t)above << 32);
+    }
+  });
+}
+
+template <class T>
+INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const float* factor,
+                       const T* bias, T* out, const int32_t* vectors, const uint64_t* expected) {
+  i64x8 sums[CHECKS] = {};
+  each_vector(outs, [&](int64_t j, int64_t count) {
+    i32x16 plain = load_integers(y + j, count);
+    if (u) plain = plain - load_integers(u + j, count);
+    if (vectors)
+      for (int c = 0; c < CHECKS; c++)
+        sums[c] = multiply_wide(sums[c], plain, load_integers(vectors + c * outs + j, count));
+    f32x16 scaled = rounded_to(out, to_floats(plain) * load_floats(factor + j, count));
+    if (bias) scaled = scaled + load_floats(bias + j, count);
+    store_floats(out + j, scaled, count);
+  });
+  bool same = true;
+  if (vectors)
+    for (int c = 0; c < CHECKS; c++) same &= sum(sums[c]) == expected[c];
+  return same;
+}
+
+static bool decode(Float type, const int32_t* y, const int32_t* u, int64_t rows, int64_t outs,
+                   const float* factor, const void* bias, void* out, const int32_t* vectors,
+                   const uint64_t* expected, Pool* pool) {
+  bool wrong = false;
+  with_type(type, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    share(pool, rows, rows * outs, 0, [&](int64_t row, char*) {
+      int64_t at = row * outs;
+      if (!decode_row(y + at, u ? u + at : u, outs, factor, (const T*)bias, (T*)out + at, vectors,
+                      expected + row * CHECKS))
+        __atomic_store_n(&wrong, true, __ATOMIC_RELAXED);
+    });
+  });
+  return !wrong;
+}
+
+}  // namespace VARIANT
