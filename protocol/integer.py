@@ -39,7 +39,8 @@ _CUDA_MULTIPLE = 8
 _CHECKED_SHAPES = ((64, 48), (2048, 264), (8192, 24), (37, 19))
 _CHECKED_ROWS = (1, 4, 9, 33)
 _ALL_DIGITS_LOWEST = 0x7F7F7F80  # -128 (1 + 256 + 256^2 + 256^3) mod 2^32
-_ALL_DIGITS_HIGHEST = 0x7F7F7F7F
+# The largest value of four balanced digits; what is above it they represent as 2^32 less.
+LARGEST_OF_DIGITS = 0x7F7F7F7F
 
 
 def empty_weight(out_features: int, in_features: int, device: torch.device) -> torch.Tensor:
@@ -181,7 +182,7 @@ def check_kernels(device: torch.device) -> None:
                     for elements in (
                         random(torch.int32, *rows),
                         torch.full(rows, _ALL_DIGITS_LOWEST, dtype=torch.int32),
-                        torch.full(rows, _ALL_DIGITS_HIGHEST, dtype=torch.int32),
+                        torch.full(rows, LARGEST_OF_DIGITS, dtype=torch.int32),
                     ):
                         _check_product(elements.to(device), laid_out)
 

@@ -40,18 +40,28 @@ from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.keyed import TransformKey, load_key
 from tee_side.protect.masks.mask import AdditiveMask, FeatureMask, KeyedTransform, Mask
+from tee_side.protect.masks.pad import Pad
+from tee_side.protect.padded import PaddedSite
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
-from tee_side.protect.pads.layout import PadLayout
+from tee_side.protect.pads.layout import PadLayout, site_number
 from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
 from tee_side.protect.pads.source import Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import FloatSite, FloatSites, IntegerSites, load_biases, tensors_of
+from tee_side.protect.sites import (
+    FloatSite,
+    FloatSites,
+    IntegerSite,
+    IntegerSites,
+    load_biases,
+    tensors_of,
+)
 from tee_side.protect.verifier import (
     UNVERIFIED,
     Checks,
+    LinearCheck,
     Weights,
     check_verifiable,
     find_checks,
@@ -200,7 +210,7 @@ class Assembly:
         loads the weights that stay, and draws what results are verified with.
         """
         randomness = randomness or Randomness()
-        settings = CallSettings(channels_at, timeout_s, None, torch.get_num_threads())
+        settings = CallSettings(channels_at, timeout_s, None)
         told = [observers.lane(n) if observers is not None else None for n in range(micro_batches)]
         return [self._lane(settings, randomness, observer, only) for observer in told]
 
@@ -226,14 +236,26 @@ class Assembly:
                 pads=None if mask is None else pads.get(mask),
                 transforms=self._transforms,
             )
+            linear = FloatSite() if bias_leaves else self._sites[site]
+            check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
+            padded = None
+            if (
+                type(mask) is Pad  # what a subclass sends is its own affair
+                and isinstance(linear, IntegerSite)
+                and linear.compiled
+                and settings.observer is None
+            ):
+                exact = check.exact if isinstance(check, LinearCheck) else None
+                padded = PaddedSite(linear, site_number(*site), pads[mask], exact)
             return RemoteLinear(
                 site,
                 self._parts.config,
                 settings,
                 hide=hide_at(site),
                 rules=MaskRules(mask),
-                check=UNVERIFIED if verify == "none" else self._secrets.check(site, mask),
-                linear=FloatSite() if bias_leaves else self._sites[site],
+                check=check,
+                linear=linear,
+                padded=padded,
                 bias_leaves=bias_leaves,
                 without_factors=staying(local.get(site, not_here)),
                 one_rpc_per_module=policy.one_rpc_per_module,

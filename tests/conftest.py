@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+from protocol import native
 from tests.pairwise import covering
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # The models are tiny: threads cost more than they bring, and one thread adds up in one order.
 torch.set_num_threads(1)
+native.set_threads(1)
 
 # What a shell starts in the background, or nohup, ignores these, and so would every program that is
 # started here, some of them to be interrupted.
@@ -101,3 +103,12 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def torch_kernels() -> Iterator[None]:
+    """Run without compiled kernels, for tests of what torch does in their place."""
+    from tests.support import using_kernels
+
+    with using_kernels("torch"):
+        yield

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from gpu_side.weights import load_weights
+from protocol import native
 from protocol.messages import Request, Timing
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -443,3 +444,18 @@ def token_ids(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
     return ids
+
+
+# Every way that kernels can run on this machine.
+KERNELS = ("torch", *(native.library.variants() if native.library is not None else ()))
+
+
+@contextmanager
+def using_kernels(name: str) -> Iterator[None]:
+    """Run this process's kernels in one of these ways."""
+    before = native.choice()
+    try:
+        native.use(name)
+        yield
+    finally:
+        native.use(before.variant)

@@ -34,7 +34,7 @@ struct Kernels {
   // out = (y - u) * factor + bias. y, u [rows, outs] int32, u and bias may be absent; factor,
   // float32 [outs]; bias and out in `type`, rounded to it before and after the bias. With `vectors`
   // [CHECKS, outs], returns whether sum_j (y - u)[row][j] * vectors[c][j] is as expected in every
-  // row; without, true. Each element of y is read once.
+  // row; without, true. Without `out`, only checks. Each element of y is read once.
   bool (*decode)(Float type, const int32_t* y, const int32_t* u, int64_t rows, int64_t outs,
                  const float* factor, const void* bias, void* out, const int32_t* vectors,
                  const uint64_t* expected, Pool* pool);

@@ -343,12 +343,16 @@ static void product(const int32_t* q, int64_t rows, int64_t in, int digits, cons
 // Round a row to int8 under a scale of its own; return the scale.
 template <class T>
 INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row) {
-  f32x16 most = broadcast(0.f);
+  // Of floats that are not negative the largest has the largest bits; NaN is larger still.
+  i32x16 most = broadcast<int32_t>(0);
   each_vector(in, [&](int64_t k, int64_t count) {
-    most = maximum(absolute(load_floats(x + k, count)), most);
+    i32x16 bits = bits_of<i32x16>(absolute(load_floats(x + k, count)));
+    most = choose(bits > most, bits, most);
   });
+  int32_t bits = 0;
+  for (int i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
   const float smallest = 1.17549435e-38f;  // the smallest normal number: a row of zeros stays one
-  float scale = largest(most) / 127.f;
+  float scale = bits_of<float>(bits) / 127.f;
   if (scale < smallest) scale = smallest;
   int8_t* bytes = to.row(0, row);
   int32_t sum = 0;

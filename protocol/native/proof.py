@@ -94,7 +94,7 @@ class _Trial:
         rows, features, outs = size = (5, 150, 70)
         x = self._random(dtype, rows, features, scale=8.0)
         yield from self._sites(number, x)
-        x[1] = 0.0
+        x[1], x[3, 7], x[4, 9] = 0.0, torch.nan, torch.inf
         x[2, 0] = torch.finfo(dtype).max
         gain, bias = self._random(dtype, features), self._random(dtype, outs)
         out, y = torch.empty_like(x), torch.empty(rows, outs, dtype=dtype)

@@ -24,7 +24,6 @@ from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_re
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import timed
-from tee_side.threads import TorchThreads
 from tee_side.words import PHASES, Phase
 
 DEFAULT_STEP_TOKENS = 512
@@ -203,10 +202,9 @@ class Engine:
         logits_NV = run_step(batch, self.lanes, phase)
         observer = self.lanes[0].model.observer
         sampled = []
-        with TorchThreads(1):  # a row of logits is less work than to wake a second thread
-            for sequence, logits_V in zip(complete, logits_NV, strict=True):
-                sample = timed(sequence.sampler.sample, observer, "sample", None)
-                sampled.append(Sampled(sequence, sample(logits_V, sequence.ids), logits_V))
+        for sequence, logits_V in zip(complete, logits_NV, strict=True):
+            sample = timed(sequence.sampler.sample, observer, "sample", None)
+            sampled.append(Sampled(sequence, sample(logits_V, sequence.ids), logits_V))
         # From here on nothing can fail: the step counts for every sequence, or for none.
         batch.commit()
         self._last_phase = phase

@@ -16,7 +16,6 @@ from tee_side.model.batch import Batch
 from tee_side.model.forward import forward, logits
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.remote.overlap import run, run_overlapped
-from tee_side.threads import ONE_THREAD_ELEMENTS, TorchThreads
 from tee_side.words import Phase
 
 # A smaller micro-batch costs hardly less than a larger one, in the TEE and at a service.
@@ -35,18 +34,15 @@ def run_step(batch: Batch, lanes: Sequence[MicroBatchOperators], phase: Phase) -
     micro_batches = [batch] if parts == 1 else batch.split(parts)
     for chunk in batch.chunks:
         chunk.cache.begin_step()
-    model = lanes[0].model
-    large = rows // parts * model.config.hidden_size > ONE_THREAD_ELEMENTS
     try:
-        with TorchThreads(torch.get_num_threads() if large else 1):
-            h_ND = run_overlapped(
-                [
-                    forward(part, lane.model, lane.tables[phase])
-                    for part, lane in zip(micro_batches, lanes, strict=False)
-                ]
-            )
-            # Once for all of them: wherever it is, the LM head is the largest matrix to read.
-            return run(logits(torch.cat(h_ND), model, lanes[0].tables[phase]))
+        h_ND = run_overlapped(
+            [
+                forward(part, lane.model, lane.tables[phase])
+                for part, lane in zip(micro_batches, lanes, strict=False)
+            ]
+        )
+        # Once for all of them: wherever it is, the LM head is the largest matrix to read.
+        return run(logits(torch.cat(h_ND), lanes[0].model, lanes[0].tables[phase]))
     finally:
         # Release what the step did not use up, because it failed or left operators out.
         for pads in chain.from_iterable(lane.pads for lane in lanes):

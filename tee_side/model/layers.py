@@ -21,7 +21,6 @@ from tee_side.model.batch import Chunk
 from tee_side.model.rope import Rope
 from tee_side.native import local_ops as compiled_ops
 from tee_side.observer import Observer, timed
-from tee_side.threads import large_attention, large_tensor
 
 Tensor: TypeAlias = torch.Tensor
 Norm: TypeAlias = Callable[[Tensor], Tensor]
@@ -69,8 +68,6 @@ class Layer:
         """Bind the local operators of a layer."""
         ops = _ops_for(norms.input_layernorm.dtype)
         window = config.sliding_windows[index]
-        # Most steps leave all threads but one to others; what is large gets all of them.
-        threads = torch.get_num_threads()
 
         def norm(weight: Tensor) -> Norm:
             bound = partial(ops.rms_norm, weight=weight, eps=config.rms_norm_eps)
@@ -80,14 +77,7 @@ class Layer:
             return chunk.cache.append(index, k_TKC, v_TKC, behind=chunk.behind)
 
         def attention(q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
-            context = k_KSC.shape[1] if window is None else min(k_KSC.shape[1], window)
-            with large_attention(q_THC.numel() * context, threads):
-                out: Tensor = ops.attention(q_THC, k_KSC, v_KSC, window)
-            return out
-
-        def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-            with large_tensor(gate_TF.numel(), threads):
-                out: Tensor = ops.silu_mul(gate_TF, up_TF)
+            out: Tensor = ops.attention(q_THC, k_KSC, v_KSC, window)
             return out
 
         return Layer(
@@ -99,7 +89,7 @@ class Layer:
             timed(ops.apply_rope, observer, "rope", index),
             timed(kv_cache, observer, "kv_cache", index),
             timed(attention, observer, "attention", index),
-            timed(silu_mul, observer, "silu_mul", index),
+            timed(ops.silu_mul, observer, "silu_mul", index),
             timed(ops.residual, observer, "residual", index),
             window,
         )
@@ -122,7 +112,6 @@ class TeeModel:
     norm: Norm = field(init=False)
 
     def __post_init__(self) -> None:
-        # Bound before the first step, in which torch has one thread: see `Layer.of`.
         config, observer, every = self.config, self.observer, enumerate(self.norms)
         self.layers = tuple(Layer.of(index, norms, config, observer) for index, norms in every)
         rms_norm = _ops_for(self.final_norm.dtype).rms_norm

@@ -19,11 +19,12 @@ from protocol.model.quantized import (
     load_quantized_lm_head,
 )
 from protocol.model.weights import CPU, load_linear, load_tensor
+from protocol.native import compiled_for
+from tee_side.native import sites
 from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.sites import IntegerSite, IntegerSites
 from tee_side.remote.registered import RunParts
-from tee_side.threads import TorchThreads
 from tee_side.words import PHASES, Operator, Site
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -74,11 +75,11 @@ def load_local_operators(
         local[None, "embedding"] = partial(embedding, weight=weight)
     if "lm_head" in kept and integers is not None:
         lm_head = partial(_integer_lm_head, load_quantized_lm_head(checkpoint, config))
-        local[None, "lm_head"] = with_all_threads(lm_head)
+        local[None, "lm_head"] = lm_head
     elif "lm_head" in kept:
         if weight is None or not config.tie_word_embeddings:
             weight = load_tensor(checkpoint, lm_head_name(config), vocabulary, dtype=dtype)
-        local[None, "lm_head"] = with_all_threads(partial(linear, weight=weight))
+        local[None, "lm_head"] = partial(linear, weight=weight)
     for site in sites:
         product: Product
         if integers is None:
@@ -87,19 +88,8 @@ def load_local_operators(
             weights = held[site] = load_quantized(checkpoint, config, *site)
             integers.check_weights(site, weights)
             product = partial(_integer_product, weights, integers[site])
-        local[site] = with_all_threads(product)
+        local[site] = product
     return local
-
-
-def with_all_threads(compute: Product) -> Product:
-    """Return a product that is read with all threads, of which a small step has but one."""
-    threads = torch.get_num_threads()
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        with TorchThreads(threads):
-            return compute(x)
-
-    return product
 
 
 def not_here(_x: torch.Tensor) -> torch.Tensor:
@@ -113,6 +103,8 @@ def _integer_lm_head(weights: QuantizedLinear, h_ND: torch.Tensor) -> torch.Tens
     It never leaves the TEE, so that each row may have a scale of its own. Eight bits of input cost
     0.2 % of the demo model's top-1 agreement (benchmarks/accuracy.py), sixteen twice the time.
     """
+    if compiled_for(h_ND.dtype):
+        return sites.linear8(h_ND, weights.weight, weights.scale, None)
     h32_ND = h_ND.float()
     # The smallest normal number: a row of zeros stays one.
     smallest = torch.finfo(torch.float32).tiny

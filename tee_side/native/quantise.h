@@ -71,6 +71,7 @@ INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const f
     if (vectors)
       for (int c = 0; c < CHECKS; c++)
         sums[c] = multiply_wide(sums[c], plain, load_integers(vectors + c * outs + j, count));
+    if (!out) return;
     f32x16 scaled = rounded_to(out, to_floats(plain) * load_floats(factor + j, count));
     if (bias) scaled = scaled + load_floats(bias + j, count);
     store_floats(out + j, scaled, count);
@@ -89,7 +90,8 @@ static bool decode(Float type, const int32_t* y, const int32_t* u, int64_t rows,
     using T = std::remove_pointer_t<decltype(t)>;
     share(pool, rows, rows * outs, 0, [&](int64_t row, char*) {
       int64_t at = row * outs;
-      if (!decode_row(y + at, u ? u + at : u, outs, factor, (const T*)bias, (T*)out + at, vectors,
+      if (!decode_row(y + at, u ? u + at : u, outs, factor, (const T*)bias,
+                      out ? (T*)out + at : nullptr, vectors,
                       expected + row * CHECKS))
         __atomic_store_n(&wrong, true, __ATOMIC_RELAXED);
     });

@@ -30,6 +30,8 @@ from protocol.model.files import read_bytes, require_inside
 from protocol.model.manifest import Manifest
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
 from protocol.model.weights import row_layout
+from protocol.native import compiled_for
+from tee_side.native import sites as compiled
 from tee_side.words import Site
 
 log = logging.getLogger("tee_side")
@@ -105,13 +107,25 @@ class SiteScales:
 
         GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
         """
+        if compiled_for(x_TI.dtype):
+            elements_TI, _, norm = compiled.encode(x_TI, self.input_scale, None)
+            self._check_norm(norm)
+            return elements_TI
         # Whole numbers from here on: a float32 that has been rounded converts exactly.
         scaled_TI = x_TI.to(torch.float32).div(self.input_scale).round_()
-        if scaled_TI.shape[0] == 1:  # decode: the norm of everything takes one call less
-            largest = torch.linalg.vector_norm(scaled_TI).item()
-        else:
-            # A norm that is NaN is the largest of all, and fails the comparison below.
-            largest = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
+        # A norm that is NaN is the largest of all, and is refused.
+        self._check_norm(torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item())
+        return scaled_TI.to(torch.int32)
+
+    def encode_padded(
+        self, x_TI: torch.Tensor, r_TI: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `encode` of x, and the same plus r modulo 2^32; only with compiled kernels."""
+        elements_TI, sent_TI, norm = compiled.encode(x_TI, self.input_scale, r_TI)
+        self._check_norm(norm)
+        return elements_TI, sent_TI
+
+    def _check_norm(self, largest: float) -> None:
         if not largest <= self._row_limit:
             # In whole multiples: an exact norm would name the token to a reader of the log.
             times = largest / self._row_limit
@@ -119,7 +133,6 @@ class SiteScales:
             got = f"less than {math.floor(times) + 1} times" if finite else "one that is not finite"
             expected = "at most once what cannot wrap in the ring"
             raise ActivationRangeError("length of an input row", got=got, expected=expected)
-        return scaled_TI.to(torch.int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,8 +98,6 @@ class MaskRules:
         # For errors.
         self.name = f"mask {mask.name}" if mask is not None else "no mask"
         self.in_the_clear = mask is None
-        # Pads and shares are passes over a tensor; others multiply, factorise or draw noise.
-        self.heavy = mask is not None and not mask.uniform
 
     def most_rows(self, rows: int) -> int:
         """Return how many rows may cross instead of `rows`."""

@@ -19,6 +19,8 @@ from protocol.model.checkpoint import Checkpoint, linear_tensors, module_name
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear
 from protocol.model.weights import load_bias
+from protocol.native import compiled_for
+from tee_side.native import sites as compiled
 from tee_side.protect.calibration import Calibration
 from tee_side.words import Site
 
@@ -72,31 +74,61 @@ class IntegerSite:
     """Integers in a ring, by scales fixed in advance; see `tee_side.protect.calibration`."""
 
     def __init__(self, sites: IntegerSites, site: Site) -> None:
-        self._scales = sites.calibration.sites[site]
-        self._factor_O = self._scales.factor_N
+        self.scales = sites.calibration.sites[site]
         self._bias_O = sites.biases.get(site)
         self._dtype = sites.dtype
         self._site = site
         # How many digits hold what `encode` returns, whatever the input is.
-        self.digits = digits_below(self._scales.norm_limit)
+        self.digits = digits_below(self.scales.norm_limit)
+        self.compiled = compiled_for(sites.dtype)
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Quantise to int32 [T, I]. Raises ActivationRangeError rather than let a sum wrap."""
         try:
-            return self._scales.encode(x_TI)
+            return self.scales.encode(x_TI)
         except ActivationRangeError as error:
-            layer, operator = self._site
-            raise ActivationRangeError(
-                f"{operator} in layer {layer}: {error.where}",
-                got=error.got,
-                expected=f"{error.expected} (calibrate with text more like this one)",
-            ) from None
+            raise self._out_of_range(error) from None
+
+    def encode_padded(
+        self, x_TI: torch.Tensor, r_TI: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `encode` of x, and the same plus r modulo 2^32; only with compiled kernels."""
+        try:
+            return self.scales.encode_padded(x_TI, r_TI)
+        except ActivationRangeError as error:
+            raise self._out_of_range(error) from None
+
+    def _out_of_range(self, error: ActivationRangeError) -> ActivationRangeError:
+        layer, operator = self._site
+        return ActivationRangeError(
+            f"{operator} in layer {layer}: {error.where}",
+            got=error.got,
+            expected=f"{error.expected} (calibrate with text more like this one)",
+        )
 
     def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
         """Scale back, and add the bias."""
+        if self.compiled and (found := self.decode_padded(y_TO, None)) is not None:
+            return found
         # int32 * float32 is a float32 product of the rounded integer.
-        y_TO = (y_TO * self._factor_O).to(self._dtype)
+        y_TO = (y_TO * self.scales.factor_N).to(self._dtype)
         return y_TO if self._bias_O is None else y_TO + self._bias_O
+
+    def decode_padded(
+        self,
+        y_TO: torch.Tensor,
+        u_TO: torch.Tensor | None,
+        vectors_kO: torch.Tensor | None = None,
+        expected_Tk: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Take the pad u away from y, check and `decode` the rest; only with compiled kernels.
+
+        None where y times the secret vectors is not as expected.
+        """
+        factor_O = self.scales.factor_N
+        return compiled.decode(
+            y_TO, u_TO, factor_O, self._bias_O, self._dtype, vectors_kO, expected_Tk
+        )
 
 
 class IntegerSites:

@@ -2,9 +2,13 @@
 
 Freivalds' check: a service that returns y for x W is asked nothing more; the TEE compares y s with
 x (W s) for secret vectors s. W s is prepared once a run, from the TEE's own copy of
-the weights, so that a row costs I + O multiplications a vector instead of I * O. It is exact: the
-entries of s are uniform b-bit integers, and a wrong y passes one vector with probability 2^-b at
-most and all of them with 2^-`SECURITY_BITS`, whatever x and y are (docs/verification.md).
+the weights, so that a row costs I + O multiplications a vector instead of I * O.
+
+Both sides of the comparison are sums modulo 2^64, which wrap as processors do, in any order. That
+is exact where it matters: entries of s are uniform over 2^32 consecutive integers, and an entry of
+y that is wrong is off by less than 2^32 and not by 0, which is an odd number times 2^31 at most. So
+for any other entries of s, one of its values at most makes both sides equal: a wrong y passes
+one vector with probability 2^-32 at most, and both with 2^-64 (docs/verification.md).
 
 A service learns one bit from a check, accepted or refused, and refused ends its part in the run.
 Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
@@ -12,36 +16,24 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from protocol.integer import exact_product
+from protocol.integer import LARGEST_OF_DIGITS, int8_product, to_digits
+from protocol.native import choice
+from tee_side.native import sites
 from tee_side.protect.randomness import Randomness
 
-# A wrong product of integers passes a check with probability 2^-48 at most. What is promised is
-# 2^-40: 2^8 attempts at each of the products of a run are within it.
-SECURITY_BITS = 48
+# How many secret vectors: what the compiled kernels take.
+VECTORS = 2
+# A wrong product of integers passes a check with probability 2^-64 at most. What is promised is
+# 2^-40: 2^24 attempts at each of the products of a run are within it.
+SECURITY_BITS = 32 * VECTORS
 
-# With b = 23 - ceil(log2 O) bits an entry, y s and x (W s) stay within 2^53 each, in any order of
-# summation: float64 holds all such integers.
-_BITS_TOGETHER = 23
-_RING_BITS = 32
-
-# Elements of a block of rows in float64: 4 MB, which stay in a cache.
-BLOCK_ELEMENTS = 2**19
-
-
-def bits_of(out_features: int) -> int:
-    """Return b, how many bits an entry of a secret vector has for so many outputs."""
-    return _BITS_TOGETHER - math.ceil(math.log2(out_features))
-
-
-def vectors_for(out_features: int) -> int:
-    """Return k, how many secret vectors integers are checked with."""
-    return math.ceil(SECURITY_BITS / bits_of(out_features))
+# Outputs of a block of the weight whose products with digits fit int32.
+_BLOCK_OUTPUTS = 2**16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,39 +44,49 @@ class ExactCheck:
     product that wrapped is refused like any other wrong one.
     """
 
-    # float64 [k, O] and [k, I]: s and W^T s, one vector a row. Not in a traceback or a log: with
-    # them a service can make products that pass.
-    _vectors: torch.Tensor = field(repr=False)
-    _products: torch.Tensor = field(repr=False)
+    # int32 [k, O]: s. int64 [k, I]: W^T s, and its signed halves, int32 [k, I], low + 2^32 high.
+    # Not in a traceback or a log: with them a service can make products that pass.
+    vectors_kO: torch.Tensor = field(repr=False)
+    low_kI: torch.Tensor = field(repr=False)
+    high_kI: torch.Tensor = field(repr=False)
 
     @staticmethod
     def draw(weight_OI: torch.Tensor, randomness: Randomness) -> ExactCheck:
-        """Draw vectors for a weight, int8 [O, I]. Raises KernelError for 2^17 outputs or more."""
-        out_features = len(weight_OI)
-        # An arithmetic shift leaves b uniform bits, signed.
-        shift = _RING_BITS - bits_of(out_features)
-        s_kO = randomness.ring(vectors_for(out_features), out_features) >> shift
-        product_kI = exact_product(s_kO, weight_OI.t())
-        return ExactCheck(s_kO.double(), product_kI.double())
+        """Draw vectors for a weight, int8 [O, I]."""
+        s_kO = randomness.ring(VECTORS, len(weight_OI))
+        product_kI = torch.zeros(VECTORS, weight_OI.shape[1], dtype=torch.int64)
+        blocks = zip(s_kO.split(_BLOCK_OUTPUTS, 1), weight_OI.split(_BLOCK_OUTPUTS), strict=True)
+        for part_kO, block_OI in blocks:
+            # Four balanced digits are right modulo 2^32; the fifth says where they are 2^32 less.
+            carry = (part_kO > LARGEST_OF_DIGITS).to(torch.int8)
+            digits = torch.cat((to_digits(part_kO), carry[None]))
+            parts = int8_product(digits.flatten(0, 1), block_OI.t()).view(len(digits), VECTORS, -1)
+            for place, part_kI in enumerate(parts):
+                product_kI += part_kI.long() << 8 * place
+        low_kI = product_kI.to(torch.int32)
+        high_kI = (product_kI - low_kI) >> 32
+        return ExactCheck(s_kO, low_kI, high_kI.to(torch.int32))
 
     @property
     def nbytes(self) -> int:
         """Memory that the vectors and their products take."""
-        return self._vectors.nbytes + self._products.nbytes
+        return self.vectors_kO.nbytes + self.low_kI.nbytes + self.high_kI.nbytes
+
+    def expected(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return what y s must be for x, int32: int64 [T, k]."""
+        if not choice().compiled:
+            products_kI = self.low_kI.long() + (self.high_kI.long() << 32)
+            return x_TI.long() @ products_kI.t()
+        return sites.expect(x_TI, self.low_kI, self.high_kI)
 
     def holds(
         self, x_TI: torch.Tensor, y_TO: torch.Tensor, sent: Sequence[torch.Tensor] = ()
     ) -> bool:
-        """Say whether y = x W, both int32; False for a wrong y but for a chance of 2^-48.
+        """Say whether y = x W, both int32; False for a wrong y but for a chance of 2^-64.
 
         `sent`: not looked at.
         """
-        # In blocks of rows, so that what is float64 stays in a cache.
-        size = max(1, BLOCK_ELEMENTS // max(x_TI.shape[1], y_TO.shape[1]))
-        for start in range(0, max(1, x_TI.shape[0]), size):
-            rows = slice(start, start + size)
-            expected_kn = self._products @ x_TI[rows].double().t()
-            # False for NaN, too.
-            if not torch.equal(self._vectors @ y_TO[rows].double().t(), expected_kn):
-                return False
-        return True
+        expected_Tk = self.expected(x_TI)
+        if not choice().compiled:
+            return torch.equal(y_TO.long() @ self.vectors_kO.t().long(), expected_Tk)
+        return sites.same(y_TO, self.vectors_kO, expected_Tk)

@@ -199,19 +199,23 @@ class Secrets:
 
     def check(self, site: Site, mask: Mask | None) -> LinearCheck:
         """See `Checks.check`."""
-        return LinearCheck(self.vectors[site].holds, self.weights, site[0])
+        return LinearCheck(self.vectors[site], self.weights, site[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearCheck:
     """A `ResultCheck` of one linear operator in integers, whose products have no bias.
 
-    `holds`: see `ResultCheck.holds`; x is [T, I], y [T, O].
+    `exact`: what x [T, I] and y [T, O] are checked with.
     """
 
-    holds: Callable[..., bool] = field(repr=False)
+    exact: ExactCheck = field(repr=False)
     weights: Weights
     layer: int
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor, sent: Sequence[torch.Tensor] = ()) -> bool:
+        """See `ResultCheck.holds`."""
+        return self.exact.holds(x, y)
 
     def wrong(
         self, answers: Sequence[tuple[Request, torch.Tensor]], in_time: InTime

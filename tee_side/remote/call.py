@@ -21,10 +21,10 @@ from protocol.prepared import PreparedRequest
 from tee_side.observer import StageClock, Untimed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Masked
+from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.fault_attribution import Answer, Refused, refuse, time_left
 from tee_side.remote.overlap import Waiting, replies
-from tee_side.threads import AsBefore, TorchThreads
 from tee_side.words import Operator
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
@@ -41,7 +41,8 @@ class CallPlan:
     sends, and returns the prepared requests for it: one, or one for each module that travels alone.
     `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of its numbers, or
     `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own deadlines.
-    `sending`, `receiving`: contexts that set the number of threads. `clock`: told of each stage.
+    `clock`: told of each stage. `padded`: does all that `encode`, `hide`, `check` and `decode` do,
+    in two passes; None where the clock has an observer, and for what has no compiled form.
     """
 
     operator: Operator
@@ -49,16 +50,15 @@ class CallPlan:
     channels: tuple[Channel, ...]
     encode: Callable[[Operand], Operand]
     hide: Callable[[Operand], Masked | None]
-    requests: Callable[[Operand, Masked], tuple[PreparedRequest, ...]]
+    requests: Callable[[Operand, Any], tuple[PreparedRequest, ...]]
     rules: MaskRules
     shape: tuple[int, ...]
     check: ResultCheck | Unverified
     decode: Callable[[torch.Tensor], torch.Tensor]
     without_factors: Callable[[Operand], Awaitable[torch.Tensor]]
     timeout_s: float
-    sending: TorchThreads | AsBefore
-    receiving: TorchThreads | AsBefore
     clock: StageClock | Untimed
+    padded: PaddedSite | None = None
 
 
 async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
@@ -71,13 +71,18 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
     """
     clock = plan.clock
     clock.called()
-    with plan.sending:
+    padded = plan.padded
+    masked: Masked | Padded | None
+    if padded is not None:
+        masked = padded.hide(x)
+        encoded = x if masked is None else masked.encoded
+    else:
         clock.mark("tee")
         encoded = plan.encode(x)
         clock.mark("mask")
         masked = plan.hide(encoded)
-        requests = () if masked is None else plan.requests(encoded, masked)
-        clock.mark(None)
+    requests = () if masked is None else plan.requests(encoded, masked)
+    clock.mark(None)
     if masked is None:
         # Other micro-batches may be waiting for nothing but their turn to send.
         await replies(())
@@ -105,20 +110,33 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
             if not outputs[-1]:
                 break
         if outputs[-1]:
-            with plan.receiving:
-                clock.mark("unmask")
-                y = masked.unmask(*(outputs[0] if len(outputs) == 1 else _joined(outputs)))
-                plan.rules.check_unmasked(plan.operator, y, plan.shape, outputs[0][0].dtype)
-                check = plan.check
-                if not isinstance(check, Unverified):
-                    clock.mark("verify")
-                if isinstance(check, Unverified) or check.holds(encoded, y, masked.sent):
-                    clock.mark("tee")
-                    output = plan.decode(y)
-                    clock.mark(None)
-                    return output
-                clock.mark(None)
+            parts = outputs[0] if len(outputs) == 1 else _joined(outputs)
+            if isinstance(masked, Padded):
+                revealed = masked.reveal(parts)
+            else:
+                revealed = _reveal(plan, encoded, masked, parts)
+            if revealed is not None:
+                return revealed
         left_s = refuse(_refused(plan, requests, masked, exchanges, bool(outputs[-1])), until)
+
+
+def _reveal(
+    plan: CallPlan, encoded: Operand, masked: Masked, parts: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """Unmask a result, check it and turn it into the output; None for wrong numbers."""
+    clock, check = plan.clock, plan.check
+    clock.mark("unmask")
+    y = masked.unmask(*parts)
+    plan.rules.check_unmasked(plan.operator, y, plan.shape, parts[0].dtype)
+    if not isinstance(check, Unverified):
+        clock.mark("verify")
+        if not check.holds(encoded, y, masked.sent):
+            clock.mark(None)
+            return None
+    clock.mark("tee")
+    output = plan.decode(y)
+    clock.mark(None)
+    return output
 
 
 def _start(
@@ -147,7 +165,7 @@ def _joined(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]
 def _refused(
     plan: CallPlan,
     requests: Sequence[PreparedRequest],
-    masked: Masked,
+    masked: Masked | Padded,
     exchanges: Sequence[Exchange],
     well_formed: bool,
 ) -> Refused:

@@ -17,10 +17,10 @@ from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
 from tee_side.protect.masking import Hide, MaskRules
 from tee_side.protect.masks.mask import Masked
+from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.sites import LinearSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.call import CallPlan, carry_out
-from tee_side.threads import large_tensor
 from tee_side.words import Operator, Site
 
 # The services of a layer, one for each share; a mask uses the first `mask.services` of them. The
@@ -37,13 +37,12 @@ class CallSettings:
 
     `channels_at`: the services of each layer. `timeout_s`: after which no other service is asked
     for what was refused; None: each request has its channel's own deadline. `observer`: told of
-    every stage; None for none. `threads`: that large tensors are worked on with.
+    every stage; None for none.
     """
 
     channels_at: ChannelsAt
     timeout_s: float | None
     observer: Observer | None
-    threads: int
 
     def clock(self, operator: Operator, layer: int | None) -> StageClock | Untimed:
         """Return what tells the observer of an operator's stages."""
@@ -78,6 +77,7 @@ class RemoteLinear:
         bias_leaves: bool,
         without_factors: Callable[[torch.Tensor], Awaitable[torch.Tensor]],
         one_rpc_per_module: bool = False,
+        padded: PaddedSite | None = None,
     ) -> None:
         self._site, self._settings = site, settings
         self._hide, self._rules, self._check, self._linear = hide, rules, check, linear
@@ -90,6 +90,7 @@ class RemoteLinear:
         )
         self._sizes = {module: config.module_shape(module)[0] for module in modules}
         self._clock = settings.clock(operator, layer)
+        self._padded = padded
         self._plans: dict[int, CallPlan] = {}
 
     def __call__(self, x_TI: torch.Tensor) -> Awaitable[torch.Tensor]:
@@ -105,8 +106,9 @@ class RemoteLinear:
         # By how many rows cross: as many as there are, unless a row mask adds some.
         prepared: dict[int, tuple[PreparedRequest, ...]] = {}
 
-        def requests(encoded: torch.Tensor, masked: Masked) -> tuple[PreparedRequest, ...]:
-            rules.check_sent(operator, encoded, most_rows, masked)
+        def requests(encoded: torch.Tensor, masked: Masked | Padded) -> tuple[PreparedRequest, ...]:
+            if not isinstance(masked, Padded):
+                rules.check_sent(operator, encoded, most_rows, masked)
             sent_RI = masked.sent[0]
             found = prepared.get(sent_RI.shape[0])
             if found is None:
@@ -126,9 +128,8 @@ class RemoteLinear:
             decode=self._linear.decode,
             without_factors=self._without_factors,
             timeout_s=settings.longest_s,
-            sending=large_tensor(x_TI.numel(), settings.threads, rules.heavy),
-            receiving=large_tensor(math.prod(shape), settings.threads, rules.heavy),
             clock=self._clock,
+            padded=self._padded,
         )
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()

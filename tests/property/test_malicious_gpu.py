@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Masked
 from tee_side.protect.masks.pad import Pad
+from tee_side.protect.padded import PaddedSite
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.remote import linear as linear_module
 from tee_side.remote.call import CallPlan, carry_out
@@ -308,7 +310,14 @@ class Patching:
                 witness.hidden(x_TI)
                 return found
 
-            return carry_out(dataclasses.replace(plan, encode=encoded), x_TI)
+            def padded(x_TI: Any) -> Any:
+                found = plan.padded.hide(x_TI)  # type: ignore[union-attr]
+                witness.hidden(x_TI if found is None else found.encoded)
+                witness.hidden(x_TI)
+                return found
+
+            noting = plan.padded and cast("PaddedSite", SimpleNamespace(hide=padded))
+            return carry_out(dataclasses.replace(plan, encode=encoded, padded=noting), x_TI)
 
         def waited(channel: replicas.Replicas, request_id: int) -> Any:
             began = world.clock.monotonic()

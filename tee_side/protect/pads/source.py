@@ -13,7 +13,6 @@ from protocol.errors import PadsExhaustedError, TsqpError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.pads.maker import PadMaker
 from tee_side.protect.pads.store import PadStore
-from tee_side.threads import TorchThreads
 
 WhenOut = Literal["wait", "tee", "fail"]
 
@@ -57,8 +56,6 @@ class Pads:
         self._ahead = store.capacity if ahead is None else ahead
         self._on_wait = on_wait
         self._batch_tokens = FIRST_BATCH_TOKENS
-        # A small step that waits leaves all but one to others; weights are read with all of them.
-        self._threads = torch.get_num_threads()
         # What the thread of `filling` met last, unless a later attempt succeeded.
         self._failure: TsqpError | None = None
         # Totals for people: steps that found no pads left, by what was done instead.
@@ -122,8 +119,7 @@ class Pads:
                     got=f"room for {self._store.capacity} tokens, used by this step",
                     expected=f"{missing} more (fewer --step-tokens need fewer at once)",
                 )
-            with TorchThreads(self._threads):
-                self._maker.fill(self._store, wanted)
+            self._maker.fill(self._store, wanted)
             self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
 
     @contextmanager

@@ -169,6 +169,7 @@ def test_a_product_that_could_be_wrong_is_refused_with_both_numbers(in_features:
     assert caught.value.expected == f"2 to {MAX_IN_FEATURES}"
 
 
+@pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.parametrize("rows", [1, 5, 32, 33, 64, 65, 97])
 def test_rows_in_blocks_give_the_same_numbers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     elements, weight = _elements(rows, 40), _weight(24, 40)
@@ -187,6 +188,7 @@ def test_rows_in_blocks_give_the_same_numbers(rows: int, monkeypatch: pytest.Mon
     assert max(sizes) <= 32
 
 
+@pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.parametrize(
     ("low", "high", "count"), [(-128, 127, 1), (-30000, 30000, 2), (-130000, 130000, 3)]
 )
@@ -224,6 +226,7 @@ def test_a_gpus_values_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
     assert counts == [DIGITS]
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_any_layout_of_the_weight_gives_the_same_numbers() -> None:
     elements, weight = _elements(9, 50), _weight(70, 50)
     expected = _reference(elements, weight)
@@ -233,6 +236,7 @@ def test_any_layout_of_the_weight_gives_the_same_numbers() -> None:
         assert torch.equal(ring_product(elements, weight[rows]), expected[:, rows])
 
 
+@pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.each_value
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 24, 25, 129])
 @pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (8, 8), (13, 24), (32, 9)])
@@ -308,6 +312,7 @@ def _one_row_wrong(rows: torch.Tensor, weight: torch.Tensor, **out: torch.Tensor
     return product + 1 if len(rows) == 1 else product
 
 
+@pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.parametrize(
     "broken", [_saturating, _last_row_wrong, _head_wrong, _layers_wrong, _one_row_wrong]
 )

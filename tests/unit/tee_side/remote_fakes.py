@@ -89,7 +89,7 @@ class Remote:
         timeout_s: float | None = None,
     ) -> None:
         self._config, self._mask, self._check = read_config(model.directory), mask, check
-        self._settings = CallSettings(lambda _layer: channels, timeout_s, None, 1)
+        self._settings = CallSettings(lambda _layer: channels, timeout_s, None)
         self._randomness = Randomness(bytes(32))
         self._hide = hide or linear_masking(mask, self._randomness)
         self._sites, self._alone = sites, one_rpc_per_module

@@ -24,6 +24,7 @@ from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import ExactCheck
 from tee_side.protect.verifier import LinearCheck, ResultCheck, Weights
 from tee_side.remote.fault_attribution import _in_time, find_liars
 from tee_side.remote.registered import RunParts
@@ -167,7 +168,8 @@ def _check(model: SavedModel, held: bool) -> LinearCheck:
         (1, "gate_up_proj"): load_quantized(checkpoint, config, 1, "gate_up_proj")
     }
     weights = Weights(config, checkpoint, torch.float32, kept if held else {})
-    return LinearCheck(lambda *_: True, weights, 1)
+    exact = ExactCheck.draw(kept[1, "gate_up_proj"].weight, Randomness())
+    return LinearCheck(exact, weights, 1)
 
 
 def _ring_answer(

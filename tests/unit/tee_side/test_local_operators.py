@@ -137,6 +137,7 @@ def test_integers_are_those_of_int64_at_every_site(
         assert torch.equal(local[layer, operator](x), expected)
 
 
+@pytest.mark.usefixtures("torch_kernels")
 def test_the_digits_of_a_product_are_those_of_the_calibration_whatever_the_input_is(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +208,7 @@ async def _asked(call: Awaitable[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("context", [1, 40, 3000])
 def test_attention_products_are_those_of_the_operands(dtype: torch.dtype, context: int) -> None:
     """Short contexts and long ones may take different ways; the result is rounded once."""
-    settings = CallSettings(lambda _layer: [], None, None, 1)
+    settings = CallSettings(lambda _layer: [], None, None)
     q, k = torch.randn(2, 3, 16).to(dtype), torch.randn(2, context, 16).to(dtype)
     scores = run(_asked(product_here("attn_scores", 0, settings)((q, k.mT))))
     exact = q.double() @ k.double().mT

@@ -12,7 +12,7 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.messages import FUSED_MODULES
-from tee_side.model import local_ops
+from tee_side.model.layers import _ops_for
 from tee_side.observer import UNTIMED, AnyOperator
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.randomness import Randomness
@@ -209,8 +209,8 @@ def test_without_an_observer_nothing_stands_between(saved_model: Models, name: s
     for lane in tee.lanes:
         assert lane.model.observer is None
         for layer in lane.model.layers:
-            assert layer.residual is local_ops.residual
-            assert layer.rope is local_ops.apply_rope
+            assert layer.residual is _ops_for(torch.float32).residual
+            assert layer.rope is _ops_for(torch.float32).apply_rope
         calls = [call for name in FUSED_MODULES for call in getattr(lane.tables["decode"], name)]
         remote = [call for call in calls if isinstance(call, RemoteLinear)]
         leaving = {operator for operator, _ in load_policy(name).leaving()}

@@ -335,7 +335,7 @@ def test_how_an_operator_is_protected_has_to_be_said(saved_model: Models, missin
         "bias_leaves": False,
         "without_factors": None,
     }
-    calls = CallSettings(lambda _layer: [], None, None, 1)
+    calls = CallSettings(lambda _layer: [], None, None)
     site: Site = (0, "o_proj")
     config = read_config(saved_model("llama").directory)
     RemoteLinear(site, config, calls, **settings)
@@ -353,7 +353,7 @@ def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
     monkeypatch.setattr(
         RemoteLinear, "_prepare", lambda self, sent: made.append(len(sent)) or prepare(self, sent)
     )
-    calls = CallSettings(lambda _layer: [LoopbackChannel(model.directory)], None, None, 1)
+    calls = CallSettings(lambda _layer: [LoopbackChannel(model.directory)], None, None)
     remote = RemoteLinear(
         (0, "o_proj"),
         read_config(model.directory),

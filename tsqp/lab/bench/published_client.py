@@ -34,7 +34,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 from protocol.errors import TsqpError
-from tee_side.threads import TorchThreads
 from tsqp.lab.bench.model import Baseline, Spread
 from tsqp.lab.bench.output import write_results
 from tsqp.lab.bench.published_model import Counters, PublishedClient, PublishedModel
@@ -150,13 +149,16 @@ def _baseline(
 
 
 def _timed_ms(model: PublishedModel, ids: torch.Tensor) -> float:
-    # One for a few rows, as ours has it, which makes this client faster, too. For 128 tokens and
-    # more it is not: most of what it computes is softmax.
-    count = 1 if ids.shape[1] <= _ONE_THREAD_ROWS else torch.get_num_threads()
-    with TorchThreads(count):
+    # One for a few rows makes this client faster. For 128 tokens and more it does not: most of what
+    # it computes is softmax.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if ids.shape[1] <= _ONE_THREAD_ROWS else threads)
+    try:
         started = time.perf_counter()
         model.forward(ids)
         return (time.perf_counter() - started) * 1e3
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _prompt(model: PublishedModel, tokens: int) -> torch.Tensor:

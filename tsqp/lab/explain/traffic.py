@@ -277,7 +277,7 @@ class StepTraffic:
     def _settings(self, mask: Mask | None) -> CallSettings:
         services = range(mask.services if mask else 1)
         channels: list[Channel] = [_Recorder(self._config, n, self._log) for n in services]
-        return CallSettings(lambda _layer: channels, None, None, 1)
+        return CallSettings(lambda _layer: channels, None, None)
 
     def _hide(self, mask: Mask | None) -> HideAt:
         if isinstance(mask, AdditiveMask):

@@ -23,11 +23,12 @@ from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import FeatureMask, Mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import BLOCK_ELEMENTS
 from tee_side.protect.verifier import Blocks, InTime, Weights
 from tee_side.words import Site
 
 FLOAT_VECTORS = 8
+# Elements of a block of rows in float64: 4 MB, which stay in a cache.
+_BLOCK_ELEMENTS = 2**19
 # Of an honest result, in units of the limit's scale (`FloatCheck`): rounding of the reply to its
 # own dtype, and of sums that are kept in float32. Measured over masks, shapes and outliers: at most
 # 0.7 of the first in half precision, and 4.1 of the second in float32.
@@ -178,7 +179,7 @@ def _in_blocks(x_TI: torch.Tensor, secret_kI: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(rows: int, width: int) -> Iterator[slice]:
-    size = max(1, BLOCK_ELEMENTS // width)
+    size = max(1, _BLOCK_ELEMENTS // width)
     for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
 

@@ -7,7 +7,6 @@ them in the clear, and checks results where the policy says so. Shape suffixes a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -40,7 +39,6 @@ from tee_side.protect.verifier import UNVERIFIED, Blocks, InTime, ResultCheck, U
 from tee_side.remote.call import CallPlan, carry_out
 from tee_side.remote.linear import CallSettings
 from tee_side.remote.registered import RunParts
-from tee_side.threads import large_attention, large_tensor
 from tee_side.words import Operator, Phase
 from tsqp.lab.research.float_check import (
     FLOAT_VECTORS,
@@ -126,8 +124,7 @@ class RemoteAttention:
         G = H // K
 
         def probabilities(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
-            with large_tensor(scores.numel(), settings.threads):
-                return softmax(scores, causal_mask)
+            return softmax(scores, causal_mask)
 
         timed_softmax = timed(probabilities, settings.observer, "softmax", layer)
 
@@ -255,8 +252,6 @@ def _rows_call(
             decode=_same,
             without_factors=_never,
             timeout_s=settings.longest_s,
-            sending=large_tensor(x.numel(), settings.threads, rules.heavy),
-            receiving=large_tensor(math.prod(shape), settings.threads, rules.heavy),
             clock=clock,
         )
         return carry_out(plan, x)
@@ -318,7 +313,6 @@ def product_call(
     def call(operands: tuple[Tensor, Tensor]) -> Awaitable[Tensor]:
         a, b = operands
         shape = (*a.shape[:-1], b.shape[-1])
-        largest = max(a.numel(), b.numel())
         plan = CallPlan(
             operator=operator,
             layer=layer,
@@ -332,8 +326,6 @@ def product_call(
             decode=_same,
             without_factors=_never,
             timeout_s=settings.longest_s,
-            sending=large_tensor(largest, settings.threads, rules.heavy),
-            receiving=large_tensor(math.prod(shape), settings.threads, rules.heavy),
             clock=clock,
         )
         return carry_out(plan, operands)
@@ -501,12 +493,11 @@ def product_here(operator: Operator, layer: int, settings: CallSettings) -> Prod
 
     def product(operands: tuple[Tensor, Tensor]) -> Tensor:
         a, b = operands
-        with large_attention(a.numel() * b.shape[-1], settings.threads):
-            # Half precision in float32 where that is cheaper, rounded once: its kernels are
-            # compiled for every shape, and in decode the context's is new in each step.
-            if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
-                return torch.matmul(a, b)
-            return torch.matmul(a.float(), b.float()).to(a.dtype)
+        # Half precision in float32 where that is cheaper, rounded once: its kernels are
+        # compiled for every shape, and in decode the context's is new in each step.
+        if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
+            return torch.matmul(a, b)
+        return torch.matmul(a.float(), b.float()).to(a.dtype)
 
     compute = timed(product, settings.observer, operator, layer)
 

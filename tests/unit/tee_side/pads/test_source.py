@@ -24,7 +24,6 @@ from tee_side.protect.pads.source import (
 )
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
-from tee_side.threads import TorchThreads
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
 from tsqp.lab.research.float_noise import FloatNoise
 
@@ -405,22 +404,6 @@ def test_a_step_with_many_rows_gets_them_in_one_batch_and_no_more_than_there_is_
     for rows in (1, 7, 1):
         _step(lane, rows)
     assert maker.asked == [FIRST_BATCH_TOKENS, 10]
-
-
-def test_a_small_step_that_waits_makes_pads_with_all_threads() -> None:
-    seen: set[int] = set()
-
-    class Noting(Maker):
-        def fill(self, store: PadStore, tokens: int) -> None:
-            seen.add(torch.get_num_threads())
-            super().fill(store, tokens)
-
-    with TorchThreads(3):
-        pads, _, _ = _pads(0, "wait", maker=Noting())
-        with TorchThreads(1):
-            assert None not in _step(pads.lane(), 1)
-            assert torch.get_num_threads() == 1
-    assert seen == {3}
 
 
 def test_wait_makes_at_most_a_batch_at_a_time() -> None:

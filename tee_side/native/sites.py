@@ -1,0 +1,106 @@
+"""What happens around a product of integers, compiled: one pass before it, one pass after it."""
+
+from __future__ import annotations
+
+import torch
+
+from protocol.native import FLOATS, library, pool
+
+Tensor = torch.Tensor
+
+
+def encode(x_TI: Tensor, step: float, r_TI: Tensor | None) -> tuple[Tensor, Tensor, float]:
+    """Return round(x / step), the same plus r modulo 2^32, and the largest norm of a row.
+
+    `x_TI`: float32 or bfloat16 [T, I]; `r_TI`: int32 [T, I], None for no pad, when the second is
+    the first. The norm is that of the rounded numbers; NaN or infinite where x is not finite.
+    """
+    x_TI = x_TI.contiguous()
+    q_TI = torch.empty(x_TI.shape, dtype=torch.int32)
+    sent_TI = q_TI if r_TI is None else torch.empty(x_TI.shape, dtype=torch.int32)
+    norm: float = library.encode(
+        FLOATS[x_TI.dtype],
+        x_TI.data_ptr(),
+        *x_TI.shape,
+        step,
+        0 if r_TI is None else r_TI.data_ptr(),
+        q_TI.data_ptr(),
+        sent_TI.data_ptr(),
+        pool(),
+    )
+    return q_TI, sent_TI, norm
+
+
+def expect(q_TI: Tensor, low_kI: Tensor, high_kI: Tensor) -> Tensor:
+    """Return q times the products, low + 2^32 high, modulo 2^64: int64 [T, k]."""
+    q_TI = q_TI.contiguous()
+    expected_Tk = torch.empty(q_TI.shape[0], low_kI.shape[0], dtype=torch.int64)
+    library.expect(
+        *(q_TI.data_ptr(), *q_TI.shape, low_kI.data_ptr(), high_kI.data_ptr()),
+        *(expected_Tk.data_ptr(), pool()),
+    )
+    return expected_Tk
+
+
+def same(y_TO: Tensor, vectors_kO: Tensor, expected_Tk: Tensor) -> bool:
+    """Say whether y times the vectors is as expected modulo 2^64, in every row."""
+    y_TO = y_TO.contiguous()
+    holds: bool = library.decode(
+        *(0, y_TO.data_ptr(), 0, *y_TO.shape, 0, 0, 0),
+        *(vectors_kO.data_ptr(), expected_Tk.data_ptr(), pool()),
+    )
+    return holds
+
+
+def decode(
+    y_TO: Tensor,
+    u_TO: Tensor | None,
+    factor_O: Tensor,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+    vectors_kO: Tensor | None = None,
+    expected_Tk: Tensor | None = None,
+) -> Tensor | None:
+    """Return (y - u) * factor + bias in a dtype, [T, O]; None where the check says no.
+
+    `y_TO`, `u_TO`: int32; None for no pad. `factor_O`: float32. `vectors_kO`, `expected_Tk`: see
+    `same`; None to check nothing. Each number of y is read once.
+    """
+    y_TO = y_TO.contiguous()
+    out_TO = torch.empty(y_TO.shape, dtype=dtype)
+    holds = library.decode(
+        FLOATS[dtype],
+        y_TO.data_ptr(),
+        0 if u_TO is None else u_TO.data_ptr(),
+        *y_TO.shape,
+        factor_O.data_ptr(),
+        0 if bias_O is None else bias_O.data_ptr(),
+        out_TO.data_ptr(),
+        0 if vectors_kO is None else vectors_kO.data_ptr(),
+        0 if expected_Tk is None else expected_Tk.data_ptr(),
+        pool(),
+    )
+    return out_TO if holds else None
+
+
+def linear8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return x W + bias with x in int8 under a scale for each row, in the dtype of x: [T, O].
+
+    `weight_OI`: int8, rows of one piece each; `scale_O`: float32, what one step of an output's
+    weights stands for.
+    """
+    x_TI = x_TI.contiguous()
+    out_TO = torch.empty(x_TI.shape[0], weight_OI.shape[0], dtype=x_TI.dtype)
+    library.linear8(
+        FLOATS[x_TI.dtype],
+        x_TI.data_ptr(),
+        *x_TI.shape,
+        weight_OI.data_ptr(),
+        weight_OI.stride(0),
+        scale_O.data_ptr(),
+        0 if bias_O is None else bias_O.data_ptr(),
+        weight_OI.shape[0],
+        out_TO.data_ptr(),
+        pool(),
+    )
+    return out_TO

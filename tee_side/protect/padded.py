@@ -1,0 +1,60 @@
+"""A site under pads in two passes: compiled, where a mask and a check would take a pass each.
+
+What crosses, and what comes of it, is bit for bit what `IntegerSite`, `Pad` and `ExactCheck` give
+one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tee_side.protect.pads.source import PadLane
+from tee_side.protect.sites import IntegerSite
+from tee_side.protect.verification import ExactCheck
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """One input under its pad. `sent`: what crosses; `encoded`: the plain integers."""
+
+    of: PaddedSite
+    sent: tuple[Tensor]
+    encoded: Tensor = field(repr=False)
+    u_TO: Tensor = field(repr=False)
+    expected_Tk: Tensor | None = field(repr=False)
+
+    def reveal(self, outputs: Sequence[Tensor]) -> Tensor | None:
+        """Take the pad away, check, scale back and add the bias; None for a wrong product."""
+        check, (y_TO,) = self.of.check, outputs
+        vectors_kO = None if check is None else check.vectors_kO
+        return self.of.site.decode_padded(y_TO, self.u_TO, vectors_kO, self.expected_Tk)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedSite:
+    """A linear operator's input and output under pads; `number`: the site's, in the pads' layout.
+
+    `check`: of the products, None for none.
+    """
+
+    site: IntegerSite
+    number: int
+    pads: PadLane
+    check: ExactCheck | None
+
+    def hide(self, x_TI: Tensor) -> Padded | None:
+        """Quantise x and add its pad; None where no pads are left.
+
+        GPU sees: uniform ring elements. Raises ActivationRangeError, and as `PadLane.draw`.
+        """
+        factors = self.pads.draw(self.number, x_TI.shape[0])
+        if factors is None:
+            return None
+        encoded_TI, sent_TI = self.site.encode_padded(x_TI, factors.r)
+        expected = None if self.check is None else self.check.expected(encoded_TI)
+        return Padded(self, (sent_TI,), encoded_TI, factors.u, expected)
