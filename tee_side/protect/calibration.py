@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -78,7 +78,7 @@ class SiteScales:
     inputs whose sums cannot wrap, (2^31 - 1) / max_j ||w_j||; `max_norm`: largest Euclidean norm of
     a row of inputs, as floats, rounded up to a power of 2^(1/4) when the calibration is made: an
     exact one identifies a token of a private text. `factor_N`: float32, what one step of a product
-    stands for.
+    stands for; `row_limit`: of `norm_limit`, what is left after rounding.
     """
 
     input_scale: float
@@ -86,11 +86,11 @@ class SiteScales:
     norm_limit: float
     max_norm: float
     factor_N: torch.Tensor = field(init=False, repr=False)
-    _row_limit: float = field(init=False, repr=False)
+    row_limit: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factor_N", self.weight_scale * self.input_scale)
-        object.__setattr__(self, "_row_limit", self.norm_limit * _MARGIN)
+        object.__setattr__(self, "row_limit", self.norm_limit * _MARGIN)
 
     @property
     def headroom(self) -> float:
@@ -117,22 +117,18 @@ class SiteScales:
         self._check_norm(torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item())
         return scaled_TI.to(torch.int32)
 
-    def encode_padded(
-        self, x_TI: torch.Tensor, r_TI: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `encode` of x, and the same plus r modulo 2^32; only with compiled kernels."""
-        elements_TI, sent_TI, norm = compiled.encode(x_TI, self.input_scale, r_TI)
-        self._check_norm(norm)
-        return elements_TI, sent_TI
-
     def _check_norm(self, largest: float) -> None:
-        if not largest <= self._row_limit:
-            # In whole multiples: an exact norm would name the token to a reader of the log.
-            times = largest / self._row_limit
-            finite = math.isfinite(times)
-            got = f"less than {math.floor(times) + 1} times" if finite else "one that is not finite"
-            expected = "at most once what cannot wrap in the ring"
-            raise ActivationRangeError("length of an input row", got=got, expected=expected)
+        if not largest <= self.row_limit:
+            self.refuse(largest)
+
+    def refuse(self, norm: float) -> NoReturn:
+        """Raise ActivationRangeError for a row with this norm."""
+        # In whole multiples: an exact norm would name the token to a reader of the log.
+        times = norm / self.row_limit
+        finite = math.isfinite(times)
+        got = f"less than {math.floor(times) + 1} times" if finite else "one that is not finite"
+        expected = "at most once what cannot wrap in the ring"
+        raise ActivationRangeError("length of an input row", got=got, expected=expected)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tee_side.native import sites as compiled
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.sites import IntegerSite
 from tee_side.protect.verification import ExactCheck
@@ -30,9 +31,12 @@ class Padded:
 
     def reveal(self, outputs: Sequence[Tensor]) -> Tensor | None:
         """Take the pad away, check, scale back and add the bias; None for a wrong product."""
-        check, (y_TO,) = self.of.check, outputs
+        site, check = self.of.site, self.of.check
         vectors_kO = None if check is None else check.vectors_kO
-        return self.of.site.decode_padded(y_TO, self.u_TO, vectors_kO, self.expected_Tk)
+        return compiled.decode(
+            *(outputs[0], self.u_TO, site.scales.factor_N, site.bias_O, site.dtype),
+            *(vectors_kO, self.expected_Tk),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +59,9 @@ class PaddedSite:
         factors = self.pads.draw(self.number, x_TI.shape[0])
         if factors is None:
             return None
-        encoded_TI, sent_TI = self.site.encode_padded(x_TI, factors.r)
-        expected = None if self.check is None else self.check.expected(encoded_TI)
-        return Padded(self, (sent_TI,), encoded_TI, factors.u, expected)
+        site, check = self.site, self.check
+        q_TI, sent_TI, norm = compiled.encode(x_TI, site.scales.input_scale, factors.r)
+        if not norm <= site.scales.row_limit:
+            site.refuse(norm)
+        expected = None if check is None else compiled.expect(q_TI, check.low_kI, check.high_kI)
+        return Padded(self, (sent_TI,), q_TI, factors.u, expected)

@@ -8,7 +8,7 @@ product is computed. Shape suffixes: T rows, I in_features, O out_features of al
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -49,7 +49,7 @@ class FloatSite:
     """Floats as they are; only the bias is left to add, if there is one."""
 
     def __init__(self, bias_O: torch.Tensor | None = None) -> None:
-        self._bias_O = bias_O
+        self.bias_O = bias_O
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return the input itself."""
@@ -57,7 +57,7 @@ class FloatSite:
 
     def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
         """Add the bias."""
-        return y_TO if self._bias_O is None else y_TO + self._bias_O
+        return y_TO if self.bias_O is None else y_TO + self.bias_O
 
 
 class FloatSites:
@@ -75,8 +75,8 @@ class IntegerSite:
 
     def __init__(self, sites: IntegerSites, site: Site) -> None:
         self.scales = sites.calibration.sites[site]
-        self._bias_O = sites.biases.get(site)
-        self._dtype = sites.dtype
+        self.bias_O = sites.biases.get(site)
+        self.dtype = sites.dtype
         self._site = site
         # How many digits hold what `encode` returns, whatever the input is.
         self.digits = digits_below(self.scales.norm_limit)
@@ -89,12 +89,10 @@ class IntegerSite:
         except ActivationRangeError as error:
             raise self._out_of_range(error) from None
 
-    def encode_padded(
-        self, x_TI: torch.Tensor, r_TI: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `encode` of x, and the same plus r modulo 2^32; only with compiled kernels."""
+    def refuse(self, norm: float) -> NoReturn:
+        """Raise ActivationRangeError for a row with this norm."""
         try:
-            return self.scales.encode_padded(x_TI, r_TI)
+            self.scales.refuse(norm)
         except ActivationRangeError as error:
             raise self._out_of_range(error) from None
 
@@ -108,27 +106,13 @@ class IntegerSite:
 
     def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
         """Scale back, and add the bias."""
-        if self.compiled and (found := self.decode_padded(y_TO, None)) is not None:
-            return found
+        if self.compiled:
+            scaled_TO = compiled.decode(y_TO, None, self.scales.factor_N, self.bias_O, self.dtype)
+            if scaled_TO is not None:
+                return scaled_TO
         # int32 * float32 is a float32 product of the rounded integer.
-        y_TO = (y_TO * self.scales.factor_N).to(self._dtype)
-        return y_TO if self._bias_O is None else y_TO + self._bias_O
-
-    def decode_padded(
-        self,
-        y_TO: torch.Tensor,
-        u_TO: torch.Tensor | None,
-        vectors_kO: torch.Tensor | None = None,
-        expected_Tk: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Take the pad u away from y, check and `decode` the rest; only with compiled kernels.
-
-        None where y times the secret vectors is not as expected.
-        """
-        factor_O = self.scales.factor_N
-        return compiled.decode(
-            y_TO, u_TO, factor_O, self._bias_O, self._dtype, vectors_kO, expected_Tk
-        )
+        y_TO = (y_TO * self.scales.factor_N).to(self.dtype)
+        return y_TO if self.bias_O is None else y_TO + self.bias_O
 
 
 class IntegerSites:

@@ -45,9 +45,9 @@ from protocol.tensors import Buffer
 from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import load_policy
-from tee_side.protect.masks.mask import Masked
-from tee_side.protect.masks.pad import Pad
+from tee_side.protect.masks.mask import Factors
 from tee_side.protect.padded import PaddedSite
+from tee_side.protect.pads.source import PadLane
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.remote import linear as linear_module
 from tee_side.remote.call import CallPlan, carry_out
@@ -544,6 +544,12 @@ def test_a_pad_that_is_used_twice_is_noticed(folder: Path, monkeypatch: pytest.M
 
 
 def test_an_input_that_is_sent_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pad, "mask", lambda pad, x_TI, factors: Masked((x_TI,), lambda y_TO: y_TO))
+    draw = PadLane.draw
+
+    def nothing(lane: PadLane, site: int, rows: int) -> Factors | None:
+        drawn = draw(lane, site, rows)
+        return drawn and Factors(torch.zeros_like(drawn.r), torch.zeros_like(drawn.u))
+
+    monkeypatch.setattr(PadLane, "draw", nothing)
     with pytest.raises(AssertionError, match="inputs"):
         play(folder, "shielded", controlled=True)

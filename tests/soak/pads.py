@@ -27,7 +27,6 @@ from protocol.errors import PadsExhaustedError
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.source import PadLane, Pads
-from tee_side.threads import TorchThreads
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.unit.tee_side.pads import tiny
 
@@ -133,7 +132,7 @@ def run(count: int) -> RowResult:
     began = time.monotonic()
     tally = _Tally()
     # The children are forks: a pool of threads would not be in them.
-    with TorchThreads(1), tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name:
         found = crash_and_draw(
             Path(name),
             count,

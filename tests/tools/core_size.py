@@ -43,7 +43,8 @@ try:
     main()
 finally:
     files = {name: module.__file__ for name, module in list(sys.modules.items())
-             if name.partition(".")[0] in packages.split(",") and module.__file__}
+             if name.partition(".")[0] in packages.split(",")
+             and (module.__file__ or "").endswith(".py")}
     with open(answer, "w") as file:
         json.dump(files, file)
 """
