@@ -37,7 +37,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -51,6 +52,7 @@ from tee_side.assembly import MaskSettings
 from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
+from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.store import PadStore
 from tee_side.protect.verification import ExactCheck
@@ -514,15 +516,25 @@ def note_secrets(session: Session) -> None:
     call, made = linear.carry_out, PadStore.__init__
 
     def _call(plan: CallPlan, x_TI: torch.Tensor) -> Any:
-        def encode(x_TI: torch.Tensor) -> torch.Tensor:
-            encoded: torch.Tensor = plan.encode(x_TI)
+        def note(x_TI: torch.Tensor, encoded: torch.Tensor) -> None:
             if plan.operator == "qkv_proj":
                 session.canaries.add_activation(x_TI[-1])
                 if not encoded.is_floating_point():
                     session.canaries.add_activation(encoded[-1])
+
+        def encode(x_TI: torch.Tensor) -> torch.Tensor:
+            encoded: torch.Tensor = plan.encode(x_TI)
+            note(x_TI, encoded)
             return encoded
 
-        return call(replace(plan, encode=encode), x_TI)
+        def hide(x_TI: torch.Tensor) -> Padded | None:
+            masked = plan.padded.hide(x_TI) if plan.padded else None
+            if masked is not None:
+                note(x_TI, masked.encoded)
+            return masked
+
+        padded = plan.padded and cast("PaddedSite", SimpleNamespace(hide=hide))
+        return call(replace(plan, encode=encode, padded=padded), x_TI)
 
     def make(store: Any, layout: Any, capacity: int, key: bytes, **settings: Any) -> None:
         session.canaries.add_secret(key)
@@ -531,7 +543,8 @@ def note_secrets(session: Session) -> None:
     def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any) -> Any:
             check = draw(*arguments)
-            secret = check._products.flatten()[:4]
+            products = check.low_kI if isinstance(check, ExactCheck) else check._products
+            secret = products.flatten()[:4].contiguous()
             session.canaries.add_secret(secret.view(torch.uint8).numpy().tobytes())
             return check
 
