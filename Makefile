@@ -23,7 +23,7 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create the virtual environment in .venv
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard protocol/native/*.cpp protocol/native/*.h tee_side/native/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python: got %d.%d, expected 3.11 or later" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first, alone and exactly: a later resolution could pick another build of it.

@@ -21,7 +21,7 @@ from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, 
 _SERVICE_SHARE = 0.5
 
 # Rows of a step from which most of it is shared by all threads: attention and passes over wide
-# tensors are (tee_side/threads.py), and what stays on one thread is little beside them.
+# tensors are (protocol/native/tasks.h), and what stays on one thread is little beside them.
 _SHARED_ROWS = 64
 
 
