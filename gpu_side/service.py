@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from gpu_side.access import ServiceKeys
 from gpu_side.allow_list_reload import rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
@@ -53,13 +51,15 @@ class ServiceSettings:
     much as of four. `drain_timeout_s`: how long to go on with what was taken, once told to stop.
     `identity`: our secret key, and `allow`: the list of the clients that are let in, which SIGHUP
     reads again; without them everybody is let in, and other machines have to be allowed by
-    `allow_anyone`. `heartbeat_timeout_s`: see `protocol.zmq_sockets`.
+    `allow_anyone`. `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `kernels`: those of the CPU,
+    see `protocol.native.use`; None: those in use.
     """
 
     model: Path
     bind: str
     device: str = "cpu"
     dtype: str | None = None
+    kernels: str | None = None
     threads: int | None = None
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     arithmetic: Literal["float", "int8", "both"] = "both"
@@ -133,9 +133,7 @@ def serve(settings: ServiceSettings) -> None:
     started = time.monotonic()
     require_little_endian()
     _allow_many_descriptors()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-        native.set_threads(settings.threads)
+    native.set_up(settings.kernels, settings.threads)
     device = parse_device(settings.device)
     limits, keys = settings.limits, settings.read_keys()
     with limited(log), _stop_signals() as stop:
@@ -163,6 +161,7 @@ def serve(settings: ServiceSettings) -> None:
                     extra={
                         "fields": {
                             "endpoint": listener.endpoint,
+                            "kernels": native.choice().variant,
                             "start_s": round(time.monotonic() - started, 2),
                         }
                     },

@@ -132,7 +132,7 @@ class Assembly:
         self._verified = sites_where(policy, layers, lambda placed: placed.verify != "none")
         check_verifiable(policy.name, self._verified, config, checkpoint)
         if self._verified:
-            self._checks_class = find_checks(policy.name, policy.arithmetic)
+            self._checks_class = find_checks(policy.name, policy.served_arithmetic)
         self._registered_classes = find_registered(policy)
         _check_settings(settings, padded, self._parts)
         checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
-import torch
-
 from protocol import native
 from protocol.channel import ChannelWrapper, Traffic
 from protocol.connect import open_channel
@@ -59,6 +57,7 @@ class RunnerSettings:
     `keys`: none, one for all services, or one for each in the order of `gpu`.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
+    `kernels`: see `protocol.native.use`, None: those in use.
     """
 
     model: Path
@@ -66,6 +65,7 @@ class RunnerSettings:
     gpu: tuple[str, ...] = ()
     masks: MaskSettings = field(default_factory=MaskSettings)
     dtype: str | None = None
+    kernels: str | None = None
     threads: int | None = None
     step_tokens: int = DEFAULT_STEP_TOKENS
     micro_batches: int = 1
@@ -110,9 +110,7 @@ class Runner:
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-            native.set_threads(settings.threads)
+        native.set_up(settings.kernels, settings.threads)
         self.config = config = read_config(settings.model, settings.manifest)
         self.dtype = dtype = torch_dtype(settings.dtype or config.dtype)
         self._checkpoint = checkpoint = Checkpoint(settings.model, settings.manifest)
@@ -142,7 +140,7 @@ class Runner:
                     config,
                     checkpoint,
                     model.norm_weights(),
-                    arithmetic=policy.arithmetic,
+                    arithmetic=policy.served_arithmetic,
                     key=assembly.key,
                     linear=assembly.linear_digest,
                 )

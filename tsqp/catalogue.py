@@ -17,7 +17,13 @@ from pydantic import BaseModel, ConfigDict
 from protocol.errors import InputError, MaskError, SettingsError
 from protocol.messages import Arithmetic
 from tee_side.policy.leakage_summary import SEEN
-from tee_side.policy.placement import Policy, builtin_policies, load_policy, policy_names
+from tee_side.policy.placement import (
+    Policy,
+    PolicyArithmetic,
+    builtin_policies,
+    load_policy,
+    policy_names,
+)
 from tee_side.protect.masks.mask import FeatureMask, Kind, Mask
 from tee_side.protect.masks.registry import MASKS, find_mask
 from tee_side.words import OPERATORS, Operator, Phase, Verify
@@ -89,7 +95,7 @@ class PolicyEntry(_Entry):
 
     name: str
     summary: str
-    arithmetic: Arithmetic
+    arithmetic: PolicyArithmetic
     services: int
     masks: tuple[str, ...]
     leaves: tuple[Leaving, ...]

@@ -68,6 +68,7 @@ def examine() -> list[Finding]:
     return [
         *_versions(),
         *_processor(),
+        *_kernels(),
         _memory(),
         _gpu(),
         *_tee(),
@@ -123,6 +124,24 @@ def _processor() -> list[Finding]:
             Finding("processor", feature, state, use if state == "ok" else f"not here: {use}")
         )
     return findings
+
+
+def _kernels() -> list[Finding]:
+    try:
+        from protocol import native
+    except ImportError:  # of torch, which is said to be missing above
+        return []
+    chosen = native.choice()
+    if not chosen.built:
+        remedy = "install a C++17 compiler (apt install g++), then pip install again"
+        detail = "not compiled: torch computes, which is slower"
+        return [Finding("processor", "kernels", "note", detail, remedy)]
+    used = Finding("processor", "kernels", "ok", f"compiled, {chosen.variant}")
+    wrong = "compiled, but not used: gives wrong results on this processor"
+    return [
+        used,
+        *(Finding("processor", f"kernels {name}", "note", wrong) for name in chosen.refused),
+    ]
 
 
 def _cpu_flags() -> set[str]:

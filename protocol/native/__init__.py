@@ -4,11 +4,13 @@
 integers bit for bit, floats within a few units in their last place. The best *variant* that this
 processor has is used, once it has given what the portable one gives (`protocol.native.proof`).
 
-Kernels take addresses. `protocol.native.product` and `tee_side.native` check what they pass.
+Kernels take addresses. `protocol.integer`, `tee_side.native` and `tee_side.protect.padded` check
+what they pass.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -85,13 +87,17 @@ def _choose(wanted: str) -> Choice:
         raise KernelError("kernels", got=repr(wanted), expected=expected)
     refused: list[str] = []
     for name in reversed(found) if wanted == AUTO else [wanted]:
-        if not differs(library, name):
+        if not _differs(library, name):
             library.use(name)
             return Choice(name, tuple(refused), True)
         refused.append(name)
     raise KernelError(
         f"kernels {wanted}", got="wrong results", expected="those of the portable ones"
     )
+
+
+# A processor does not change its mind: found out once.
+_differs = functools.cache(differs)
 
 
 def compiled_for(dtype: torch.dtype) -> bool:
@@ -111,6 +117,18 @@ class _Pool:
 
 _threads = len(os.sched_getaffinity(0))
 _local = threading.local()
+
+
+def set_up(kernels: str | None, threads: int | None) -> None:
+    """Choose this process's kernels and their threads, torch's too; None: as it is.
+
+    Raises KernelError as `use` does.
+    """
+    if kernels is not None:
+        use(kernels)
+    if threads is not None:
+        torch.set_num_threads(threads)
+        set_threads(threads)
 
 
 def set_threads(count: int) -> None:

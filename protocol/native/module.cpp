@@ -1,5 +1,5 @@
 // The module `_native`: which variants this processor has, and every kernel as a function of
-// numbers, addresses among them. Nothing here checks sizes: `tee_side.native.kernels` does.
+// numbers, addresses among them. Nothing here checks sizes: their callers in Python do.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>

@@ -46,9 +46,10 @@ class Scratch {
 
 }  // namespace
 
-// A job's tasks are handed out by `next_`: the job's number above, the next task below. Whoever
-// raises it for a job has that task, and the job cannot end before the task does; so a worker that
-// wakes up late finds another number, or no task left, and touches nothing of an old job.
+// A job's tasks are handed out by `left_`: the job's number above, the tasks that nobody has taken
+// below. Whoever lowers it has a task, and the job cannot end before that task does: what describes
+// a job is read after that. A worker that wakes up late holds an old job's number; it finds another
+// number, or no task left (never a number of tasks that a newer job brought), and touches nothing.
 struct Pool {
  public:
   Pool(int threads, int spin_us) : spin_(spin_us), scratch_(threads) {
@@ -73,13 +74,10 @@ struct Pool {
     }
     // Here, where a failure to get memory still has a caller.
     for (Scratch& scratch : scratch_) scratch.at_least(scratch_bytes);
-    task_.store(task, std::memory_order_relaxed);
-    kernel_.store(kernel, std::memory_order_relaxed);
-    scratch_bytes_.store(scratch_bytes, std::memory_order_relaxed);
-    count_.store(count, std::memory_order_relaxed);
+    job_ = {task, kernel, scratch_bytes, count};
     done_.store(0, std::memory_order_relaxed);
-    uint64_t job = ((next_.load(std::memory_order_relaxed) >> 32) + 1) & 0xffffffff;
-    next_.store(job << 32);
+    uint64_t job = ((left_.load(std::memory_order_relaxed) >> 32) + 1) & 0xffffffff;
+    left_.store(job << 32 | static_cast<uint64_t>(count));
     if (asleep_.load() > 0) wake();
     work(0, job);
     for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
@@ -90,16 +88,20 @@ struct Pool {
   }
 
  private:
+  struct Job {
+    Task task;
+    void* kernel;
+    int64_t scratch_bytes;
+    int64_t count;
+  };
+
   void work(int thread, uint64_t job) {
     for (;;) {
-      uint64_t ticket = next_.load(std::memory_order_acquire);
-      int64_t index = static_cast<int64_t>(ticket & 0xffffffff);
-      Task task = task_.load(std::memory_order_relaxed);
-      void* kernel = kernel_.load(std::memory_order_relaxed);
-      int64_t bytes = scratch_bytes_.load(std::memory_order_relaxed);
-      if (ticket >> 32 != job || index >= count_.load(std::memory_order_relaxed)) return;
-      if (!next_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-      task(kernel, index, scratch_[thread].at_least(bytes));
+      uint64_t left = left_.load(std::memory_order_relaxed);
+      if (left >> 32 != job || (left & 0xffffffff) == 0) return;
+      if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
+      int64_t index = job_.count - static_cast<int64_t>(left & 0xffffffff);
+      job_.task(job_.kernel, index, scratch_[thread].at_least(job_.scratch_bytes));
       done_.fetch_add(1, std::memory_order_release);
     }
   }
@@ -117,20 +119,20 @@ struct Pool {
     auto until = std::chrono::steady_clock::now() + spin_;
     do {
       for (int i = 0; i < SPINS_PER_LOOK; i++) {
-        uint64_t job = next_.load(std::memory_order_acquire) >> 32;
+        uint64_t job = left_.load(std::memory_order_acquire) >> 32;
         if (job != seen || stop_.load(std::memory_order_relaxed)) return job;
         PAUSE();
       }
     } while (std::chrono::steady_clock::now() < until);
     std::unique_lock<std::mutex> lock(mutex_);
     asleep_++;
-    awake_.wait(lock, [&] { return next_.load() >> 32 != seen || stop_; });
+    awake_.wait(lock, [&] { return left_.load() >> 32 != seen || stop_; });
     asleep_--;
-    return next_.load() >> 32;
+    return left_.load() >> 32;
   }
 
   void wake() {
-    // With the lock: a worker is either before its look at `next_`, or waiting.
+    // With the lock: a worker is either before its look at `left_`, or waiting.
     { std::lock_guard<std::mutex> lock(mutex_); }
     awake_.notify_all();
   }
@@ -138,12 +140,9 @@ struct Pool {
   const std::chrono::microseconds spin_;
   std::vector<Scratch> scratch_;
   Scratch memory_;
-  alignas(64) std::atomic<uint64_t> next_{0};
+  alignas(64) std::atomic<uint64_t> left_{0};
   alignas(64) std::atomic<int64_t> done_{0};
-  alignas(64) std::atomic<Task> task_{nullptr};
-  std::atomic<void*> kernel_{nullptr};
-  std::atomic<int64_t> scratch_bytes_{0};
-  std::atomic<int64_t> count_{0};
+  alignas(64) Job job_{};
   std::atomic<int> asleep_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;

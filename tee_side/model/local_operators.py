@@ -18,7 +18,7 @@ from protocol.model.quantized import (
     load_quantized,
     load_quantized_lm_head,
 )
-from protocol.model.weights import CPU, load_linear, load_tensor
+from protocol.model.weights import CPU, load_bias, load_linear, load_tensor
 from protocol.native import compiled_for
 from tee_side.native import sites
 from tee_side.policy.placement import Placement, Policy
@@ -73,8 +73,8 @@ def load_local_operators(
     if "embedding" in kept:
         weight = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype)
         local[None, "embedding"] = partial(embedding, weight=weight)
-    if "lm_head" in kept and integers is not None:
-        lm_head = partial(_integer_lm_head, load_quantized_lm_head(checkpoint, config))
+    if "lm_head" in kept and policy.arithmetic != "float":
+        lm_head = partial(_dynamic_product, load_quantized_lm_head(checkpoint, config), None)
         local[None, "lm_head"] = lm_head
     elif "lm_head" in kept:
         if weight is None or not config.tie_word_embeddings:
@@ -82,7 +82,11 @@ def load_local_operators(
         local[None, "lm_head"] = partial(linear, weight=weight)
     for site in sites:
         product: Product
-        if integers is None:
+        if policy.arithmetic == "int8-dynamic":
+            weights = load_quantized(checkpoint, config, *site)
+            bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
+            product = partial(_dynamic_product, weights, bias_O)
+        elif integers is None:
             product = load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
         else:
             weights = held[site] = load_quantized(checkpoint, config, *site)
@@ -97,21 +101,25 @@ def not_here(_x: torch.Tensor) -> torch.Tensor:
     raise LookupError("an operator was called in the TEE that the policy placed on the GPU")
 
 
-def _integer_lm_head(weights: QuantizedLinear, h_ND: torch.Tensor) -> torch.Tensor:
-    """Compute logits in int8, weights and input: one pass over a quarter of float32's bytes.
+def _dynamic_product(
+    weights: QuantizedLinear, bias_O: torch.Tensor | None, x_TI: torch.Tensor
+) -> torch.Tensor:
+    """Compute in int8, weights and input: one pass over a quarter of float32's bytes.
 
-    It never leaves the TEE, so that each row may have a scale of its own. Eight bits of input cost
-    0.2 % of the demo model's top-1 agreement (benchmarks/accuracy.py), sixteen twice the time.
+    It never leaves the TEE, so that each row may have a scale of its own. Of the LM head alone,
+    eight bits of input cost 0.2 % of the demo model's top-1 agreement (benchmarks/accuracy.py),
+    sixteen twice the time.
     """
-    if compiled_for(h_ND.dtype):
-        return sites.linear8(h_ND, weights.weight, weights.scale, None)
-    h32_ND = h_ND.float()
+    if compiled_for(x_TI.dtype):
+        return sites.linear8(x_TI, weights.weight, weights.scale, bias_O)
+    x32_TI = x_TI.float()
     # The smallest normal number: a row of zeros stays one.
     smallest = torch.finfo(torch.float32).tiny
-    scale_N1 = (h32_ND.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
-    x_ND = h32_ND.div(scale_N1).round_().to(torch.int8)
-    y_NV = int8_product(x_ND, weights.weight).float()
-    return y_NV.mul_(scale_N1).mul_(weights.scale).to(h_ND.dtype)
+    scale_T1 = (x32_TI.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
+    x8_TI = x32_TI.div(scale_T1).round_().to(torch.int8)
+    y_TO = int8_product(x8_TI, weights.weight).float()
+    y_TO = y_TO.mul_(scale_T1).mul_(weights.scale).to(x_TI.dtype)
+    return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
 def _integer_product(

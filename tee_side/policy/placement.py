@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -162,6 +162,9 @@ Placements: TypeAlias = Annotated[
     tuple[Placement, ...], Field(min_length=1), BeforeValidator(_placements)
 ]
 
+# Of those in a policy, services know `Arithmetic` alone.
+PolicyArithmetic: TypeAlias = Literal["float", "int8", "int8-dynamic"]
+
 # Where, got and expected of an error.
 _Conflicts: TypeAlias = Iterator[tuple[str, str, str]]
 
@@ -170,8 +173,9 @@ class Policy(BaseModel):
     """Where each operator runs.
 
     `one_rpc_per_module`: q, k, v, gate and up each travel alone. `arithmetic`: whether the linear
-    operators and the LM head are computed in floats, or in int8 weights and a ring of integers,
-    wherever they run.
+    operators and the LM head are computed in floats; in int8 weights and a ring of integers,
+    wherever they run; or ("int8-dynamic") in int8 weights and int8 activations, of which each row
+    gets its scale when it is computed, as the TEE alone may know it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -180,7 +184,7 @@ class Policy(BaseModel):
     name: Annotated[str, Field(pattern=f"^{_NAME}$")]
     summary: Annotated[str, Field(max_length=200)]
     one_rpc_per_module: bool = False
-    arithmetic: Arithmetic = "float"
+    arithmetic: PolicyArithmetic = "float"
     operators: dict[Operator, Placements]
 
     @model_validator(mode="wrap")
@@ -227,9 +231,17 @@ class Policy(BaseModel):
         if mask is not None and mask.arithmetic != self.arithmetic and is_linear(operator):
             needed = f'"{mask.arithmetic}", which mask {mask.name} needs'
             yield f'arithmetic = "{self.arithmetic}"', needed
+        if self.arithmetic == "int8-dynamic" and not in_tee:
+            expected = 'place = "tee": the scale of a row says how large it is'
+            yield 'place = "gpu" with arithmetic = "int8-dynamic"', expected
         if self.arithmetic == "int8" and operator == "lm_head" and not in_tee:
             expected = 'place = "tee", or arithmetic = "float": no service has integers for it'
             yield 'place = "gpu" with arithmetic = "int8"', expected
+
+    @property
+    def served_arithmetic(self) -> Arithmetic:
+        """In what services compute the linear operators, where they do."""
+        return "int8" if self.arithmetic == "int8" else "float"
 
     def check(self, num_hidden_layers: int) -> None:
         """Check the policy against a model's size.

@@ -13,6 +13,9 @@ import subprocess
 import sys
 from unittest import mock
 
+from protocol import native
+from tests.support import using_kernels
+
 
 def call(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `gpu-service`, `tee-runner` or `tsqp` to its exit and return what it printed."""
@@ -27,6 +30,7 @@ def call(program: str, *arguments: str, **environment: str) -> subprocess.Comple
             mock.patch.dict(os.environ, environment),
             # This process is the tests', too.
             mock.patch("tsqp.cli.program.keep_memory_private"),
+            using_kernels(native.choice().variant),
             contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(stderr),
         ):

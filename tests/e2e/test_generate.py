@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from protocol import native
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.policy.placement import load_policy
@@ -57,7 +58,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("prompt_token_ids", "token_ids", "text", "finish_reason", "usage", "timing", "policy"),
-        *("rpc", "pads", "model", "model_digest", "policy_digest", "seed"),
+        *("rpc", "pads", "model", "model_digest", "policy_digest", "seed", "kernels"),
     }
     assert answer["prompt_token_ids"] == reference_tokenizer(PROMPT)["input_ids"]
     want, expected = greedy(reference, answer["prompt_token_ids"], 64)
@@ -254,6 +255,10 @@ def test_json_says_what_it_takes_to_get_the_same_again() -> None:
     for name in ("model_digest", "policy_digest"):
         assert re.fullmatch("[0-9a-f]{64}", first[name])
         assert again[name] == first[name]
+    by_torch = answer("--seed", str(first["seed"]), "--kernels", "torch")
+    assert by_torch["kernels"] == "torch"
+    assert first["kernels"] == native.choice().variant
+    assert by_torch["token_ids"] == first["token_ids"]
 
 
 def test_the_digest_of_a_policy_is_that_of_what_it_says() -> None:

@@ -74,6 +74,7 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path)
         ("gpu-service", "dtype = \n", ["invalid TOML"]),
         ("gpu-service", 'model = "demo"\ndtype = "float12"\n', ["dtype", "float12"]),
         ("gpu-service", 'model = "demo"\nthreads = "many"\n', ["threads", "many"]),
+        ("gpu-service", 'model = "demo"\nkernels = "sse2"\n', ["kernels", "sse2"]),
         ("gpu-service", 'threads = "2"\n', ["threads: got '2', expected an integer"]),
         ("gpu-service", "threads = true\n", ["threads: got True, expected an integer"]),
         ("gpu-service", "threads = 2.0\n", ["threads: got 2.0, expected an integer"]),
@@ -253,6 +254,7 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
         "--device": "null",
         "--dtype": "float16",
         "--arithmetic": "int8",
+        "--kernels": "portable",
         "--threads": 3,
         "--max-message-mib": 4,
         "--spin-us": 5.5,
@@ -274,6 +276,7 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
         bind="tcp://10.0.0.5:1",
         device="null",
         dtype="float16",
+        kernels="portable",
         threads=3,
         max_message_bytes=4 * 2**20,
         arithmetic="int8",
@@ -310,6 +313,7 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         "--bank-witness": tmp_path / "witness",
         "--when-out": "tee",
         "--dtype": "float16",
+        "--kernels": "portable",
         "--threads": 3,
         "--step-tokens": 4,
         "--micro-batches": 5,
@@ -343,6 +347,7 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
             when_out="tee",
         ),
         dtype="float16",
+        kernels="portable",
         threads=3,
         step_tokens=4,
         micro_batches=5,
@@ -463,7 +468,8 @@ def test_completion_offers_the_policies() -> None:
         COMP_CWORD="4",
     )
     assert sorted(result.stdout.split()) == [
-        f"plain,{name}" for name in ("tee-only", "tsqp", "tsqp-permuted", "two-server")
+        f"plain,{name}"
+        for name in ("tee-only", "tee-only-int8", "tsqp", "tsqp-permuted", "two-server")
     ]
 
 

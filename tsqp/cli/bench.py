@@ -101,8 +101,9 @@ def _profiles() -> Iterable[str]:
     " model's context.",
 )
 @use(
-    *("step-tokens", "micro-batches", "dtype", "threads"),
+    *("step-tokens", "micro-batches", "dtype", "kernels", "threads"),
     dtype={"help": "Of both sides; default: the model's own."},
+    kernels={"help": "Of both sides: the best, torch's, or of these instructions."},
     threads={"help": "Of the TEE side; default: one a core."},
 )
 @click.option("--gpu-threads", type=THREADS, help="Of the service; default: one a core.")
@@ -216,6 +217,7 @@ def _settings(
     """Return `BenchSettings`. `given`: the options that were given, by their names."""
     import torch
 
+    from protocol import native
     from tee_side.policy.placement import load_policy
     from tsqp.lab.bench.job import Plan
     from tsqp.lab.bench.settings import BenchSettings
@@ -240,6 +242,7 @@ def _settings(
         shares_in_the_clear=options["shares_in_the_clear"],
         device=options["device"],
         transport=options["transport"],
+        kernels=native.use(options["kernels"]).variant,
         threads=options["threads"] or cores,
         gpu_threads=options["gpu_threads"] or cores,
         dtype=options["dtype"],

@@ -45,7 +45,7 @@ def policies(*, as_json: bool) -> None:
 
 def _place(entry: PolicyEntry) -> list[str]:
     services = {0: "no service", 1: "1 service"}.get(entry.services, f"{entry.services} services")
-    arithmetic = ", int8" if entry.arithmetic == "int8" else ""
+    arithmetic = "" if entry.arithmetic == "float" else f", {entry.arithmetic}"
     default = " (default)" if entry.name == DEFAULT_POLICY else ""
     place = [entry.name + default, entry.standing, services + arithmetic]
     return place + ([f"({entry.origin})"] if entry.origin != "built in" else [])

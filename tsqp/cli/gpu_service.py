@@ -79,7 +79,7 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     help="Which linear weights to hold. Both take 1.5 times the memory of a bfloat16 model; float"
     " alone is enough for policies that compute in float.",
 )
-@use("threads", "max-message-mib", "spin-us")
+@use("kernels", "threads", "max-message-mib", "spin-us")
 @click.option(
     "--layers",
     metavar="LAYERS",
@@ -153,6 +153,7 @@ def command(
     device: str,
     dtype: str | None,
     arithmetic: Literal["float", "int8", "both"],
+    kernels: str,
     threads: int | None,
     max_message_mib: int,
     spin_us: float,
@@ -185,6 +186,7 @@ def command(
             device=device,
             dtype=dtype,
             arithmetic=arithmetic,
+            kernels=kernels,
             threads=threads,
             max_message_bytes=max_message_mib * MIB,
             spin_us=spin_us,

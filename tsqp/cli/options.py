@@ -10,6 +10,7 @@ import click
 from tsqp.cli.program import DEFAULT_ENDPOINT, DEFAULT_POLICY
 from tsqp.cli.settings import (
     DTYPES,
+    KERNELS,
     PATH,
     PREFIX,
     THREADS,
@@ -159,7 +160,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     # How it is computed.
     "dtype": _row(DTYPES, None, "Default: the model's own."),
-    "threads": _row(THREADS, None, "CPU threads for torch."),
+    "kernels": _row(
+        click.Choice(KERNELS),
+        "auto",
+        "Instructions that the CPU computes with: the best that give right results, torch's, or"
+        " these.",
+    ),
+    "threads": _row(THREADS, None, "CPU threads that compute; default: one a core."),
     "step-tokens": _row(_COUNT, 512, "Tokens in one step: longer prompts are prefilled in chunks."),
     "micro-batches": _row(
         click.IntRange(1, 64),

@@ -55,7 +55,16 @@ def pads() -> None:
     type=click.IntRange(min=1),
     help="Tokens that a new bank has space for; default: --tokens. A bank keeps its size.",
 )
-@use(*_BANK, "policy", "manifest", "manifest-digest", "threads", bank=_THE_BANK, policy=_POLICY)
+@use(
+    *_BANK,
+    "policy",
+    "manifest",
+    "manifest-digest",
+    "kernels",
+    "threads",
+    bank=_THE_BANK,
+    policy=_POLICY,
+)
 @config_option
 def make(
     *,
@@ -65,6 +74,7 @@ def make(
     tokens: int,
     capacity: int | None,
     policy: str,
+    kernels: str,
     threads: int | None,
     **settings: Any,
 ) -> None:
@@ -75,6 +85,7 @@ def make(
     """
     import torch
 
+    from protocol import native
     from protocol.integer import check_kernels
     from protocol.model.checkpoint import Checkpoint, light_tensors
     from protocol.model.config import read_config
@@ -87,8 +98,7 @@ def make(
     place = bank_place(settings)
     if place is None:
         raise SettingsError("--bank", got="none", expected="the pad bank")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    native.set_up(kernels, threads)
     directory = model_directory(model)
     pinned = load_manifest(directory, {"manifest": manifest, "manifest_digest": manifest_digest})
     config, checkpoint = read_config(directory, pinned), Checkpoint(directory, pinned)

@@ -41,7 +41,16 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 # Settings of the runner and of its masks that have the names of their options.
 _SAME = (
-    *("gpu", "shares_in_the_clear", "dtype", "threads", "step_tokens", "micro_batches", "spin_us"),
+    *(
+        "gpu",
+        "shares_in_the_clear",
+        "dtype",
+        "kernels",
+        "threads",
+        "step_tokens",
+        "micro_batches",
+        "spin_us",
+    ),
     *("connect_timeout_s", "request_timeout_s", "heartbeat_timeout_s"),
 )
 _MASKS = ("calibration", "key", "when_out")
@@ -221,10 +230,13 @@ class SoFar:
         self, runner: Runner, result: GenerationResult, sampling: SamplingSettings
     ) -> dict[str, object]:
         """Return a result with what it was made with, so that it can be made again."""
+        from protocol import native
+
         return result.model_dump() | {
             "model": self.settings["model"],
             "model_digest": runner.model_digest,
             "policy_digest": policy_digest(runner.policy),
+            "kernels": native.choice().variant,
             "seed": sampling.seed,
         }
 

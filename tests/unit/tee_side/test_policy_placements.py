@@ -214,7 +214,7 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "another arithmetic": (
         {"arithmetic": '"int4"'},
-        "policy mine: arithmetic: got 'int4', expected 'float' or 'int8'",
+        "policy mine: arithmetic: got 'int4', expected 'float', 'int8' or 'int8-dynamic'",
     ),
     "a mask of some layers": (
         {

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from protocol import native
 from protocol.errors import SettingsError
 from tests.support import Service, make_model, running_service
-from tsqp import preflight
+from tsqp import doctor, preflight
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.cli.tee_runner import command as tee_runner
@@ -185,6 +186,18 @@ def test_a_slow_clock_is_noted(
 def test_an_unknown_policy_is_missing_and_not_an_error() -> None:
     status, found = _doctor("demo", "--policy", "none-of-ours")
     assert (status, found["policy"]["remedy"]) == (1, "tsqp policies")
+
+
+def test_kernels_that_are_not_used_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(choice: native.Choice) -> dict[str, tuple[str, str]]:
+        monkeypatch.setattr(native, "choice", lambda: choice)
+        return {one.name: (one.state, one.detail) for one in doctor.examine()}
+
+    assert found(native.Choice("avx2", (), True))["kernels"] == ("ok", "compiled, avx2")
+    assert found(native.Choice("torch", (), False))["kernels"][0] == "note"
+    refused = found(native.Choice("portable", ("avx2",), True))
+    assert refused["kernels"] == ("ok", "compiled, portable")
+    assert "wrong results" in refused["kernels avx2"][1]
 
 
 def test_a_table_says_what_to_do() -> None:

@@ -150,6 +150,7 @@ class Job(_Line):
     service_pids: tuple[int, ...]
     key: Path | None
     bank: Path | None
+    kernels: str
     threads: int
     step_tokens: int
     micro_batches: int

@@ -19,7 +19,7 @@ from protocol.model.config import ModelConfig
 from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.model.local_operators import sites_here, sites_under
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Policy, PolicyArithmetic
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import Site
@@ -197,7 +197,7 @@ def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:
         for name in ("embedding", "lm_head")
     }
     size = elements * itemsize if stays["embedding"] else 0
-    if stays["lm_head"] and policy.arithmetic == "int8":
+    if stays["lm_head"] and policy.arithmetic != "float":
         size += elements + config.vocab_size * _FLOAT_BYTES
     elif stays["lm_head"] and not (stays["embedding"] and config.tie_word_embeddings):
         size += elements * itemsize
@@ -205,13 +205,13 @@ def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:
 
 
 def _linear_bytes(
-    config: ModelConfig, sites: Iterable[Site], arithmetic: Arithmetic, itemsize: int
+    config: ModelConfig, sites: Iterable[Site], arithmetic: PolicyArithmetic, itemsize: int
 ) -> int:
     total = 0
     for _, operator in sites:
         for module in FUSED_MODULES[operator]:
             out_features, in_features = config.module_shape(module)
-            if arithmetic == "int8":
+            if arithmetic != "float":
                 total += out_features * (in_features + _FLOAT_BYTES)
             else:
                 total += out_features * in_features * itemsize

@@ -184,7 +184,8 @@ class PingPong(_Model):
 class Setup(_Model):
     """What was measured, and on what. `gpu_threads`: None where the services are not ours.
 
-    Reports from before `spin_us` and `step_tokens` were noted were made with their defaults.
+    Reports from before `spin_us`, `step_tokens` and `kernels` were noted were made with their
+    defaults.
     """
 
     command: str
@@ -200,6 +201,7 @@ class Setup(_Model):
     gpu_threads: int | None
     spin_us: float = 0.0
     step_tokens: int = 512
+    kernels: str = "torch"
 
 
 class Report(_Model):

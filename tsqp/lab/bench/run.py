@@ -116,6 +116,7 @@ class Bench:
                 gpu_threads=None if settings.endpoints else settings.gpu_threads,
                 spin_us=settings.spin_us,
                 step_tokens=settings.step_tokens,
+                kernels=settings.kernels,
             ),
             policies=tuple(self._policies),
             baselines=self._baselines.measured,
@@ -246,7 +247,7 @@ class Bench:
         return max(policy.services for _, policy in self._all_policies())
 
     def _arithmetic(self) -> list[Arithmetic]:
-        found = {policy.arithmetic for _, policy in self._all_policies() if policy.services}
+        found = {policy.served_arithmetic for _, policy in self._all_policies() if policy.services}
         return sorted(found)
 
     def _needs_linear(self) -> bool:
@@ -312,6 +313,7 @@ class Bench:
             service_pids=tuple(pid for pid, _ in services if pid),
             key=settings.key if policy.feature_mask else None,
             bank=given,
+            kernels=settings.kernels,
             threads=settings.threads,
             step_tokens=settings.step_tokens,
             micro_batches=settings.micro_batches,

@@ -33,6 +33,7 @@ def start_services(
             [
                 *(str(served or model), "--device", settings.device),
                 *("--bind", _bind(transport, folder, number)),
+                *("--kernels", settings.kernels),
                 *("--threads", str(settings.gpu_threads)),
                 *("--arithmetic", policy.arithmetic),
                 *("--spin-us", str(settings.spin_us)),

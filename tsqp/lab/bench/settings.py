@@ -32,6 +32,7 @@ class BenchSettings:
     endpoints: tuple[str, ...] = ()
     device: str = "null"
     transport: str = "tcp"
+    kernels: str = "auto"
     threads: int = 1
     gpu_threads: int = 1
     dtype: FloatDtype | None = None

@@ -366,6 +366,7 @@ def setup_pairs(report: Report) -> list[tuple[str, str]]:
         ("model", f"{setup.model}, {setup.num_hidden_layers} layers, {setup.dtype}"),
         ("device", setup.device),
         ("transport", setup.transport + (f", modelled link {setup.link}" if setup.link else "")),
+        ("kernels", setup.kernels),
         ("threads", f"TEE {setup.tee_threads}, GPU side {served}"),
         ("spin", f"{setup.spin_us:g} us before blocking" if setup.spin_us else "none"),
         ("tokens a step", "unknown" if not setup.step_tokens else f"at most {setup.step_tokens}"),

@@ -60,6 +60,7 @@ def measure(job: Job, tell: Callable[[Answer], None]) -> None:
             key=job.key, bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None
         ),
         dtype=job.dtype,
+        kernels=job.kernels,
         threads=job.threads,
         step_tokens=job.step_tokens,
         micro_batches=job.micro_batches,

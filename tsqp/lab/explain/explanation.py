@@ -185,7 +185,7 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
     feature = policy.feature_mask
     return Needs(
         services=policy.services,
-        arithmetic=policy.arithmetic,
+        arithmetic=policy.served_arithmetic,
         calibration=policy.arithmetic == "int8",
         key=feature.name if feature else None,
         pads=tuple(pads),

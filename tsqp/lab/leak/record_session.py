@@ -211,7 +211,7 @@ def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
 def _services(served: Path, policy: Policy, dtype: torch.dtype) -> tuple[RecordingChannel, ...]:
     if not policy.services:
         return ()
-    weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=[policy.arithmetic])
+    weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic])
     return tuple(
         RecordingChannel(weights, f"service {number}") for number in range(1, policy.services + 1)
     )

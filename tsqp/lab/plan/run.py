@@ -149,7 +149,7 @@ class Planning:
         )
         service = gpu_need(
             few,
-            [policy.arithmetic],
+            [policy.served_arithmetic],
             device="null",
             tokens=max(settings.prompt_tokens, settings.context),
             itemsize=self._itemsize,
@@ -177,7 +177,7 @@ class Planning:
                 policy, self._shape.with_layers(1).config().num_hidden_layers
             )
             for module in FUSED_MODULES[operator]
-        ) * (1 if policy.arithmetic == "int8" else self._itemsize)
+        ) * (self._itemsize if policy.arithmetic == "float" else 1)
         if kept:
             count = max(count, min(config.num_hidden_layers, -(-_KEPT_BYTES // kept)))
         shape = self._shape.with_layers(count)

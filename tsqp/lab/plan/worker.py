@@ -108,7 +108,7 @@ class _Bench:
             model_digest="",
             linear_digest="",
             provision=None,
-            arithmetic=(policy.arithmetic,),
+            arithmetic=(policy.served_arithmetic,),
             norms={},
         )
         self._tracer = Tracer(RequestChecker(held, DEFAULT_MAX_MESSAGE_BYTES))

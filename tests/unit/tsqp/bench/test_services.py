@@ -45,11 +45,12 @@ def test_each_listens_at_an_endpoint_of_its_own(started: list[list[str]]) -> Non
 
 
 def test_a_service_gets_the_settings_of_the_run(started: list[list[str]]) -> None:
-    start("attention-in-tee", device="cpu", gpu_threads=3, spin_us=5.0)
+    start("attention-in-tee", device="cpu", kernels="torch", gpu_threads=3, spin_us=5.0)
     start("shielded", dtype="bfloat16")
     plain, masked = started
     assert plain == [
-        *("/m", "--device", "cpu", "--bind", "unix:///f/gpu-0.sock", "--threads", "3"),
+        *("/m", "--device", "cpu", "--bind", "unix:///f/gpu-0.sock"),
+        *("--kernels", "torch", "--threads", "3"),
         *("--arithmetic", "float", "--spin-us", "5.0"),
     ]
     assert masked[masked.index("--arithmetic") + 1] == "int8"

@@ -34,6 +34,7 @@ def job(model: Path, **changes: Any) -> Job:
         service_pids=(),
         key=None,
         bank=None,
+        kernels="auto",
         threads=1,
         step_tokens=64,
         micro_batches=1,
