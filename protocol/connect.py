@@ -6,6 +6,7 @@ from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.pending import PendingChannel
+from protocol.shm import ShmChannel
 from protocol.stream import StreamChannel
 from protocol.zmq_channel import ZmqChannel
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -26,10 +27,11 @@ def open_channel(
     and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; streams have none. Raises
     EndpointError, and SettingsError for keys where the endpoint has no use for them.
     """
-    if parse_endpoint(endpoint).is_stream:
+    parsed = parse_endpoint(endpoint)
+    if parsed.is_stream:
         if keys is not None:
             require_zmq_keys(endpoint)
-        return StreamChannel(
+        return (ShmChannel if parsed.scheme == "shm" else StreamChannel)(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, spin_us=spin_us
         )
     return ZmqChannel(

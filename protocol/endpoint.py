@@ -3,6 +3,7 @@
 tcp://HOST:PORT     ZeroMQ over TCP; HOST may be * and PORT * or 0 to bind
 ipc://PATH          ZeroMQ over a Unix socket
 unix://PATH         a plain Unix stream socket
+shm://PATH          shared memory, handed over on such a socket
 vsock://CID:PORT    a stream between a virtual machine and its host; to bind, CID may be any
                     and PORT *
 
@@ -21,11 +22,11 @@ import zmq
 
 from protocol.errors import EndpointError
 
-Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "vsock"]
+Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "shm", "vsock"]
 # What a socket of the standard library connects to: a path, or (CID, port).
 StreamAddress: TypeAlias = str | tuple[int, int]
 
-SPELLINGS = "tcp://HOST:PORT, ipc://PATH, unix://PATH or vsock://CID:PORT"
+SPELLINGS = "tcp://HOST:PORT, ipc://PATH, unix://PATH, shm://PATH or vsock://CID:PORT"
 # sockaddr_un has 108 bytes, one of which ends the path.
 UNIX_PATH_MAX_BYTES = 107
 VSOCK_ANY = 2**32 - 1
@@ -53,7 +54,7 @@ class Endpoint:
     @property
     def socket_path(self) -> str | None:
         """The path of the Unix socket's file; None where there is no file."""
-        if self.scheme not in ("ipc", "unix"):
+        if self.scheme not in ("ipc", "unix", "shm"):
             return None
         return self.text.partition("://")[2]
 
@@ -65,8 +66,8 @@ def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
         return Endpoint(endpoint, "tcp")
     if scheme == "ipc" and _is_path(endpoint, rest, zmq.IPC_PATH_MAX_LEN):
         return Endpoint(endpoint, "ipc")
-    if scheme == "unix" and _is_path(endpoint, rest, UNIX_PATH_MAX_BYTES):
-        return Endpoint(endpoint, "unix", rest)
+    if scheme in ("unix", "shm") and _is_path(endpoint, rest, UNIX_PATH_MAX_BYTES):
+        return Endpoint(endpoint, "shm" if scheme == "shm" else "unix", rest)
     if scheme == "vsock" and (address := _vsock_address(endpoint, for_bind)) is not None:
         return Endpoint(endpoint, "vsock", address)
     raise EndpointError("endpoint", got=repr(endpoint), expected=SPELLINGS)

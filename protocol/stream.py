@@ -46,6 +46,8 @@ class StreamChannel(PendingChannel):
     may take. `spin_us`: see `protocol.spin`.
     """
 
+    _skips_empty = False
+
     def __init__(
         self,
         endpoint: str,
@@ -96,6 +98,7 @@ class StreamChannel(PendingChannel):
             where=self.endpoint,
             max_frames=MAX_REPLY_FRAMES,
             max_message_bytes=self._max_reply_bytes,
+            skips_empty=self._skips_empty,
         )
         self._reader.messages.extend(late)
         self._writer = MessageWriter(connection)
@@ -137,8 +140,7 @@ class StreamChannel(PendingChannel):
                     self._make_room(size, give_up)
                 sent_ns = time.perf_counter_ns()
                 left_s = give_up - time.monotonic() if give_up else timeout_s
-                # What is not read by then goes out in `wait`, or before the next request.
-                self._writer.send(frames, left_s)
+                self._write(frames, left_s)
             except OSError:
                 # The service has not got all of it, so it is safe to send again.
                 self._disconnect()
@@ -154,6 +156,10 @@ class StreamChannel(PendingChannel):
                 raise
             else:
                 return sent_ns
+
+    def _write(self, frames: Sequence[Buffer], most_s: float) -> None:
+        """Send a message. What is not read by then goes out in `wait`, or before the next one."""
+        self._writer.send(frames, most_s)
 
     def _make_room(self, size: int, give_up: float) -> None:
         """Wait for a service that does not read. It may be waiting for us to read: we do."""

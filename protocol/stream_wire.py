@@ -189,7 +189,8 @@ class MessageReader:
     Their memory is writable, belongs to them alone, and lives as long as it is viewed.
 
     `asks_first`: take no memory for a message too large for the receive buffer. `wants_room` says
-    how many bytes its frames have, and nothing may be read until `begin_large`.
+    how many bytes its frames have, and nothing may be read until `begin_large`. `skips_empty`: a
+    message of no frames is nothing, as beside shared memory it only wakes us up.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class MessageReader:
         max_frames: int,
         max_message_bytes: int,
         asks_first: bool = False,
+        skips_empty: bool = False,
     ) -> None:
         self.messages: deque[tuple[list[memoryview], int]] = deque()
         self._recv_into = connection.recv_into
@@ -208,7 +210,7 @@ class MessageReader:
         self._where = where
         self._max_frames = max_frames
         self._max_message_bytes = max_message_bytes
-        self._asks_first = asks_first
+        self._asks_first, self._skips_empty = asks_first, skips_empty
         self.wants_room = 0
         self._buffer = self._pool.take(BUFFER_BYTES)
         self._expected = 0
@@ -260,6 +262,9 @@ class MessageReader:
         start = 0
         while (available := self.unfinished_bytes - start) >= _COUNT.size:
             (count,) = _COUNT.unpack_from(self._buffer, start)
+            if not count and self._skips_empty:
+                start += _COUNT.size
+                continue
             if not 1 <= count <= self._max_frames:
                 raise self._refused(f"{count} frames", f"1 to {self._max_frames}")
             prefix = _TWO_FRAMES if count == 2 else struct.Struct(f"<I{count}Q")

@@ -9,10 +9,16 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 
 from gpu_side.encoding import MAX_FRAMES
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
+from protocol.shared_memory import WAKE_UP, Lane, frames_in
 from protocol.stream_wire import MessageReader, MessageWriter
+from protocol.tensors import Buffer
 
 # A client with so many requests, or so many bytes in them, that the service has not taken is not
 # read from. Beside them at most one more is being received.
@@ -49,13 +55,25 @@ class Patience:
 
 
 class Client:
-    """One connection."""
+    """One connection. `lane`: the service's end of the memory that it shares, None for none."""
 
     def __init__(
-        self, connection: socket.socket, pool: MemoryPool, name: bytes, max_message_bytes: int
+        self,
+        connection: socket.socket,
+        pool: MemoryPool,
+        name: bytes,
+        max_message_bytes: int,
+        lane: Lane | None = None,
     ) -> None:
         self.socket = connection
         self.name = name
+        self.lane = lane
+        # Requests in slots, and when they were seen (perf_counter_ns); slots that owe a reply.
+        self.in_slots: deque[tuple[list[memoryview], int, int]] = deque()
+        self._owing: set[int] = set()
+        # The number of the last request in a slot.
+        self._taken = 0
+        self._max_message_bytes = max_message_bytes
         self.reader = MessageReader(
             connection,
             pool,
@@ -63,6 +81,7 @@ class Client:
             max_frames=MAX_FRAMES,
             max_message_bytes=max_message_bytes,
             asks_first=True,
+            skips_empty=lane is not None,
         )
         self.writer = MessageWriter(connection)
         # Of large messages that are being received, or have not been handed out.
@@ -104,6 +123,64 @@ class Client:
         ):
             self.note_start()
         return alive
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether a message of its can be handed out."""
+        return bool(self.in_slots or self.reader.messages)
+
+    def next_message(self) -> tuple[tuple[bytes, ...], list[memoryview], int]:
+        """Return the route of the reply, the frames, and when they had come (perf_counter_ns)."""
+        if self.in_slots:
+            frames, seen_ns, slot = self.in_slots.popleft()
+            return (self.name, bytes([slot])), frames, seen_ns
+        return (self.name,), *self.reader.messages.popleft()
+
+    def look_at_slots(self, spin_us: int = 0) -> bool:
+        """Take in the requests that are in its slots; False if there are none.
+
+        Headers are copied. Tensors stay where they are, and the client may change them while they
+        are read: that changes its own results. Raises ProtocolError for what is no message.
+        """
+        lane = self.lane
+        found: list[tuple[int, list[memoryview], int]] = []
+        while lane is not None and (slot := lane.look(0 if found else spin_us)) >= 0:
+            if slot in self._owing:
+                raise ProtocolError(
+                    f"slot {slot} of client {self.name.hex()}",
+                    got="a request before the reply to the last one",
+                    expected="one at a time",
+                    code=ErrorCode.MALFORMED_MESSAGE,
+                )
+            header, *tensors = frames_in(
+                lane.view(slot),
+                f"client {self.name.hex()}",
+                max_frames=MAX_FRAMES,
+                max_message_bytes=self._max_message_bytes,
+            )
+            self._owing.add(slot)
+            found.append((lane.number(slot), [memoryview(bytearray(header)), *tensors], slot))
+        if found:
+            seen_ns = time.perf_counter_ns()
+            # As they were put, however the numbers wrap.
+            found.sort(key=lambda one: (one[0] - self._taken) & 0xFFFFFFFF)
+            self._taken = found[-1][0]
+            self.in_slots.extend((frames, seen_ns, slot) for _, frames, slot in found)
+        return bool(found)
+
+    def reply_in_slot(self, slot: int, frames: Sequence[Buffer]) -> bool:
+        """Put a reply into the slot of its request; False where it does not fit, and goes back."""
+        if self.lane is None or slot not in self._owing:
+            return False
+        self._owing.discard(slot)
+        wakes = self.lane.put(slot, frames)
+        fits = wakes is not None
+        if not fits:
+            wakes = self.lane.put(slot, ())
+        if wakes and not self.writer.unsent:
+            with suppress(BlockingIOError):  # full: it has something to wake up for
+                self.socket.send(WAKE_UP, socket.MSG_DONTWAIT)
+        return fits
 
     def note_start(self) -> None:
         """Let the time begin in which the message that is not complete has to grow."""

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
+from protocol.shared_memory import ATTACH, Lane, adopt
 from protocol.spin import AdaptiveSpin
 from protocol.stream_wire import (
     BUFFER_BYTES,
@@ -55,11 +57,16 @@ _LOOK_AFTER = 16
 _PAUSE_S = 0.002
 _CLOSING_S = 0.5
 _BACKLOG = 128
+# How long slots alone are looked at while we spin, before the sockets are once more.
+_LOOK_US = 20
+# Of a peer: process, user, group.
+_UCRED = struct.Struct("3i")
 
 
 class StreamListener:
     """A listening stream socket that hands out messages and takes replies.
 
+    Of `shm://`, each client shares memory with it, and the socket carries what does not fit there.
     Raises EndpointError when the endpoint is malformed, in use or not ours to bind. `spin_us`: see
     `protocol.spin`.
     """
@@ -80,6 +87,8 @@ class StreamListener:
         self._names = count(1)
         self._clients: dict[bytes, Client] = {}
         self._by_file: dict[int, Client] = {}
+        # Those that share memory with us.
+        self._sharing: dict[bytes, Client] = {}
         # Clients with messages, the one whose turn it is first.
         self._turns: deque[Client] = deque()
         # Whether arrivals were looked at since `receive` last said that there is nothing,
@@ -94,7 +103,9 @@ class StreamListener:
         self._look_for_stalled_at = 0.0
         self._wakeup: socket.socket | None = None
         self._file: tuple[str, int, int] | None = None
-        self._socket, self.endpoint = self._bind(parse_endpoint(endpoint, for_bind=True))
+        parsed = parse_endpoint(endpoint, for_bind=True)
+        self._shares_memory = parsed.scheme == "shm"
+        self._socket, self.endpoint = self._bind(parsed)
         self._epoll = select.epoll()
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
         self._epoll.register(self._acceptor.ready_fd, select.EPOLLIN)
@@ -128,16 +139,15 @@ class StreamListener:
             self._looked = False
             return None
         client = self._turns.popleft()
-        messages = client.reader.messages
-        frames, received_ns = messages.popleft()
-        if messages:
+        route, frames, received_ns = client.next_message()
+        if client.has_messages:
             self._turns.append(client)
         else:
             client.has_turn = False
         self._handed_out += 1
-        if client.large_bytes:
+        if client.large_bytes and len(route) == 1:
             self._count_large(client, -sum(map(len, frames)))
-        return Incoming((client.name,), frames, received_ns)
+        return Incoming(route, frames, received_ns)
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
         """See `Listener.send`."""
@@ -145,6 +155,12 @@ class StreamListener:
         if client is None:
             return False
         writer = client.writer
+        try:
+            if len(route) > 1 and client.reply_in_slot(route[1][0], frames):
+                return True
+        except OSError:
+            self._drop(client)
+            return False
         if len(writer.unsent) >= QUEUED_REPLIES or writer.unsent_bytes > self._max_message_bytes:
             return False
         try:
@@ -226,7 +242,7 @@ class StreamListener:
         """
 
         def arrived() -> bool:
-            return self._look(0) or bool(self._turns)
+            return self._look_at_slots(_LOOK_US) or self._look(0) or bool(self._turns)
 
         return self._spin.expects_soon and self._spin.until(arrived, left_s) and bool(self._turns)
 
@@ -283,7 +299,7 @@ class StreamListener:
         kept_out = bool(self._wanting_room) or not self._acceptor.accepting
         if kept_out and (timeout_s is None or timeout_s > _LOOK_FOR_STALLED_S):
             timeout_s = _LOOK_FOR_STALLED_S
-        for file, events in self._epoll.poll(timeout_s):
+        for file, events in self._poll(timeout_s):
             client = self._by_file.get(file)
             if client is not None:
                 self._serve(client, events)
@@ -298,6 +314,46 @@ class StreamListener:
         if kept_out and time.monotonic() >= self._look_for_stalled_at:
             self._drop_stalled()
         return stopping
+
+    def _poll(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """Wait for the sockets, and look at the slots before and after it."""
+        if not self._sharing:
+            return self._epoll.poll(timeout_s)
+        sleeps = timeout_s != 0
+        if sleeps:
+            self._say_asleep(True)
+        if self._look_at_slots():
+            timeout_s = 0
+        found = self._epoll.poll(timeout_s)
+        if sleeps:
+            self._say_asleep(False)
+            self._look_at_slots()
+        return found
+
+    def _say_asleep(self, asleep: bool) -> None:
+        for client in self._sharing.values():
+            if client.lane is not None:
+                client.lane.sleeps(asleep)
+
+    def _look_at_slots(self, spin_us: int = 0) -> bool:
+        """Take in the requests in slots of all clients; False if there are none.
+
+        `spin_us`: how long to wait for one of a client that is alone.
+        """
+        found = False
+        sharing = list(self._sharing.values())
+        for client in sharing:
+            try:
+                found |= client.look_at_slots(spin_us if len(sharing) == 1 else 0)
+            except ProtocolError as error:
+                self._refuse(client, str(error), error.code)
+            self._give_turn(client)
+        return found
+
+    def _give_turn(self, client: Client) -> None:
+        if client.has_messages and not client.has_turn and client.name in self._clients:
+            client.has_turn = True
+            self._turns.append(client)
 
     def _serve(self, client: Client, events: int) -> None:
         try:
@@ -322,13 +378,10 @@ class StreamListener:
             self._drop(client)
         except ProtocolError as error:
             self._refuse(client, str(error), error.code)
-        if client.reader.messages and not client.has_turn:
-            client.has_turn = True
-            self._turns.append(client)
+        self._give_turn(client)
 
     def _refuse(self, client: Client, detail: str, code: ErrorCode) -> None:
-        fields = {"peer": client.name.hex(), "code": code.value, "detail": detail}
-        log.warning("dropped", extra={"fields": fields})
+        _log_dropped(client.name, detail, code)
         self.clients_refused += 1
         self._drop(client)
 
@@ -382,18 +435,24 @@ class StreamListener:
                 self._give_room()
 
     def _let_in(self, connection: socket.socket) -> None:
+        name = next(self._names).to_bytes(8)
         try:
             prepare(connection)
-            name = next(self._names).to_bytes(8)
-            client = Client(connection, self._pool, name, self._max_message_bytes)
+            lane = _shared_by(connection) if self._shares_memory else None
+            client = Client(connection, self._pool, name, self._max_message_bytes, lane)
             self._epoll.register(connection, client.watched)
-        except (OSError, MemoryError):
+        except (OSError, MemoryError, ProtocolError) as error:
             connection.close()
             self.clients_refused += 1
             self._acceptor.client_closed()
-            self._acceptor.pause_accepting()
+            if isinstance(error, ProtocolError):
+                _log_dropped(name, str(error), error.code)
+            else:
+                self._acceptor.pause_accepting()
             return
         self._clients[name] = self._by_file[connection.fileno()] = client
+        if lane is not None:
+            self._sharing[name] = client
         # It has come to us because it has sent something.
         self._serve(client, select.EPOLLIN)
 
@@ -411,11 +470,13 @@ class StreamListener:
         if self._clients.pop(client.name, None) is None:
             return
         self._wanting_room.pop(client.name, None)
+        self._sharing.pop(client.name, None)
         # What it has sent is of no use to it any more.
         if client.has_turn:
             self._turns.remove(client)
             client.has_turn = False
         client.reader.messages.clear()
+        client.in_slots.clear()
         self._large_bytes -= client.large_bytes
         del self._by_file[client.socket.fileno()]
         # Closing takes it out of the epoll set too.
@@ -430,6 +491,30 @@ class StreamListener:
         if wakeup is not None:
             self._epoll.register(wakeup, select.EPOLLIN)
         self._wakeup = wakeup
+
+
+def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
+    fields = {"peer": name.hex(), "code": code.value, "detail": detail}
+    log.warning("dropped", extra={"fields": fields})
+
+
+def _shared_by(connection: socket.socket) -> Lane:
+    """Map the memory that a new client shares. Raises ProtocolError, and OSError."""
+    said, files, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_DONTWAIT)
+    try:
+        if said != ATTACH or len(files) != 1:
+            got = f"{len(files)} files with the first byte"
+            raise ProtocolError(
+                "shared memory",
+                got=got,
+                expected="one, with 0xff",
+                code=ErrorCode.MALFORMED_MESSAGE,
+            )
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        return adopt(files[0], _UCRED.unpack(credentials)[1])
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def _remove_stale(path: str) -> None:

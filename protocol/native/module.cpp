@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "kernels.h"
+#include "lane.h"
 
 namespace portable {
 extern const Kernels table;
@@ -62,6 +63,7 @@ T from_python(PyObject* object) {
 }
 
 PyObject* to_python(float value) { return PyFloat_FromDouble(value); }
+PyObject* to_python(int64_t value) { return PyLong_FromLongLong(value); }
 PyObject* to_python(bool value) { return PyBool_FromLong(value); }
 PyObject* to_python(const void* value) { return PyLong_FromVoidPtr(const_cast<void*>(value)); }
 
@@ -150,6 +152,9 @@ PyMethodDef methods[] = {
     METHOD("use", use),
     METHOD("pool_new", plain<pool_new>),
     METHOD("pool_free", plain<pool_free>),
+    METHOD("lane_look", plain<lane_look>),
+    METHOD("lane_publish", plain<lane_publish>),
+    METHOD("lane_sleep", plain<lane_sleep>),
     KERNEL(encode),
     KERNEL(expect),
     KERNEL(decode),

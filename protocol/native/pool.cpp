@@ -11,12 +11,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define PAUSE() _mm_pause()
-#else
-#define PAUSE() std::this_thread::yield()
-#endif
+#include "pause.h"
 
 namespace {
 

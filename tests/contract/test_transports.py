@@ -45,7 +45,7 @@ def _vsock_loopback() -> bool:
     return True
 
 
-TRANSPORTS = ["tcp", "ipc", "unix"]
+TRANSPORTS = ["tcp", "ipc", "unix", "shm"]
 if VSOCK_LOOPBACK := _vsock_loopback():
     TRANSPORTS.append("vsock")
 
@@ -120,6 +120,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         "tcp": "tcp://127.0.0.1:*",
         "ipc": f"ipc://{tmp_path}/s",
         "unix": f"unix://{tmp_path}/s",
+        "shm": f"shm://{tmp_path}/s",
         "vsock": "vsock://any:*",
     }[request.param]
 

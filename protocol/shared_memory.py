@@ -1,0 +1,249 @@
+"""Memory that a client and a service both map, and the slots in it by which messages go over.
+
+The client makes the segment, and hands its file over a Unix socket; the service maps what it gets
+after checking it (`adopt`). A segment is
+
+    head      magic, slots, size of a request's area and of a reply's (`_HEAD`)
+    64        a line: not zero while the client sleeps
+    128       a line: not zero while the service sleeps
+    192       a line for each slot's request, then one for each slot's reply: u32 number, u64 bytes
+    pages     of each slot, the area of its request, then that of its reply
+
+A message lies at the beginning of an area as it would lie in a stream (`protocol.stream_wire`). The
+end that puts it there writes how many it has put by then to the slot's line, and wakes the other
+end up by the socket if that says that it sleeps. A slot is the client's until its request is put,
+and again once its reply is; a reply of no bytes gives the slot back without one.
+
+The other end may write anything anywhere at any time. So a line is read once, into memory of our
+own, and a size held against that of the area as we know it. The client copies a reply out once, and
+reads the copy. The service copies headers; a change of a tensor while it is read must do no more
+than change the result, which is the business of the client that changed it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from protocol import native
+from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol.stream_wire import layout
+from protocol.tensors import Buffer
+
+# What a client says on its connection, with the segment's file beside it.
+ATTACH = b"\xff"
+# Written to the socket of an end that sleeps: a message of no frames.
+WAKE_UP = bytes(4)
+# Requests in flight at once; further ones go over the socket.
+SLOTS = 8
+# Of an area at most: what is larger goes over the socket.
+MAX_AREA_BYTES = 64 * 1024 * 1024
+
+_MAGIC = b"TSQPshm1"
+_HEAD = struct.Struct("<8sIxxxxQQ")
+_LINE_BYTES = 64
+_CLIENT_SLEEPS, _SERVICE_SLEEPS, _LINES = 64, 128, 192
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_COUNT = struct.Struct("<I")
+
+
+class Areas(NamedTuple):
+    """How a segment is laid out: `slots`, and the bytes of each request's and reply's area."""
+
+    slots: int
+    request_bytes: int
+    reply_bytes: int
+
+    @property
+    def first(self) -> int:
+        """Where the first area begins."""
+        return _whole_pages(_LINES + 2 * self.slots * _LINE_BYTES)
+
+    @property
+    def total(self) -> int:
+        """The size of the segment."""
+        return self.first + self.slots * (self.request_bytes + self.reply_bytes)
+
+
+def _whole_pages(size: int) -> int:
+    return size + -size % mmap.PAGESIZE
+
+
+_LARGEST = Areas(SLOTS, MAX_AREA_BYTES, MAX_AREA_BYTES).total
+
+
+def create(largest_request: int, largest_reply: int) -> tuple[Lane, int]:
+    """Make a segment for frames of at most so many bytes; return our end of it, and its file.
+
+    Memory is taken as slots are used. Raises OSError, and EndpointError without compiled kernels.
+    """
+    # A page for the prefix, which is as long as that of a repeated message.
+    sizes = (_whole_pages(size + mmap.PAGESIZE) for size in (largest_request, largest_reply))
+    areas = Areas(SLOTS, *(min(MAX_AREA_BYTES, size) for size in sizes))
+    file = os.memfd_create("tsqp", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, areas.total)
+        # Neither end can take memory away that the other one has mapped.
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        mapped = mmap.mmap(file, areas.total)
+        _HEAD.pack_into(mapped, 0, _MAGIC, *areas)
+        return Lane(mapped, areas, is_client=True), file
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def adopt(file: int, owner: int) -> Lane:
+    """Map a segment that a client sent: the service's end of it. `file` stays the caller's.
+
+    `owner`: user id of the peer, whose the file must be. Raises ProtocolError for what is no sealed
+    segment, or one larger than any that `create` makes.
+    """
+    try:
+        seals, found = fcntl.fcntl(file, fcntl.F_GET_SEALS), os.fstat(file)
+    except OSError as error:
+        raise _refused(os.strerror(error.errno or 0), "a memfd") from None
+    if seals & _SEALS != _SEALS:
+        raise _refused("a file that may change its size", "one sealed against it")
+    # Pages of another size may be missing when they are touched, which would end the process.
+    if found.st_blksize != mmap.PAGESIZE:
+        raise _refused(f"pages of {found.st_blksize} bytes", f"{mmap.PAGESIZE}")
+    if found.st_uid != owner:
+        raise _refused("a file of another user than the peer", "one of its own")
+    if not _HEAD.size <= found.st_size <= _LARGEST:
+        limit = ErrorCode.LIMIT_EXCEEDED
+        raise _refused(f"{found.st_size} bytes", f"{_HEAD.size} to {_LARGEST}", limit)
+    try:
+        mapped = mmap.mmap(file, found.st_size)
+    except (OSError, ValueError):
+        raise _refused("a file that cannot be mapped", "one that can be written") from None
+    magic, *sizes = _HEAD.unpack(mapped[: _HEAD.size])
+    areas = Areas(*sizes)
+    whole = all(size and size % mmap.PAGESIZE == 0 for size in areas[1:])
+    if magic != _MAGIC or not (0 < areas.slots <= SLOTS and whole and areas.total == len(mapped)):
+        raise _refused("another head", f"{_MAGIC.decode()}, whose areas fill the file")
+    return Lane(mapped, areas, is_client=False)
+
+
+def _refused(
+    got: str, expected: str, code: ErrorCode = ErrorCode.MALFORMED_MESSAGE
+) -> ProtocolError:
+    return ProtocolError("shared memory", got=got, expected=expected, code=code)
+
+
+class Lane:
+    """One end of a segment. `slots`: how many there are.
+
+    Raises EndpointError where the library that orders reads and writes is not compiled.
+    """
+
+    def __init__(self, mapped: mmap.mmap, areas: Areas, *, is_client: bool) -> None:
+        if native.library is None:
+            raise EndpointError(
+                "shm://", got="no compiled kernels", expected="them (tsqp doctor says how)"
+            )
+        self.slots = areas.slots
+        self._memory = memoryview(mapped)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        first, both = areas.first, areas.request_bytes + areas.reply_bytes
+        # Of the client and of the service: its flag, its lines, its areas' size and first place.
+        client, service = (
+            (base + _CLIENT_SLEEPS, base + _LINES, areas.request_bytes, first),
+            (
+                base + _SERVICE_SLEEPS,
+                base + _LINES + areas.slots * _LINE_BYTES,
+                areas.reply_bytes,
+                first + areas.request_bytes,
+            ),
+        )
+        ours, theirs = (client, service) if is_client else (service, client)
+        self._sleeps, self._our_lines, self._room, start = ours
+        self._peer_sleeps, self._their_lines, self._incoming, their_start = theirs
+        self._out = [start + slot * both for slot in range(areas.slots)]
+        self._in = [their_start + slot * both for slot in range(areas.slots)]
+        self._put = 0
+        # Of each slot the number and size last seen: ours alone.
+        self._seen = array("Q", bytes(16 * areas.slots))
+        self._seen_at = self._seen.buffer_info()[0]
+
+    def look(self, spin_us: int = 0) -> int:
+        """Return a slot with a message that was not seen yet; -1 if none comes in that time."""
+        slot: int = native.library.lane_look(self._their_lines, self._seen_at, self.slots, spin_us)
+        return slot
+
+    def sleeps(self, asleep: bool) -> None:
+        """Say that this end sleeps, or no more. Look once more before you do."""
+        native.library.lane_sleep(self._sleeps, asleep)
+
+    def put(self, slot: int, frames: Sequence[Buffer]) -> bool | None:
+        """Put a message into a slot that is ours; True where the other end has to be woken up.
+
+        None for a message that is larger than the area: nothing was done. No frames: give the slot
+        back without a message.
+        """
+        total = 0
+        if frames:
+            places, gaps, total = layout(tuple(map(len, frames)))
+            if total > self._room:
+                return None
+            area = self._memory[self._out[slot] :]
+            area[: len(gaps[0])] = gaps[0]
+            for place, frame in zip(places, frames, strict=True):
+                area[place] = frame
+        self._put = number = (self._put + 1) & 0xFFFFFFFF
+        line = self._our_lines + slot * _LINE_BYTES
+        wakes: bool = native.library.lane_publish(line, number, total, self._peer_sleeps)
+        return wakes
+
+    def number(self, slot: int) -> int:
+        """Return how many messages the other end says it had put with the one seen in a slot."""
+        return self._seen[2 * slot]
+
+    def view(self, slot: int) -> memoryview:
+        """Return the message that was seen in a slot, which the other end may still change.
+
+        Raises ProtocolError for one that claims to be larger than its area.
+        """
+        size = self._seen[2 * slot + 1]
+        if size > self._incoming:
+            expected = f"at most {self._incoming}"
+            raise _refused(f"a message of {size} bytes", expected, ErrorCode.LIMIT_EXCEEDED)
+        start = self._in[slot]
+        return self._memory[start : start + size]
+
+
+def frames_in(
+    message: memoryview, where: str, *, max_frames: int, max_message_bytes: int
+) -> list[memoryview]:
+    """Return the frames of one whole message, as views of it; its first bytes are read once.
+
+    Raises ProtocolError for what is no message.
+    """
+    head = bytes(message[: _COUNT.size + 8 * max_frames])
+    count = _COUNT.unpack_from(head)[0] if len(head) >= _COUNT.size else 0
+    sizes: tuple[int, ...] = ()
+    if 1 <= count <= max_frames and len(head) >= _COUNT.size + 8 * count:
+        sizes = struct.unpack_from(f"<{count}Q", head, _COUNT.size)
+    if sum(sizes) > max_message_bytes:
+        raise ProtocolError(
+            f"message from {where}",
+            got=f"{sum(sizes)} bytes",
+            expected=f"at most {max_message_bytes}",
+            code=ErrorCode.LIMIT_EXCEEDED,
+        )
+    if sizes:
+        places, _, total = layout(sizes)
+        if total == len(message):
+            return list(map(message.__getitem__, places))
+    raise ProtocolError(
+        f"message from {where}",
+        got=f"{count} frames in {len(message)} bytes",
+        expected=f"1 to {max_frames} frames, and no byte behind them",
+        code=ErrorCode.MALFORMED_MESSAGE,
+    )
