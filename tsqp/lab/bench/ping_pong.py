@@ -78,6 +78,7 @@ TRANSPORTS: dict[str, Transport] = {
     "zeromq-ipc": Transport("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
     "zeromq-tcp": Transport("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
     "unix": Transport("unix://{folder}/ours.sock", "unix://{folder}.sock"),
+    "shm": Transport("shm://{folder}/ours.sock", "unix://{folder}.sock"),
     "tcp": Transport(None, f"{TCP_SOCKET}127.0.0.1:0"),
 }
 
