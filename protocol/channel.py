@@ -27,10 +27,11 @@ class Exchange(NamedTuple):
     Bytes count every frame, header included. `elapsed_ns` runs from handing the request to the
     transport to having received the reply; `timing` is the service's own claim. `sent_ns` is when
     the request was handed over, on the clock of `time.perf_counter_ns`, `encode_ns` after its
-    encoding began. `endpoint`: of the service that answered.
+    encoding began. `endpoint`: of the service that answered. `output`: in place of `response`,
+    where the reply to a prepared request is exactly the expected one: its tensor.
     """
 
-    response: Response
+    response: Response | None
     bytes_sent: int
     bytes_received: int
     encode_ns: int
@@ -39,6 +40,7 @@ class Exchange(NamedTuple):
     timing: Timing | None
     sent_ns: int
     endpoint: str
+    output: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ and a *template*, the bytes behind it, which two messages that differ in nothing
 from __future__ import annotations
 
 import struct
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from protocol.codec import pack
@@ -22,12 +22,18 @@ MAX_TEMPLATE_BYTES = 512
 
 
 class HeaderLayout:
-    """A head of known length: numbers, each behind the msgpack of what precedes it."""
+    """A head of known length: numbers, each behind the msgpack of what precedes it.
+
+    `places`: where the numbers stand, 8 bytes each, big-endian.
+    """
 
     def __init__(self, *keys: bytes) -> None:
         self._keys = tuple(key + b"\xcf" for key in keys)  # the mark of a uint64
         self._head = struct.Struct(">" + "".join(f"{len(key)}sQ" for key in self._keys))
         self.head_bytes = self._head.size
+        # Where the numbers stand.
+        keyed = accumulate(len(key) + 8 for key in self._keys)
+        self.places = tuple(end - 8 for end in keyed)
         self._max_bytes = self.head_bytes + MAX_TEMPLATE_BYTES
 
     def header(self, template: bytes, *numbers: int) -> bytes:

@@ -62,7 +62,8 @@ class Pending:
 
     `connection`: which of the channel's connections, one after another, it went out on.
     `prepared`: what a good reply says; None for a request whose reply is always decoded.
-    `reply`: None until it is there; then also when it had come, and what it cost.
+    `reply`: None until it is there; then also when it had come, and what it cost. `output`: its
+    tensor, where compiled code has taken it.
     """
 
     method: str
@@ -74,6 +75,7 @@ class Pending:
     bytes_sent: int
     connection: int
     reply: Reply | None = None
+    output: torch.Tensor | None = None
     received_ns: int = 0
     decode_ns: int = 0
     bytes_received: int = 0
@@ -116,6 +118,16 @@ class PendingChannel(ABC):
         Counts a lost connection in `_connection`. Raises ProtocolError for what is no message.
         """
 
+    def _put(
+        self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
+    ) -> bool:
+        """Send a prepared request by compiled code; False where nothing was sent."""
+        return False
+
+    def _take(self, pending: Pending, request_id: int) -> None:
+        """Take the reply to a prepared request by compiled code, if it comes in a moment."""
+        return
+
     def _was_replaced(self, connection: int) -> bool:
         """Say whether a reply that comes now may have come over a later connection than this.
 
@@ -155,6 +167,19 @@ class PendingChannel(ABC):
         begun_ns = time.perf_counter_ns()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
+        if payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype:
+            request_id, size = self._last_id + 1, prepared.request_bytes
+            sent_ns = time.perf_counter_ns()
+            if size <= self._max_message_bytes and self._put(
+                prepared, payload, request_id, timeout_ms
+            ):
+                self._last_id = request_id
+                deadline, encode_ns = time.monotonic() + timeout_s, sent_ns - begun_ns
+                self._pending[request_id] = Pending(
+                    *(prepared.method, prepared, deadline, timeout_s),
+                    *(sent_ns, encode_ns, size, self._connection),
+                )
+                return request_id
         header = REQUEST.header(prepared.template, self._last_id + 1, timeout_ms)
         frames = [header, prepared.payload(payload)]
         return self._begin(prepared.method, prepared, frames, begun_ns, timeout_s, timeout_s)
@@ -190,6 +215,8 @@ class PendingChannel(ABC):
         """See `Channel.wait`."""
         pending = self._pending[request_id]
         try:
+            if pending.reply is None and pending.prepared is not None:
+                self._take(pending, request_id)
             reply = pending.reply or self._wait_until(pending, pending.deadline)
         finally:
             # Also given up: should it still come, it must not be taken for another's.
@@ -200,10 +227,8 @@ class PendingChannel(ABC):
                 got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
                 expected="a gpu-service that answers there",
             )
-        if reply.error is not None or reply.response is None:
-            raise ServiceError(
-                f"{pending.method} at {self.endpoint}", code=reply.error or ErrorCode.INTERNAL
-            )
+        if reply.error is not None:
+            raise ServiceError(f"{pending.method} at {self.endpoint}", code=reply.error)
         if reply.method != pending.method:
             raise ReplyError(
                 f"reply {request_id} from {self.endpoint}",
@@ -224,6 +249,7 @@ class PendingChannel(ABC):
             reply.timing,
             pending.sent_ns,
             self.endpoint,
+            pending.output,
         )
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
@@ -272,8 +298,8 @@ class PendingChannel(ABC):
             received = self._receive(0.0 if lost else until)
             if received is not None:
                 self._accept(*received)
-                if pending.reply is not None:
-                    return pending.reply
+            if pending.reply is not None:
+                return pending.reply
             # Whatever came: a peer that keeps sending unasked replies must not hold the caller past
             # the deadline.
             over = time.monotonic() >= until
@@ -321,6 +347,15 @@ class PendingChannel(ABC):
                 expected="the id of a request that was sent",
                 code=ErrorCode.MALFORMED_MESSAGE,
             )
+
+    def _note_output(
+        self, pending: Pending, request_id: int, output: torch.Tensor, times_us: Sequence[int]
+    ) -> None:
+        """Note the expected reply, which compiled code has taken."""
+        timing: Timing = checked_timing({"queue_us": times_us[0], "compute_us": times_us[1]})
+        pending.reply = Reply(request_id, pending.method, None, None, timing)
+        pending.output, pending.received_ns = output, time.perf_counter_ns()
+        pending.bytes_received = 0 if pending.prepared is None else pending.prepared.reply_bytes
 
     def _expected_reply(self, frames: Sequence[memoryview]) -> Reply | None:
         """Return the reply if it is exactly the one that a prepared request expects, else None."""

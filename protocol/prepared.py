@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.encoding import reply_template, request_template
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
-from protocol.header_numbers import REQUEST
+from protocol.header_numbers import REPLY, REQUEST
+from protocol.message_shape import MessageShape
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
@@ -26,6 +27,7 @@ from protocol.tensors import (
     raw_bytes,
     short_name,
     to_torch,
+    torch_dtype,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ class PreparedRequest:
 
     `method`; `shape` and `dtype` (a short name) of the payload; `template`: the header behind the
     id and deadline; `request_bytes`: size of all frames. Of the reply: `reply_shape`,
-    `reply_dtype`, `reply_payload_bytes`, and `reply_template` (the header behind the id and
-    timing).
+    `reply_dtype`, `reply_payload_bytes`, `reply_bytes`, and `reply_template` (the header behind
+    the id and timing). `sent_as`, `answered_as`: both messages for compiled code.
     """
 
     def __init__(self, message: Preparable, reply_shape: tuple[int, ...], reply_dtype: str) -> None:
@@ -61,6 +63,10 @@ class PreparedRequest:
         self.reply_shape, self.reply_dtype = reply_shape, reply_dtype
         self.reply_payload_bytes = expected.payload_bytes
         self.reply_template = reply_template(self.method, TensorReply(output=expected), [b""])
+        self.torch_dtype, self.reply_torch_dtype = torch_dtype(self.dtype), torch_dtype(reply_dtype)
+        self.reply_bytes = REPLY.head_bytes + len(self.reply_template) + self.reply_payload_bytes
+        self.sent_as = MessageShape(REQUEST, self.template, tensor.payload_bytes)
+        self.answered_as = MessageShape(REPLY, self.reply_template, self.reply_payload_bytes)
 
     def payload(self, tensor: torch.Tensor) -> Buffer:
         """Return the bytes of a tensor, which must be of the prepared shape and dtype.
@@ -85,6 +91,8 @@ class PreparedRequest:
 
         Raises ReplyError for a reply of another kind, shape or dtype.
         """
+        if exchange.output is not None:
+            return exchange.output
         response = exchange.response
         got = type(response).__name__
         if isinstance(response, TensorReply):

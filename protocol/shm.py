@@ -12,8 +12,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+import torch
+
 from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.errors import EndpointError, ProtocolError
+from protocol.pending import Pending
+from protocol.prepared import PreparedRequest
 from protocol.shared_memory import ATTACH, WAKE_UP, Lane, create, frames_in
 from protocol.stream import StreamChannel
 from protocol.tensors import Buffer
@@ -29,6 +33,8 @@ class ShmChannel(StreamChannel):
     _lane: Lane | None = None
     # Slots that are ours: the last one was used last, and is in the caches.
     _free: list[int]
+    # The requests in the others.
+    _asked: dict[int, int]
 
     def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
         connection = super()._connect(method, timeout_s, give_up)
@@ -41,7 +47,7 @@ class ShmChannel(StreamChannel):
             socket.send_fds(connection, [ATTACH], [file])
         finally:
             os.close(file)
-        self._free = list(range(self._lane.slots))
+        self._free, self._asked = list(range(self._lane.slots)), {}
         return connection
 
     def _disconnect(self) -> None:
@@ -52,21 +58,45 @@ class ShmChannel(StreamChannel):
             self._lane = None
         super()._disconnect()
 
+    def _put(
+        self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
+    ) -> bool:
+        lane, shape = self._lane, prepared.sent_as
+        # Behind a message that still waits to be written, this one waits, too.
+        if lane is None or not self._free or self._writer.unsent or not shape.address:
+            return False
+        if not (payload.is_contiguous() and payload.is_cpu):
+            return False
+        address = payload.data_ptr()
+        wakes = lane.put_prepared(self._free[-1], shape, request_id, timeout_ms, address)
+        return wakes is not None and self._note_put(request_id, wakes)
+
     def _write(self, frames: Sequence[Buffer], most_s: float) -> None:
         lane = self._lane
-        if lane is not None:
+        if lane is not None and not self._writer.unsent:
             if not self._free:
                 self._collect()
-            # Behind a message that still waits to be written, this one waits, too.
-            if self._free and not self._writer.unsent:
-                wakes = lane.put(self._free[-1], frames)
-                if wakes is not None:
-                    self._free.pop()
-                    if wakes and self._socket is not None:
-                        with suppress(BlockingIOError):  # full: it has something to wake up for
-                            self._socket.send(WAKE_UP, socket.MSG_DONTWAIT)
-                    return
+            if self._free and (wakes := lane.put(self._free[-1], frames)) is not None:
+                self._note_put(self._last_id, wakes)
+                return
         super()._write(frames, most_s)
+
+    def _note_put(self, request_id: int, wakes: bool) -> bool:
+        """Note in which slot a request is, and wake the service up where it sleeps."""
+        self._asked[self._free.pop()] = request_id
+        if wakes and self._socket is not None:
+            with suppress(OSError):  # full, so it wakes up; or lost, as waiting will find
+                self._socket.send(WAKE_UP, socket.MSG_DONTWAIT)
+        return True
+
+    def _take(self, pending: Pending, request_id: int) -> None:
+        if self._lane is None:
+            super()._take(pending, request_id)
+        elif self._spin.expects_soon:
+            kept = self._reader.messages
+            while self._collect(self._spin.limit_us) and pending.reply is None and not kept:
+                pass
+            self._spin.expects_soon = pending.reply is not None
 
     def _read(self, left_s: float) -> bool:
         lane = self._lane
@@ -108,20 +138,40 @@ class ShmChannel(StreamChannel):
             slot = lane.look(0 if found else spin_us)
             if slot < 0:
                 break
-            if slot in self._free:
+            if not (request_id := self._asked.pop(slot, 0)):
                 continue
-            reply = lane.view(slot)
-            if reply:
-                # Into memory of our own, once: the service may write on.
-                private = self._pool.take(len(reply))
-                private[:] = reply
-                frames = frames_in(
-                    private,
-                    self.endpoint,
-                    max_frames=MAX_REPLY_FRAMES,
-                    max_message_bytes=self._max_reply_bytes,
-                )
-                self._reader.messages.append((frames, time.perf_counter_ns()))
+            pending = self._pending.get(request_id)
+            if pending is None or not self._take_expected(lane, slot, pending, request_id):
+                self._take_any(lane, slot)
             self._free.append(slot)
             found = True
         return found
+
+    def _take_expected(self, lane: Lane, slot: int, pending: Pending, request_id: int) -> bool:
+        """Take a reply by compiled code, if it is exactly what its prepared request expects."""
+        prepared = pending.prepared
+        if prepared is None or prepared.reply_bytes > self._max_reply_bytes:
+            return False
+        shape = prepared.answered_as
+        if not shape.address:
+            return False
+        output = torch.empty(prepared.reply_shape, dtype=prepared.reply_torch_dtype)
+        if not lane.take_expected(slot, shape, request_id, output.data_ptr(), self._times_at):
+            return False
+        self._note_output(pending, request_id, output, self._times)
+        return True
+
+    def _take_any(self, lane: Lane, slot: int) -> None:
+        """Keep what was seen in a slot as if the socket had brought it. Raises ProtocolError."""
+        if not (reply := lane.view(slot)):
+            return
+        # Into memory of our own, once: the service may write on.
+        private = self._pool.take(len(reply))
+        private[:] = reply
+        frames = frames_in(
+            private,
+            self.endpoint,
+            max_frames=MAX_REPLY_FRAMES,
+            max_message_bytes=self._max_reply_bytes,
+        )
+        self._reader.messages.append((frames, time.perf_counter_ns()))

@@ -17,6 +17,7 @@ class AdaptiveSpin:
 
     def __init__(self, spin_us: float) -> None:
         self._limit_ns = int(spin_us * 1000)
+        self.limit_us = int(spin_us)
         self.is_on = self._limit_ns > 0
         # Whether the previous wait was shorter than `spin_us`.
         self.expects_soon = self.is_on

@@ -8,22 +8,32 @@ import select
 import socket
 import struct
 import time
+from array import array
 from collections.abc import Sequence
 from math import ceil
+from typing import Any
 
+import numpy
+import torch
+
+from protocol import native
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import SPELLINGS, StreamAddress, parse_endpoint
-from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
+from protocol.errors import DeadlineExceededError, EndpointError, ProtocolError, TsqpError
+from protocol.header_numbers import REQUEST
 from protocol.liveness import PROBE_AFTER_S, LivenessProbe
 from protocol.memory_pool import MemoryPool
-from protocol.pending import RECONNECT_S, PendingChannel, Received
+from protocol.pending import RECONNECT_S, Pending, PendingChannel, Received
+from protocol.prepared import PreparedRequest
 from protocol.spin import AdaptiveSpin
-from protocol.stream_wire import MessageReader, MessageWriter, prepare
+from protocol.stream_wire import BUFFER_BYTES, MessageReader, MessageWriter, prepare, to_pieces
 from protocol.tensors import Buffer
 
 # Requests of which some bytes still wait here because the service does not read.
 QUEUED_REQUESTS = 64
 _CONNECT_INTERVAL_S = 0.01
+# Says that a reply was taken (message.h).
+_TAKEN = -1
 
 # What says that no process listens there yet, or not at this moment.
 _ABSENT = frozenset(
@@ -69,6 +79,11 @@ class StreamChannel(PendingChannel):
         self._read_timeout_s = 0.0
         self._reader: MessageReader
         self._writer: MessageWriter
+        # What compiled code says of a reply: two times; and what it has received beside it.
+        self._times = array("q", (0, 0))
+        self._times_at = self._times.buffer_info()[0]
+        scratch: Any = numpy.empty(BUFFER_BYTES, numpy.uint8)
+        self._scratch, self._scratch_at = memoryview(scratch), int(scratch.ctypes.data)
 
     def close(self) -> None:
         """See `Channel.close`."""
@@ -160,6 +175,49 @@ class StreamChannel(PendingChannel):
     def _write(self, frames: Sequence[Buffer], most_s: float) -> None:
         """Send a message. What is not read by then goes out in `wait`, or before the next one."""
         self._writer.send(frames, most_s)
+
+    def _put(
+        self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
+    ) -> bool:
+        shape = prepared.sent_as
+        if not shape.address or self._socket is None or self._writer.unsent:
+            return False
+        if not (payload.is_contiguous() and payload.is_cpu):
+            return False
+        written: int = native.library.stream_put(
+            shape.address, request_id, timeout_ms, payload.data_ptr(), self._socket.fileno()
+        )
+        if 0 < written < shape.total_bytes:
+            header = REQUEST.header(prepared.template, request_id, timeout_ms)
+            pieces, total = to_pieces([header, prepared.payload(payload)])
+            self._writer.keep_rest(pieces, total, written)
+        return written > 0
+
+    def _take(self, pending: Pending, request_id: int) -> None:
+        reader, prepared = self._reader, pending.prepared
+        # A reply that comes so late will not come in a moment.
+        if prepared is None or self._socket is None or not self._spin.expects_soon:
+            return
+        shape = prepared.answered_as
+        ready = not (reader.unfinished_bytes or reader.messages or self._writer.unsent)
+        fits = shape.total_bytes <= BUFFER_BYTES and prepared.reply_bytes <= self._max_reply_bytes
+        if not (ready and fits and shape.address):
+            return
+        output = torch.empty(prepared.reply_shape, dtype=prepared.reply_torch_dtype)
+        come: int = native.library.stream_take(
+            *(shape.address, request_id, self._socket.fileno(), self._scratch_at),
+            *(self._spin.limit_us, output.data_ptr(), self._times_at),
+        )
+        if come == _TAKEN:
+            self._note_output(pending, request_id, output, self._times)
+        elif come:
+            try:
+                reader.take_in(self._scratch[:come])
+            except ProtocolError:
+                self._disconnect()
+                raise
+        else:
+            self._spin.expects_soon = False
 
     def _make_room(self, size: int, give_up: float) -> None:
         """Wait for a service that does not read. It may be waiting for us to read: we do."""

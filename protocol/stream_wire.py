@@ -142,11 +142,15 @@ class MessageWriter:
                 written = 0
             if written == total:
                 return True
+        self.keep_rest(pieces, total, written)
+        limit_s = min(most_s, patience_s(total))
+        return limit_s > 0 and self.flush(time.monotonic() + limit_s)
+
+    def keep_rest(self, pieces: Sequence[Buffer], total: int, written: int) -> None:
+        """Let a message of `total` bytes, of which so many are written, wait."""
         self.unsent.append(deque(memoryview(piece) for piece in pieces))
         self.unsent_bytes += total
         self._note_written(written)
-        limit_s = min(most_s, patience_s(total))
-        return limit_s > 0 and self.flush(time.monotonic() + limit_s)
 
     def flush(self, give_up: float = 0.0) -> bool:
         """Write what waits, until `give_up` (time.monotonic; 0: only what is taken at once).
@@ -247,6 +251,15 @@ class MessageReader:
         except MemoryError:
             raise self._too_large_for_memory() from None
         return received > 0
+
+    def take_in(self, received: memoryview) -> None:
+        """Go on from what was received elsewhere, between two messages and no more than a buffer.
+
+        Raises ProtocolError as `read`.
+        """
+        self._buffer[: len(received)] = received
+        self.unfinished_bytes = len(received)
+        self._take_messages()
 
     def begin_large(self) -> None:
         """Take memory for the large message whose head has come. Raises ProtocolError as `read`."""

@@ -12,6 +12,7 @@
 
 #include "kernels.h"
 #include "lane.h"
+#include "message.h"
 
 namespace portable {
 extern const Kernels table;
@@ -155,6 +156,10 @@ PyMethodDef methods[] = {
     METHOD("lane_look", plain<lane_look>),
     METHOD("lane_publish", plain<lane_publish>),
     METHOD("lane_sleep", plain<lane_sleep>),
+    METHOD("lane_put", plain<lane_put>),
+    METHOD("lane_take", plain<lane_take>),
+    METHOD("stream_put", plain<stream_put>),
+    METHOD("stream_take", plain<stream_take>),
     KERNEL(encode),
     KERNEL(expect),
     KERNEL(decode),

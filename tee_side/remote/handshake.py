@@ -70,7 +70,7 @@ class ServiceCheck:
         self._expected = expected
 
     def verify(
-        self, endpoint: str, reply: Response, layers: tuple[int, int] | None = None
+        self, endpoint: str, reply: Response | None, layers: tuple[int, int] | None = None
     ) -> InitReply:
         """Compare a service's Init reply with the TEE's own copy, and return it.
 

@@ -31,7 +31,7 @@ class ConnectOptions:
     """
 
     open: Callable[[str], PendingChannel]
-    verify: Callable[[str, Response, tuple[int, int]], InitReply]
+    verify: Callable[[str, Response | None, tuple[int, int]], InitReply]
     link: ChannelWrapper | None = None
     timeout_s: float = 60.0
 
