@@ -47,6 +47,8 @@ _RECONNECT_NS = 50_000_000
 # Of the first request id of a channel, which is drawn: a reply that was recorded in another session
 # answers nothing in this one.
 _ID_BITS = 62
+# The place of a request that compiled code has not sent.
+NOT_PUT = -1
 
 # The frames of one message, and when the last of them had come.
 Received: TypeAlias = tuple[Sequence[memoryview], int]
@@ -62,6 +64,7 @@ class Pending:
 
     `connection`: which of the channel's connections, one after another, it went out on.
     `prepared`: what a good reply says; None for a request whose reply is always decoded.
+    `place`: where compiled code has put it, the transport's own business.
     `reply`: None until it is there; then also when it had come, and what it cost. `output`: its
     tensor, where compiled code has taken it.
     """
@@ -74,11 +77,19 @@ class Pending:
     encode_ns: int
     bytes_sent: int
     connection: int
+    place: int = NOT_PUT
     reply: Reply | None = None
     output: torch.Tensor | None = None
     received_ns: int = 0
     decode_ns: int = 0
     bytes_received: int = 0
+
+    def note_output(self, output: torch.Tensor, size: int, times_us: Sequence[int]) -> None:
+        """Note the expected reply, of `size` bytes, which compiled code has taken."""
+        timing: Timing = checked_timing({"queue_us": times_us[0], "compute_us": times_us[1]})
+        self.reply = Reply(0, self.method, None, None, timing)
+        self.output, self.bytes_received = output, size
+        self.received_ns = time.perf_counter_ns()
 
 
 class PendingChannel(ABC):
@@ -120,9 +131,9 @@ class PendingChannel(ABC):
 
     def _put(
         self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
-    ) -> bool:
-        """Send a prepared request by compiled code; False where nothing was sent."""
-        return False
+    ) -> int:
+        """Send a prepared request by compiled code; say where it is, or `NOT_PUT`."""
+        return NOT_PUT
 
     def _take(self, pending: Pending, request_id: int) -> None:
         """Take the reply to a prepared request by compiled code, if it comes in a moment."""
@@ -170,14 +181,15 @@ class PendingChannel(ABC):
         if payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype:
             request_id, size = self._last_id + 1, prepared.request_bytes
             sent_ns = time.perf_counter_ns()
-            if size <= self._max_message_bytes and self._put(
-                prepared, payload, request_id, timeout_ms
-            ):
+            place = NOT_PUT
+            if size <= self._max_message_bytes:
+                place = self._put(prepared, payload, request_id, timeout_ms)
+            if place != NOT_PUT:
                 self._last_id = request_id
                 deadline, encode_ns = time.monotonic() + timeout_s, sent_ns - begun_ns
                 self._pending[request_id] = Pending(
                     *(prepared.method, prepared, deadline, timeout_s),
-                    *(sent_ns, encode_ns, size, self._connection),
+                    *(sent_ns, encode_ns, size, self._connection, place),
                 )
                 return request_id
         header = REQUEST.header(prepared.template, self._last_id + 1, timeout_ms)
@@ -215,7 +227,7 @@ class PendingChannel(ABC):
         """See `Channel.wait`."""
         pending = self._pending[request_id]
         try:
-            if pending.reply is None and pending.prepared is not None:
+            if pending.reply is None and pending.place != NOT_PUT:
                 self._take(pending, request_id)
             reply = pending.reply or self._wait_until(pending, pending.deadline)
         finally:
@@ -347,15 +359,6 @@ class PendingChannel(ABC):
                 expected="the id of a request that was sent",
                 code=ErrorCode.MALFORMED_MESSAGE,
             )
-
-    def _note_output(
-        self, pending: Pending, request_id: int, output: torch.Tensor, times_us: Sequence[int]
-    ) -> None:
-        """Note the expected reply, which compiled code has taken."""
-        timing: Timing = checked_timing({"queue_us": times_us[0], "compute_us": times_us[1]})
-        pending.reply = Reply(request_id, pending.method, None, None, timing)
-        pending.output, pending.received_ns = output, time.perf_counter_ns()
-        pending.bytes_received = 0 if pending.prepared is None else pending.prepared.reply_bytes
 
     def _expected_reply(self, frames: Sequence[memoryview]) -> Reply | None:
         """Return the reply if it is exactly the one that a prepared request expects, else None."""

@@ -194,8 +194,8 @@ class Lane:
             if total > self._room:
                 return None
             area = self._memory[self._out[slot] :]
-            area[: len(gaps[0])] = gaps[0]
-            for place, frame in zip(places, frames, strict=True):
+            for place, gap, frame in zip(places, gaps, frames, strict=True):
+                area[place.start - len(gap) : place.start] = gap
                 area[place] = frame
         self._put = number = (self._put + 1) & 0xFFFFFFFF
         line = self._our_lines + slot * _LINE_BYTES
@@ -217,12 +217,23 @@ class Lane:
         return wakes
 
     def take_expected(
-        self, slot: int, shape: MessageShape, request_id: int, payload_at: int, times_at: int
-    ) -> bool:
-        """Copy the tensor of a reply that was seen, if it is this one; False: it is another."""
-        taken: bool = native.library.lane_take(
+        self,
+        slot: int,
+        shape: MessageShape,
+        request_id: int,
+        payload_at: int,
+        times_at: int,
+        spin_us: int,
+    ) -> int:
+        """Copy the tensor of the reply with this id, if that comes in that time.
+
+        `spin_us` is less than 0 for one that was seen. 1 where it is done; 0 where nothing has
+        come; -1 for another message, which counts as seen.
+        """
+        taken: int = native.library.lane_take(
             *(shape.address, request_id, self._base + self._in[slot]),
-            *(self._seen_at + 16 * slot, payload_at, times_at),
+            *(self._their_lines + slot * _LINE_BYTES, self._seen_at + 16 * slot),
+            *(spin_us, payload_at, times_at),
         )
         return taken
 

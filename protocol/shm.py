@@ -16,7 +16,7 @@ import torch
 
 from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.errors import EndpointError, ProtocolError
-from protocol.pending import Pending
+from protocol.pending import NOT_PUT, Pending
 from protocol.prepared import PreparedRequest
 from protocol.shared_memory import ATTACH, WAKE_UP, Lane, create, frames_in
 from protocol.stream import StreamChannel
@@ -54,22 +54,27 @@ class ShmChannel(StreamChannel):
         if self._lane is not None:
             # What came before the connection was lost counts, unless that is why.
             with suppress(ProtocolError):
-                self._take_replies(self._lane)
+                self._collect()
             self._lane = None
         super()._disconnect()
 
     def _put(
         self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
-    ) -> bool:
+    ) -> int:
         lane, shape = self._lane, prepared.sent_as
         # Behind a message that still waits to be written, this one waits, too.
         if lane is None or not self._free or self._writer.unsent or not shape.address:
-            return False
+            return NOT_PUT
         if not (payload.is_contiguous() and payload.is_cpu):
-            return False
-        address = payload.data_ptr()
-        wakes = lane.put_prepared(self._free[-1], shape, request_id, timeout_ms, address)
-        return wakes is not None and self._note_put(request_id, wakes)
+            return NOT_PUT
+        slot, address = self._free[-1], payload.data_ptr()
+        wakes = lane.put_prepared(slot, shape, request_id, timeout_ms, address)
+        if wakes is None:
+            return NOT_PUT
+        self._asked[self._free.pop()] = request_id
+        if wakes:
+            self._wake_up()
+        return slot
 
     def _write(self, frames: Sequence[Buffer], most_s: float) -> None:
         lane = self._lane
@@ -77,26 +82,28 @@ class ShmChannel(StreamChannel):
             if not self._free:
                 self._collect()
             if self._free and (wakes := lane.put(self._free[-1], frames)) is not None:
-                self._note_put(self._last_id, wakes)
+                self._asked[self._free.pop()] = self._last_id
+                if wakes:
+                    self._wake_up()
                 return
         super()._write(frames, most_s)
 
-    def _note_put(self, request_id: int, wakes: bool) -> bool:
-        """Note in which slot a request is, and wake the service up where it sleeps."""
-        self._asked[self._free.pop()] = request_id
-        if wakes and self._socket is not None:
+    def _wake_up(self) -> None:
+        if self._socket is not None:
             with suppress(OSError):  # full, so it wakes up; or lost, as waiting will find
                 self._socket.send(WAKE_UP, socket.MSG_DONTWAIT)
-        return True
 
     def _take(self, pending: Pending, request_id: int) -> None:
-        if self._lane is None:
-            super()._take(pending, request_id)
-        elif self._spin.expects_soon:
-            kept = self._reader.messages
-            while self._collect(self._spin.limit_us) and pending.reply is None and not kept:
-                pass
-            self._spin.expects_soon = pending.reply is not None
+        lane, slot = self._lane, pending.place
+        if lane is None or not self._spin.expects_soon or self._asked.get(slot) != request_id:
+            return
+        taken = self._take_expected(lane, slot, pending, request_id, self._spin.limit_us)
+        self._spin.expects_soon = taken != 0
+        if taken:
+            del self._asked[slot]
+            self._free.append(slot)
+        if taken < 0:
+            self._take_any(lane, slot)
 
     def _read(self, left_s: float) -> bool:
         lane = self._lane
@@ -123,55 +130,60 @@ class ShmChannel(StreamChannel):
 
     def _collect(self, spin_us: int = 0) -> bool:
         """Take the replies that are there, waiting so long for the first; False for none."""
-        lane = self._lane
-        try:
-            return lane is not None and self._take_replies(lane, spin_us)
-        except BaseException:
-            self._lane = None
-            self._disconnect()
-            raise
-
-    def _take_replies(self, lane: Lane, spin_us: int = 0) -> bool:
-        found = False
-        # No more looks than slots: a service that goes on raising numbers does not hold us here.
+        lane, found = self._lane, False
+        if lane is None:
+            return False
+        # No more looks than slots: a service that goes on raising numbers does not hold us.
         for _ in range(lane.slots):
             slot = lane.look(0 if found else spin_us)
             if slot < 0:
                 break
-            if not (request_id := self._asked.pop(slot, 0)):
-                continue
-            pending = self._pending.get(request_id)
-            if pending is None or not self._take_expected(lane, slot, pending, request_id):
-                self._take_any(lane, slot)
-            self._free.append(slot)
-            found = True
+            if request_id := self._asked.pop(slot, 0):
+                pending = self._pending.get(request_id)
+                self._free.append(slot)
+                if pending is None or self._take_expected(lane, slot, pending, request_id) < 0:
+                    self._take_any(lane, slot)
+                found = True
+            if not self._asked:
+                break
         return found
 
-    def _take_expected(self, lane: Lane, slot: int, pending: Pending, request_id: int) -> bool:
-        """Take a reply by compiled code, if it is exactly what its prepared request expects."""
+    def _take_expected(
+        self, lane: Lane, slot: int, pending: Pending, request_id: int, spin_us: int = -1
+    ) -> int:
+        """Take a reply by compiled code, as `Lane.take_expected`, and note it."""
         prepared = pending.prepared
-        if prepared is None or prepared.reply_bytes > self._max_reply_bytes:
-            return False
-        shape = prepared.answered_as
-        if not shape.address:
-            return False
+        if (
+            prepared is None
+            or not prepared.answered_as.address
+            or prepared.reply_bytes > self._max_reply_bytes
+        ):
+            return -1 if spin_us < 0 else 0
         output = torch.empty(prepared.reply_shape, dtype=prepared.reply_torch_dtype)
-        if not lane.take_expected(slot, shape, request_id, output.data_ptr(), self._times_at):
-            return False
-        self._note_output(pending, request_id, output, self._times)
-        return True
+        taken = lane.take_expected(
+            *(slot, prepared.answered_as, request_id, output.data_ptr(), self._times_at, spin_us)
+        )
+        if taken > 0:
+            pending.note_output(output, prepared.reply_bytes, self._times)
+        return taken
 
     def _take_any(self, lane: Lane, slot: int) -> None:
         """Keep what was seen in a slot as if the socket had brought it. Raises ProtocolError."""
-        if not (reply := lane.view(slot)):
-            return
-        # Into memory of our own, once: the service may write on.
-        private = self._pool.take(len(reply))
-        private[:] = reply
-        frames = frames_in(
-            private,
-            self.endpoint,
-            max_frames=MAX_REPLY_FRAMES,
-            max_message_bytes=self._max_reply_bytes,
-        )
+        try:
+            if not (reply := lane.view(slot)):
+                return
+            # Into memory of our own, once: the service may write on.
+            private = self._pool.take(len(reply))
+            private[:] = reply
+            frames = frames_in(
+                private,
+                self.endpoint,
+                max_frames=MAX_REPLY_FRAMES,
+                max_message_bytes=self._max_reply_bytes,
+            )
+        except ProtocolError:
+            # As on a stream: what else it says is of no use.
+            self._lane = None
+            self._disconnect()
+            raise
         self._reader.messages.append((frames, time.perf_counter_ns()))

@@ -23,7 +23,7 @@ from protocol.errors import DeadlineExceededError, EndpointError, ProtocolError,
 from protocol.header_numbers import REQUEST
 from protocol.liveness import PROBE_AFTER_S, LivenessProbe
 from protocol.memory_pool import MemoryPool
-from protocol.pending import RECONNECT_S, Pending, PendingChannel, Received
+from protocol.pending import NOT_PUT, RECONNECT_S, Pending, PendingChannel, Received
 from protocol.prepared import PreparedRequest
 from protocol.spin import AdaptiveSpin
 from protocol.stream_wire import BUFFER_BYTES, MessageReader, MessageWriter, prepare, to_pieces
@@ -32,8 +32,6 @@ from protocol.tensors import Buffer
 # Requests of which some bytes still wait here because the service does not read.
 QUEUED_REQUESTS = 64
 _CONNECT_INTERVAL_S = 0.01
-# Says that a reply was taken (message.h).
-_TAKEN = -1
 
 # What says that no process listens there yet, or not at this moment.
 _ABSENT = frozenset(
@@ -178,12 +176,12 @@ class StreamChannel(PendingChannel):
 
     def _put(
         self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
-    ) -> bool:
+    ) -> int:
         shape = prepared.sent_as
         if not shape.address or self._socket is None or self._writer.unsent:
-            return False
+            return NOT_PUT
         if not (payload.is_contiguous() and payload.is_cpu):
-            return False
+            return NOT_PUT
         written: int = native.library.stream_put(
             shape.address, request_id, timeout_ms, payload.data_ptr(), self._socket.fileno()
         )
@@ -191,12 +189,11 @@ class StreamChannel(PendingChannel):
             header = REQUEST.header(prepared.template, request_id, timeout_ms)
             pieces, total = to_pieces([header, prepared.payload(payload)])
             self._writer.keep_rest(pieces, total, written)
-        return written > 0
+        return 0 if written else NOT_PUT
 
     def _take(self, pending: Pending, request_id: int) -> None:
         reader, prepared = self._reader, pending.prepared
-        # A reply that comes so late will not come in a moment.
-        if prepared is None or self._socket is None or not self._spin.expects_soon:
+        if prepared is None or self._socket is None:
             return
         shape = prepared.answered_as
         ready = not (reader.unfinished_bytes or reader.messages or self._writer.unsent)
@@ -204,20 +201,25 @@ class StreamChannel(PendingChannel):
         if not (ready and fits and shape.address):
             return
         output = torch.empty(prepared.reply_shape, dtype=prepared.reply_torch_dtype)
+        started_ns = time.perf_counter_ns()
+        left_s = min(PROBE_AFTER_S, pending.deadline - time.monotonic())
         come: int = native.library.stream_take(
             *(shape.address, request_id, self._socket.fileno(), self._scratch_at),
-            *(self._spin.limit_us, output.data_ptr(), self._times_at),
+            *(self._spin.limit_us if self._spin.expects_soon else 0, int(left_s * 1000)),
+            *(output.data_ptr(), self._times_at),
         )
-        if come == _TAKEN:
-            self._note_output(pending, request_id, output, self._times)
+        if come < 0:
+            pending.note_output(output, prepared.reply_bytes, self._times)
+            if self._spin.is_on:
+                self._spin.waited(started_ns)
         elif come:
             try:
                 reader.take_in(self._scratch[:come])
             except ProtocolError:
                 self._disconnect()
                 raise
-        else:
-            self._spin.expects_soon = False
+        elif left_s > 0:
+            self._note_silence(left_s)
 
     def _make_room(self, size: int, give_up: float) -> None:
         """Wait for a service that does not read. It may be waiting for us to read: we do."""

@@ -1,6 +1,7 @@
 #include "message.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -45,16 +46,17 @@ bool lane_put(const MessageShape* shape, int64_t id, int64_t time, const void* p
   return lane_publish(line, number, shape->head_bytes + shape->payload_bytes, sleeps);
 }
 
-bool lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneSeen* seen,
-               void* payload, int64_t* times) {
-  if (seen->bytes != static_cast<uint64_t>(shape->head_bytes + shape->payload_bytes)) return false;
+int64_t lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneLine* line,
+               LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times) {
+  if (spin_us >= 0 && lane_look(line, seen, 1, spin_us) < 0) return 0;
+  if (seen->bytes != static_cast<uint64_t>(shape->head_bytes + shape->payload_bytes)) return -1;
   char head[MAX_HEAD_BYTES];
   memcpy(head, area, shape->head_bytes);
   // The copy must not become reads of what the other end may have changed by then.
   __asm__ volatile("" : : "r"(head) : "memory");
-  if (!is_expected(shape, id, head, times)) return false;
+  if (!is_expected(shape, id, head, times)) return -1;
   memcpy(payload, area + shape->head_bytes, shape->payload_bytes);
-  return true;
+  return 1;
 }
 
 int64_t stream_put(const MessageShape* shape, int64_t id, int64_t time, const void* payload,
@@ -73,7 +75,7 @@ int64_t stream_put(const MessageShape* shape, int64_t id, int64_t time, const vo
 }
 
 int64_t stream_take(const MessageShape* shape, int64_t id, int64_t socket, char* buffer,
-                    int64_t spin_us, void* payload, int64_t* times) {
+                    int64_t spin_us, int64_t wait_ms, void* payload, int64_t* times) {
   const int64_t total = shape->head_bytes + shape->payload_bytes;
   auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us);
   int64_t come = 0;
@@ -83,15 +85,19 @@ int64_t stream_take(const MessageShape* shape, int64_t id, int64_t socket, char*
       come += received;
     } else if (received == 0 || (errno != EAGAIN && errno != EINTR)) {
       return come;  // the next to receive finds the same
-    } else if (std::chrono::steady_clock::now() >= until) {
-      return come;
-    } else {
+    } else if (std::chrono::steady_clock::now() < until) {
       sched_yield();
+    } else if (wait_ms > 0 && come == 0) {
+      pollfd readable = {static_cast<int>(socket), POLLIN, 0};
+      if (poll(&readable, 1, static_cast<int>(wait_ms)) <= 0) return 0;
+      wait_ms = 0;
+    } else {
+      return come;
     }
   }
   char head[MAX_HEAD_BYTES];
   memcpy(head, buffer, shape->head_bytes);
   if (!is_expected(shape, id, head, times)) return come;
   memcpy(payload, buffer + shape->head_bytes, shape->payload_bytes);
-  return TAKEN;
+  return -1;
 }

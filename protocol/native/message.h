@@ -17,23 +17,21 @@ constexpr int64_t MAX_HEAD_BYTES = 1024;
 // As in `protocol.messages`.
 constexpr uint64_t MAX_TIMING_US = uint64_t{1} << 53;
 
-// What `stream_take` returns where it has taken the message that was expected.
-constexpr int64_t TAKEN = -1;
-
 // Put a request into an area and let the other end see it, as `lane_publish`.
 bool lane_put(const MessageShape* shape, int64_t id, int64_t time, const void* payload, char* area,
               LaneLine* line, int64_t number, const uint32_t* sleeps);
 
 // Copy the reply with this id out of an area, its tensor to `payload`; each byte is read once.
-// Returns false, and nothing else is true, where something else is there.
-bool lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneSeen* seen,
-               void* payload, int64_t* times);
+// Looks for it `spin_us`, or less than 0: it was seen. Returns 1; 0 where nothing has come; -1 where
+// something else has, which then counts as seen.
+int64_t lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneLine* line,
+               LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times);
 
 // Write a request to a socket without waiting; returns how much of it was taken, 0 for an error.
 int64_t stream_put(const MessageShape* shape, int64_t id, int64_t time, const void* payload,
                    int64_t socket);
 
-// Receive the reply with this id, if it is the next message, waiting for it `spin_us`: its tensor
-// goes to `payload`. Otherwise returns how many bytes have come, which are in `buffer`.
+// Receive the reply with this id, if it is the next message: its tensor goes to `payload`. Looks for
+// it `spin_us` and then sleeps `wait_ms`. Returns -1, or how many bytes of else came to `buffer`.
 int64_t stream_take(const MessageShape* shape, int64_t id, int64_t socket, char* buffer,
-                    int64_t spin_us, void* payload, int64_t* times);
+                    int64_t spin_us, int64_t wait_ms, void* payload, int64_t* times);

@@ -7,7 +7,8 @@ one after the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,15 +20,18 @@ from tee_side.protect.verification import ExactCheck
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
+class Padded(NamedTuple):
     """One input under its pad. `sent`: what crosses; `encoded`: the plain integers."""
 
     of: PaddedSite
     sent: tuple[Tensor]
-    encoded: Tensor = field(repr=False)
-    u_TO: Tensor = field(repr=False)
-    expected_Tk: Tensor | None = field(repr=False)
+    encoded: Tensor
+    u_TO: Tensor
+    expected_Tk: Tensor | None
+
+    def __repr__(self) -> str:
+        # Neither in a traceback nor in a log: u gives the result away to the observer of a link.
+        return "Padded()"
 
     def reveal(self, outputs: Sequence[Tensor]) -> Tensor | None:
         """Take the pad away, check, scale back and add the bias; None for a wrong product."""

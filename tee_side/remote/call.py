@@ -42,7 +42,8 @@ class CallPlan:
     `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of its numbers, or
     `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own deadlines.
     `clock`: told of each stage. `padded`: does all that `encode`, `hide`, `check` and `decode` do,
-    in two passes; None where the clock has an observer, and for what has no compiled form.
+    in two passes, and `prepared` are its requests; None where the clock has an observer, and for
+    what has no compiled form.
     """
 
     operator: Operator
@@ -50,7 +51,7 @@ class CallPlan:
     channels: tuple[Channel, ...]
     encode: Callable[[Operand], Operand]
     hide: Callable[[Operand], Masked | None]
-    requests: Callable[[Operand, Any], tuple[PreparedRequest, ...]]
+    requests: Callable[[Operand, Masked], tuple[PreparedRequest, ...]]
     rules: MaskRules
     shape: tuple[int, ...]
     check: ResultCheck | Unverified
@@ -59,6 +60,7 @@ class CallPlan:
     timeout_s: float
     clock: StageClock | Untimed
     padded: PaddedSite | None = None
+    prepared: tuple[PreparedRequest, ...] = ()
 
 
 async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
@@ -76,12 +78,13 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
     if padded is not None:
         masked = padded.hide(x)
         encoded = x if masked is None else masked.encoded
+        requests = plan.prepared
     else:
         clock.mark("tee")
         encoded = plan.encode(x)
         clock.mark("mask")
         masked = plan.hide(encoded)
-    requests = () if masked is None else plan.requests(encoded, masked)
+        requests = () if masked is None else plan.requests(encoded, masked)
     clock.mark(None)
     if masked is None:
         # Other micro-batches may be waiting for nothing but their turn to send.

@@ -17,7 +17,7 @@ from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
 from tee_side.protect.masking import Hide, MaskRules
 from tee_side.protect.masks.mask import Masked
-from tee_side.protect.padded import Padded, PaddedSite
+from tee_side.protect.padded import PaddedSite
 from tee_side.protect.sites import LinearSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.call import CallPlan, carry_out
@@ -106,13 +106,12 @@ class RemoteLinear:
         # By how many rows cross: as many as there are, unless a row mask adds some.
         prepared: dict[int, tuple[PreparedRequest, ...]] = {}
 
-        def requests(encoded: torch.Tensor, masked: Masked | Padded) -> tuple[PreparedRequest, ...]:
-            if not isinstance(masked, Padded):
-                rules.check_sent(operator, encoded, most_rows, masked)
+        def requests(encoded: torch.Tensor, masked: Masked) -> tuple[PreparedRequest, ...]:
+            rules.check_sent(operator, encoded, most_rows, masked)
             sent_RI = masked.sent[0]
             found = prepared.get(sent_RI.shape[0])
             if found is None:
-                found = prepared[sent_RI.shape[0]] = self._prepare(sent_RI)
+                found = prepared[sent_RI.shape[0]] = self._prepare(sent_RI.shape, sent_RI.dtype)
             return found
 
         plan = CallPlan(
@@ -130,21 +129,22 @@ class RemoteLinear:
             timeout_s=settings.longest_s,
             clock=self._clock,
             padded=self._padded,
+            prepared=() if self._padded is None else self._prepare(x_TI.shape, torch.int32),
         )
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[rows] = plan
         return plan
 
-    def _prepare(self, sent_RI: torch.Tensor) -> tuple[PreparedRequest, ...]:
-        """Prepare the requests for tensors like this one."""
+    def _prepare(self, shape: torch.Size, of: torch.dtype) -> tuple[PreparedRequest, ...]:
+        """Prepare the requests for tensors of a shape [R, I] and dtype."""
         layer, _ = self._site
-        dtype, (rows, _) = short_name(sent_RI.dtype), sent_RI.shape
-        wire = WireTensor(dtype, tuple(sent_RI.shape), b"")
+        dtype, rows = short_name(of), shape[0]
+        wire = WireTensor(dtype, tuple(shape), b"")
         return tuple(
             PreparedRequest(
                 RingLinearRequest(layer_idx=layer, module_names=names, elements=wire)
-                if sent_RI.dtype is torch.int32
+                if of is torch.int32
                 else LinearRequest(
                     layer_idx=layer, module_names=names, hidden_states=wire, bias=self._bias_leaves
                 ),

@@ -30,6 +30,8 @@ TOKENS = 16
 WARM_UP = 120
 
 _SENDS = ("send", "sendmsg", "sendall")
+# And by compiled code.
+_PUTS = ("stream_put", "lane_put", "lane_publish")
 _YIELDS = ("YIELD_VALUE", "SEND")
 
 
@@ -57,7 +59,10 @@ class Profile:
             if len(self.sends) > self._sent:
                 self.rpcs.append(self._calls - self._begun)
             self._entry = None
-        elif event == "c_call" and argument.__name__ in _SENDS and _is_of_a_socket(argument):
+        elif event == "c_call" and (
+            argument.__name__ in _PUTS
+            or (argument.__name__ in _SENDS and _is_of_a_socket(argument))
+        ):
             self.sends.append(self._calls)
 
     def _begins(self, frame: FrameType) -> bool:

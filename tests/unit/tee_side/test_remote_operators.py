@@ -351,7 +351,9 @@ def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
     model, made = saved_model("llama"), []
     prepare = RemoteLinear._prepare
     monkeypatch.setattr(
-        RemoteLinear, "_prepare", lambda self, sent: made.append(len(sent)) or prepare(self, sent)
+        RemoteLinear,
+        "_prepare",
+        lambda self, shape, of: made.append(shape[0]) or prepare(self, shape, of),
     )
     calls = CallSettings(lambda _layer: [LoopbackChannel(model.directory)], None, None)
     remote = RemoteLinear(
