@@ -29,12 +29,13 @@ import os
 import struct
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from protocol import native
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.message_shape import MessageShape
-from protocol.stream_wire import layout
+from protocol.stream_wire import ALIGNMENT, layout
 from protocol.tensors import Buffer
 
 # What a client says on its connection, with the segment's file beside it.
@@ -52,6 +53,8 @@ _LINE_BYTES = 64
 _CLIENT_SLEEPS, _SERVICE_SLEEPS, _LINES = 64, 128, 192
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _COUNT = struct.Struct("<I")
+# Of so many frames the sizes stand before the first frame, which begins at `ALIGNMENT`.
+_SHORT_FRAMES = (ALIGNMENT - _COUNT.size) // 8
 
 
 class Areas(NamedTuple):
@@ -261,25 +264,39 @@ def frames_in(
 
     Raises ProtocolError for what is no message.
     """
-    head = bytes(message[: _COUNT.size + 8 * max_frames])
-    count = _COUNT.unpack_from(head)[0] if len(head) >= _COUNT.size else 0
-    sizes: tuple[int, ...] = ()
-    if 1 <= count <= max_frames and len(head) >= _COUNT.size + 8 * count:
-        sizes = struct.unpack_from(f"<{count}Q", head, _COUNT.size)
-    if sum(sizes) > max_message_bytes:
+    head = bytes(message[:ALIGNMENT])
+    if len(head) >= _COUNT.size and _COUNT.unpack_from(head)[0] > _SHORT_FRAMES:
+        head = bytes(message[: _COUNT.size + 8 * max_frames])
+    places, size, total = (_remembered if len(head) <= ALIGNMENT else _laid_out)(head)
+    if size > max_message_bytes:
         raise ProtocolError(
             f"message from {where}",
-            got=f"{sum(sizes)} bytes",
+            got=f"{size} bytes",
             expected=f"at most {max_message_bytes}",
             code=ErrorCode.LIMIT_EXCEEDED,
         )
-    if sizes:
-        places, _, total = layout(sizes)
-        if total == len(message):
-            return list(map(message.__getitem__, places))
-    raise ProtocolError(
-        f"message from {where}",
-        got=f"{count} frames in {len(message)} bytes",
-        expected=f"1 to {max_frames} frames, and no byte behind them",
-        code=ErrorCode.MALFORMED_MESSAGE,
-    )
+    if not 1 <= len(places) <= max_frames or total != len(message):
+        raise ProtocolError(
+            f"message from {where}",
+            got=f"{len(places)} frames in {len(message)} bytes",
+            expected=f"1 to {max_frames} frames, and no byte behind them",
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
+    return list(map(message.__getitem__, places))
+
+
+def _laid_out(head: bytes) -> tuple[tuple[slice, ...], int, int]:
+    """Return where the frames of a message lie, by its first bytes: no frames for one without.
+
+    Then their size, and that of the message.
+    """
+    count = _COUNT.unpack_from(head)[0] if len(head) >= _COUNT.size else 0
+    if not count or len(head) < _COUNT.size + 8 * count:
+        return (), 0, 0
+    sizes = struct.unpack_from(f"<{count}Q", head, _COUNT.size)
+    places, _, total = layout(sizes)
+    return places, sum(sizes), total
+
+
+# Longer heads are not remembered: a peer could make them hold much.
+_remembered = lru_cache(maxsize=256)(_laid_out)

@@ -291,6 +291,8 @@ class StreamListener:
 
     def _look(self, timeout_s: float | None) -> bool:
         """Take in what has arrived, waiting for it; True if `wakeup` is readable."""
+        if timeout_s == 0 and self._handed_out < _LOOK_AFTER and self._look_at_slots():
+            return False
         self._looked = True
         self._handed_out = 0
         stopping = False
