@@ -284,13 +284,10 @@ class RequestLoop:
         if not listener.is_allowed(incoming.key):
             self._drop(incoming, opened)
             return
-        of_method = counters.methods.get(method, counters.unknown)
         timing = None
         if started_ns is not None:
             queue_ns = max(0, started_ns - incoming.received_ns)
             compute_ns = max(0, ended_ns - started_ns)
-            of_method.queue.add(queue_ns)
-            of_method.compute.add(compute_ns)
             timing = checked_timing(
                 {"queue_us": queue_ns // 1000, "compute_us": compute_ns // 1000}
             )
@@ -300,8 +297,14 @@ class RequestLoop:
             log.exception("failed", extra=_fields(incoming, opened, method=method))
             result = ErrorCode.INTERNAL
             frames = encode_reply(form, request_id, method, result)
+        sent = listener.send(incoming.route, frames)
+        # The client has its reply by now.
+        of_method = counters.methods.get(method, counters.unknown)
+        if started_ns is not None:
+            of_method.queue.add(queue_ns)
+            of_method.compute.add(compute_ns)
         of_method.outcomes[result.value if type(result) is ErrorCode else SUCCESS] += 1
-        if listener.send(incoming.route, frames):
+        if sent:
             counters.sent_bytes += sum(map(len, frames))
         else:
             counters.dropped_replies += 1
