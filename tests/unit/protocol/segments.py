@@ -1,0 +1,87 @@
+"""Peers of shared memory: what they hand over, and write where."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+
+from protocol.shared_memory import ATTACH, Areas, Lane, create
+from protocol.stream_wire import to_pieces
+from protocol.tensors import Buffer
+from tests.unit.protocol.streams import raw_socket
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def attach(endpoint: str, files: Sequence[int], said: bytes = ATTACH) -> socket.socket:
+    """Connect to a service's shared memory with any files."""
+    raw = raw_socket(endpoint.replace("shm://", "unix://"))
+    socket.send_fds(raw, [said], files)
+    return raw
+
+
+class RawClient:
+    """A client's end of a segment, without a channel. Use as a context manager."""
+
+    def __init__(self, endpoint: str, area_bytes: int = 1000) -> None:
+        self.lane, self.file = create(area_bytes, area_bytes)
+        self.socket = attach(endpoint, [self.file])
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        os.close(self.file)
+
+    def put(self, slot: int, frames: Sequence[Buffer]) -> None:
+        """Put a request, and wake the service up whether it sleeps or not."""
+        assert self.lane.put(slot, frames) is not None
+        self.wake_up()
+
+    def put_bytes(self, slot: int, message: bytes, claimed: int | None = None) -> None:
+        """Put any bytes there as a message of any size."""
+        lane = self.lane
+        start = lane._out[slot]
+        lane._memory[start : start + len(message)] = message
+        self.write_line(slot, lane._put + 1, len(message) if claimed is None else claimed)
+        lane._put += 1
+        self.wake_up()
+
+    def write_line(self, slot: int, number: int, size: int) -> None:
+        """Say what is in a slot."""
+        write_line(self.lane, slot, number, size, of_client=True)
+
+    def wake_up(self) -> None:
+        """Let the service look; it may have dropped us by now."""
+        with suppress(ConnectionError):
+            self.socket.send(bytes(4))
+
+
+def write_line(lane: Lane, slot: int, number: int, size: int, *, of_client: bool) -> None:
+    """Write a line of either end, the size first."""
+    line = 192 + 64 * (slot if of_client else lane.slots + slot)
+    lane._memory[line + 8 : line + 16] = struct.pack("<Q", size)
+    lane._memory[line : line + 4] = struct.pack("<I", number & 0xFFFFFFFF)
+
+
+def memfd(
+    areas: Areas, *, seals: int | None = None, size: int | None = None, head: bytes | None = None
+) -> int:
+    """Make a segment's file with what is wrong with it. `seals`: None for all."""
+    import fcntl
+
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.ftruncate(file, areas.total if size is None else size)
+    os.pwrite(file, struct.pack("<8sIxxxxQQ", b"TSQPshm1", *areas) if head is None else head, 0)
+    every = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, every if seals is None else seals)
+    return file
+
+
+def message(frames: Sequence[Buffer]) -> bytes:
+    """Return a message as it lies in a slot."""
+    return b"".join(to_pieces(frames)[0])
