@@ -18,11 +18,16 @@ from protocol.pending import PendingChannel
 from protocol.shared_memory import SLOTS, Lane, create
 from protocol.tensors import from_torch, to_torch
 from tests.fault.wire import HIDDEN
-from tests.support import ENVIRONMENT, SIZES, Service, make_model, running_service
+from tests.forked import ENVIRONMENT
+from tests.soak.demo import DEMO
+from tests.soak.victims import Victim
+from tests.support import SIZES, Service, make_model, running_service
+from tests.tools.malicious import MaliciousService, operators_of
 from tests.tools.scribbler import Scribbler
 
 HOUR_S = 3600.0
 ROUNDS = 2000
+STEPS = 60
 VOCAB = SIZES["vocab_size"]
 
 # Fills every slot of its segment, says so, and waits to be killed.
@@ -80,6 +85,19 @@ def _mapped(service: Service) -> int:
     return Path(f"/proc/{service.process.pid}/maps").read_text().count("memfd:tsqp")
 
 
+def _kept_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Keep the file of each segment that a channel makes from now on; it is the caller's."""
+    files: list[int] = []
+
+    def kept(*sizes: int) -> tuple[Lane, int]:
+        lane, file = create(*sizes)
+        files.append(os.dup(file))
+        return lane, file
+
+    monkeypatch.setattr("protocol.shm.create", kept)
+    return files
+
+
 def test_more_than_all_slots_hold_is_answered(channel: PendingChannel) -> None:
     one = _output(channel, channel.submit(_linear()))
     ids = [channel.submit(_linear(2.0**n)) for n in range(3 * SLOTS)]
@@ -132,18 +150,11 @@ def test_a_client_that_changes_requests_while_they_are_read_hurts_itself_alone(
 ) -> None:
     """Its tokens, headers, sizes and numbers change all the time; the service goes on."""
     right = _output(channel, channel.submit(_linear()))
-    files: list[int] = []
-
-    def kept(*sizes: int) -> tuple[Lane, int]:
-        lane, file = create(*sizes)
-        files.append(os.dup(file))
-        return lane, file
-
+    files = _kept_files(monkeypatch)
     ids = from_torch(torch.randint(0, VOCAB, (1000,)))
     request = EmbeddingRequest(input_ids=ids, dtype="float32")
     answered = errors = 0
     with Scribbler("requests") as scribbler:
-        monkeypatch.setattr("protocol.shm.create", kept)
         for turn in range(ROUNDS):
             with open_channel(service.endpoint, timeout_s=0.2) as wild:
                 for _ in range(20):
@@ -165,3 +176,32 @@ def test_a_client_that_changes_requests_while_they_are_read_hurts_itself_alone(
     assert errors
     assert torch.equal(_output(channel, channel.submit(_linear())), right)
     assert service.process.poll() is None
+
+
+def test_results_that_change_while_they_are_read_are_right_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shielded session whose service writes over its replies as they are read."""
+    files = _kept_files(monkeypatch)
+    right = refused = 0
+    with (
+        MaliciousService(operators_of(DEMO), f"shm://{tmp_path}/s") as service,
+        Scribbler("replies") as scribbler,
+    ):
+        victim = Victim("shielded", lambda: [open_channel(service.endpoint, timeout_s=0.5)])
+        for _ in range(STEPS):
+            outcome = victim.step()
+            assert not outcome.accepted
+            right += outcome.right
+            if outcome.error is not None:
+                refused += 1
+                victim.reconnect()
+            elif files:
+                scribbler.begin(files[-1])
+                while files:
+                    os.close(files.pop())
+        victim.close()
+    while files:
+        os.close(files.pop())
+    assert right
+    assert refused
