@@ -1,7 +1,7 @@
 """Row: a service that holds the right key, and lies in every way there is.
 
-Sessions of the demo model under verified policies, over CURVE and, a fifth of the lies, over shared
-memory, to services that compute and lie once a step. Whatever the lie is, a step ends with the
+Sessions of the demo model under verified policies, over CURVE (the row `malicious_shm`: over shared
+memory), to services that compute and lie once a step. Whatever the lie is, a step ends with the
 right logits, bit by bit, or with an error in which this lie may end, and the next one is right
 again. A tenth of the lies, and each of its own once, are told by Init, to the handshake. Another
 session of the same services goes on beside those that are lied to: its replies are what the lies
@@ -53,7 +53,7 @@ from tests.tools.lies import (
 )
 from tests.tools.malicious import MaliciousService, operators_of
 
-NAME = "malicious service behind CURVE, and over shared memory"
+NAME = "malicious service behind CURVE"
 TEST = (
     "truncated, bit-flipped, replayed, reordered, cross-session, wrong shape or dtype, NaN/Inf,"
     " oversized; wrong results; lies of Init; with and without a second service"
@@ -66,8 +66,6 @@ ALONE = True
 # Every lie but those of Init, which are a tenth of all.
 LIES = (*WIRE_LIES, *RESULT_LIES)
 _INIT_EACH = 10
-# One of so many is told over shared memory, the others over CURVE.
-_SHM_EACH = 5
 # How often it is tried to have a lie told: the step may not ask the one that was to lie.
 _ATTEMPTS = 10
 # After how many of those lies that end a step it is looked at how the session goes on.
@@ -326,27 +324,30 @@ def lie_to_handshake(
 
 def run(count: int) -> RowResult:
     """Tell so many lies."""
+    return told(NAME, TEST, count, full=is_full(FULL, count), over_shm=False)
+
+
+def told(name: str, test: str, count: int, *, full: bool, over_shm: bool) -> RowResult:
+    """Tell so many lies over either link, and return the row of this name."""
     began = time.monotonic()
     chance = random.Random(30)
     tally = Tally()
-    lies = itertools.cycle(LIES)
-    for over_shm, until in ((False, count - count // _SHM_EACH), (True, count)):
-        with parties(over_shm=over_shm) as (usual, overlapping, services, keys):
-            if not over_shm:
-                lie_to_handshake(max(count // _INIT_EACH, len(INIT_LIES)), services[0], keys, tally)
-            while tally.told.total() < until:
-                lie = next(lies)
-                for _ in range(_ATTEMPTS):
-                    party = overlapping if lie is REORDERED else chance.choice(usual)
-                    if party.hear(lie, chance, tally):
-                        break
-                progress(tally.told.total())
+    with parties(over_shm=over_shm) as (usual, overlapping, services, keys):
+        lie_to_handshake(max(count // _INIT_EACH, len(INIT_LIES)), services[0], keys, tally)
+        for lie in itertools.cycle(LIES):
+            if tally.told.total() >= count:
+                break
+            for _ in range(_ATTEMPTS):
+                party = overlapping if lie is REORDERED else chance.choice(usual)
+                if party.hear(lie, chance, tally):
+                    break
+            progress(tally.told.total())
     if missing := tally.missing():
         note(f"never told: {', '.join(missing)}")
     errors = ", ".join(f"{name} {n:,}" for name, n in tally.errors.most_common())
     return RowResult(
-        NAME,
-        TEST,
+        name,
+        test,
         PASS,
         count,
         {
@@ -362,5 +363,5 @@ def run(count: int) -> RowResult:
             "longest wait beyond a deadline, s": tally.slowest_s,
         },
         time.monotonic() - began,
-        passed=tally.passed(timed=is_full(FULL, count)),
+        passed=tally.passed(timed=full),
     )
