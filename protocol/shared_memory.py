@@ -113,8 +113,8 @@ def adopt(file: int, owner: int) -> Lane:
         raise _refused(os.strerror(error.errno or 0), "a memfd") from None
     if seals & _SEALS != _SEALS:
         raise _refused("a file that may change its size", "one sealed against it")
-    # Huge ones may be missing when they are touched, which would end the process. (Not `st_blksize`:
-    # it also tells of transparent ones, which do no harm.)
+    # Huge ones may be missing when they are touched, which ends the process. (`st_blksize` tells
+    # of transparent ones as well, which do no harm.)
     if page != mmap.PAGESIZE:
         raise _refused(f"pages of {page} bytes", f"{mmap.PAGESIZE}")
     if found.st_uid != owner:
