@@ -436,20 +436,20 @@ def test_request_that_does_not_fit_is_refused(
     assert error.where.startswith(case.method)
 
 
-def test_ids_that_change_after_their_check_are_not_used(
+def test_ids_that_change_are_neither_checked_nor_used(
     operators: RequestHandler,
     model: transformers.PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a client can in shared memory: an id beyond the table would be read from any memory."""
+    """As a client can change them in shared memory: one beyond the table would read any memory."""
     ids = torch.tensor([3, 5])
     check = operators._checker.check_ids
 
-    def changed_after(tensor: WireTensor) -> None:
-        check(tensor)
+    def changed_before(tensor: WireTensor) -> None:
         ids.fill_(VOCAB)
+        check(tensor)
 
-    monkeypatch.setattr(operators._checker, "check_ids", changed_after)
+    monkeypatch.setattr(operators._checker, "check_ids", changed_before)
     output = _apply(operators, _embedding(ids))
     assert torch.equal(output, model.model.embed_tokens(torch.tensor([3, 5])))
 
