@@ -6,6 +6,7 @@ A request is checked, then computed, in the same way whatever computes it.
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Any
 
 from gpu_side.kernels import Kernels, NullWeights, TorchKernels
@@ -60,8 +61,10 @@ class RequestHandler:
 
     def _checks_ids(self, kernel: Kernel) -> Kernel:
         def checked(request: Any) -> Result:
-            self._checker.check_ids(request.input_ids)
-            return kernel(request)
+            # What is checked must be what is used, and a client may change memory that it shares.
+            ids = replace(request.input_ids, data=bytearray(request.input_ids.data))
+            self._checker.check_ids(ids)
+            return kernel(request.model_copy(update={"input_ids": ids}))
 
         return checked
 

@@ -38,8 +38,9 @@ from protocol.message_shape import MessageShape
 from protocol.stream_wire import ALIGNMENT, layout
 from protocol.tensors import Buffer
 
-# What a client says on its connection, with the segment's file beside it.
-ATTACH = b"\xff"
+# What a client says on its connection, with the segment's file beside it: where a service expects
+# plain messages, one of more frames than any may have, which it refuses at once.
+ATTACH = b"\xff\xff\xff\xff"
 # Written to the socket of an end that sleeps: a message of no frames.
 WAKE_UP = bytes(4)
 # Requests in flight at once; further ones go over the socket.
@@ -111,13 +112,15 @@ def adopt(file: int, owner: int) -> Lane:
     """
     try:
         seals, found = fcntl.fcntl(file, fcntl.F_GET_SEALS), os.fstat(file)
+        page = os.fstatvfs(file).f_bsize
     except OSError as error:
         raise _refused(os.strerror(error.errno or 0), "a memfd") from None
     if seals & _SEALS != _SEALS:
         raise _refused("a file that may change its size", "one sealed against it")
-    # Pages of another size may be missing when they are touched, which would end the process.
-    if found.st_blksize != mmap.PAGESIZE:
-        raise _refused(f"pages of {found.st_blksize} bytes", f"{mmap.PAGESIZE}")
+    # Huge ones may be missing when they are touched, which ends the process. (`st_blksize` tells
+    # of transparent ones as well, which do no harm.)
+    if page != mmap.PAGESIZE:
+        raise _refused(f"pages of {page} bytes", f"{mmap.PAGESIZE}")
     if found.st_uid != owner:
         raise _refused("a file of another user than the peer", "one of its own")
     if not _HEAD.size <= found.st_size <= _LARGEST:
@@ -141,17 +144,19 @@ def _refused(
     return ProtocolError("shared memory", got=got, expected=expected, code=code)
 
 
-class Lane:
-    """One end of a segment. `slots`: how many there are.
+def require_library() -> None:
+    """Raise EndpointError where the library that orders reads and writes is not compiled."""
+    if native.library is None:
+        raise EndpointError(
+            "shm://", got="no compiled kernels", expected="them (tsqp doctor says how)"
+        )
 
-    Raises EndpointError where the library that orders reads and writes is not compiled.
-    """
+
+class Lane:
+    """One end of a segment. `slots`: how many there are. Raises as `require_library` does."""
 
     def __init__(self, mapped: mmap.mmap, areas: Areas, *, is_client: bool) -> None:
-        if native.library is None:
-            raise EndpointError(
-                "shm://", got="no compiled kernels", expected="them (tsqp doctor says how)"
-            )
+        require_library()
         self.slots = areas.slots
         self._memory = memoryview(mapped)
         self._base = base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
@@ -200,7 +205,8 @@ class Lane:
             for place, gap, frame in zip(places, gaps, frames, strict=True):
                 area[place.start - len(gap) : place.start] = gap
                 area[place] = frame
-        self._put = number = (self._put + 1) & 0xFFFFFFFF
+        # Never 0, which a line that was not written yet says, too.
+        self._put = number = (self._put + 1) & 0xFFFFFFFF or 1
         line = self._our_lines + slot * _LINE_BYTES
         wakes: bool = native.library.lane_publish(line, number, total, self._peer_sleeps)
         return wakes

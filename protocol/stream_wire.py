@@ -276,7 +276,9 @@ class MessageReader:
         while (available := self.unfinished_bytes - start) >= _COUNT.size:
             (count,) = _COUNT.unpack_from(self._buffer, start)
             if not count and self._skips_empty:
-                start += _COUNT.size
+                # All of them at once: a peer could send as many as it likes.
+                rest = bytes(self._buffer[start : self.unfinished_bytes])
+                start += (available - len(rest.lstrip(b"\0"))) // _COUNT.size * _COUNT.size
                 continue
             if not 1 <= count <= self._max_frames:
                 raise self._refused(f"{count} frames", f"1 to {self._max_frames}")

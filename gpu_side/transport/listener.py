@@ -16,8 +16,10 @@ from protocol.tensors import Buffer
 class Incoming(NamedTuple):
     """One received message: where the reply must go, and the frames of the message itself.
 
-    `received_ns` is on the clock of `time.perf_counter_ns`. The frames' memory is this message's
-    own and writable. `key`: the client's public key (Z85), empty without keys.
+    `received_ns` is on the clock of `time.perf_counter_ns`. The first frame's memory is this
+    message's own. That of the others is the client's where it shares memory with us: it may change
+    at any time until the reply, and is another message's afterwards. `key`: the client's public key
+    (Z85), empty without keys.
     """
 
     route: tuple[bytes, ...]

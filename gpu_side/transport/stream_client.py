@@ -132,15 +132,17 @@ class Client:
     def next_message(self) -> tuple[tuple[bytes, ...], list[memoryview], int]:
         """Return the route of the reply, the frames, and when they had come (perf_counter_ns)."""
         if self.in_slots:
-            frames, seen_ns, slot = self.in_slots.popleft()
+            (header, *tensors), seen_ns, slot = self.in_slots.popleft()
+            # Only now: what the service takes it also bounds.
+            frames = [memoryview(bytearray(header)), *tensors]
             return (self.name, bytes([slot])), frames, seen_ns
         return (self.name,), *self.reader.messages.popleft()
 
     def look_at_slots(self, spin_us: int = 0) -> bool:
         """Take in the requests that are in its slots; False if there are none.
 
-        Headers are copied. Tensors stay where they are, and the client may change them while they
-        are read: that changes its own results. Raises ProtocolError for what is no message.
+        Headers are copied when they are handed out. Tensors stay where they are, and the client may
+        change them while they are read. Raises ProtocolError for what is no message.
         """
         lane = self.lane
         found: list[tuple[int, list[memoryview], int]] = []
@@ -152,14 +154,14 @@ class Client:
                     expected="one at a time",
                     code=ErrorCode.MALFORMED_MESSAGE,
                 )
-            header, *tensors = frames_in(
+            frames = frames_in(
                 lane.view(slot),
                 f"client {self.name.hex()}",
                 max_frames=MAX_FRAMES,
                 max_message_bytes=self._max_message_bytes,
             )
             self._owing.add(slot)
-            found.append((lane.number(slot), [memoryview(bytearray(header)), *tensors], slot))
+            found.append((lane.number(slot), frames, slot))
         if found:
             seen_ns = time.perf_counter_ns()
             # As they were put, however the numbers wrap.

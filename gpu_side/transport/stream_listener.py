@@ -29,7 +29,7 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
-from protocol.shared_memory import ATTACH, Lane, adopt
+from protocol.shared_memory import ATTACH, Lane, adopt, require_library
 from protocol.spin import AdaptiveSpin
 from protocol.stream_wire import (
     BUFFER_BYTES,
@@ -105,6 +105,8 @@ class StreamListener:
         self._file: tuple[str, int, int] | None = None
         parsed = parse_endpoint(endpoint, for_bind=True)
         self._shares_memory = parsed.scheme == "shm"
+        if self._shares_memory:
+            require_library()
         self._socket, self.endpoint = self._bind(parsed)
         self._epoll = select.epoll()
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
@@ -473,6 +475,9 @@ class StreamListener:
             return
         self._wanting_room.pop(client.name, None)
         self._sharing.pop(client.name, None)
+        if client.lane is not None:
+            # So that it finds its connection closed when it puts the next request, and not later.
+            client.lane.sleeps(True)
         # What it has sent is of no use to it any more.
         if client.has_turn:
             self._turns.remove(client)
@@ -502,14 +507,14 @@ def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
 
 def _shared_by(connection: socket.socket) -> Lane:
     """Map the memory that a new client shares. Raises ProtocolError, and OSError."""
-    said, files, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_DONTWAIT)
+    said, files, _, _ = socket.recv_fds(connection, len(ATTACH), 2, socket.MSG_DONTWAIT)
     try:
         if said != ATTACH or len(files) != 1:
-            got = f"{len(files)} files with the first byte"
+            got = f"{len(files)} files with the first bytes"
             raise ProtocolError(
                 "shared memory",
                 got=got,
-                expected="one, with 0xff",
+                expected=f"one, with 0x{ATTACH.hex()}",
                 code=ErrorCode.MALFORMED_MESSAGE,
             )
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)

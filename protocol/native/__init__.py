@@ -134,7 +134,10 @@ def set_up(kernels: str | None, threads: int | None) -> None:
 def set_threads(count: int) -> None:
     """Let every thread's kernels use so many threads, itself included, from now on."""
     global _threads, _local
-    _threads, _local = count, threading.local()
+    if count != _threads:
+        # Not freed: another thread may be in the middle of a kernel.
+        _left_behind.append(_local)
+        _threads, _local = count, threading.local()
 
 
 def pool() -> int:

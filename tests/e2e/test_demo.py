@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol import native
 from tee_side.policy.placement import load_policy
 from tests.e2e.in_process import call
 from tests.support import ENVIRONMENT, run
@@ -53,7 +54,7 @@ def test_three_acts_show_what_the_gpu_saw_and_a_fourth_a_lie() -> None:
 
     assert "shielded: and the service lies once" in lied_to
     assert re.search(r"lie number \d+ is [0-9a-f]{8} instead of [0-9a-f]{8}", lied_to)
-    assert re.search(r"tee-runner: error: \w+ in layer \d+ at tcp://[^ ]+: got a wrong", lied_to)
+    assert re.search(r"tee-runner: error: \w+ in layer \d+ at \S+: got a wrong", lied_to)
 
     # One service for all acts that need one.
     assert result.stdout.count("gpu-service: process ") == 1
@@ -181,6 +182,21 @@ def test_a_talkative_service_is_not_blocked(
         assert services.reach(load_policy("tsqp")).endpoints == ("tcp://127.0.0.1:1",)
         # Opening a fifo waits for its other end, which the script opens once it has said it all.
         assert done.read_text() == "all\n"
+
+
+def test_without_compiled_kernels_it_takes_sockets_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = "echo 'info ready endpoint=tcp://127.0.0.1:1 start_s=0' >&2; exec sleep 60"
+    stand_in(monkeypatch, tmp_path / "service", ready)
+    for library, scheme, told in ((None, "unix", 1), (native.library, "shm", 0)):
+        said: list[str] = []
+        monkeypatch.setattr(native, "library", library)
+        with Services(tmp_path, said.append) as services:
+            services.reach(load_policy("two-server"))
+            assert services.tap_endpoint() == f"{scheme}://{tmp_path}/tap-1"
+        assert sum("kernels are not compiled here" in line for line in said) == told
+        assert len(said) == 2 + told
 
 
 def test_endpoints_and_key_become_options(tmp_path: Path) -> None:

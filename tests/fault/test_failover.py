@@ -39,7 +39,7 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture
 def start(workers: Workers, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
-    """Return a function that starts a service of a model; `transport`: tcp, ipc or unix."""
+    """Return a function that starts a service of a model; `transport`: tcp, ipc, unix or shm."""
     started: list[Worker] = []
 
     def go(model: Path, *arguments: str, transport: str = "tcp") -> Worker:
@@ -139,7 +139,7 @@ def _in_background(work: Callable[[], object]) -> Iterator[None]:
 # --------------------------------------------------------------------------------------- kill -9
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc", "unix"])
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "unix", "shm"])
 @pytest.mark.parametrize(
     ("policy", "point", "sent", "micro_batches"),
     [

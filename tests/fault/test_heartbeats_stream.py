@@ -1,6 +1,7 @@
-"""A service over a plain stream that is stopped is noticed; one that computes is not taken for it.
+"""A service that is stopped is noticed; one that computes is not taken for it.
 
-Real processes. What is noticed "long before the deadline" has one of an hour.
+Real processes, over a plain stream and over shared memory. What is noticed "long before the
+deadline" has one of an hour.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from protocol.connect import open_channel
 from protocol.errors import EndpointError, ServiceError
 from protocol.messages import InitReply, InitRequest
-from protocol.stream import StreamChannel
+from protocol.pending import PendingChannel
 from tests.support import ENVIRONMENT, Service, make_model, running_service
 
 HOUR_S = 3600.0
@@ -51,19 +52,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(params=["unix", "shm"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def service(model: Path, tmp_path: Path) -> Iterator[Service]:
-    with running_service(model, f"unix://{tmp_path}/s", "--threads", "1") as made:
+def service(model: Path, tmp_path: Path, scheme: str) -> Iterator[Service]:
+    with running_service(model, f"{scheme}://{tmp_path}/s", "--threads", "1") as made:
         yield made
         # Stopping a stopped process would wait for ever.
         made.thaw()
 
 
-def _is_served(channel: StreamChannel) -> bool:
+def _is_served(channel: PendingChannel) -> bool:
     return isinstance(channel.call(InitRequest()).response, InitReply)
 
 
-def _loses_its_connection(channel: StreamChannel) -> bool:
+def _loses_its_connection(channel: PendingChannel) -> bool:
     """Ask, and wait in vain."""
     request_id = channel.submit(InitRequest())
     with pytest.raises(EndpointError, match="a lost connection while Init") as info:
@@ -74,7 +80,7 @@ def _loses_its_connection(channel: StreamChannel) -> bool:
 @pytest.mark.parametrize("known", [True, False])
 def test_a_stopped_service_is_noticed_and_used_again(service: Service, known: bool) -> None:
     """Also again and again, on connections that it never knew of."""
-    with StreamChannel(service.endpoint, timeout_s=HOUR_S) as channel:
+    with open_channel(service.endpoint, timeout_s=HOUR_S) as channel:
         if known:
             assert _is_served(channel)
         service.freeze()
@@ -85,7 +91,7 @@ def test_a_stopped_service_is_noticed_and_used_again(service: Service, known: bo
 
 
 def test_a_service_that_is_stopped_while_it_is_asked_is_noticed(service: Service) -> None:
-    with StreamChannel(service.endpoint, timeout_s=HOUR_S) as channel:
+    with open_channel(service.endpoint, timeout_s=HOUR_S) as channel:
         assert _is_served(channel)
         service.freeze()
         ids = [channel.submit(InitRequest()) for _ in range(3)]
@@ -99,7 +105,7 @@ def test_a_service_that_is_stopped_while_it_is_asked_is_noticed(service: Service
 def test_many_clients_notice_and_come_back(service: Service) -> None:
     with ExitStack() as stack:
         channels = [
-            stack.enter_context(StreamChannel(service.endpoint, timeout_s=HOUR_S))
+            stack.enter_context(open_channel(service.endpoint, timeout_s=HOUR_S))
             for _ in range(CLIENTS)
         ]
         with ThreadPoolExecutor(CLIENTS) as pool:
@@ -111,12 +117,12 @@ def test_many_clients_notice_and_come_back(service: Service) -> None:
 
 
 def test_a_stopped_service_does_not_end_a_client_of_another(
-    service: Service, model: Path, tmp_path: Path
+    service: Service, model: Path, tmp_path: Path, scheme: str
 ) -> None:
     with (
-        running_service(model, f"unix://{tmp_path}/other", "--threads", "1") as other,
-        StreamChannel(service.endpoint, timeout_s=HOUR_S) as stopped,
-        StreamChannel(other.endpoint, timeout_s=HOUR_S) as healthy,
+        running_service(model, f"{scheme}://{tmp_path}/other", "--threads", "1") as other,
+        open_channel(service.endpoint, timeout_s=HOUR_S) as stopped,
+        open_channel(other.endpoint, timeout_s=HOUR_S) as healthy,
     ):
         assert _is_served(stopped)
         service.freeze()
@@ -139,12 +145,12 @@ def _busy_service(endpoint: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_busy_service_is_waited_for(tmp_path: Path) -> None:
+def test_a_busy_service_is_waited_for(tmp_path: Path, scheme: str) -> None:
     """Also by those who come while it is busy, and whose turn comes last."""
-    endpoint = f"unix://{tmp_path}/busy"
+    endpoint = f"{scheme}://{tmp_path}/busy"
 
     def is_answered(channel: object) -> bool:
-        assert isinstance(channel, StreamChannel)
+        assert isinstance(channel, PendingChannel)
         with pytest.raises(ServiceError, match="INTERNAL"):
             channel.call(InitRequest())
         return True

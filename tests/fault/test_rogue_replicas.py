@@ -104,7 +104,7 @@ def _bytes(size: int) -> TensorReply:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Rogue]]:
-    """Return a function that starts a service with an answer; `transport`: tcp, ipc or unix."""
+    """Return a function that starts a service with an answer, over a transport."""
     started: list[Rogue] = []
 
     def go(answer: Response | ErrorCode, transport: str = "tcp") -> Rogue:
@@ -147,7 +147,7 @@ def _error(replicas: Replicas) -> TsqpError:
     return caught.value
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc", "unix"])
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "unix", "shm"])
 def test_who_always_says_that_it_is_about_to_end_does_not_use_up_descriptors(
     start: Callable[..., Rogue], transport: str
 ) -> None:
@@ -192,6 +192,8 @@ def test_a_frame_beyond_the_limit_is_a_lost_connection_over_zeromq(
         ("ipc", MOST_REPLY_BYTES - 4),
         ("unix", MOST_REPLY_BYTES - 4),
         ("unix", 2 * MOST_REPLY_BYTES),
+        ("shm", MOST_REPLY_BYTES - 4),
+        ("shm", 2 * MOST_REPLY_BYTES),
     ],
 )
 def test_a_reply_beyond_the_limit_is_quarantined(

@@ -188,7 +188,7 @@ def test_log_is_structured_and_holds_no_contents(model: Path) -> None:
     assert all(" code=" in line and " request_id=" in line for line in refused)
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "unix"])
+@pytest.mark.parametrize("scheme", ["ipc", "unix", "shm"])
 def test_sighup_without_a_list_is_logged_and_changes_nothing(
     scheme: str, model: Path, tmp_path: Path
 ) -> None:

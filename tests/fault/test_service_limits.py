@@ -35,7 +35,7 @@ from tests.fault.test_service_lifecycle import CANARIES, CANARY_BYTES, CANARY_FL
 from tests.fault.wire import HIDDEN, HIDDEN_BYTES, exchange, framed_linear, header, inline
 from tests.support import CALM_S, Service, make_model, run, running_service
 
-TRANSPORTS = ["tcp", "unix"]
+TRANSPORTS = ["tcp", "unix", "shm"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=TRANSPORTS)
 def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return "tcp://127.0.0.1:*" if request.param == "tcp" else f"unix://{tmp_path}/s"
+    return "tcp://127.0.0.1:*" if request.param == "tcp" else f"{request.param}://{tmp_path}/s"
 
 
 def slow_device(folder: Path, seconds: float) -> str:

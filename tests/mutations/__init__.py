@@ -126,6 +126,9 @@ class Copy:
             if name and (ROOT / name).is_file():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, root / name)
+        # Not among them; without it the compiled path, and shared memory, would not be tried.
+        for built in (ROOT / "protocol/native").glob("_native*.so"):
+            shutil.copyfile(built, root / built.relative_to(ROOT))
         self._options = _OPTIONS if more else (*_OPTIONS, "-m", "not more")
         self._server = subprocess.Popen(
             (sys.executable, str(FORKS)),

@@ -1,10 +1,11 @@
 """Row: a service that holds the right key, and lies in every way there is.
 
-Sessions of the demo model under verified policies, over CURVE, to services that compute and lie
-once a step. Whatever the lie is, a step ends with the right logits, bit by bit, or with an error in
-which this lie may end, and the next one is right again. A tenth of the lies, and each of its own
-once, are told by Init, to the handshake. Another session of the same services goes on beside those
-that are lied to: its replies are what the lies across sessions tell.
+Sessions of the demo model under verified policies, over CURVE (the row `malicious_shm`: over shared
+memory), to services that compute and lie once a step. Whatever the lie is, a step ends with the
+right logits, bit by bit, or with an error in which this lie may end, and the next one is right
+again. A tenth of the lies, and each of its own once, are told by Init, to the handshake. Another
+session of the same services goes on beside those that are lied to: its replies are what the lies
+across sessions tell.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 
 import torch
 import zmq
@@ -30,7 +32,7 @@ from protocol.messages import InitRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
-from protocol.zmq_channel import ZmqChannel
+from protocol.pending import PendingChannel
 from tee_side.model.layers import load_tee_model
 from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.services.connected import Services
@@ -212,26 +214,32 @@ class Party:
 
 
 @contextmanager
-def parties() -> Iterator[tuple[list[Party], Party, Sequence[MaliciousService], ClientKeys]]:
+def parties(
+    *, over_shm: bool
+) -> Iterator[tuple[list[Party], Party, Sequence[MaliciousService], ClientKeys | None]]:
     """Set everything up: parties for any lie, the one for replies in disorder, and the services."""
     public, secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
-    service_keys = ServiceKeys(secret, frozenset({client_public}))
-    keys = ClientKeys(client_secret, public)
+    service_keys = None if over_shm else ServiceKeys(secret, frozenset({client_public}))
+    keys = None if over_shm else ClientKeys(client_secret, public)
     check, layers = demo_check()
     with ExitStack() as stack:
         # Services and victims take turns in this process, many times a step.
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_TURN_S)
+        folder = stack.enter_context(TemporaryDirectory(prefix="tsqp-soak-"))
         services = [
-            stack.enter_context(MaliciousService(operators_of(DEMO), seed=seed, keys=service_keys))
+            stack.enter_context(
+                MaliciousService(operators_of(DEMO), bind, seed=seed, keys=service_keys)
+            )
             for seed in range(2)
+            for bind in [f"shm://{folder}/{seed}" if over_shm else "tcp://127.0.0.1:*"]
         ]
 
         deadline = [_DEADLINE_S]
 
-        def dial(endpoint: str) -> ZmqChannel:
-            return ZmqChannel(
+        def dial(endpoint: str) -> PendingChannel:
+            return open_channel(
                 endpoint, timeout_s=deadline[0], max_message_bytes=_MAX_MESSAGE_BYTES, keys=keys
             )
 
@@ -290,7 +298,9 @@ def demo_check() -> tuple[ServiceCheck, int]:
     return check, config.num_hidden_layers
 
 
-def lie_to_handshake(count: int, service: MaliciousService, keys: ClientKeys, tally: Tally) -> None:
+def lie_to_handshake(
+    count: int, service: MaliciousService, keys: ClientKeys | None, tally: Tally
+) -> None:
     """Lie in so many Init replies: none of them may pass the handshake."""
     check, _ = demo_check()
     try:
@@ -314,10 +324,15 @@ def lie_to_handshake(count: int, service: MaliciousService, keys: ClientKeys, ta
 
 def run(count: int) -> RowResult:
     """Tell so many lies."""
+    return told(NAME, TEST, count, full=is_full(FULL, count), over_shm=False)
+
+
+def told(name: str, test: str, count: int, *, full: bool, over_shm: bool) -> RowResult:
+    """Tell so many lies over either link, and return the row of this name."""
     began = time.monotonic()
     chance = random.Random(30)
     tally = Tally()
-    with parties() as (usual, overlapping, services, keys):
+    with parties(over_shm=over_shm) as (usual, overlapping, services, keys):
         lie_to_handshake(max(count // _INIT_EACH, len(INIT_LIES)), services[0], keys, tally)
         for lie in itertools.cycle(LIES):
             if tally.told.total() >= count:
@@ -331,8 +346,8 @@ def run(count: int) -> RowResult:
         note(f"never told: {', '.join(missing)}")
     errors = ", ".join(f"{name} {n:,}" for name, n in tally.errors.most_common())
     return RowResult(
-        NAME,
-        TEST,
+        name,
+        test,
         PASS,
         count,
         {
@@ -348,5 +363,5 @@ def run(count: int) -> RowResult:
             "longest wait beyond a deadline, s": tally.slowest_s,
         },
         time.monotonic() - began,
-        passed=tally.passed(timed=is_full(FULL, count)),
+        passed=tally.passed(timed=full),
     )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tee_side.runner import Runner
@@ -21,7 +22,10 @@ from tests.soak.sessions import Said, expected, generate, prompts, settings, sta
 from tests.tools.workers import Worker, Workers
 
 NAME = "only worker killed, restarted within 5 s"
-TEST = "at random points of a generation, with deadlines longer and shorter than the outage"
+TEST = (
+    "at random points of a generation, with deadlines longer and shorter than the outage, over"
+    " tcp and shared memory in turns"
+)
 PASS = "every one hits; resumed, or a typed error within 1 s of the deadline"
 FULL, SHORT = 100, 3
 MINUTES = 3
@@ -49,10 +53,10 @@ class _Undisturbed:
 class Sessions:
     """Sessions side by side, each with a service of its own, and what came of them."""
 
-    def __init__(self, workers: Workers, *, full: bool) -> None:
+    def __init__(self, workers: Workers, folder: str, *, full: bool) -> None:
         self.hits = self.resumed = self.errors = self.wrong = self.late = self.stuck = 0
         self.overdue_s: list[float] = []
-        self._workers = workers
+        self._workers, self._folder = workers, folder
         self._full = full
         # All of the same length: as many requests each.
         self._texts = [ids for ids in prompts(8, 6) if len(expected(ids, NEW_TOKENS)) == NEW_TOKENS]
@@ -62,7 +66,9 @@ class Sessions:
     def run(self, seed: int, count: int, done: Callable[[], None]) -> None:
         """Kill one session's service so often."""
         chance = random.Random(seed)
-        worker = start(self._workers)
+        # A session each: of four, and of three in the short form, some are of either.
+        shared = f"shm://{self._folder}/{seed}" if seed % 2 else "tcp://127.0.0.1:*"
+        worker = start(self._workers, bind=shared)
         undisturbed = self._undisturbed(worker)
         for place in range(count):
             patient = (seed + place) % 2 == 0
@@ -195,8 +201,12 @@ def run(count: int) -> RowResult:
     full = is_full(FULL, count)
     lanes = min(_SIDE_BY_SIDE, count)
     finished: list[None] = []
-    with Workers() as workers, ThreadPoolExecutor(lanes) as pool:
-        sessions = Sessions(workers, full=full)
+    with (
+        Workers() as workers,
+        ThreadPoolExecutor(lanes) as pool,
+        TemporaryDirectory(prefix="tsqp-soak-") as folder,
+    ):
+        sessions = Sessions(workers, folder, full=full)
 
         def done() -> None:
             finished.append(None)

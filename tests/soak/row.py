@@ -31,6 +31,7 @@ ORDER = (
     "peer_stopped",
     "slow_peer",
     "malicious_service",
+    "malicious_shm",
     "wrong_results",
     "pads",
     "fuzz",

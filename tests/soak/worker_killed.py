@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from tempfile import TemporaryDirectory
 
 from tee_side.runner import Runner
 from tests.soak.row import RowResult, is_full, note, percentile, progress
@@ -12,7 +13,7 @@ from tests.soak.sessions import Said, asked, generate, prompts, settings, start
 from tests.tools.workers import Workers
 
 NAME = "worker killed mid-decode (kill -9), second worker present"
-TEST = "at random points of a generation"
+TEST = "at random points of a generation, half of them over shared memory"
 PASS = "outputs identical to the undisturbed run; p95 recovery <= 2 s"
 FULL, SHORT = 200, 2
 MINUTES = 4
@@ -30,8 +31,10 @@ def run(count: int) -> RowResult:
     texts = prompts(8, 6)
     generations = wrong = hits = 0
     recoveries: list[float] = []
-    with Workers() as workers:
-        services = {one.endpoint: one for one in (start(workers), start(workers))}
+    with Workers() as workers, TemporaryDirectory(prefix="tsqp-soak-") as folder:
+        # One of each: after every hit it is the other one that is asked, and then killed.
+        started = (start(workers), start(workers, bind=f"shm://{folder}/service"))
+        services = {one.endpoint: one for one in started}
         with Runner(settings(list(services))) as runner:
             usual = [generate(runner, ids, NEW_TOKENS) for ids in texts]
             if not all(

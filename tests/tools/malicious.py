@@ -1,6 +1,6 @@
 """A service that computes, and lies when it is told to.
 
-It answers as gpu-service does, over the same listener, with keys or without. `tell` has it lie on
+It answers as gpu-service does, over the same listeners, with keys or without. `tell` has it lie on
 one of the next requests; everything else is answered rightly, with what it kept for later before.
 """
 
@@ -16,8 +16,8 @@ import torch
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
+from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
-from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import load_weights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, ProtocolError
@@ -68,7 +68,7 @@ class MaliciousService(Closing):
         self._plan: tuple[Lie, int] | None = None
         self._lying_init: Lie | None = None
         self._stop = threading.Event()
-        self.listener = ZmqListener(endpoint, keys=keys)
+        self.listener = open_listener(endpoint, keys=keys)
         self.endpoint = self.listener.endpoint
         self._thread = threading.Thread(target=self._run, name="malicious", daemon=True)
         self._thread.start()

@@ -75,9 +75,9 @@ def _profiles() -> Iterable[str]:
 )
 @click.option(
     "--transport",
-    type=click.Choice(["tcp", "ipc", "unix"]),
+    type=click.Choice(["tcp", "ipc", "unix", "shm"]),
     default="tcp",
-    help="tcp and ipc are ZeroMQ's; unix is a stream socket.",
+    help="tcp and ipc are ZeroMQ's; unix is a stream socket, shm shared memory.",
 )
 @click.option(
     "--gpu",

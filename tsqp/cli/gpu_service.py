@@ -62,7 +62,8 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     default=DEFAULT_ENDPOINT,
     metavar="ENDPOINT",
     help="Where to listen: tcp://HOST:PORT (PORT * takes a free one) or ipc://PATH over ZeroMQ, or"
-    " unix://PATH or vsock://CID:PORT, plain streams that cost less, on one machine.",
+    " unix://PATH or vsock://CID:PORT, plain streams that cost less, on one machine; or"
+    " shm://PATH, shared memory, which costs least.",
 )
 @click.option(
     "--device",

@@ -63,9 +63,10 @@ _TERMS = (
 @use("micro-batches")
 @click.option(
     "--transport",
-    type=click.Choice(["tcp", "ipc", "unix"]),
+    type=click.Choice(["tcp", "ipc", "unix", "shm"]),
     default="tcp",
-    help="Whose round trip is measured: ZeroMQ's tcp or ipc, or a unix stream socket.",
+    help="Whose round trip is measured: ZeroMQ's tcp or ipc, a unix stream socket, or shm: shared"
+    " memory.",
 )
 @use("step-tokens", "dtype", "spin-us", dtype={"help": "Of both sides; default: the model's own."})
 @use("json")

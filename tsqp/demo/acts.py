@@ -161,7 +161,9 @@ class Stage:
             if live is not None:
                 live.update(panel())
 
-        with Tap(reach.endpoints[0], feed.add) as tap, live or nullcontext():
+        tap_endpoint = self._services.tap_endpoint()
+        tap = Tap(reach.endpoints[0], feed.add, endpoint=tap_endpoint)
+        with tap, live or nullcontext():
             report, logits = self._generate(name, reach.options(tap.endpoint), show)
         if report["rpc"]["count"] and not feed.count:
             raise EndpointError("tap", got="no requests", expected="the runner's requests")
@@ -181,7 +183,8 @@ class Stage:
         liar = Liar(min(LIES_AT, -(-honest.requests // 2)))
         reach = self._services.reach(honest.policy)
         console.print()
-        with Tap(reach.endpoints[0], liar.hear, liar.answer) as tap:
+        tap_endpoint = self._services.tap_endpoint()
+        with Tap(reach.endpoints[0], liar.hear, liar.answer, tap_endpoint) as tap:
             arguments = self._arguments(LIED_TO, reach.options(tap.endpoint))
             status, last = run_generate(arguments, shown.append)
         if liar.lie is None:

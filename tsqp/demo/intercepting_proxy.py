@@ -6,19 +6,25 @@ decoded with the public schema alone.
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import zmq
 
 from gpu_side.encoding import open_request, read_request
+from gpu_side.transport.bind import open_listener
+from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, TsqpError
 from protocol.messages import LinearRequest, Request, RingLinearRequest
 from protocol.tensors import WireTensor, to_torch
+
+# Longer than any of the demo model's requests takes.
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +53,7 @@ Tamper: TypeAlias = Callable[[list[bytes]], list[bytes]]
 class Tap:
     """Forwards between a client and `service`, calling `on_request` from a thread of its own.
 
+    It listens at `endpoint`, over the transport of the service's; "" for a free port of this host.
     `tamper`: called from the same thread, with each reply. A request is shown before its reply is.
     """
 
@@ -55,18 +62,14 @@ class Tap:
         service: str,
         on_request: Callable[[Seen], None],
         tamper: Tamper = lambda frames: frames,
+        endpoint: str = "",
     ) -> None:
         self._on_request = on_request
         self._tamper = tamper
-        self._context = zmq.Context()
-        self._front: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._front.setsockopt(zmq.LINGER, 0)
-        self._front.bind("tcp://127.0.0.1:*")
-        self._back: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._back.setsockopt(zmq.LINGER, 0)
-        self._back.connect(service)
-        self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._stopping = threading.Event()
+        self._front = open_listener(endpoint or "tcp://127.0.0.1:*")
+        self.endpoint = self._front.endpoint
+        self._back = open_channel(service)
+        self._wakeup, self._stop = socket.socketpair()
         self._thread = threading.Thread(target=self._forward, name="tap", daemon=True)
 
     def __enter__(self) -> Tap:
@@ -74,26 +77,34 @@ class Tap:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopping.set()
+        self._stop.close()
         self._thread.join()
+        self._wakeup.close()
         self._front.close()
         self._back.close()
-        self._context.term()
 
     def _forward(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._front, zmq.POLLIN)
-        poller.register(self._back, zmq.POLLIN)
-        client = b""
-        while not self._stopping.is_set():
-            ready = dict(poller.poll(100))
-            if self._front in ready:
-                client, *frames = self._front.recv_multipart()
-                self._back.send_multipart(frames)
-                # After forwarding, so that looking at a request does not delay it.
-                self._show(frames)
-            if self._back in ready:
-                self._front.send_multipart([client, *self._tamper(self._back.recv_multipart())])
+        while self._front.wait(wakeup=self._wakeup):
+            while (incoming := self._front.receive()) is not None:
+                # Copies: what a client shares is another message's after the reply.
+                frames = list(map(bytes, incoming.frames))
+                if (reply := self._exchange(frames)) is not None:
+                    self._front.send(incoming.route, self._tamper(reply))
+
+    def _exchange(self, frames: list[bytes]) -> list[bytes] | None:
+        """Return the service's reply, whatever it is; None for none, as the client will notice."""
+        # Below what a channel makes of a request and its reply: these are others'.
+        try:
+            self._back._send("a request", frames, sum(map(len, frames)), _TIMEOUT_S)
+            # After forwarding, so that looking at a request does not delay it.
+            self._show(frames)
+            until = time.monotonic() + _TIMEOUT_S
+            while time.monotonic() < until:
+                if (received := self._back._receive(until)) is not None:
+                    return list(map(bytes, received[0]))
+        except TsqpError:
+            pass
+        return None
 
     def _show(self, frames: list[bytes]) -> None:
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from protocol import native
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import FeatureMask
 from tsqp.cli.program import model_directory
@@ -51,6 +52,8 @@ class Services:
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
         self._say = say
+        self._started = 0
+        self._taps = 0
         self._plain: list[str] = []
         self._provisioned: dict[FeatureMask, Reach] = {}
         self._running = ExitStack()
@@ -80,10 +83,20 @@ class Services:
             self._provisioned[mask] = Reach((self._start(str(directory)),), key)
         return self._provisioned[mask]
 
+    def tap_endpoint(self) -> str:
+        """Return where the next tap is to listen."""
+        self._taps += 1
+        return self._at(f"tap-{self._taps}")
+
+    def _at(self, name: str) -> str:
+        return f"{'unix' if native.library is None else 'shm'}://{self._folder / name}"
+
     def _start(self, model: str) -> str:
-        pid, endpoint = start_service(
-            self._running, [model, "--bind", "tcp://127.0.0.1:*", *COMPUTING]
-        )
+        if native.library is None and not self._started:
+            self._say("no shared memory: kernels are not compiled here (tsqp doctor says how)")
+        self._started += 1
+        bind = self._at(f"gpu-{self._started}")
+        pid, endpoint = start_service(self._running, [model, "--bind", bind, *COMPUTING])
         self._say(f"gpu-service: process {pid}, ready at {endpoint}")
         return endpoint
 

@@ -28,7 +28,7 @@ from protocol.messages import (
     TensorReply,
 )
 from protocol.model.quantized import quantize_rows
-from protocol.tensors import from_torch, short_name, to_torch
+from protocol.tensors import WireTensor, from_torch, short_name, to_torch
 from tests.support import SIZES, make_model
 from tests.tables import each_row
 
@@ -434,6 +434,24 @@ def test_request_that_does_not_fit_is_refused(
     assert error.code is ErrorCode.INVALID_FIELD
     assert text in str(error)
     assert error.where.startswith(case.method)
+
+
+def test_ids_that_change_are_neither_checked_nor_used(
+    operators: RequestHandler,
+    model: transformers.PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a client can change them in shared memory: one beyond the table would read any memory."""
+    ids = torch.tensor([3, 5])
+    check = operators._checker.check_ids
+
+    def changed_before(tensor: WireTensor) -> None:
+        ids.fill_(VOCAB)
+        check(tensor)
+
+    monkeypatch.setattr(operators._checker, "check_ids", changed_before)
+    output = _apply(operators, _embedding(ids))
+    assert torch.equal(output, model.model.embed_tokens(torch.tensor([3, 5])))
 
 
 def test_refusal_does_not_quote_the_token_ids(operators: RequestHandler) -> None:

@@ -1,14 +1,14 @@
 """One RPC of ours beside a raw ping-pong of the same frames on the same transport.
 
-    python -m tsqp.lab.bench.ping_pong [--transports zeromq-ipc,zeromq-tcp,unix,tcp]
+    python -m tsqp.lab.bench.ping_pong [--transports zeromq-ipc,zeromq-tcp,unix,shm,tcp]
         [--payloads 4096,65536,1048576] [--round-trips 1000] [--spin-us 0] [--json FILE]
 
 `ours`: a Linear through `protocol.connect` to `gpu-service --device null`, from tensor to tensor:
 encoding, checks and decoding of both sides are in it. Its module is as wide as it is high, so that
 as many bytes come back. `raw`: an echo of frames of these sizes with nothing of ours
-(`tsqp.lab.bench.raw_echo`); for `tcp`, a plain socket, there is only that. Both servers are
-processes of their own. The two alternate in short blocks, so that what else the machine
-does meets both, and the first round trips of each block do not count.
+(`tsqp.lab.bench.raw_echo`; of `shm`, with nothing above the slots); for `tcp`, a plain socket,
+there is only that. Both servers are processes of their own. The two alternate in short blocks, so
+that what else the machine does meets both, and the first round trips of each block do not count.
 
 Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
 """
@@ -44,7 +44,14 @@ from protocol.tensors import Buffer, from_torch, short_name
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.output import write_results
 from tsqp.lab.bench.random_model import write_random_model
-from tsqp.lab.bench.raw_echo import TCP_SOCKET, StreamPing, ZmqPing, is_stream
+from tsqp.lab.bench.raw_echo import (
+    SHARED_MEMORY,
+    TCP_SOCKET,
+    ShmPing,
+    StreamPing,
+    ZmqPing,
+    is_stream,
+)
 
 BLOCK = 50
 SETTLE = 5
@@ -78,7 +85,7 @@ TRANSPORTS: dict[str, Transport] = {
     "zeromq-ipc": Transport("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
     "zeromq-tcp": Transport("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
     "unix": Transport("unix://{folder}/ours.sock", "unix://{folder}.sock"),
-    "shm": Transport("shm://{folder}/ours.sock", "unix://{folder}.sock"),
+    "shm": Transport("shm://{folder}/ours.sock", "shm://{folder}.sock"),
     "tcp": Transport(None, f"{TCP_SOCKET}127.0.0.1:0"),
 }
 
@@ -121,8 +128,10 @@ def raw_pings(
     command = [sys.executable, "-m", "tsqp.lab.bench.raw_echo", address, *sizes]
     frames = [bytes(frame) for frame in request]
     with running([*command, "--spin-us", str(spin_us)], "ready ", "stdout") as bound:
-        ping: StreamPing | ZmqPing
-        if is_stream(bound):
+        ping: ShmPing | StreamPing | ZmqPing
+        if bound.startswith(SHARED_MEMORY):
+            ping = ShmPing(bound, frames, sum(map(len, reply)), spin_us=spin_us)
+        elif is_stream(bound):
             ping = StreamPing(bound, frames, sum(map(len, reply)), spin_us=spin_us)
         else:
             ping = ZmqPing(bound, frames, spin_us=spin_us)

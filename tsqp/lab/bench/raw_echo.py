@@ -1,11 +1,12 @@
-"""Echo over plain ZeroMQ and plain sockets, with nothing of ours: what a transport costs.
+"""Echo over plain ZeroMQ, sockets and shared memory, with nothing of ours above: their costs.
 
     python -m tsqp.lab.bench.raw_echo ADDRESS REQUEST_SIZES REPLY_SIZES [--spin-us N]
 
 Serves one client until it is terminated; prints `ready ADDRESS`. An address is an endpoint of ours:
 `tcp://` and `ipc://` are ZeroMQ (ROUTER, zero-copy receive); `unix://` and `socket://HOST:PORT`
-are plain stream sockets. Sizes are those of the frames, with commas; a stream carries them one
-behind the other, and both ends know how long a message is.
+are plain stream sockets; `shm://` has one slot of a segment, with the socket to wake up by. Sizes
+are those of the frames, with commas; a stream carries them one behind the other, and both ends know
+how long a message is.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from collections.abc import Sequence
 
 import zmq
 
+from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create, frames_in
+
 TCP_SOCKET = "socket://"
 UNIX_SOCKET = "unix://"
+SHARED_MEMORY = "shm://"
 _STREAMS = (TCP_SOCKET, UNIX_SOCKET)
 
 
@@ -74,6 +78,51 @@ class StreamPing:
         self._socket.close()
 
 
+class ShmPing:
+    """The client's end of shared memory: one slot, and nothing else."""
+
+    def __init__(
+        self, address: str, frames: Sequence[bytes], reply_bytes: int, *, spin_us: float = 0.0
+    ) -> None:
+        self._frames = list(frames)
+        self._spin_us = int(spin_us)
+        self._socket = _stream_socket(address)
+        self._socket.connect(_stream_address(address))
+        self._lane, file = create(sum(map(len, frames)), reply_bytes)
+        socket.send_fds(self._socket, [ATTACH], [file])
+        os.close(file)
+
+    def round_trip(self) -> list[memoryview]:
+        """Send the frames and return what comes back, viewed in place."""
+        _put(self._lane, self._socket, self._frames)
+        if (received := _in_slot(self._lane, self._socket, self._spin_us)) is None:
+            raise ConnectionError("the echo server has gone")
+        return received
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+def _put(lane: Lane, stream: socket.socket, frames: Sequence[bytes | memoryview]) -> None:
+    if lane.put(0, frames):
+        stream.send(WAKE_UP)
+
+
+def _in_slot(lane: Lane, stream: socket.socket, spin_us: int) -> list[memoryview] | None:
+    """Wait for a message, at first without sleeping; None if the peer has gone."""
+    while lane.look(spin_us) < 0:
+        lane.sleeps(True)
+        try:
+            if lane.look() >= 0:
+                break
+            if not stream.recv(1024):
+                return None
+        finally:
+            lane.sleeps(False)
+    return frames_in(lane.view(0), "peer", max_frames=8, max_message_bytes=2**30)
+
+
 def receive_message(zmq_socket: zmq.Socket[bytes], spin_ns: int) -> list[zmq.Frame]:
     """Receive one message, at first without blocking for `spin_ns`."""
     until = time.perf_counter_ns() + spin_ns if spin_ns else 0
@@ -112,7 +161,7 @@ def receive_exactly(stream: socket.socket, into: memoryview, spin_ns: int) -> bo
 
 
 def _stream_socket(address: str) -> socket.socket:
-    if address.startswith(UNIX_SOCKET):
+    if address.startswith((UNIX_SOCKET, SHARED_MEMORY)):
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -120,8 +169,8 @@ def _stream_socket(address: str) -> socket.socket:
 
 
 def _stream_address(address: str) -> str | tuple[str, int]:
-    if address.startswith(UNIX_SOCKET):
-        return address.removeprefix(UNIX_SOCKET)
+    if address.startswith((UNIX_SOCKET, SHARED_MEMORY)):
+        return address.partition("://")[2]
     host, _, port = address.removeprefix(TCP_SOCKET).rpartition(":")
     return host, int(port)
 
@@ -140,6 +189,19 @@ def _serve_stream(address: str, request_bytes: int, reply_bytes: int, spin_ns: i
         buffer = memoryview(bytearray(max(request_bytes, reply_bytes)))
         while receive_exactly(stream, buffer[:request_bytes], spin_ns):
             stream.sendall(buffer[:reply_bytes])
+
+
+def _serve_shm(address: str, header_bytes: int, spin_us: int) -> None:
+    with _stream_socket(address) as listening:
+        listening.bind(_stream_address(address))
+        listening.listen(1)
+        print(f"ready {address}", flush=True)
+        stream, _ = listening.accept()
+    _, (file,), _, _ = socket.recv_fds(stream, len(ATTACH), 1)
+    lane, header = adopt(file, os.getuid()), bytes(header_bytes)
+    with stream:
+        while (received := _in_slot(lane, stream, spin_us)) is not None:
+            _put(lane, stream, [header, *received[1:]])
 
 
 def _serve_zmq(address: str, header_bytes: int, spin_ns: int) -> None:
@@ -165,7 +227,9 @@ def main() -> None:
         for sizes in (options.request_sizes, options.reply_sizes)
     )
     spin_ns = int(options.spin_us * 1000)
-    if is_stream(options.address):
+    if options.address.startswith(SHARED_MEMORY):
+        _serve_shm(options.address, reply[0], int(options.spin_us))
+    elif is_stream(options.address):
         _serve_stream(options.address, sum(request), sum(reply), spin_ns)
     else:
         _serve_zmq(options.address, reply[0], spin_ns)

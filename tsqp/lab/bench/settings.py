@@ -10,7 +10,7 @@ from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
 from tsqp.lab.bench.job import Plan
 
-TRANSPORTS = ("tcp", "ipc", "unix")
+TRANSPORTS = ("tcp", "ipc", "unix", "shm")
 
 
 @dataclass(frozen=True)

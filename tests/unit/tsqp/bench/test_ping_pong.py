@@ -39,7 +39,7 @@ def test_raw_echoes_frames_of_the_sizes_of_a_reply(
         for _ in range(3):
             got = round_trip()
             assert isinstance(got, list)
-            if name.startswith("zeromq"):
+            if name.startswith(("zeromq", "shm")):
                 assert [len(frame) for frame in got] == [len(frame) for frame in reply]
                 assert bytes(got[1]) == bytes(request[1])
             else:
@@ -47,7 +47,7 @@ def test_raw_echoes_frames_of_the_sizes_of_a_reply(
                 assert bytes(got[0]) == b"".join(map(bytes, request))[: len(got[0])]
 
 
-@pytest.mark.parametrize("name", ["zeromq-ipc", "unix"])
+@pytest.mark.parametrize("name", ["zeromq-ipc", "unix", "shm"])
 def test_ours_sends_and_receives_as_many_bytes_as_raw(tmp_path: Path, name: str) -> None:
     from tsqp.lab.bench.ping_pong import _SETTINGS
 

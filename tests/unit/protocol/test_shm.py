@@ -1,0 +1,396 @@
+"""A channel over shared memory where it differs from a stream: slots, and a service that lies."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_side.encoding import open_request
+from gpu_side.transport.stream_listener import StreamListener
+from protocol import native
+from protocol.errors import (
+    DeadlineExceededError,
+    EndpointError,
+    ErrorCode,
+    ProtocolError,
+    TsqpError,
+)
+from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.shared_memory import SLOTS, frames_in
+from protocol.shm import ShmChannel
+from protocol.stream import StreamChannel
+from protocol.tensors import Buffer, from_torch, to_torch
+from tests.tools.scribbler import Scribbler
+from tests.unit.protocol.segments import RawService, message
+from tests.unit.protocol.streams import tensor_reply
+
+ROUNDS = 2000
+TINY_S = 0.05
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"shm://{tmp_path}/s"
+
+
+@pytest.fixture
+def service(endpoint: str) -> Iterator[RawService]:
+    with RawService(endpoint) as made:
+        yield made
+
+
+@pytest.fixture
+def channel(endpoint: str) -> Iterator[ShmChannel]:
+    with ShmChannel(endpoint, timeout_s=20, max_message_bytes=2**16) as made:
+        yield made
+
+
+def _request(elements: int = 8) -> LMHeadRequest:
+    return LMHeadRequest(hidden_states=from_torch(torch.ones(elements)))
+
+
+def _submit(channel: ShmChannel, service: RawService) -> tuple[int, int]:
+    """Send the first request; return its id and slot."""
+    request_id = channel.submit(_request())
+    service.accept()
+    slot, seen = service.request()
+    assert seen == request_id
+    return request_id, slot
+
+
+def _value(channel: ShmChannel, request_id: int) -> float:
+    response = channel.wait(request_id).response
+    assert isinstance(response, TensorReply)
+    return to_torch(response.output)[0].item()
+
+
+def _good(request_id: int, value: float = 1.0, elements: int = 8) -> list[bytes]:
+    return [bytes(frame) for frame in tensor_reply(request_id, torch.full((elements,), value))]
+
+
+# ---------------------------------------------------------------------------------------- slots
+
+
+def test_a_slot_is_used_again_once_its_reply_is_there(
+    service: RawService, channel: ShmChannel
+) -> None:
+    request_id, first = _submit(channel, service)
+    service.lane.put(first, _good(request_id))
+    assert _value(channel, request_id) == 1.0
+    again = channel.submit(_request())
+    slot, _ = service.request()
+    assert slot == first  # it is in the caches
+    other = channel.submit(_request())
+    assert service.request()[0] != first
+    for found in (other, again):
+        channel.abandon(found)
+
+
+def test_what_finds_no_slot_or_does_not_fit_goes_over_the_socket(
+    service: RawService, channel: ShmChannel
+) -> None:
+    for _ in range(SLOTS):
+        channel.submit(_request())
+    service.accept()
+    assert sorted(service.request()[0] for _ in range(SLOTS)) == list(range(SLOTS))
+    more = channel.submit(_request())
+    assert service.lane.look() == -1
+    received = memoryview(bytearray(service.socket.recv(2**20)))
+    frames = frames_in(received, "client", max_frames=4, max_message_bytes=2**20)
+    assert open_request(frames, 2**20).request_id == more
+    assert channel._free == []
+
+
+def test_a_slot_that_is_given_back_without_a_reply_waits_for_one_on_the_socket(
+    service: RawService, channel: ShmChannel
+) -> None:
+    request_id, slot = _submit(channel, service)
+    service.lane.put(slot, ())
+    service.socket.sendall(message(_good(request_id, 3.0)))
+    assert _value(channel, request_id) == 3.0
+    assert slot in channel._free
+
+
+def test_a_client_that_sleeps_is_woken_up(service: RawService, channel: ShmChannel) -> None:
+    request_id, slot = _submit(channel, service)
+    woken: list[bool | None] = []
+
+    def reply() -> None:
+        while not _sleeps(service):
+            time.sleep(0)
+        woken.append(service.lane.put(slot, _good(request_id)))
+        service.socket.send(bytes(4))
+
+    thread = threading.Thread(target=reply)
+    thread.start()
+    assert _value(channel, request_id) == 1.0
+    thread.join()
+    assert woken == [True]
+    assert not _sleeps(service)
+
+
+def _sleeps(service: RawService) -> bool:
+    return service.lane._memory[64] != 0
+
+
+def test_no_wake_up_is_lost(endpoint: str) -> None:
+    """Both ends fall asleep all the time; one that nobody wakes up ends in a deadline."""
+    listener = StreamListener(endpoint)
+
+    def serve() -> None:
+        for _ in range(ROUNDS):
+            assert listener.wait(timeout_ms=20_000)
+            incoming = listener.receive()
+            assert incoming is not None
+            opened = open_request(incoming.frames, 2**20)
+            listener.send(incoming.route, tensor_reply(opened.request_id, torch.ones(1)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ShmChannel(endpoint, timeout_s=20) as channel:
+        for _ in range(ROUNDS):
+            channel.call(_request())
+    thread.join()
+    listener.close()
+
+
+def test_an_idle_end_does_not_burn_a_core(endpoint: str) -> None:
+    with RawService(endpoint) as service, ShmChannel(endpoint, spin_us=1000) as channel:
+        request_id = channel.submit(_request(), timeout_s=1.0)
+        service.accept()
+        began_s, used_s = time.monotonic(), time.thread_time()
+        with pytest.raises(TsqpError):  # its signs of life have no answer
+            channel.wait(request_id)
+        assert time.thread_time() - used_s < 0.3 * (time.monotonic() - began_s)
+
+
+def test_an_idle_listener_does_not_burn_a_core(endpoint: str) -> None:
+    listener = StreamListener(endpoint, spin_us=1000)
+    with ShmChannel(endpoint) as channel:
+        channel.submit(_request())
+        assert listener.wait(timeout_ms=10_000)
+        assert listener.receive() is not None
+        began_s, used_s = time.monotonic(), time.thread_time()
+        assert not listener.wait(timeout_ms=1000)
+        assert time.thread_time() - used_s < 0.3 * (time.monotonic() - began_s)
+    listener.close()
+
+
+# --------------------------------------------------------------------------- losing connections
+
+
+def test_a_service_that_was_replaced_meanwhile_is_found(endpoint: str) -> None:
+    """It was awake when it closed: the next request must not be left in a slot of its."""
+    with ShmChannel(endpoint, timeout_s=20) as channel:
+        for _ in range(2):
+            listener = StreamListener(endpoint)
+            request_id = channel.submit(_request())
+            assert listener.wait(timeout_ms=10_000)
+            incoming = listener.receive()
+            assert incoming is not None
+            listener.send(incoming.route, tensor_reply(request_id, torch.ones(1)))
+            channel.wait(request_id)
+            listener.close()
+
+
+def test_replies_that_came_before_a_loss_count(service: RawService, channel: ShmChannel) -> None:
+    request_id, slot = _submit(channel, service)
+    lost = channel.submit(_request())
+    service.lane.put(slot, _good(request_id))
+    service.socket.close()
+    with pytest.raises(EndpointError, match="a lost connection while LMHead"):
+        channel.wait(lost)
+    assert _value(channel, request_id) == 1.0
+
+
+def test_nothing_is_left_of_a_lost_connection(service: RawService, channel: ShmChannel) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        _submit(channel, service)
+        channel._disconnect()
+        service.__exit__()
+        del service.lane
+        os.unlink(channel.endpoint.removeprefix("shm://"))
+        service.__init__(channel.endpoint)  # type: ignore[misc]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_plain_service_refuses_at_once(endpoint: str) -> None:
+    listener = StreamListener(endpoint.replace("shm://", "unix://"))
+    with ShmChannel(endpoint, timeout_s=3600) as channel:
+        request_id = channel.submit(InitRequest())
+        assert not listener.wait(timeout_ms=100)
+        assert listener.clients_refused == 1
+        with pytest.raises(EndpointError, match="a lost connection while Init"):
+            channel.wait(request_id)
+    listener.close()
+
+
+def test_a_plain_client_is_refused_at_once(endpoint: str) -> None:
+    listener = StreamListener(endpoint)
+    with StreamChannel(endpoint.replace("shm://", "unix://"), timeout_s=3600) as channel:
+        request_id = channel.submit(InitRequest())
+        assert not listener.wait(timeout_ms=100)
+        assert listener.clients_refused == 1
+        with pytest.raises(EndpointError, match="a lost connection while Init"):
+            channel.wait(request_id)
+    listener.close()
+
+
+def test_without_compiled_kernels_it_is_said(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StreamListener(endpoint.replace("shm://", "unix://")).close()
+    monkeypatch.setattr(native, "library", None)
+    with pytest.raises(EndpointError, match="shm://: got no compiled kernels, expected them"):
+        StreamListener(endpoint)
+    plain = StreamListener(endpoint.replace("shm://", "unix://"))
+    with (
+        ShmChannel(endpoint) as channel,
+        pytest.raises(EndpointError, match="got no compiled kernels"),
+    ):
+        channel.submit(InitRequest())
+    plain.close()
+
+
+# ------------------------------------------------------------------------------- what it may do
+
+
+def test_numbers_of_slots_that_are_ours_say_nothing(
+    service: RawService, channel: ShmChannel
+) -> None:
+    request_id, slot = _submit(channel, service)
+    for number in (7, 9, 2**32 - 1):
+        for idle in channel._free:
+            service.write_line(idle, number, 2**64 - 1)
+        assert not channel.arrived(request_id)
+    service.lane.put(slot, _good(request_id))
+    assert _value(channel, request_id) == 1.0
+    assert sorted(channel._free) == list(range(SLOTS))
+
+
+def test_a_service_that_raises_numbers_without_end_holds_no_caller(
+    service: RawService, channel: ShmChannel
+) -> None:
+    channel.submit(_request())
+    service.accept()
+    stop = threading.Event()
+
+    def raise_all() -> None:
+        number = 1
+        while not stop.is_set():
+            number += 1
+            for idle in range(SLOTS - 1):
+                service.write_line(idle, number, 0)
+
+    thread = threading.Thread(target=raise_all)
+    thread.start()
+    request_id = channel.submit(_request(), timeout_s=TINY_S)
+    try:
+        with pytest.raises((DeadlineExceededError, EndpointError)):
+            channel.wait(request_id)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("size", [2**16 + 2 * 4096, 2**63, 2**64 - 1])
+def test_a_reply_larger_than_its_area_is_refused(
+    service: RawService, channel: ShmChannel, size: int
+) -> None:
+    request_id, slot = _submit(channel, service)
+    service.write_line(slot, 1, size)
+    with pytest.raises(
+        ProtocolError, match=f"shared memory: got a message of {size} bytes"
+    ) as info:
+        channel.wait(request_id)
+    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+
+
+@pytest.mark.parametrize("size", [1, 4, 12, 500])
+def test_a_number_without_a_message_is_refused(
+    service: RawService, channel: ShmChannel, size: int
+) -> None:
+    request_id, slot = _submit(channel, service)
+    service.write_line(slot, 1, size)  # early: there are zeros
+    with pytest.raises(ProtocolError, match=r"message from shm://.*got 0 frames"):
+        channel.wait(request_id)
+    with pytest.raises(KeyError):
+        channel.wait(request_id)
+
+
+def test_a_reply_is_read_once(service: RawService, channel: ShmChannel) -> None:
+    request_id, slot = _submit(channel, service)
+    service.lane.put(slot, _good(request_id, 5.0))
+    assert channel.arrived(request_id)
+    start = service.lane._out[slot]
+    service.lane._memory[start : start + 2**16] = b"\xff" * 2**16
+    assert _value(channel, request_id) == 5.0
+
+
+def test_a_reply_twice_does_not_answer_another(service: RawService, channel: ShmChannel) -> None:
+    request_id, slot = _submit(channel, service)
+    service.lane.put(slot, _good(request_id))
+    assert _value(channel, request_id) == 1.0
+    again = channel.submit(_request())
+    assert service.request()[0] == slot
+    service.lane.put(slot, _good(request_id, 9.0))  # of before
+    assert not channel.arrived(again)
+    service.lane.put(slot, _good(again, 2.0))
+    # The slot was taken for free again: what comes there now is not looked at.
+    assert not channel.arrived(again, time.monotonic() + TINY_S)
+
+
+def test_a_service_that_never_answers_ends_in_the_deadline(
+    service: RawService, channel: ShmChannel
+) -> None:
+    channel.submit(_request(), timeout_s=TINY_S)
+    service.accept()
+    requests = [channel.submit(_request(), timeout_s=TINY_S) for _ in range(SLOTS + 3)]
+    for request_id in requests:
+        with pytest.raises(DeadlineExceededError, match="no reply to LMHead"):
+            channel.wait(request_id)
+    assert channel._free == []
+
+
+@pytest.mark.timeout(120)
+def test_a_reply_that_changes_while_it_is_read_is_one_reply_or_an_error(
+    service: RawService, channel: ShmChannel
+) -> None:
+    """Another process writes over replies, their prefixes and lines all the time.
+
+    What the caller gets has the form that was asked for, and does not change any more.
+    """
+    good = errors = changed = 0
+    kept: Buffer = b""
+    snapshot = b""
+    with Scribbler("replies") as scribbler:
+        for _ in range(ROUNDS):
+            connected = channel._socket is not None
+            request_id = channel.submit(_request(), timeout_s=TINY_S)
+            if not connected:
+                service.accept()
+                scribbler.begin(service.file)
+            if channel._socket is not None and (slot := service.lane.look(10_000_000)) >= 0:
+                service.lane.put(slot, _good(request_id, 1.0, 15_000))
+            try:
+                response = channel.wait(request_id).response
+            except TsqpError:
+                errors += 1
+                if not channel._free:
+                    channel._disconnect()
+                continue
+            assert isinstance(response, TensorReply)
+            assert response.output.shape == (15_000,)
+            good += 1
+            changed += not torch.equal(to_torch(response.output), torch.ones(15_000))
+            assert kept == snapshot
+            kept, snapshot = response.output.data, bytes(response.output.data)
+    assert good > ROUNDS // 4
+    assert errors + changed  # or nothing was raced
