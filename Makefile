@@ -16,7 +16,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more mutations check format lint types imports docs site bench leak soak clean
+.PHONY: help setup demo test test-more mutations sanitize check format lint types imports docs site bench leak soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-more: $(STAMP)  ## run the others: whole products, short soaks, fuzzing, be
 
 mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice (20 minutes); ONLY=NAME: one of them
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
+
+sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan (part of test-more)
+	$(BIN)/python -m pytest -q tests/native
 
 check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
 

@@ -44,6 +44,7 @@ MORE = (
     "e2e/test_plan.py",
     "fuzz",
     "mutations",
+    "native",
     "soak",
     "unit/benchmarks",
     "unit/tsqp/bench",

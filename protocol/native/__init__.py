@@ -106,13 +106,16 @@ def compiled_for(dtype: torch.dtype) -> bool:
 
 
 class _Pool:
-    """Threads that share the kernels of one thread, which calls them."""
+    """Threads that share the kernels of one thread, which calls them; freed in its own process."""
 
     def __init__(self, threads: int) -> None:
+        self.threads, self._process = threads, os.getpid()
         self.address: int = library.pool_new(threads, SPIN_US)
 
     def __del__(self) -> None:
-        library.pool_free(self.address)
+        # In a forked child none of its threads runs, and to wait for them would never end.
+        if self._process == os.getpid():
+            library.pool_free(self.address)
 
 
 _threads = len(os.sched_getaffinity(0))
@@ -133,24 +136,23 @@ def set_up(kernels: str | None, threads: int | None) -> None:
 
 def set_threads(count: int) -> None:
     """Let every thread's kernels use so many threads, itself included, from now on."""
-    global _threads, _local
-    _threads, _local = count, threading.local()
+    global _threads  # noqa: PLW0603
+    _threads = count
 
 
 def pool() -> int:
     """Return the address of this thread's pool."""
     found: _Pool | None = getattr(_local, "pool", None)
-    if found is None:
+    # A thread alone makes and frees its pool: another one may be computing.
+    if found is None or found.threads != _threads:
         found = _local.pool = _Pool(_threads)
     return found.address
 
 
 def _forget_pools() -> None:
-    """In a forked child none of their threads runs: leave their memory, and make others."""
+    """In a forked child none of their threads runs: make others."""
     global _local  # noqa: PLW0603
-    _left_behind.append(_local)
     _local = threading.local()
 
 
-_left_behind: list[threading.local] = []
 os.register_at_fork(after_in_child=_forget_pools)
