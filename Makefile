@@ -16,7 +16,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more mutations sanitize check format lint types imports docs site bench leak soak clean
+.PHONY: help setup demo test test-more mutations sanitize wheel check format lint types imports docs site bench leak soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,17 @@ mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice (20 m
 
 sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan (part of test-more)
 	$(BIN)/python -m pytest -q tests/native
+
+wheel: $(STAMP)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment
+	rm -rf build/wheel build/lib.* build/lib  # of an earlier build, whose files would be in it
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/built .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --strip --wheel-dir build/wheel build/wheel/built/*.whl
+	$(BIN)/python -m venv --without-pip build/wheel/venv
+	$(BIN)/python -m pip --python build/wheel/venv/bin/python install --quiet --disable-pip-version-check \
+	    --no-deps build/wheel/*.whl
+	@# What it depends on is here already. As a path and not a site directory: without this checkout.
+	cd build/wheel && PYTHONPATH="$$($(abspath $(BIN))/python -c 'import torch; print(torch.__path__[0])')/.." \
+	    venv/bin/python ../../tests/tools/wheel.py
 
 check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from protocol.errors import KernelError
+from protocol.native.loading import load
 from protocol.native.proof import differs
 
 log = logging.getLogger("protocol")
@@ -33,11 +34,9 @@ SPIN_US = 20
 # Types of activations that kernels are compiled for, by their numbers in kernels.h.
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
 
+# `unusable`: what is wrong with a library that is there; "" for nothing, or none.
 library: Any
-try:
-    from protocol.native import _native as library  # type: ignore[attr-defined, no-redef]
-except ImportError:
-    library = None
+library, unusable = load("protocol.native._native")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Choice:
     """Which kernels run. `variant`: "torch", or an instruction set.
 
     `refused`: variants that this processor has and that gave other results than the portable one.
-    `built`: whether there is a compiled library at all.
+    `built`: whether there is a compiled library that loads.
     """
 
     variant: str
@@ -69,7 +68,8 @@ def use(kernels: str = AUTO) -> Choice:
     global _chosen  # noqa: PLW0603 - one for the process, as the processor is
     _chosen = _choose(kernels)
     if not _chosen.built:
-        log.warning("no_compiled_kernels", extra={"fields": {"uses": "torch, which is slower"}})
+        fields = {"uses": "torch, which is slower", **({"library": unusable} if unusable else {})}
+        log.warning("no_compiled_kernels", extra={"fields": fields})
     return _chosen
 
 
