@@ -53,6 +53,16 @@ MORE = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --kernels, for runs of the same tests with other kernels."""
+    parser.addoption("--kernels", default=native.AUTO, help="torch, or an instruction set")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Use the kernels that --kernels names, in each of xdist's processes."""
+    native.use(config.getoption("--kernels"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `more` what is in `MORE`, and what `pairwise` and `each_value` can do without."""
