@@ -16,7 +16,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more mutations check format lint types imports docs site bench leak soak clean
+.PHONY: help setup demo test test-more mutations test-kernels sanitize wheel check format lint types imports docs site bench leak soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,25 @@ test-more: $(STAMP)  ## run the others: whole products, short soaks, fuzzing, be
 
 mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice (20 minutes); ONLY=NAME: one of them
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
+
+test-kernels: $(STAMP)  ## run what compares whole passes with each other kernels that this processor has
+	set -e; for kernels in $$($(BIN)/python -c 'from tests.support import KERNELS; print(*KERNELS[:-1])'); do \
+	    $(PYTEST) -m 'not more' --kernels $$kernels tests/equivalence tests/contract/test_policies.py \
+	        tests/boundary/test_uniform.py; done
+
+sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan (part of test-more)
+	$(BIN)/python -m pytest -q tests/native
+
+wheel: $(STAMP)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment
+	rm -rf build/wheel build/lib.* build/lib  # of an earlier build, whose files would be in it
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel/built .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --strip --wheel-dir build/wheel build/wheel/built/*.whl
+	$(BIN)/python -m venv --without-pip build/wheel/venv
+	$(BIN)/python -m pip --python build/wheel/venv/bin/python install --quiet --disable-pip-version-check \
+	    --no-deps build/wheel/*.whl
+	@# What it depends on is here already. As a path and not a site directory: without this checkout.
+	cd build/wheel && PYTHONPATH="$$($(abspath $(BIN))/python -c 'import torch; print(torch.__path__[0])')/.." \
+	    venv/bin/python ../../tests/tools/wheel.py
 
 check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
 

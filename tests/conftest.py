@@ -44,12 +44,23 @@ MORE = (
     "e2e/test_plan.py",
     "fuzz",
     "mutations",
+    "native",
     "soak",
     "unit/benchmarks",
     "unit/tsqp/bench",
     "unit/tsqp/leak",
     "unit/tsqp/plan",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --kernels, for runs of the same tests with other kernels."""
+    parser.addoption("--kernels", default=native.AUTO, help="torch, or an instruction set")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Use the kernels that --kernels names, in each of xdist's processes."""
+    native.use(config.getoption("--kernels"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -134,7 +134,8 @@ def _kernels() -> list[Finding]:
     chosen = native.choice()
     if not chosen.built:
         remedy = "install a C++17 compiler (apt install g++), then pip install again"
-        detail = "not compiled: torch computes, which is slower"
+        why = f"does not load: {native.unusable}" if native.unusable else "not compiled"
+        detail = f"{why}; torch computes, which is slower"
         return [Finding("processor", "kernels", "note", detail, remedy)]
     used = Finding("processor", "kernels", "ok", f"compiled, {chosen.variant}")
     wrong = "compiled, but not used: gives wrong results on this processor"

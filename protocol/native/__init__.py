@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from protocol.errors import KernelError
+from protocol.native.loading import load
 from protocol.native.proof import differs
 
 log = logging.getLogger("protocol")
@@ -33,11 +34,9 @@ SPIN_US = 20
 # Types of activations that kernels are compiled for, by their numbers in kernels.h.
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
 
+# `unusable`: what is wrong with a library that is there; "" for nothing, or none.
 library: Any
-try:
-    from protocol.native import _native as library  # type: ignore[attr-defined, no-redef]
-except ImportError:
-    library = None
+library, unusable = load("protocol.native._native")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Choice:
     """Which kernels run. `variant`: "torch", or an instruction set.
 
     `refused`: variants that this processor has and that gave other results than the portable one.
-    `built`: whether there is a compiled library at all.
+    `built`: whether there is a compiled library that loads.
     """
 
     variant: str
@@ -69,7 +68,8 @@ def use(kernels: str = AUTO) -> Choice:
     global _chosen  # noqa: PLW0603 - one for the process, as the processor is
     _chosen = _choose(kernels)
     if not _chosen.built:
-        log.warning("no_compiled_kernels", extra={"fields": {"uses": "torch, which is slower"}})
+        fields = {"uses": "torch, which is slower", **({"library": unusable} if unusable else {})}
+        log.warning("no_compiled_kernels", extra={"fields": fields})
     return _chosen
 
 
@@ -106,13 +106,16 @@ def compiled_for(dtype: torch.dtype) -> bool:
 
 
 class _Pool:
-    """Threads that share the kernels of one thread, which calls them."""
+    """Threads that share the kernels of one thread, which calls them; freed in its own process."""
 
     def __init__(self, threads: int) -> None:
+        self.threads, self._process = threads, os.getpid()
         self.address: int = library.pool_new(threads, SPIN_US)
 
     def __del__(self) -> None:
-        library.pool_free(self.address)
+        # In a forked child none of its threads runs, and to wait for them would never end.
+        if self._process == os.getpid():
+            library.pool_free(self.address)
 
 
 _threads = len(os.sched_getaffinity(0))
@@ -133,27 +136,23 @@ def set_up(kernels: str | None, threads: int | None) -> None:
 
 def set_threads(count: int) -> None:
     """Let every thread's kernels use so many threads, itself included, from now on."""
-    global _threads, _local
-    if count != _threads:
-        # Not freed: another thread may be in the middle of a kernel.
-        _left_behind.append(_local)
-        _threads, _local = count, threading.local()
+    global _threads  # noqa: PLW0603
+    _threads = count
 
 
 def pool() -> int:
     """Return the address of this thread's pool."""
     found: _Pool | None = getattr(_local, "pool", None)
-    if found is None:
+    # A thread alone makes and frees its pool: another one may be computing.
+    if found is None or found.threads != _threads:
         found = _local.pool = _Pool(_threads)
     return found.address
 
 
 def _forget_pools() -> None:
-    """In a forked child none of their threads runs: leave their memory, and make others."""
+    """In a forked child none of their threads runs: make others."""
     global _local  # noqa: PLW0603
-    _left_behind.append(_local)
     _local = threading.local()
 
 
-_left_behind: list[threading.local] = []
 os.register_at_fork(after_in_child=_forget_pools)

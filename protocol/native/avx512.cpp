@@ -4,6 +4,7 @@
 #define WITH_AVX512
 // GCC 12 warns of the undefined operand in its own intrinsics (its bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #define VARIANT avx512
 #define VARIANT_NAME "avx512"
 #include "variant.h"

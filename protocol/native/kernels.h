@@ -85,6 +85,7 @@ struct Kernels {
                     int64_t capacity, int64_t context, int64_t window, void* out, Pool* pool);
 };
 
-inline int64_t padded(int64_t size, int64_t multiple) {
+// Static: compiled with the target options of each variant, so that no two may be merged.
+static inline int64_t padded(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }

@@ -10,44 +10,11 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels.h"
 #include "lane.h"
 #include "message.h"
-
-namespace portable {
-extern const Kernels table;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Kernels table;
-}
-namespace avx512 {
-extern const Kernels table;
-}
-#endif
+#include "variants.h"
 
 namespace {
-
-struct Variant {
-  const Kernels* kernels;
-  bool here;
-};
-
-// The best one last.
-const Variant* variants(int* count) {
-  static const Variant all[] = {
-      {&portable::table, true},
-#if defined(__x86_64__)
-      {&avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
-      {&avx512::table,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")},
-#endif
-  };
-  *count = sizeof all / sizeof *all;
-  return all;
-}
 
 const Kernels* active = &portable::table;
 

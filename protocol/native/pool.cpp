@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int64_t ALIGNMENT = 64;
 constexpr int SPINS_PER_LOOK = 64;
+constexpr int64_t MOST_TASKS = 0xffffffff;  // that `left_` has bits for
 
 struct Free {
   void operator()(char* memory) const { free(memory); }
@@ -27,9 +29,12 @@ class Scratch {
  public:
   char* at_least(int64_t bytes) {
     if (bytes > size_) {
-      size_ = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-      memory_.reset(static_cast<char*>(aligned_alloc(ALIGNMENT, size_)));
+      int64_t size = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+      size_ = 0;  // what was there goes first, and stays away where there is no memory
+      memory_.reset();
+      memory_.reset(static_cast<char*>(aligned_alloc(ALIGNMENT, size)));
       if (!memory_) throw std::bad_alloc();
+      size_ = size;
     }
     return memory_.get();
   }
@@ -48,7 +53,11 @@ class Scratch {
 struct Pool {
  public:
   Pool(int threads, int spin_us) : spin_(spin_us), scratch_(threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { attend(i); });
+    workers_.reserve(threads);
+    try {
+      for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { attend(i); });
+    } catch (const std::system_error&) {  // a limit on threads: the ones that there are do it all
+    }
   }
 
   ~Pool() {
@@ -62,7 +71,7 @@ struct Pool {
 
   void run(int64_t count, int64_t scratch_bytes, Task task, void* kernel) {
     if (count <= 0) return;
-    if (count == 1 || workers_.empty()) {
+    if (count == 1 || count > MOST_TASKS || workers_.empty()) {
       char* scratch = scratch_[0].at_least(scratch_bytes);
       for (int64_t i = 0; i < count; i++) task(kernel, i, scratch);
       return;
@@ -71,7 +80,7 @@ struct Pool {
     for (Scratch& scratch : scratch_) scratch.at_least(scratch_bytes);
     job_ = {task, kernel, scratch_bytes, count};
     done_.store(0, std::memory_order_relaxed);
-    uint64_t job = ((left_.load(std::memory_order_relaxed) >> 32) + 1) & 0xffffffff;
+    uint64_t job = ((left_.load(std::memory_order_relaxed) >> 32) + 1) & MOST_TASKS;
     left_.store(job << 32 | static_cast<uint64_t>(count));
     if (asleep_.load() > 0) wake();
     work(0, job);

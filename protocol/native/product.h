@@ -177,7 +177,9 @@ INLINE void split_row(const int32_t* q, int64_t in, const Digits& to, int64_t ro
     int8_t* bytes = to.row(digit, row);
     uint32_t of_digit = 0;
     for (int64_t k = 0; k < in; k++) {
-      uint8_t byte = (uint8_t)((((uint32_t)q[k] + BALANCE) ^ BALANCE) >> (8 * digit));
+      uint32_t element;  // that a request brought, where nothing aligns it
+      memcpy(&element, q + k, sizeof element);
+      uint8_t byte = (uint8_t)(((element + BALANCE) ^ BALANCE) >> (8 * digit));
       bytes[k] = (int8_t)byte;
       of_digit += (uint32_t)(int32_t)(int8_t)byte;
     }

@@ -193,6 +193,13 @@ INLINE i32x16 load_integers(const int32_t* from, int64_t count) {
   return load<i32x16>(some);
 }
 
+// The same from memory that another process may be writing: the compiler may not read it again.
+INLINE i32x16 load_once(const int32_t* from, int64_t count) {
+  i32x16 values = load_integers(from, count);
+  __asm__ volatile("" ::: "memory");
+  return values;
+}
+
 INLINE void store_integers(int32_t* to, const i32x16& values, int64_t count) {
   if (count >= LANES) return store(to, values);
   int32_t some[LANES];
@@ -303,12 +310,12 @@ INLINE f32x16 absolute(const f32x16& v) {
   return bits_of<f32x16>(bits_of<u32x16>(v) & 0x7fffffffu);
 }
 
-// e^x within 2 units in the last place; 0 below -87.3, and at most e^88.3. The polynomial is that
-// of Cephes' expf (Moshier).
+// e^x within 2 units in the last place; 0 below -87.3, at most e^88.3, NaN of NaN. The polynomial
+// is that of Cephes' expf (Moshier).
 INLINE f32x16 exponential(f32x16 x) {
   const f32x16 lowest = broadcast(-87.33654f), most = broadcast(88.3f);
   i32x16 none = x < lowest;
-  x = choose(x > most, most, maximum(x, lowest));
+  x = choose(x > most, most, choose(none, lowest, x));
   const float shift = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
   f32x16 n = (x * 1.44269504f + shift) - shift;
   x = multiply_add(n, broadcast(-0.693359375f), x);

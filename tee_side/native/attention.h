@@ -191,6 +191,8 @@ INLINE void soften(const float* scores, int64_t first, int64_t last, float scale
     most = maximum(scaled[v], most);
   }
   float before = so_far.largest, now = largest(most) > before ? largest(most) : before;
+  // Scores that are all NaN or -infinity have no softmax: NaN, from here to the end.
+  if (now == MINUS_INFINITY) now = __builtin_nanf("");
   f32x16 total = broadcast(0.f);
   for (int64_t v = 0; v < BLOCK / LANES; v++) {
     f32x16 weight = exponential(scaled[v] - now);

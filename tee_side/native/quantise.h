@@ -66,7 +66,7 @@ INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const f
                        const T* bias, T* out, const int32_t* vectors, const uint64_t* expected) {
   i64x8 sums[CHECKS] = {};
   each_vector(outs, [&](int64_t j, int64_t count) {
-    i32x16 plain = load_integers(y + j, count);
+    i32x16 plain = load_once(y + j, count);
     if (u) plain = plain - load_integers(u + j, count);
     if (vectors)
       for (int c = 0; c < CHECKS; c++)
@@ -92,7 +92,7 @@ static bool decode(Float type, const int32_t* y, const int32_t* u, int64_t rows,
       int64_t at = row * outs;
       if (!decode_row(y + at, u ? u + at : u, outs, factor, (const T*)bias,
                       out ? (T*)out + at : nullptr, vectors,
-                      expected + row * CHECKS))
+                      vectors ? expected + row * CHECKS : nullptr))
         __atomic_store_n(&wrong, true, __ATOMIC_RELAXED);
     });
   });

@@ -24,6 +24,17 @@ def test_a_shielded_run_imports_no_more_code_than_is_recorded() -> None:
     assert total(all_of("protocol", "tee_side")) <= RECORDED["core"]["whole"]
 
 
+def test_compiled_code_has_a_number_of_its_own() -> None:
+    sources = [
+        file
+        for package in ("protocol", "tee_side")
+        for file in (ROOT / package).rglob("*")
+        if file.suffix in {".cpp", ".h"}
+    ]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in sources)
+    assert lines <= RECORDED["native"]["lines"] <= 2_500
+
+
 @pytest.mark.parametrize(
     ("source", "lines"),
     [

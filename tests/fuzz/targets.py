@@ -24,10 +24,11 @@ from tests.fuzz.engine import (
     write_corpus,
 )
 from tests.fuzz.file_targets import FILE_TARGETS
+from tests.fuzz.kernel_targets import KERNEL_TARGETS
 from tests.fuzz.peer_targets import PEER_TARGETS
 from tests.fuzz.wire_targets import WIRE_TARGETS
 
-TARGETS: tuple[Target, ...] = (*WIRE_TARGETS, *PEER_TARGETS, *FILE_TARGETS)
+TARGETS: tuple[Target, ...] = (*WIRE_TARGETS, *PEER_TARGETS, *FILE_TARGETS, *KERNEL_TARGETS)
 EXECUTIONS = Path(__file__).with_name("executions.json")
 # No batch takes so long, unless an execution of it hangs.
 _HUNG_S = 60

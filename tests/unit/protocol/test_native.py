@@ -140,6 +140,55 @@ def test_threads_and_forked_children_have_pools_of_their_own() -> None:
     assert child.exitcode == 0
 
 
+@compiled_only
+def test_a_forked_child_leaves_pools_of_other_threads_alone() -> None:
+    made, forked = threading.Event(), threading.Event()
+
+    def keep_a_pool() -> None:
+        native.pool()
+        made.set()
+        forked.wait(60)
+
+    native.set_threads(3)
+    try:
+        thread = threading.Thread(target=keep_a_pool)
+        thread.start()
+        made.wait(60)
+        child = multiprocessing.get_context("fork").Process(target=native.pool)
+        child.start()
+        child.join(60)
+        forked.set()
+        thread.join()
+    finally:
+        native.set_threads(1)
+    assert child.exitcode == 0
+
+
+@compiled_only
+def test_another_number_of_threads_frees_no_pool_that_is_in_use() -> None:
+    made, changed = threading.Event(), threading.Event()
+    pools: list[int] = []
+
+    def look() -> None:
+        kept = native._local  # what the thread has now
+        pools.append(native.pool())
+        made.set()
+        changed.wait(60)
+        pools.append(kept.pool.address)
+        native.pool()
+        pools.append(native._local.pool.threads)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    made.wait(60)
+    native.set_threads(2)
+    changed.set()
+    thread.join()
+    native.set_threads(1)
+    assert pools[0] == pools[1]
+    assert pools[2] == 2
+
+
 def _exit_if_right(compute: Any, wrong: list[int]) -> None:
     compute(4)
     raise SystemExit(len(wrong))

@@ -1,0 +1,1 @@
+"""Compiled kernels without Python, under sanitizers."""

@@ -1,0 +1,252 @@
+// Every kernel of every variant that this processor has, over odd sizes and several threads, in
+// buffers with not one element to spare. Built under sanitizers, which report; it compares variants
+// besides. `driver overrun`, `driver overflow` and `driver race` do what a sanitizer must notice.
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../protocol/native/variants.h"
+
+namespace {
+
+// Memory of exactly `count` elements, `shift` bytes behind where malloc aligned it.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count, int shift = 0)
+      : bytes_(count * sizeof(T)), memory_(new char[bytes_ + shift]), shift_(shift) {}
+  T* get() const { return reinterpret_cast<T*>(memory_.get() + shift_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t bytes_;
+  std::unique_ptr<char[]> memory_;
+  int shift_;
+};
+
+// What the kernels of one variant gave, one result behind the other.
+struct Trace {
+  std::string exact;
+  std::vector<float> near;
+};
+
+class Trial {
+ public:
+  Trial(const Kernels& kernels, int threads, int spin_us)
+      : kernels_(kernels), pool_(pool_new(threads, spin_us)) {}
+  ~Trial() { pool_free(pool_); }
+
+  Trace run() {
+    for (int64_t rows : {1, 2, 3, 9})
+      for (int64_t in : {2, 17, 64, 201}) integers(rows, in, 83);
+    // Enough to be shared among threads: many rows, and few.
+    integers(9, 15001, 130);
+    integers(2, 2113, 500);
+    for (Float type : {Float::f32, Float::bf16}) {
+      for (int64_t features : {2, 30, 150}) floats(type, 3, features);
+      floats(type, 9, 15002);
+      attention(type, 1, 4, 4, 16, 1, 0);
+      attention(type, 5, 6, 2, 24, 130, 0);
+      attention(type, 1, 6, 2, 36, 1300, 700);
+      attention(type, 70, 8, 1, 20, 610, 0);
+    }
+    return trace_;
+  }
+
+ private:
+  uint32_t number() { return state_ = state_ * 1664525u + 1013904223u, state_ ^ state_ >> 15; }
+
+  template <class T>
+  Buffer<T> integers_of(int64_t count, int shift = 0) {
+    Buffer<T> buffer(count, shift);
+    for (int64_t i = 0; i < count; i++) {
+      T value = static_cast<T>(number());
+      memcpy(reinterpret_cast<char*>(buffer.get()) + i * sizeof(T), &value, sizeof(T));
+    }
+    return buffer;
+  }
+
+  float one_float() { return static_cast<float>(number() >> 8) / (1 << 22) - 2.f; }
+
+  Buffer<char> floats_of(Float type, int64_t count) {
+    const size_t size = type == Float::f32 ? 4 : 2;
+    Buffer<char> buffer(count * size);
+    for (int64_t i = 0; i < count; i++) {
+      float value = one_float();
+      memcpy(buffer.get() + i * size, reinterpret_cast<char*>(&value) + 4 - size, size);
+    }
+    return buffer;
+  }
+
+  template <class T>
+  void keep(const Buffer<T>& buffer) {
+    trace_.exact.append(reinterpret_cast<const char*>(buffer.get()), buffer.bytes());
+  }
+
+  void integers(int64_t rows, int64_t in, int64_t outs) {
+    // Elements of a request and of a reply lie where the message has them.
+    auto q = integers_of<int32_t>(rows * in, 1), y = integers_of<int32_t>(rows * outs, 3);
+    auto u = integers_of<int32_t>(rows * outs), vectors = integers_of<int32_t>(CHECKS * outs);
+    auto low = integers_of<int32_t>(CHECKS * in), high = integers_of<int32_t>(CHECKS * in);
+    const int64_t stride = in + 5;
+    auto weight = integers_of<int8_t>((outs - 1) * stride + in);
+    Buffer<int32_t> product(rows * outs);
+    Buffer<uint64_t> expected(rows * CHECKS);
+    kernels_.expect(q.get(), rows, in, low.get(), high.get(), expected.get(), pool_);
+    keep(expected);
+    for (int digits = 1; digits <= 4; digits++) {
+      kernels_.product(q.get(), rows, in, digits, weight.get(), stride, outs, product.get(), pool_);
+      keep(product);
+    }
+    Buffer<float> factor(outs);
+    for (int64_t i = 0; i < outs; i++) factor.get()[i] = one_float();
+    for (Float type : {Float::f32, Float::bf16}) {
+      auto bias = floats_of(type, outs), out = floats_of(type, rows * outs);
+      const int32_t* pads[] = {nullptr, u.get()};
+      for (const int32_t* pad : pads) {
+        bool holds = kernels_.decode(type, y.get(), pad, rows, outs, factor.get(), bias.get(),
+                                     out.get(), vectors.get(), expected.get(), pool_);
+        trace_.exact += holds ? '1' : '0';
+        keep(out);
+        kernels_.decode(type, y.get(), pad, rows, outs, factor.get(), nullptr, out.get(), nullptr,
+                        nullptr, pool_);
+        keep(out);
+      }
+      auto x = floats_of(type, rows * in);
+      Buffer<int32_t> rounded(rows * in), sent(rows * in);
+      auto r = integers_of<int32_t>(rows * in);
+      float norm = kernels_.encode(type, x.get(), rows, in, 1e-9f, r.get(), rounded.get(),
+                                   sent.get(), pool_);
+      trace_.exact += std::to_string(norm);
+      keep(rounded), keep(sent);
+      kernels_.encode(type, x.get(), rows, in, 0.01f, nullptr, rounded.get(), rounded.get(), pool_);
+      keep(rounded);
+      kernels_.linear8(type, x.get(), rows, in, weight.get(), stride, factor.get(), bias.get(), outs,
+                       out.get(), pool_);
+      keep(out);
+    }
+  }
+
+  void floats(Float type, int64_t rows, int64_t features) {
+    const int64_t stride = features + 3, size = (rows - 1) * stride + features;
+    auto x = floats_of(type, size), up = floats_of(type, size), gain = floats_of(type, features);
+    auto out = floats_of(type, rows * features), h = floats_of(type, rows * features);
+    kernels_.rms_norm(type, x.get(), stride, rows, features, gain.get(), 1e-5f, out.get(), pool_);
+    keep(out);
+    kernels_.silu_mul(type, x.get(), up.get(), stride, rows, features, out.get(), pool_);
+    keep(out);
+    kernels_.residual(type, h.get(), out.get(), rows * features);
+    keep(h);
+    auto cos = floats_of(type, rows * features), sin = floats_of(type, rows * features / 2);
+    kernels_.rope(type, x.get(), stride, rows, 1, features, cos.get(), sin.get(), out.get(), pool_);
+    keep(out);
+  }
+
+  void attention(Float type, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                 int64_t context, int64_t window) {
+    const int64_t stride = heads * dim + 7;
+    auto q = floats_of(type, (rows - 1) * stride + heads * dim);
+    auto keys = floats_of(type, kv_heads * context * dim);
+    auto values = floats_of(type, kv_heads * context * dim);
+    auto out = floats_of(type, rows * heads * dim);
+    kernels_.append(type, q.get(), stride, rows, kv_heads, dim, keys.get(), context,
+                    context - rows);
+    kernels_.attention(type, q.get(), stride, rows, heads, kv_heads, dim, keys.get(), values.get(),
+                       context, context, window, out.get(), pool_);
+    if (type == Float::f32) return keep(out);
+    for (int64_t i = 0; i < rows * heads * dim; i++) {
+      uint32_t bits = 0;
+      memcpy(reinterpret_cast<char*>(&bits) + 2, out.get() + 2 * i, 2);
+      float value;
+      memcpy(&value, &bits, 4);
+      trace_.near.push_back(value);
+    }
+  }
+
+  const Kernels& kernels_;
+  Pool* pool_;
+  uint32_t state_ = 1;
+  Trace trace_;
+};
+
+bool same(const Trace& a, const Trace& b) {
+  bool near = a.near.size() == b.near.size();
+  for (size_t i = 0; near && i < a.near.size(); i++) near = fabsf(a.near[i] - b.near[i]) < 0.05f;
+  return near && a.exact == b.exact;
+}
+
+int compare() {
+  int count, wrong = 0;
+  const Variant* all = variants(&count);
+  const Trace right = Trial(portable::table, 1, 0).run();
+  for (int i = 0; i < count; i++) {
+    if (!all[i].here) continue;
+    // Three callers at once, each with a pool of its own: threads that sleep, spin and come late.
+    Trace found[3];
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; caller++)
+      callers.emplace_back([&, caller] {
+        found[caller] = Trial(*all[i].kernels, caller + 2, 20 * caller).run();
+      });
+    for (std::thread& caller : callers) caller.join();
+    bool fits = true;
+    for (const Trace& trace : found) fits &= same(trace, right);
+    printf("%s: %s\n", all[i].kernels->name, fits ? "as portable" : "differs from portable");
+    wrong += !fits;
+  }
+  return wrong ? 1 : 0;
+}
+
+// Jobs of all sizes back to back: the last task of one, the first of the next, threads asleep.
+int hand_out() {
+  std::unique_ptr<Pool, void (*)(Pool*)> pool(pool_new(4, 1), pool_free);
+  for (int64_t job = 0; job < 3000; job++) {
+    std::vector<int> seen(job % 9);
+    Task count = [](void* kernel, int64_t task, char* scratch) {
+      scratch[0] = static_cast<char>(task);
+      ++(*static_cast<std::vector<int>*>(kernel))[task];
+    };
+    pool_run(pool.get(), seen.size(), 64 * (1 + job % 5), count, &seen);
+    for (int times : seen)
+      if (times != 1) return printf("a task ran %d times\n", times), 1;
+  }
+  return 0;
+}
+
+// ---- what a sanitizer must notice
+
+// Two tasks that write one number, each on a thread of its own: they wait for one another.
+void race(void* number, int64_t, char*) {
+  static std::atomic<int> arrived{0};
+  arrived.fetch_add(1, std::memory_order_relaxed);
+  while (arrived.load(std::memory_order_relaxed) < 2) std::this_thread::yield();
+  ++*static_cast<int32_t*>(number);
+}
+
+int fault(const std::string& kind) {
+  Buffer<int32_t> q(2 * 64), y(2 * 16 - 1);  // an output too few
+  Buffer<int8_t> weight(16 * 64);
+  memset(q.get(), 0, q.bytes()), memset(weight.get(), 0, weight.bytes());
+  Pool* pool = pool_new(2, 0);
+  if (kind == "overrun")
+    portable::table.product(q.get(), 2, 64, 4, weight.get(), 64, 16, y.get(), pool);
+  else if (kind == "overflow")  // a digit that there is not: shifts by 32
+    portable::table.product(q.get(), 1, 64, 5, weight.get(), 64, 16, y.get(), pool);
+  else
+    pool_run(pool, 2, 0, race, y.get());
+  pool_free(pool);
+  return 0;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count > 1) return fault(arguments[1]);
+  return hand_out() || compare();
+}

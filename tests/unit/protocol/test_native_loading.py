@@ -1,0 +1,79 @@
+"""A library that is broken is named, and torch computes: in a process of its own, as it may die."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import protocol
+from protocol import native
+from tests.support import ENVIRONMENT
+
+pytestmark = pytest.mark.skipif(native.library is None, reason="no compiler built the kernels")
+
+_CHILD = """
+import sys, torch
+from protocol import native
+from protocol.integer import ring_product
+from tsqp.doctor import examine
+product = ring_product(torch.full((1, 8), 7).int(), torch.full((3, 8), 2).to(torch.int8))
+print(native.choice().variant, product.tolist())
+print(*(one.detail for one in examine() if one.name == "kernels"), sep="\\n")
+"""
+
+_MACHINE = 18  # in an ELF header
+
+
+def _half(library: bytes) -> bytes:
+    return library[: len(library) // 2]
+
+
+def _other_machine(library: bytes) -> bytes:
+    return library[:_MACHINE] + (0xF3).to_bytes(2, sys.byteorder) + library[_MACHINE + 2 :]
+
+
+def _other_symbols(library: bytes) -> bytes:
+    return library.replace(b"PyInit__native", b"PyInit__nothin")
+
+
+_SHORT, _OTHER = "cut short, or no library", "built for another processor or system"
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (_half, _SHORT),
+        (lambda library: library[:-1], _SHORT),
+        (lambda library: library[:20], _SHORT),
+        (lambda library: b"", _SHORT),
+        (lambda library: b"no library " * 1000, _SHORT),
+        (_other_machine, _OTHER),
+        (_other_symbols, _OTHER),
+    ],
+)
+def test_a_library_that_does_not_load_is_named_and_torch_computes(
+    damage: Callable[[bytes], bytes], why: str, tmp_path: Path
+) -> None:
+    source = Path(protocol.__file__).parent
+    shutil.copytree(source, tmp_path / "protocol", ignore=shutil.ignore_patterns("__pycache__"))
+    library = tmp_path / "protocol" / "native" / Path(native.library.__file__).name
+    library.write_bytes(damage(Path(native.library.__file__).read_bytes()))
+    paths = f"{tmp_path}:{source.parent}"
+    ended = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    computed, detail = ended.stdout.splitlines()
+    assert computed == "torch [[112, 112, 112]]"
+    assert detail == f"does not load: {why}; torch computes, which is slower"
