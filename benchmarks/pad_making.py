@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -32,7 +33,7 @@ from protocol.model.weights import CPU
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.randomness import Keystream
@@ -101,7 +102,9 @@ def measure_making(model: Path, tokens: int) -> dict[str, float]:
         linear_digest=linear_digest(config, checkpoint) or "",
     )
     place = BankPlace.at(model / "bank", beside_bank=True)
-    with BankFile.create(place, purpose, capacity=(REPEATS + 1) * tokens) as bank:
+    with BankFile.create(
+        place, purpose, capacity=(REPEATS + 1) * tokens, group=math.gcd(tokens, MAX_GROUP)
+    ) as bank:
         maker = PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
         elapsed_s = _median_s(lambda: maker.fill(bank, tokens))
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from functools import partial
@@ -91,7 +92,7 @@ def make(
     from protocol.model.config import read_config
     from protocol.model.identity import linear_digest, model_digest
     from tee_side.protect.pads.bank import BankFile, read_bank_status
-    from tee_side.protect.pads.bank_format import Purpose
+    from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
     from tee_side.protect.pads.maker import PadMaker, read_weights
     from tee_side.protect.sites import tensors_of
 
@@ -119,7 +120,8 @@ def make(
     if place.bank.exists():
         store = BankFile.open(place, purpose)
     else:
-        store = BankFile.create(place, purpose, capacity=capacity or tokens)
+        size = capacity or tokens
+        store = BankFile.create(place, purpose, capacity=size, group=math.gcd(size, MAX_GROUP))
     with store:
         if capacity not in (None, store.capacity):
             raise SettingsError(
