@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from tee_side.protect.pads.maker import PadMaker
 
 
-# Tokens in one product: each weight is read from the directory once for so many.
-BATCH_TOKENS = 512
+# Tokens in one product: each weight is read from the directory and quantised once for so many. At
+# 512 that would take a quarter of the whole (1b shape, 2 cores).
+BATCH_TOKENS = 1024
 
 _BANK = ("bank", "bank-key", "bank-index", "bank-witness", "bank-key-beside-bank")
 _THE_BANK = {"required": True, "help": "The pad bank."}
