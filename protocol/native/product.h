@@ -59,7 +59,8 @@ INLINE Quads quads(const int8_t* x) {
   return _mm512_set1_epi32(four);
 }
 INLINE void add(Sum& sum, Quads x, Weights w) {
-  sum.lanes = _mm512_dpbusd_epi32(sum.lanes, w, x);
+  // With the intrinsic GCC 12 copies each of the 16 sums before and after: 72 % of the peak, not 99.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum.lanes) : "v"(w), "v"(x));
 }
 INLINE i32x16 total(const Sum& sum) { return {{(i32x16::Part)sum.lanes}}; }
 

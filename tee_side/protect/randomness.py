@@ -125,28 +125,33 @@ class Keystream:
 
     def bytes(self, index: int, site: int, count: int) -> bytearray:
         """Return the first `count` bytes for a pair. Raises ValueError if anything overflows."""
-        if not (0 <= index < 2**64 and 0 <= site < 2**32):
-            raise ValueError(
-                f"keystream: got index {index}, site {site}, expected 64 and 32 bits, unsigned"
-            )
-        if not 0 <= count <= MAX_KEYSTREAM_BYTES:
-            raise ValueError(
-                f"keystream: got {count} bytes, expected at most {MAX_KEYSTREAM_BYTES}"
-            )
-        self._context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
-        drawn = bytearray(count)
-        self._context.update_into(b"\0" * count, drawn)
-        return drawn
+        return self._rows(range(index, index + 1), site, count)
 
     def rows(self, indices: range, site: int, features: int) -> Tensor:
         """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian."""
         if not indices or not features:
             return torch.empty(len(indices), features, dtype=torch.int32)
-        drawn: list[Tensor] = []
-        for index in indices:  # a list comprehension is a call more
-            words = self.bytes(index, site, 4 * features)
-            drawn.append(torch.frombuffer(words, dtype=torch.int32))
-        return drawn[0][None] if len(drawn) == 1 else torch.stack(drawn)
+        words = self._rows(indices, site, 4 * features)
+        return torch.frombuffer(words, dtype=torch.int32).view(-1, features)
+
+    def _rows(self, indices: range, site: int, count: int) -> bytearray:
+        """Return the bytes of consecutive indices, one after the other, drawn into place."""
+        if not (0 <= indices.start <= indices.stop <= 2**64 and 0 <= site < 2**32):
+            raise ValueError(
+                f"keystream: got index {indices.start}, site {site}, expected 64 and 32 bits,"
+                " unsigned"
+            )
+        if not 0 <= count <= MAX_KEYSTREAM_BYTES:
+            raise ValueError(
+                f"keystream: got {count} bytes, expected at most {MAX_KEYSTREAM_BYTES}"
+            )
+        drawn, zeros, context = bytearray(len(indices) * count), bytes(count), self._context
+        left = memoryview(drawn)
+        for index in indices:
+            context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
+            context.update_into(zeros, left[:count])
+            left = left[count:]
+        return drawn
 
 
 def derive_key(key: bytes, info: bytes, salt: bytes | None = None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from functools import partial
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from tee_side.protect.pads.maker import PadMaker
 
 
-# Tokens in one product: each weight is read from the directory once for so many.
-BATCH_TOKENS = 512
+# Tokens in one product: each weight is read from the directory and quantised once for so many. At
+# 512 that would take a quarter of the whole (1b shape, 2 cores).
+BATCH_TOKENS = 1024
 
 _BANK = ("bank", "bank-key", "bank-index", "bank-witness", "bank-key-beside-bank")
 _THE_BANK = {"required": True, "help": "The pad bank."}
@@ -91,7 +93,7 @@ def make(
     from protocol.model.config import read_config
     from protocol.model.identity import linear_digest, model_digest
     from tee_side.protect.pads.bank import BankFile, read_bank_status
-    from tee_side.protect.pads.bank_format import Purpose
+    from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
     from tee_side.protect.pads.maker import PadMaker, read_weights
     from tee_side.protect.sites import tensors_of
 
@@ -119,7 +121,8 @@ def make(
     if place.bank.exists():
         store = BankFile.open(place, purpose)
     else:
-        store = BankFile.create(place, purpose, capacity=capacity or tokens)
+        size = capacity or tokens
+        store = BankFile.create(place, purpose, capacity=size, group=math.gcd(size, MAX_GROUP))
     with store:
         if capacity not in (None, store.capacity):
             raise SettingsError(

@@ -10,14 +10,16 @@ replaced as a whole (write beside, fsync, rename, fsync of the directory), so a 
 one or the new one. What is stored as handed out never decreases: a crash costs the rest of a block
 and the batch being filled.
 
-**Records.** Each is AES-256-GCM under a random nonce, with the header's hash, index and site as
-associated data, in slot index % capacity: a record that was moved, exchanged or left over from the
-slot's earlier use does not open. After a crash the same indices are filled again, with the same r;
-none of them had been handed out, so no pad is used twice. The nonce is random, rather than made of
-index and site, because the second u need not be the first: float products depend on how many rows
-were computed at once, and a machine can err. Two plaintexts under one nonce would give their
-difference away and let records be forged; so nonces are counted, on disk, before they are drawn,
-and a bank ends while equal ones are unlikely (`bank_format.MAX_RECORDS`).
+**Records.** One holds u of a site for a group of consecutive indices: calls cost as much as data
+where it is one index. What the reading of one token decrypts for the next ones waits in memory.
+Each is AES-256-GCM under a random nonce, with the header's hash, its first index and site as
+associated data, in a slot of index % capacity: a record that was moved, exchanged or left over
+from the slot's earlier use does not open. After a crash the same indices are filled again, with the
+same r; none of them had been handed out, so no pad is used twice. The nonce is random, rather than
+made of index and site, because the second u need not be the first: float products depend on how
+many rows were computed at once, and a machine can err. Two plaintexts under one nonce would give
+their difference away and let records be forged; so nonces are counted, on disk, before they are
+drawn, and a bank ends while equal ones are unlikely (`bank_format.MAX_RECORDS`).
 
 **Places.** Key and index are refused on the bank's own file system (`BankPlace.check_apart`). A
 *witness*, a copy of the index in memory, is written after every write of the index and compared
@@ -72,7 +74,7 @@ from tee_side.protect.pads.bank_format import (
     encode_key,
     read_header,
     read_key,
-    segment_bytes,
+    record_bytes,
     slot_bytes,
 )
 from tee_side.protect.pads.layout import SiteShape
@@ -119,9 +121,14 @@ class BankFile(PadStore):
 
     def __init__(self, opened: _Opened, files: ExitStack, block: int) -> None:
         layout, keys, state = opened.header.layout, opened.keys, opened.state
-        first, filled = state.reserved, state.filled
         super().__init__(
-            layout, opened.header.capacity, keys.pads, first=first, filled=filled, block=block
+            layout,
+            opened.header.capacity,
+            keys.pads,
+            first=state.reserved,
+            filled=state.filled,
+            block=block,
+            group=opened.header.group,
         )
         self._opened = opened
         self._path = opened.place.bank
@@ -133,29 +140,44 @@ class BankFile(PadStore):
         # For the taking and for the filling thread.
         self._opener, self._sealer = AESGCM(keys.records), AESGCM(keys.records)
         # Where each site's record stands in FILE, in slot 0.
-        starts = accumulate(map(segment_bytes, layout.sites), initial=opened.start)
+        sizes = (record_bytes(site, self.group) for site in layout.sites)
+        starts = accumulate(sizes, initial=opened.start)
         self._offsets = dict(zip(layout.by_number, starts, strict=False))
-        self._slot_bytes = slot_bytes(layout)
+        self._slot_bytes = slot_bytes(layout, self.group)
+        # Each site's record that was begun: its first index, and its u [group, O].
+        self._begun: dict[int, tuple[int, Tensor]] = {}
+        # Records on their way: memory that is used again costs no page faults.
+        largest = max(record_bytes(site, self.group) for site in layout.sites)
+        self._reading, self._writing = bytearray(largest), bytearray(largest)
 
     @classmethod
     def create(
-        cls, place: BankPlace, purpose: Purpose, *, capacity: int, block: int = DEFAULT_BLOCK
+        cls,
+        place: BankPlace,
+        purpose: Purpose,
+        *,
+        capacity: int,
+        group: int = 1,
+        block: int = DEFAULT_BLOCK,
     ) -> Self:
-        """Make an empty bank for `capacity` tokens and its key, and open it.
+        """Make an empty bank for `capacity` tokens, filled by groups, and its key, and open it.
 
-        Raises PadBankError if one of the files exists, cannot be written, will not fit, or may not
-        lie where it would.
+        Raises ValueError for a group that does not divide the capacity, and PadBankError if one of
+        the files exists, cannot be written, will not fit, or may not lie where it would.
         """
+        if capacity % group:
+            raise ValueError(f"pad bank: got groups of {group}, expected a divisor of {capacity}")
         place.check_apart()
         header = Header(
             **purpose.model_dump(),
             bank_id=secrets.token_hex(16),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             capacity=capacity,
+            group=group,
         )
         key = secrets.token_bytes(KEY_BYTES)
         head, keys = encode_header(header, key)
-        size = len(head) + capacity * slot_bytes(header.layout)
+        size = len(head) + capacity // group * slot_bytes(header.layout, group)
         contents = {
             place.key: encode_key(key),
             place.bank: head,
@@ -199,7 +221,7 @@ class BankFile(PadStore):
                 replace(file, content)
 
     def _starting(self, indices: range) -> None:
-        sealed = self._state.sealed + len(indices) * len(self.layout.sites)
+        sealed = self._state.sealed + len(indices) // self.group * len(self.layout.sites)
         if sealed > MAX_RECORDS:
             raise PadBankError(
                 f"{self._path}: records ever encrypted",
@@ -211,55 +233,82 @@ class BankFile(PadStore):
         self._persist(self._reserved, self._filled)
 
     def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
-        for index, row in zip(indices, u_NO.numpy(), strict=True):
-            bound, offset = self._place(index, site)
+        sealed = memoryview(self._writing)[: record_bytes(site, self.group)]
+        for first, u_GO in zip(indices[:: self.group], u_NO.split(self.group), strict=True):
+            bound, offset = self._place(first, site)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            sealed = memoryview(nonce + self._sealer.encrypt(nonce, row.data.cast("B"), bound))
-            with refusing(self._path, (indices.stop - index) * len(sealed)):
-                while sealed:
-                    written = os.pwrite(self._descriptor, sealed, offset)
-                    sealed, offset = sealed[written:], offset + written
+            sealed[:NONCE_BYTES] = nonce
+            self._sealer.encrypt_into(nonce, _bytes_of(u_GO), bound, sealed[NONCE_BYTES:])
+            left = sealed
+            with refusing(self._path, (indices.stop - first) // self.group * len(sealed)):
+                while left:
+                    written = os.pwrite(self._descriptor, left, offset)
+                    left, offset = left[written:], offset + written
 
     def _sync(self) -> None:
         with refusing(self._path):
             os.fsync(self._descriptor)
 
     def _read(self, indices: range, site: SiteShape) -> Tensor:
-        u = torch.empty(len(indices), site.out_features, dtype=torch.int32)
-        sealed = bytearray(segment_bytes(site))
-        nonce, content = memoryview(sealed)[:NONCE_BYTES], memoryview(sealed)[NONCE_BYTES:]
-        rest = u.numpy().data.cast("B")
-        for index in indices:
-            bound, offset = self._place(index, site)
-            try:
-                read = os.preadv(self._descriptor, [sealed], offset)
-                if read != len(sealed):
-                    raise PadBankError(
-                        f"{self._path}: pad {index}, {site}",
-                        got=f"{read} bytes",
-                        expected=f"{len(sealed)}",
-                    )
-                row = self._opener.decrypt(nonce, content, bound)
-            except OSError as error:
-                raise refusal(self._path, error, len(sealed)) from error
-            except InvalidTag:
-                raise PadBankError(
-                    f"{self._path}: pad {index}, {site}",
-                    got="another record than was written",
-                    expected="its authentication tag to match",
-                ) from None
-            rest[: len(row)] = row
-            rest = rest[len(row) :]
+        group, outs = self.group, site.out_features
+        u = torch.empty(len(indices), outs, dtype=torch.int32)
+        for first in range(indices.start - indices.start % group, indices.stop, group):
+            start, stop = max(indices.start, first), min(indices.stop, first + group)
+            rows = u[start - indices.start : stop - indices.start]
+            if stop - start == group:
+                self._open(first, site, rows)
+                continue
+            rows.copy_(self._begin(first, site)[start - first : stop - first])
         return u
+
+    def _begin(self, first: int, site: SiteShape) -> Tensor:
+        """Return u of a group that is not read as a whole, decrypted once for all its tokens."""
+        # Its memory serves all groups: fresh pages cost as much as decrypting.
+        begun, u_GO = self._begun.pop(site.number, (-1, None))
+        if u_GO is None:
+            u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
+        if begun != first:
+            self._open(first, site, u_GO)  # not begun where it is not authentic
+        self._begun[site.number] = first, u_GO
+        return u_GO
+
+    def _open(self, first: int, site: SiteShape, u_GO: Tensor) -> None:
+        """Read the record of a group, and decrypt it into place."""
+        bound, offset = self._place(first, site)
+        sealed = memoryview(self._reading)[: record_bytes(site, self.group)]
+        try:
+            read = os.preadv(self._descriptor, [sealed], offset)
+            if read != len(sealed):
+                raise PadBankError(
+                    f"{self._path}: pad {first}, {site}",
+                    got=f"{read} bytes",
+                    expected=f"{len(sealed)}",
+                )
+            self._opener.decrypt_into(
+                sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], bound, _bytes_of(u_GO)
+            )
+        except OSError as error:
+            raise refusal(self._path, error, len(sealed)) from error
+        except InvalidTag:
+            raise PadBankError(
+                f"{self._path}: pad {first}, {site}",
+                got="another record than was written",
+                expected="its authentication tag to match",
+            ) from None
 
     def _let_go(self) -> None:
         self._files.close()
 
     def _place(self, index: int, site: SiteShape) -> tuple[bytes, int]:
-        """Return what a record is bound to (associated data), and where it stands in FILE."""
-        offset = self._offsets[site.number] + index % self.capacity * self._slot_bytes
+        """Return what the record from an index on is bound to, and where it stands in FILE."""
+        slot = index % self.capacity // self.group
+        offset = self._offsets[site.number] + slot * self._slot_bytes
         bound = self._opened.keys.header_hash + (index << 32 | site.number).to_bytes(12, "big")
         return bound, offset
+
+
+def _bytes_of(u_GO: Tensor) -> memoryview:
+    return u_GO.numpy().data.cast("B")
 
 
 def read_bank_status(place: BankPlace) -> PadBankStatus:
@@ -276,7 +325,7 @@ def read_bank_status(place: BankPlace) -> PadBankStatus:
         header=opened.header,
         available=opened.state.filled - opened.state.reserved,
         next_index=opened.state.reserved,
-        token_bytes=slot_bytes(opened.header.layout),
+        token_bytes=slot_bytes(opened.header.layout, opened.header.group) // opened.header.group,
         file_bytes=file.st_size,
         allocated_bytes=file.st_blocks * 512,
     )
@@ -296,7 +345,7 @@ def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:
             lock(descriptors[-1], path)
     bank, key = descriptors
     header, keys, start = read_header(bank, place.bank, read_key(key, place.key), place.key)
-    expected = start + header.capacity * slot_bytes(header.layout)
+    expected = start + header.capacity // header.group * slot_bytes(header.layout, header.group)
     if (size := os.fstat(bank).st_size) != expected:
         raise PadBankError(f"{place.bank}: size", got=f"{size} bytes", expected=f"{expected} bytes")
 

@@ -29,7 +29,8 @@ from protocol.messages import Digest, LinearOperator
 from tee_side.protect.pads.layout import WORD_BYTES, PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, derive_key
 
-VERSION = 1
+# Version 1 had a record for every index.
+VERSION = 2
 NONCE_BYTES = 12
 _TAG_BYTES = 16
 # Random nonces of one AES-GCM key: among n of 96 bits two are equal with probability n^2 / 2^97 at
@@ -37,6 +38,9 @@ _TAG_BYTES = 16
 # for batches that a crash ended and that were made again.
 MAX_RECORDS = 2**32
 _MAC_BYTES = 32
+# Indices of a record: making writes them at half the cost of one alone, and a token that is read
+# alone does not wait for much more than it needs.
+MAX_GROUP = 8
 _PAGE = 4096
 _PREAMBLE = struct.Struct(">8sI8sI")
 _MAGIC = b"TSQPPADS"
@@ -44,7 +48,7 @@ _MAX_HEADER_BYTES = 4 * 1024 * 1024
 _STATE = struct.Struct(">8sI32sQQQ")
 _STATE_MAGIC = b"TSQPPIDX"
 STATE_BYTES = _STATE.size + _MAC_BYTES
-_KEY_LINE = f"tsqp-pad-bank-key {VERSION} "
+_KEY_LINE = "tsqp-pad-bank-key 1 "
 # Indices stay below, so that sums of them cannot leave 64 bits.
 _MAX_INDEX = 2**62
 
@@ -83,11 +87,16 @@ class Purpose(BaseModel):
 
 
 class Header(Purpose):
-    """What a bank is for; never changes after it was created. `created`: UTC, ISO 8601."""
+    """What a bank is for; never changes after it was created.
+
+    `created`: UTC, ISO 8601. `group`: consecutive indices that share a record at each site; divides
+    `capacity`.
+    """
 
     bank_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     created: Annotated[str, Field(max_length=40)]
     capacity: Annotated[int, Field(ge=1, lt=_MAX_INDEX)]
+    group: Annotated[int, Field(ge=1, le=MAX_GROUP)]
 
 
 @dataclass(frozen=True)
@@ -187,7 +196,9 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Head
         header.layout  # noqa: B018 - raises if it is none
     except ValueError as error:  # pydantic's is one, too
         raise PadBankError(
-            f"{path}: header", got=f"{type(error).__name__}", expected="the fields of version 1"
+            f"{path}: header",
+            got=f"{type(error).__name__}",
+            expected=f"the fields of version {VERSION}",
         ) from None
     return header, keys, len(written)
 
@@ -216,19 +227,20 @@ def read_key(file: int, path: Path) -> bytes:
     return bytes.fromhex(found[1])
 
 
-def segment_bytes(site: SiteShape) -> int:
-    """Return the size of one sealed record: nonce, u, tag."""
-    return NONCE_BYTES + site.out_features * WORD_BYTES + _TAG_BYTES
+def record_bytes(site: SiteShape, group: int) -> int:
+    """Return the size of one sealed record: nonce, u of a group of tokens, tag."""
+    return NONCE_BYTES + group * site.out_features * WORD_BYTES + _TAG_BYTES
 
 
-def slot_bytes(layout: PadLayout) -> int:
-    """Return what one token takes in FILE."""
-    return sum(map(segment_bytes, layout.sites))
+def slot_bytes(layout: PadLayout, group: int) -> int:
+    """Return what a group of tokens takes in FILE."""
+    return sum(record_bytes(site, group) for site in layout.sites)
 
 
 def _check_version(path: Path, version: int) -> None:
     if version != VERSION:
-        raise PadBankError(f"{path}: version", got=f"{version}", expected=f"{VERSION}")
+        expected = f"{VERSION} (make a new bank: tee-runner pads make)"
+        raise PadBankError(f"{path}: version", got=f"{version}", expected=expected)
 
 
 def _key_id(key: bytes) -> bytes:

@@ -42,13 +42,13 @@ class PadMaker:
         self._weights = weights
 
     def fill(self, store: PadStore, tokens: int, on_site: OnSite | None = None) -> None:
-        """Make pads for `tokens` more tokens.
+        """Make pads for `tokens` more tokens, rounded up to whole groups of the store.
 
         Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the
         store has no room for so many.
         """
         sites = store.layout.sites
-        with store.begin(tokens) as batch:
+        with store.begin(-(-tokens // store.group) * store.group) as batch:
             for done, site in enumerate(sites, start=1):
                 batch.put(site.number, self._products(site, batch.r(site.number)))
                 if on_site is not None:

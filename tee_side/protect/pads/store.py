@@ -37,7 +37,8 @@ class PadStore(ABC):
     """What a step draws its pads from, and what the maker fills.
 
     The bookkeeping is here; a subclass says how u and the two bounds are kept. `layout`: the sites
-    of every token; `capacity`: how many tokens there is space for. Neither changes.
+    of every token; `capacity`: how many tokens there is space for; `group`: how many are filled,
+    and their space given back, together: it divides `capacity`. None of them changes.
 
     Reservation goes in blocks, because the subclass may have to reach the disk for it: `take`
     hands out of what is already reserved, and reserves more when that is used up. The block is as
@@ -46,12 +47,21 @@ class PadStore(ABC):
     """
 
     def __init__(
-        self, layout: PadLayout, capacity: int, key: bytes, *, first: int, filled: int, block: int
+        self,
+        layout: PadLayout,
+        capacity: int,
+        key: bytes,
+        *,
+        first: int,
+        filled: int,
+        block: int,
+        group: int = 1,
     ) -> None:
         if capacity < 1 or block < 1:
             raise ValueError(f"pads: got capacity {capacity}, block {block}, expected at least 1")
         self.layout = layout
         self.capacity = capacity
+        self.group = group
         self._sites = layout.by_number
         self._block = block
         self._first = self._next = self._reserved = first
@@ -81,7 +91,7 @@ class PadStore(ABC):
 
     @property
     def room(self) -> int:
-        """How many tokens could be filled now: free space.
+        """How many tokens could be filled now, whole groups: free space.
 
         Not what is still in use, nor what a batch is filling.
         """
@@ -139,7 +149,7 @@ class PadStore(ABC):
                 self._in_use.pop(index, None)
 
     def begin(self, count: int) -> Batch:
-        """Start filling the next `count` indices, 1 <= `count` <= `room`; one batch at a time.
+        """Start filling the next `count` indices, whole groups up to `room`; one batch at a time.
 
         Raises PadBankError for a bank that has to end, or a disk that cannot be written.
         """
@@ -147,8 +157,9 @@ class PadStore(ABC):
             self.check_usable()
             if self._batch is not None:
                 raise RuntimeError("pads: got a second batch, expected the first one to end")
-            if not 1 <= count <= self._room():
-                raise ValueError(f"pads: got {count} to fill, expected 1 .. {self._room()}")
+            if count % self.group or not 1 <= count <= self._room():
+                expected = f"{self.group} .. {self._room()}, by {self.group}"
+                raise ValueError(f"pads: got {count} to fill, expected {expected}")
             indices = range(self._filled, self._filled + count)
             self._starting(indices)
             self._batch = Batch(self, indices)
@@ -214,7 +225,7 @@ class PadStore(ABC):
     def _room(self) -> int:
         oldest = next(iter(self._in_use), self._next)
         end = self._filled if self._batch is None else self._batch.indices.stop
-        return oldest + self.capacity - end
+        return oldest // self.group * self.group + self.capacity - end
 
     def _use_up(self, indices: range, site: SiteShape) -> None:
         """Mark the pairs as read, all or none, before anything of them is."""

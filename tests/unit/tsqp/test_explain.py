@@ -19,7 +19,7 @@ from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import OPERATORS, PHASES, Phase
 from tests.support import SavedModel, Tee, assemble, token_ids, with_results
@@ -325,7 +325,7 @@ def test_a_pad_in_a_bank_takes_what_explain_says(tmp_path: Path) -> None:
     digests = {"model_digest": "0" * 64, "linear_digest": "1" * 64}
     purpose = Purpose.of(layout, mask="pad", **digests)
     place = BankPlace.at(tmp_path / "bank", beside_bank=True)
-    BankFile.create(place, purpose, capacity=3).close()
+    BankFile.create(place, purpose, capacity=2 * MAX_GROUP, group=MAX_GROUP).close()
     assert pads.bank_bytes == read_bank_status(place).token_bytes
     assert pads.memory_bytes == layout.token_bytes
     assert pads.sites == len(layout.sites) == 20

@@ -14,7 +14,7 @@ from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import AdditiveMask, Mask
-from tee_side.protect.pads.bank_format import segment_bytes
+from tee_side.protect.pads.bank_format import MAX_GROUP, slot_bytes
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase, is_linear
 from tsqp.lab.explain.model import Explanation, MaskUse, Needs, OperatorRow, PadsNeeded
@@ -167,7 +167,7 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
         if not isinstance(mask, AdditiveMask):
             continue
         layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
-        on_disk = sum(map(segment_bytes, layout.sites)) if mask.arithmetic == "int8" else None
+        on_disk = slot_bytes(layout, MAX_GROUP) // MAX_GROUP if mask.arithmetic == "int8" else None
         phases = tuple(
             phase
             for phase in PHASES

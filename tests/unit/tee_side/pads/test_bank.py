@@ -148,8 +148,8 @@ def test_records_are_on_disk_before_they_are_available(
 def test_records_are_encrypted_and_never_equal(tmp_path: Path) -> None:
     """The same u for every pad, and again after an abandoned batch: no two records alike."""
     with create(tmp_path) as bank:
-        size = bank_format.segment_bytes(LAYOUT.sites[1])
-        token = sum(bank_format.segment_bytes(site) for site in LAYOUT.sites)
+        size = bank_format.record_bytes(LAYOUT.sites[1], 1)
+        token = sum(bank_format.record_bytes(site, 1) for site in LAYOUT.sites)
         same = torch.full((8, 5), 0x41414141, dtype=torch.int32)
         seen: set[bytes] = set()
         for filled in (8, 16):
@@ -285,7 +285,7 @@ def test_disk_that_becomes_full_while_filling(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    needed = 3 * bank_format.segment_bytes(LAYOUT.sites[0])
+    needed = 3 * bank_format.record_bytes(LAYOUT.sites[0], 1)
     with (
         bank.begin(3) as batch,
         pytest.raises(
@@ -498,7 +498,7 @@ def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
         fill(bank, 2)
     path = tmp_path / "bank"
     files = _snapshot(tmp_path)
-    first, second = (bank_format.segment_bytes(site) for site in LAYOUT.sites)
+    first, second = (bank_format.record_bytes(site, 1) for site in LAYOUT.sites)
     for position in range(first + second):
         site = LAYOUT.sites[position >= first]
         other = LAYOUT.sites[position < first]
@@ -522,7 +522,7 @@ def test_every_byte_of_a_record_counts(tmp_path: Path) -> None:
 
 def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
     layout = PadLayout((SiteShape(0, "qkv_proj", 1, 3), SiteShape(0, "o_proj", 1, 3)))
-    size = bank_format.segment_bytes(layout.sites[0])
+    size = bank_format.record_bytes(layout.sites[0], 1)
     purpose = Purpose.of(layout, mask="pad", model_digest="a" * 64, linear_digest="b" * 64)
     made = BankFile.create(place(tmp_path), purpose, capacity=2, block=1)
     with made, made.begin(2) as batch:
@@ -610,8 +610,10 @@ def test_versions_are_checked_first(tmp_path: Path) -> None:
     create(tmp_path).close()
     for name in ("bank", "bank.index"):
         content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content[:11] + b"\x02" + content[12:])
-        with pytest.raises(PadBankError, match=_message(f"{name}: version", "got 2, expected 1")):
+        (tmp_path / name).write_bytes(content[:11] + b"\x01" + content[12:])
+        with pytest.raises(
+            PadBankError, match=_message(f"{name}: version", "got 1, expected 2 (make a new bank")
+        ):
             reopen(tmp_path)
         (tmp_path / name).write_bytes(content)
 

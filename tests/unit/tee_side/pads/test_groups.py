@@ -1,0 +1,124 @@
+"""Records of several tokens: right for one token and for many, each pad once, filled by groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.errors import PadBankError
+from tee_side.protect.pads import bank_format
+from tee_side.protect.pads.bank import BankFile
+from tests.unit.tee_side.pads.tiny import LAYOUT, PURPOSE, fill, place, reopen, use
+
+GROUP = 4
+RECORDS = [bank_format.record_bytes(site, GROUP) for site in LAYOUT.sites]
+
+
+def create(folder: Path, capacity: int = 16) -> BankFile:
+    return BankFile.create(place(folder), PURPOSE, capacity=capacity, group=GROUP, block=1)
+
+
+@pytest.mark.parametrize("counts", [(1,) * 16, (3, 2, 6, 1, 4), (16,), (5, 11), (4, 8, 4)])
+def test_any_rows_get_their_own_pads(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        drawn = [use(bank, bank.take(count))[0] for count in counts]
+    assert torch.cat(drawn).unique(dim=0).shape[0] == 16
+
+
+def test_tokens_in_turns_share_a_record(tmp_path: Path) -> None:
+    """Two micro-batches, each with its own tokens of one group, site by site."""
+    with create(tmp_path) as bank:
+        fill(bank, 8)
+        lanes = [bank.take(2), bank.take(1), bank.take(3)]
+        for site in LAYOUT.sites:
+            for indices in lanes:
+                r, u = bank.factors(indices, site.number)
+                assert (r.shape[0], u.shape[0]) == (len(indices), len(indices))
+        with pytest.raises(RuntimeError, match="index 2"):
+            bank.factors(lanes[1], LAYOUT.sites[0].number)
+
+
+def test_one_token_is_read_from_disk_once_for_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 8)
+        read = []
+        opened = bank._open
+        monkeypatch.setattr(bank, "_open", lambda *record: (read.append(record), opened(*record)))
+        for _ in range(6):
+            use(bank, bank.take(1))
+    assert len(read) == 2 * len(LAYOUT.sites)
+
+
+def test_a_group_begun_by_another_process_goes_on(tmp_path: Path) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 8)
+        before = use(bank, bank.take(1))
+    with reopen(tmp_path, block=1) as bank:
+        assert bank.take(1) == range(1, 2)
+        after = use(bank, bank.take(5))
+    assert not torch.equal(before[0], after[0][:1])
+
+
+def test_space_is_given_back_by_the_group(tmp_path: Path) -> None:
+    with create(tmp_path, capacity=8) as bank:
+        fill(bank, 8)
+        for count in (2, 1):
+            use(bank, bank.take(count))
+            assert bank.room == 0
+        use(bank, bank.take(1))
+        assert bank.room == GROUP
+        for count in (1, GROUP - 1, 2 * GROUP):
+            with pytest.raises(ValueError, match=r"expected 4 \.\. 4, by 4"):
+                bank.begin(count)
+        fill(bank, GROUP)
+        for _ in range(8):
+            use(bank, bank.take(1))
+
+
+def test_a_group_divides_the_capacity(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a divisor of 10"):
+        create(tmp_path, capacity=10)
+    assert not list(tmp_path.iterdir())
+
+
+def test_damage_ends_every_pad_of_its_record_and_no_other(tmp_path: Path) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 8)
+    content = bytearray((tmp_path / "bank").read_bytes())
+    content[4096 + 20] ^= 1
+    (tmp_path / "bank").write_bytes(content)
+    site, other = LAYOUT.sites
+    with reopen(tmp_path, block=1) as bank:
+        for index in range(GROUP):
+            indices = bank.take(1)
+            with pytest.raises(PadBankError, match="pad 0, layer 0"):
+                bank.factors(indices, site.number)
+            with pytest.raises(RuntimeError, match=f"index {index}"):
+                bank.factors(indices, site.number)
+            bank.factors(indices, other.number)
+        use(bank, bank.take(4))
+
+
+def test_records_of_groups_that_changed_places_do_not_open(tmp_path: Path) -> None:
+    with create(tmp_path, capacity=8) as bank:
+        fill(bank, 8)
+    content = (tmp_path / "bank").read_bytes()
+    half = (len(content) - 4096) // 2
+    assert half == sum(RECORDS)
+    (tmp_path / "bank").write_bytes(content[:4096] + content[4096 + half :] + content[4096:][:half])
+    with reopen(tmp_path, block=1) as bank:
+        indices = bank.take(1)
+        for site in LAYOUT.sites:
+            with pytest.raises(PadBankError, match="pad 0"):
+                bank.factors(indices, site.number)
+
+
+def test_nonces_are_counted_by_records(tmp_path: Path) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 8)
+        assert bank._state.sealed == 2 * len(LAYOUT.sites)
