@@ -1,5 +1,5 @@
 """Products on an NVIDIA GPU: exact kernels in Triton, carried out as CUDA graphs.
 
-Imported with `--device cuda` alone. Tested on a CPU: the kernels by Triton's interpreter, the rest
+Tested on a CPU: the kernels by Triton's interpreter, the rest
 with stand-ins for CUDA's objects. None of it has run on a GPU yet (docs/adr/0019).
 """

@@ -106,12 +106,12 @@ class CudaKernels:
     def _choose_tiles(self) -> None:
         """Choose for all operators of a layer, so that no request waits for it."""
         operators = (self._weights.integers or {})[self._weights.held_layers[0]]
-        for linear in operators.values():
+        for operator in operators.values():
             for rows in _CHOSEN_ROWS:
-                shape = rows, linear.weight.shape[1]
+                shape = rows, operator.weight.shape[1]
                 self._ring(
-                    torch.zeros(shape, dtype=torch.int32, device=linear.weight.device),
-                    linear.weight,
+                    torch.zeros(shape, dtype=torch.int32, device=operator.weight.device),
+                    operator.weight,
                 )
 
 
