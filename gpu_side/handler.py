@@ -9,6 +9,7 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
+from gpu_side.cuda.kernels import CudaKernels
 from gpu_side.kernels import Kernels, NullWeights, TorchKernels
 from gpu_side.queues import QueueLimits
 from gpu_side.replies import Kernel, Result
@@ -21,8 +22,9 @@ from protocol.messages import EmbeddingRequest, HealthRequest, InitRequest, Requ
 class RequestHandler:
     """Answers requests from weights, or from the null device that is there instead of them.
 
-    Stateless between requests. `limits`: what Init says of the queue, which is the loop's. Call it
-    under `torch.inference_mode`, which costs more than some requests do.
+    Stateless between requests. `limits`: what Init says of the queue, which is the loop's.
+    `spin_us`: how long to ask a GPU without a pause whether it is done. Call it under
+    `torch.inference_mode`, which costs more than some requests do.
     """
 
     def __init__(
@@ -30,13 +32,16 @@ class RequestHandler:
         weights: ServiceWeights | NullWeights,
         max_message_bytes: int,
         limits: QueueLimits | None = None,
+        spin_us: float = 0.0,
     ) -> None:
         self._model: ServedModel
         self._kernels: Kernels
         if isinstance(weights, NullWeights):
             self._model, self._kernels = weights.model, weights.kernels
         else:
-            self._model, self._kernels = weights, TorchKernels(weights)
+            on_cuda = weights.device.type == "cuda"
+            kernels = CudaKernels if on_cuda else TorchKernels
+            self._model, self._kernels = weights, kernels(weights, spin_us)
         self._checker = RequestChecker(self._model, max_message_bytes)
         self._max_message_bytes = max_message_bytes
         self._limits = limits or QueueLimits()

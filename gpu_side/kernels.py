@@ -18,7 +18,7 @@ from gpu_side.devices import NullDevice
 from gpu_side.profiles import DeviceProfile
 from gpu_side.replies import Kernel, Result
 from gpu_side.served_model import OPERATOR_OF, ServedModel
-from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Task
+from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Shape, Task
 from gpu_side.transfer import transfer_to
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
@@ -59,15 +59,15 @@ class TorchKernels:
     of the ring are never rounded.
     """
 
-    def __init__(self, weights: ServiceWeights) -> None:
+    def __init__(self, weights: ServiceWeights, spin_us: float = 0.0) -> None:
         self._weights = weights
-        self._transfer = transfer_to(weights.device)
+        self._transfer = transfer_to(weights.device, spin_us)
         self._twice = _two_rows_are_faster(weights)
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Kernels.prepare`."""
-        product = self._product(request)
         to_host, dtype, shape = self._transfer.to_host, torch_dtype(task.dtype), task.shape
+        product = self._product(request, shape)
 
         def kernel(request: Request) -> Result:
             output = product(request)
@@ -80,35 +80,26 @@ class TorchKernels:
 
         return kernel
 
-    def _product(self, request: Computed) -> Callable[[Any], torch.Tensor]:
+    def _product(self, request: Computed, shape: Shape) -> Callable[[Any], torch.Tensor]:
         """Return what gives the output of such requests, on the device."""
-        weights, rows, floats = self._weights, self._rows, self._floats
-        to_device = self._transfer.to_device
+        rows, floats, to_device = self._rows, self._floats, self._transfer.to_device
         match request:
-            case LinearRequest(layer_idx=layer, module_names=names):
-                fused = _there(weights.linears)[layer][OPERATOR_OF[names[0]]]
-                part = _part(names, fused.rows)
-                matrix = fused.weight[part]
-                bias = None if fused.bias is None or not request.bias else fused.bias[part]
+            case LinearRequest() | LMHeadRequest():
+                matrix, bias = weight_of(self._weights, request)
                 return lambda request: linear(rows(request.hidden_states), matrix, bias)
-            case RingLinearRequest(layer_idx=layer, module_names=names):
-                integers = _there(weights.integers)[layer][OPERATOR_OF[names[0]]]
-                weight = integers.weight[_part(names, integers.rows)]
-                out_features, in_features = weight.shape
+            case RingLinearRequest():
+                weight, _ = weight_of(self._weights, request)
+                in_features = weight.shape[1]
 
                 def ring(request: RingLinearRequest) -> torch.Tensor:
                     elements = to_device(to_torch(request.elements), torch.int32)
-                    product = exact_product(elements.view(-1, in_features), weight)
-                    return product.view(*elements.shape[:-1], out_features)
+                    return exact_product(elements.view(-1, in_features), weight).view(shape)
 
                 return ring
             case MatmulRequest():
                 return lambda request: torch.matmul(floats(request.a), floats(request.b))
-            case LMHeadRequest():
-                head = _there(weights.lm_head)
-                return lambda request: linear(rows(request.hidden_states), head)
             case EmbeddingRequest():
-                table = _there(weights.embedding)
+                table = _there(self._weights.embedding)
                 return lambda request: embedding(
                     to_device(to_torch(request.input_ids), torch.int64), table
                 )
@@ -122,6 +113,23 @@ class TorchKernels:
 
     def _floats(self, tensor: WireTensor) -> torch.Tensor:
         return self._transfer.to_device(to_torch(tensor), self._weights.dtype)
+
+
+def weight_of(
+    weights: ServiceWeights, request: LinearRequest | RingLinearRequest | LMHeadRequest
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weight that a request names, [out_features, in_features], and its bias."""
+    match request:
+        case LinearRequest(layer_idx=layer, module_names=names):
+            fused = _there(weights.linears)[layer][OPERATOR_OF[names[0]]]
+            part = _part(names, fused.rows)
+            bias = None if fused.bias is None or not request.bias else fused.bias[part]
+            return fused.weight[part], bias
+        case RingLinearRequest(layer_idx=layer, module_names=names):
+            integers = _there(weights.integers)[layer][OPERATOR_OF[names[0]]]
+            return integers.weight[_part(names, integers.rows)], None
+        case LMHeadRequest():
+            return _there(weights.lm_head), None
 
 
 def _two_rows_are_faster(weights: ServiceWeights) -> bool:

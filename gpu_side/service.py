@@ -45,14 +45,15 @@ class ServiceSettings:
     `device`: as `parse_device` reads it. `arithmetic`: which linear weights to hold; "both" does
     without int8 ones where the device's int8 products are not exact, or the weights are transformed
     for a feature mask. `spin_us`: how long to look for the next message before blocking, as long as
-    messages come that fast. `layers`: first and last whose weights to hold, None: all. `metrics`:
-    as `gpu_side.metrics.parse_address` reads it, None: not served. `max_queued_`: how much of one
-    client may wait, in bytes None: one message as large as allowed; and of all together, None: as
-    much as of four. `drain_timeout_s`: how long to go on with what was taken, once told to stop.
-    `identity`: our secret key, and `allow`: the list of the clients that are let in, which SIGHUP
-    reads again; without them everybody is let in, and other machines have to be allowed by
-    `allow_anyone`. `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `kernels`: those of the CPU,
-    see `protocol.native.use`; None: those in use.
+    messages come that fast, and to ask a GPU whether it is done. `layers`: first and last whose
+    weights to hold, None: all. `metrics`: as `gpu_side.metrics.parse_address` reads it, None: not
+    served. `max_queued_`: how much of one client may wait, in bytes None: one message as large as
+    allowed; and of all together, None: as much as of four. `drain_timeout_s`: how long to go on
+    with what was taken, once told to stop. `identity`: our secret key, and `allow`: the list of the
+    clients that are let in, which SIGHUP reads again; without them everybody is let in, and other
+    machines have to be allowed by `allow_anyone`. `heartbeat_timeout_s`: see
+    `protocol.zmq_sockets`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
+    use.
     """
 
     model: Path
@@ -288,7 +289,7 @@ def _load(
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    return RequestHandler(weights, limit, state.queue.limits)
+    return RequestHandler(weights, limit, state.queue.limits, settings.spin_us)
 
 
 def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:

@@ -2,8 +2,8 @@
 
 On CUDA, copies go through pinned host memory, which the device reads and writes by itself; from
 pageable memory the driver would stage every copy a second time and wait. torch keeps pinned blocks
-and hands them out again once the device is done with them, so none is allocated per request. The
-CUDA half has been tested with a stand-in for the device, never on one.
+and hands them out again once the device is done with them, so none is allocated per request.
+Products with weights have a way of their own there (`gpu_side.cuda.products`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 
 from gpu_side.replies import Working
 
-# How often to ask whether the device is done.
+# When to ask again whether the device is done: at once as long as we may spin, then after this, or
+# a part of the time that it has taken so far, whichever is longer, so that long work costs no core.
 _ASK_AGAIN_NS = 50_000
+_ASK_AGAIN_PART = 8
 
 
 class Transfer(Protocol):
@@ -64,18 +66,33 @@ def _record(device: torch.device) -> _Event:
     return event
 
 
-class _Queued:
-    """What stands in a stream before an event."""
+class Queued:
+    """What stands in a stream before an event: work of which only the device knows when it ends.
 
-    def __init__(self, event: _Event) -> None:
+    `spin_us`: for how long to ask again without a pause; the loop looks for messages in between.
+    `ended`: what is left to do then, on the host.
+    """
+
+    def __init__(
+        self, event: _Event, spin_us: float = 0.0, ended: Callable[[], None] | None = None
+    ) -> None:
         self._event = event
+        self._ended = ended
+        self._began_ns = time.perf_counter_ns()
+        self._spin_ns = int(spin_us * 1000)
         self._ended_ns = 0
 
     def ends_ns(self) -> int:
+        """See `Working.ends_ns`."""
         if not self._ended_ns:
             now_ns = time.perf_counter_ns()
             if not self._event.query():
-                return now_ns + _ASK_AGAIN_NS
+                taken_ns = now_ns - self._began_ns
+                if taken_ns < self._spin_ns:
+                    return now_ns + 1
+                return now_ns + max(_ASK_AGAIN_NS, taken_ns // _ASK_AGAIN_PART)
+            if self._ended is not None:
+                self._ended()
             self._ended_ns = now_ns
         return self._ended_ns
 
@@ -90,11 +107,13 @@ class PinnedStaging:
     def __init__(
         self,
         device: torch.device,
+        spin_us: float = 0.0,
         *,
         empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
         record: Callable[[torch.device], _Event] = _record,
     ) -> None:
         self._device = device
+        self._spin_us = spin_us
         self._empty = empty
         self._record = record
 
@@ -110,9 +129,9 @@ class PinnedStaging:
         """See `Transfer.to_host`."""
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
-        return pinned, _Queued(self._record(self._device))
+        return pinned, Queued(self._record(self._device), self._spin_us)
 
 
-def transfer_to(device: torch.device) -> Transfer:
-    """Return what carries tensors to a device."""
-    return PinnedStaging(device) if device.type == "cuda" else InPlace()
+def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:
+    """Return what carries tensors to a device. `spin_us`: see `Queued`."""
+    return PinnedStaging(device, spin_us) if device.type == "cuda" else InPlace()

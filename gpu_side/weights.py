@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from gpu_side.cuda.check import check_ring
 from gpu_side.served_model import BOTH, OPERATOR_OF, ServedModel, read_served_model
 from protocol.errors import KernelError
 from protocol.integer import MAX_IN_FEATURES, check_kernels
@@ -122,7 +123,7 @@ def check_integers(config: ModelConfig, device: torch.device | None) -> None:
             expected=f"at most {MAX_IN_FEATURES}",
         )
     if device is not None:
-        check_kernels(device)
+        (check_ring if device.type == "cuda" else check_kernels)(device)
 
 
 def _read_vocabulary(

@@ -1,4 +1,4 @@
-"""Products in the ring Z_2^32, from the int8 products that CPUs and GPUs have.
+"""Products in the ring Z_2^32, from the int8 products that processors have.
 
 An element of the ring is held as int32; additions and shifts wrap, which is what the ring wants.
 An element splits into four balanced base-256 digits,
@@ -13,8 +13,10 @@ some processors saturate half way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
-from torch.nn.functional import pad
 
 from protocol.errors import KernelError
 from protocol.native import choice, library, pool
@@ -23,16 +25,15 @@ DIGITS = 4
 # A product of one digit must fit int32: MAX_IN_FEATURES * 128 * 128 < 2^31.
 MAX_IN_FEATURES = 2**31 // (128 * 128) - 1
 
+# From elements and a weight to their product, as `ring_product` does it.
+RingProduct: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 # Added to an element, makes every digit unsigned; xor-ed afterwards, makes it signed again.
 _BALANCE = 0x80808080 - 2**32
 
 # A block of rows is as large as keeps its digits and their products in a processor's cache.
 _BLOCK_ELEMENTS = 2**23
 _MIN_BLOCK_ROWS = 32
-
-# What cuBLAS asks of int8 products: more than 16 rows, and the other sizes multiples of 8.
-_CUDA_MIN_ROWS = 17
-_CUDA_MULTIPLE = 8
 
 # What `check_kernels` tries: sizes that real models and small ones have, odd ones, one row and
 # many; values whose digits are all -128 or all 127.
@@ -46,7 +47,7 @@ LARGEST_OF_DIGITS = 0x7F7F7F7F
 def empty_weight(out_features: int, in_features: int, device: torch.device) -> torch.Tensor:
     """Return an unset int8 [out_features, in_features] in the layout that products are fastest in.
 
-    Compiled kernels and cuBLAS take the plain one. torch on a CPU, a view of a matrix with
+    Compiled kernels and GPUs take the plain one. torch on a CPU, a view of a matrix with
     in_features rows: two to five times as fast for few rows as the other way round.
     """
     if device.type == "cpu" and not choice().compiled:
@@ -121,48 +122,27 @@ def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Half the work or less for values that are small: the product itself where it fits int32, and
     modulo 2^32 otherwise. How long it takes depends on the values: not for activations in the TEE.
     """
-    # On CUDA, looking at the values would stop the queue of kernels for every request, and those
-    # under a mask need all digits anyway.
-    count = DIGITS if values.device.type == "cuda" else digits_needed(values)
-    return _product(values, weight, count)
+    return _product(values, weight, digits_needed(values))
 
 
 def int8_product(
     rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return rows @ weight^T as this device multiplies int8.
+    """Return rows @ weight^T as this processor multiplies int8.
 
     `rows`: int8 [M, K]; `weight`: int8 [N, K]. Returns int32 [M, N], in `out` where it is given.
     """
-    if rows.device.type == "cuda":
-        product = padded_int8_product(rows, weight)
-        return product if out is None else out.copy_(product)
     if out is None:
         return torch._int_mm(rows, weight.t())
     return torch._int_mm(rows, weight.t(), out=out)
 
 
-def padded_int8_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return rows @ weight^T through a product of the sizes that cuBLAS accepts.
-
-    It takes more than 16 rows, and multiples of 8 for the rest. Zeros are added where a size is
-    none, and what they give is cut off. Shapes and dtypes are those of `int8_product`.
-    """
-    (M, K), N = rows.shape, weight.shape[0]
-    more_rows = _to_multiple(max(M, _CUDA_MIN_ROWS)) - M
-    more_in, more_out = _to_multiple(K) - K, _to_multiple(N) - N
-    if more_rows or more_in:
-        rows = pad(rows, (0, more_in, 0, more_rows))
-    if more_in or more_out:
-        weight = pad(weight, (0, more_in, 0, more_out))
-    return torch._int_mm(rows.contiguous(), weight.t())[:M, :N]
-
-
-def check_kernels(device: torch.device) -> None:
+def check_kernels(device: torch.device, product: RingProduct = ring_product) -> None:
     """Compare the device's products with exact ones, for the shapes and values that break first.
 
-    Takes a fraction of a second. Raises KernelError at the first product that differs: int8
-    instructions of some processors saturate, and a ring that saturates is no ring.
+    `product`: what computes `ring_product` there. Takes a fraction of a second. Raises KernelError
+    at the first product that differs: int8 instructions of some processors saturate, and a ring
+    that saturates is no ring.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -184,20 +164,20 @@ def check_kernels(device: torch.device) -> None:
                         torch.full(rows, _ALL_DIGITS_LOWEST, dtype=torch.int32),
                         torch.full(rows, LARGEST_OF_DIGITS, dtype=torch.int32),
                     ):
-                        _check_product(elements.to(device), laid_out)
+                        _check_product(elements.to(device), laid_out, product)
 
 
-def _check_product(elements: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_product(elements: torch.Tensor, weight: torch.Tensor, product: RingProduct) -> None:
     # Sums below 2^53 are exact in float64, whose products do not share the instructions on trial.
     exact_weight = weight.cpu().double().t()
     exact = (elements.cpu().double() @ exact_weight).long().to(torch.int32)
-    # One digit alone as well: few rows have kernels of their own, too.
-    digit = to_digits(elements, 1)[0]
-    exact_digit = (digit.cpu().double() @ exact_weight).long().to(torch.int32)
-    if not (
-        torch.equal(ring_product(elements, weight).cpu(), exact)
-        and torch.equal(int8_product(digit, weight).cpu(), exact_digit)
-    ):
+    right = torch.equal(product(elements, weight).cpu(), exact)
+    if product is ring_product:
+        # One digit alone as well: few rows have kernels of their own, too.
+        digit = to_digits(elements, 1)[0]
+        exact_digit = (digit.double() @ exact_weight).long().to(torch.int32)
+        right &= torch.equal(int8_product(digit, weight), exact_digit)
+    if not right:
         raise KernelError(
             f"int8 products on {elements.device}",
             got=f"wrong numbers for {list(elements.shape)} by {list(weight.shape)}",
@@ -236,7 +216,3 @@ def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.
         scratch = products if scratch is None else scratch
         combine_digits(products.view(count, -1, N), out[block])
     return out
-
-
-def _to_multiple(size: int) -> int:
-    return -(-size // _CUDA_MULTIPLE) * _CUDA_MULTIPLE

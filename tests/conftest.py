@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 # The models are tiny: threads cost more than they bring, and one thread adds up in one order.
 torch.set_num_threads(1)
 native.set_threads(1)
+
+# Triton reads it when it is imported, by us or by transformers: kernels run in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # What a shell starts in the background, or nohup, ignores these, and so would every program that is
 # started here, some of them to be interrupted.

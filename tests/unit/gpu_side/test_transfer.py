@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from gpu_side.transfer import InPlace, PinnedStaging, transfer_to
+from gpu_side import transfer
+from gpu_side.transfer import InPlace, PinnedStaging, Queued, transfer_to
 
 
 class Pinned:
@@ -78,6 +79,29 @@ def test_the_host_is_told_when_the_device_is_done() -> None:
     assert before_ns <= ended_ns <= time.perf_counter_ns()
     pinned.done = False  # nobody asks the device any more
     assert work.ends_ns() == ended_ns
+
+
+def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clock:
+        now = 0
+
+        def perf_counter_ns(self) -> int:
+            return self.now
+
+    clock, pinned, ended = Clock(), Pinned(), list[int]()
+    monkeypatch.setattr(transfer, "time", clock)
+    clock.now = 1_000
+    work = Queued(pinned, 300.0, lambda: ended.append(clock.now))
+    for taken_ns, again_ns in ((0, 1), (299_999, 1), (300_000, 50_000), (8_000_000, 1_000_000)):
+        clock.now = 1_000 + taken_ns
+        assert work.ends_ns() == clock.now + again_ns
+    assert not ended
+    pinned.done = True
+    clock.now = 9_000_000
+    assert (work.ends_ns(), work.ends_ns()) == (9_000_000, 9_000_000)
+    assert ended == [9_000_000]
 
 
 def test_every_reply_has_memory_of_its_own() -> None:

@@ -17,7 +17,6 @@ from protocol.integer import (
     empty_weight,
     exact_product,
     int8_product,
-    padded_int8_product,
     ring_product,
     to_digits,
 )
@@ -210,22 +209,6 @@ def test_small_values_cost_few_digits_and_are_exact(
     assert rows == [6 * count]
 
 
-def test_a_gpus_values_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking waits for all kernels before; a tensor of no device stands in for a GPU's."""
-
-    class OnCuda(torch.Tensor):
-        device = torch.device("cuda")
-
-    def looked(values: torch.Tensor) -> int:
-        pytest.fail("looked at the values")
-
-    counts: list[int] = []
-    monkeypatch.setattr(integer, "digits_needed", looked)
-    monkeypatch.setattr(integer, "_product", lambda values, weight, count: counts.append(count))
-    exact_product(torch.ones(1, 2, dtype=torch.int32).as_subclass(OnCuda), _weight(3, 2))
-    assert counts == [DIGITS]
-
-
 @pytest.mark.usefixtures("torch_kernels")
 def test_any_layout_of_the_weight_gives_the_same_numbers() -> None:
     elements, weight = _elements(9, 50), _weight(70, 50)
@@ -234,48 +217,6 @@ def test_any_layout_of_the_weight_gives_the_same_numbers() -> None:
     assert torch.equal(ring_product(elements, weight.contiguous()), expected)
     for rows in (slice(0, 33), slice(33, 70), slice(5, 6)):
         assert torch.equal(ring_product(elements, weight[rows]), expected[:, rows])
-
-
-@pytest.mark.usefixtures("torch_kernels")
-@pytest.mark.each_value
-@pytest.mark.parametrize("rows", [1, 4, 16, 17, 24, 25, 129])
-@pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (8, 8), (13, 24), (32, 9)])
-def test_padded_product_equals_the_plain_one(
-    rows: int, in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = _elements(rows, in_features, low=-128, high=127).to(torch.int8)
-    weight = _weight(out_features, in_features)
-    seen: list[tuple[int, int, int]] = []
-    plain = torch._int_mm
-
-    def strict(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen.append((a.shape[0], a.shape[1], b.shape[1]))
-        return plain(a, b)
-
-    monkeypatch.setattr(torch, "_int_mm", strict)
-    product = padded_int8_product(left, weight)
-    ((M, K, N),) = seen
-    assert M > 16
-    assert (M % 8, K % 8, N % 8) == (0, 0, 0)
-    assert max(rows, 17) + 8 > M
-    assert (product.dtype, product.shape) == (torch.int32, (rows, out_features))
-    assert torch.equal(product.long(), left.long() @ weight.long().t())
-
-
-def test_the_ring_over_padded_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CUDA device goes through, forced on the CPU."""
-
-    def padded(
-        rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        product = padded_int8_product(rows, weight)
-        return product if out is None else out.copy_(product)
-
-    monkeypatch.setattr(integer, "int8_product", padded)
-    monkeypatch.setattr(integer, "_BLOCK_ELEMENTS", 1)
-    for rows in (1, 4, 35, 70):
-        elements, weight = _elements(rows, 21), _weight(11, 21)
-        assert torch.equal(ring_product(elements, weight), _reference(elements, weight))
 
 
 def test_this_processors_products_are_exact() -> None:
@@ -322,3 +263,11 @@ def test_a_processor_that_is_not_exact_is_found(
     monkeypatch.setattr(torch, "_int_mm", broken)
     with pytest.raises(KernelError, match=r"int8 products on cpu: got wrong numbers for \["):
         check_kernels(CPU)
+
+
+def test_a_device_s_own_product_is_what_is_checked() -> None:
+    def wrong(elements: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ring_product(elements, weight) + (len(elements) == 33)
+
+    with pytest.raises(KernelError, match=r"got wrong numbers for \[33, "):
+        check_kernels(CPU, wrong)
