@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from protocol.messages import (
     ModuleName,
     Request,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
     tensor_reply,
 )
@@ -94,24 +96,27 @@ class TorchKernels:
             case RingLinearRequest(layer_idx=layer, module_names=names):
                 integers = _there(weights.integers)[layer][OPERATOR_OF[names[0]]]
                 weight = integers.weight[_part(names, integers.rows)]
-                out_features, in_features = weight.shape
-
-                def ring(request: RingLinearRequest) -> torch.Tensor:
-                    elements = to_device(to_torch(request.elements), torch.int32)
-                    product = exact_product(elements.view(-1, in_features), weight)
-                    return product.view(*elements.shape[:-1], out_features)
-
-                return ring
+                return partial(self._ring, weight)
             case MatmulRequest():
                 return lambda request: torch.matmul(floats(request.a), floats(request.b))
             case LMHeadRequest():
                 head = _there(weights.lm_head)
                 return lambda request: linear(rows(request.hidden_states), head)
+            case RingLMHeadRequest():
+                return partial(self._ring, _there(weights.lm_head_int8).weight)
             case EmbeddingRequest():
                 table = _there(weights.embedding)
                 return lambda request: embedding(
                     to_device(to_torch(request.input_ids), torch.int64), table
                 )
+
+    def _ring(
+        self, weight: torch.Tensor, request: RingLinearRequest | RingLMHeadRequest
+    ) -> torch.Tensor:
+        elements = self._transfer.to_device(to_torch(request.elements), torch.int32)
+        out_features, in_features = weight.shape
+        product = exact_product(elements.view(-1, in_features), weight)
+        return product.view(*elements.shape[:-1], out_features)
 
     def _rows(self, tensor: WireTensor) -> torch.Tensor:
         """Return what to multiply by a weight: the rows, or a single one twice."""
