@@ -17,6 +17,7 @@ from protocol.messages import (
     MatmulRequest,
     NormWeight,
     RingLinearRequest,
+    RingLMHeadRequest,
     RotaryParams,
     TensorReply,
 )
@@ -42,6 +43,7 @@ _INLINE_TENSORS: dict[type[BaseModel], dict[str, Inline]] = {
         "b": Inline("b_buffer", "b_shape", "dtype"),
     },
     LMHeadRequest: {"hidden_states": Inline("hidden_states", "shape", "dtype")},
+    RingLMHeadRequest: {"elements": Inline("elements", "shape", "=int32")},
     RotaryParams: {"inv_freq": Inline("inv_freq", "inv_freq_shape", "=float32")},
     NormWeight: {"weight": Inline("weight", "shape", "=float32")},
     TensorReply: {"output": Inline("output", "shape", "dtype")},

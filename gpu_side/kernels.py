@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -30,12 +30,16 @@ from protocol.messages import (
     ModuleName,
     Request,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
     tensor_reply,
 )
 from protocol.tensors import ITEMSIZE, WireTensor, raw_bytes, short_name, to_torch, torch_dtype
 
 T = TypeVar("T")
+
+# What is multiplied by a weight.
+WeightRequest: TypeAlias = LinearRequest | RingLinearRequest | LMHeadRequest | RingLMHeadRequest
 
 _SMALLEST_ZEROS = 2**16
 
@@ -87,11 +91,11 @@ class TorchKernels:
             case LinearRequest() | LMHeadRequest():
                 matrix, bias = weight_of(self._weights, request)
                 return lambda request: linear(rows(request.hidden_states), matrix, bias)
-            case RingLinearRequest():
+            case RingLinearRequest() | RingLMHeadRequest():
                 weight, _ = weight_of(self._weights, request)
                 in_features = weight.shape[1]
 
-                def ring(request: RingLinearRequest) -> torch.Tensor:
+                def ring(request: RingLinearRequest | RingLMHeadRequest) -> torch.Tensor:
                     elements = to_device(to_torch(request.elements), torch.int32)
                     return exact_product(elements.view(-1, in_features), weight).view(shape)
 
@@ -116,7 +120,7 @@ class TorchKernels:
 
 
 def weight_of(
-    weights: ServiceWeights, request: LinearRequest | RingLinearRequest | LMHeadRequest
+    weights: ServiceWeights, request: WeightRequest
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the weight that a request names, [out_features, in_features], and its bias."""
     match request:
@@ -130,6 +134,8 @@ def weight_of(
             return integers.weight[_part(names, integers.rows)], None
         case LMHeadRequest():
             return _there(weights.lm_head), None
+        case RingLMHeadRequest():
+            return _there(weights.lm_head_int8).weight, None
 
 
 def _two_rows_are_faster(weights: ServiceWeights) -> bool:

@@ -81,7 +81,7 @@ class ServedModel:
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether LMHead can be answered."""
+        """Whether LMHead and, with int8 weights, RingLMHead can be answered."""
         return self.provision is None and self.held_layers[-1] == self.config.num_hidden_layers - 1
 
     def init_reply(

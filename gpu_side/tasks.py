@@ -21,12 +21,18 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     RingLinearRequest,
+    RingLMHeadRequest,
 )
 from protocol.tensors import FLOAT_DTYPES, ITEMSIZE, WireTensor, to_torch
 
 # Everything but Init.
 Computed: TypeAlias = (
-    EmbeddingRequest | LinearRequest | RingLinearRequest | MatmulRequest | LMHeadRequest
+    EmbeddingRequest
+    | LinearRequest
+    | RingLinearRequest
+    | MatmulRequest
+    | LMHeadRequest
+    | RingLMHeadRequest
 )
 Shape: TypeAlias = tuple[int, ...]
 
@@ -96,7 +102,9 @@ class RequestChecker:
             case MatmulRequest(a=a, b=b):
                 return self._matmul(a.dtype, a.shape, b.dtype, b.shape)
             case LMHeadRequest(hidden_states=hidden):
-                return self._lm_head(hidden.dtype, hidden.shape)
+                return self._lm_head(request.method, hidden, integer=False)
+            case RingLMHeadRequest(elements=elements):
+                return self._lm_head(request.method, elements, integer=True)
             case EmbeddingRequest(input_ids=ids):
                 return self._embedding(ids.dtype, ids.shape, request.dtype)
 
@@ -114,46 +122,44 @@ class RequestChecker:
     def _linear(
         self, request: LinearRequest | RingLinearRequest, tensor: WireTensor, *, integer: bool
     ) -> Task:
-        if ("int8" if integer else "float") not in self._held.arithmetic:
-            raise self._unavailable(request.method, f"{'int8' if integer else 'float'} weights")
+        self._require_weights(request.method, integer=integer)
         layers = self._config.num_hidden_layers
         if request.layer_idx >= layers:
             where = f"{request.method}.layer_idx"
             raise _refuse(where, str(request.layer_idx), f"0 to {layers - 1}")
         if request.layer_idx not in self._layers:
             raise self._unavailable(request.method, f"layer {request.layer_idx}")
-        names, dtype, method = request.module_names, tensor.dtype, request.method
+        names, method = request.module_names, request.method
         modules = FUSED_MODULES[OPERATOR_OF[names[0]]]
         if len(names) > 1 and names != modules:
             together = " or ".join(" ".join(m) for m in FUSED_MODULES.values() if len(m) > 1)
             raise _refuse(f"{method}.module_names", " ".join(names), f"one module, or {together}")
+        sizes = [self._config.module_shape(name) for name in names]
+        in_features, out_features = sizes[0][1], sum(size[0] for size in sizes)
+        return self._product(method, tensor, in_features, out_features, integer=integer)
+
+    def _lm_head(self, method: str, tensor: WireTensor, *, integer: bool) -> Task:
+        if not self._held.has_lm_head:
+            raise self._unavailable(method, "an LM head")
+        if integer:  # the float one is there whatever the linear weights are
+            self._require_weights(method, integer=True)
+        config = self._config
+        return self._product(method, tensor, config.hidden_size, config.vocab_size, integer=integer)
+
+    def _require_weights(self, method: str, *, integer: bool) -> None:
+        kind = "int8" if integer else "float"
+        if kind not in self._held.arithmetic:
+            raise self._unavailable(method, f"{kind} weights")
+
+    def _product(
+        self, method: str, tensor: WireTensor, in_features: int, out_features: int, *, integer: bool
+    ) -> Task:
         where = f"{method}.{'elements' if integer else 'hidden_states'}"
+        dtype, shape = tensor.dtype, tensor.shape
         if integer and dtype != "int32":
             raise _refuse(where, dtype, "int32")
         if not integer and dtype not in FLOAT_DTYPES:
             raise _refuse(where, dtype, "a float dtype")
-        sizes = [self._config.module_shape(name) for name in names]
-        in_features, out_features = sizes[0][1], sum(size[0] for size in sizes)
-        return self._product(where, dtype, tensor.shape, in_features, out_features, integer)
-
-    def _lm_head(self, dtype: str, shape: Shape) -> Task:
-        if not self._held.has_lm_head:
-            raise self._unavailable("LMHead", "an LM head")
-        where = "LMHead.hidden_states"
-        if dtype not in FLOAT_DTYPES:
-            raise _refuse(where, dtype, "a float dtype")
-        config = self._config
-        return self._product(where, dtype, shape, config.hidden_size, config.vocab_size, False)
-
-    def _product(
-        self,
-        where: str,
-        dtype: str,
-        shape: Shape,
-        in_features: int,
-        out_features: int,
-        integer: bool,
-    ) -> Task:
         if shape[-1] != in_features:
             raise _refuse(where, f"shape {list(shape)}", f"{in_features} on the last axis")
         rows = math.prod(shape[:-1])

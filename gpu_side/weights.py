@@ -19,7 +19,7 @@ from protocol.integer import MAX_IN_FEATURES, check_kernels
 from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear, load_quantized
+from protocol.model.quantized import QuantizedLinear, load_quantized, load_quantized_lm_head
 from protocol.model.weights import FusedLinear, load_linear, load_tensor
 
 Progress = Callable[[int, int], None]
@@ -35,14 +35,16 @@ class ServiceWeights(ServedModel):
 
     `embedding`, `lm_head`: [vocab_size, hidden_size] (one tensor if tied), None where the
     directory holds weights for a client's feature mask, or their layer is not among `held_layers`.
-    `linears[layer]` and `integers[layer]` by fused operator, None where `arithmetic` lacks float or
-    int8.
+    `lm_head_int8`: a matrix of its own, also where floats are tied; None where `lm_head` is, or
+    `arithmetic` lacks int8. `linears[layer]` and `integers[layer]` by fused operator, None where
+    `arithmetic` lacks float or int8.
     """
 
     device: torch.device
     dtype: torch.dtype
     embedding: torch.Tensor | None
     lm_head: torch.Tensor | None
+    lm_head_int8: QuantizedLinear | None
     linears: FloatLinears | None
     integers: IntegerLinears | None
 
@@ -58,6 +60,8 @@ class ServiceWeights(ServedModel):
         for integers in (self.integers or {}).values():
             for quantized in integers.values():
                 tensors += [quantized.weight, quantized.scale]
+        if self.lm_head_int8 is not None:
+            tensors += [self.lm_head_int8.weight, self.lm_head_int8.scale]
         return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -81,6 +85,9 @@ def load_weights(
     config, arithmetic = held.config, held.arithmetic
 
     embedding, lm_head = _read_vocabulary(held, checkpoint, dtype, device)
+    lm_head_int8: QuantizedLinear | None = None
+    if held.has_lm_head and "int8" in arithmetic:
+        lm_head_int8 = load_quantized_lm_head(checkpoint, config, device)
     linears: FloatLinears = {}
     integers: IntegerLinears = {}
     for done, layer in enumerate(held.held_layers, 1):
@@ -105,6 +112,7 @@ def load_weights(
         dtype=dtype,
         embedding=embedding,
         lm_head=lm_head,
+        lm_head_int8=lm_head_int8,
         linears=linears or None,
         integers=integers or None,
     )

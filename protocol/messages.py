@@ -114,6 +114,16 @@ class LMHeadRequest(Message):
     hidden_states: WireTensor
 
 
+class RingLMHeadRequest(Message):
+    """Apply the LM head's int8 weights in the ring Z_2^32, as a RingLinear does a layer's.
+
+    `elements`: int32 [..., hidden_size]. The reply is int32 [..., vocab_size], without scales.
+    """
+
+    method: ClassVar[str] = "RingLMHead"
+    elements: WireTensor
+
+
 class InitConfig(Message):
     """The sizes that a client of the published schema needs, under the published names."""
 
@@ -145,7 +155,8 @@ class InitReply(Message):
     own model directory, to catch a service that was started with another model, and uses none of
     it: the service is not trusted. The digests are those of `protocol.model.identity`;
     `max_message_bytes` is the service's limit for one message, either way; `arithmetic` says which
-    linear weights it holds: those for Linear (float), those for RingLinear (int8), or both.
+    linear weights it holds: those for Linear (float), those for RingLinear and RingLMHead (int8),
+    or both.
     `provision_id`: None for a model directory; for weights transformed by a feature mask the id of
     the key that they belong to (`gpu_side.provision`), and then `model_digest` repeats it
     and `norm_weights` is empty. `instance_id`: random, of this service process, by which a runner
@@ -221,6 +232,7 @@ Request: TypeAlias = (
     | RingLinearRequest
     | MatmulRequest
     | LMHeadRequest
+    | RingLMHeadRequest
 )
 Response: TypeAlias = InitReply | HealthReply | TensorReply
 

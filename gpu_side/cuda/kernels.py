@@ -11,17 +11,11 @@ from torch.nn.functional import linear
 from gpu_side.cuda.device import CudaDevice
 from gpu_side.cuda.products import GRAPH_ROWS, Product, Products
 from gpu_side.cuda.tiles import TileChoices
-from gpu_side.kernels import TorchKernels, weight_of
+from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
 from gpu_side.replies import Kernel, Result, Working
 from gpu_side.tasks import Computed, LinearWork, Task
 from gpu_side.weights import ServiceWeights
-from protocol.messages import (
-    FUSED_MODULES,
-    LinearRequest,
-    LMHeadRequest,
-    RingLinearRequest,
-    tensor_reply,
-)
+from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
 from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
 
 # For how many rows tiles are chosen at the start; for other shapes at their first request.
@@ -52,7 +46,7 @@ class CudaKernels:
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `gpu_side.kernels.Kernels.prepare`."""
-        if not isinstance(request, LinearRequest | RingLinearRequest | LMHeadRequest):
+        if not isinstance(request, WeightRequest):
             return self._others.prepare(request, task)
         work = task.work
         if not isinstance(work, LinearWork):
@@ -73,7 +67,7 @@ class CudaKernels:
         return kernel
 
     def plan(
-        self, request: LinearRequest | RingLinearRequest | LMHeadRequest, task: Task
+        self, request: WeightRequest, task: Task
     ) -> Callable[[torch.Tensor, torch.Tensor], Working]:
         """Return what fills a result, for a link that has rows and reply in memory of its own.
 
@@ -89,7 +83,8 @@ class CudaKernels:
         def floats(rows: torch.Tensor) -> torch.Tensor:
             return linear(rows.to(dtype), weight, bias).to(wire_dtype)
 
-        product: Product = integers if isinstance(request, RingLinearRequest) else floats
+        is_ring = isinstance(request, RingLinearRequest | RingLMHeadRequest)
+        product: Product = integers if is_ring else floats
         place: Hashable = (
             request.method,
             *(getattr(request, name, None) for name in ("layer_idx", "module_names", "bias")),

@@ -44,6 +44,7 @@ WORDS = (
         "RingLinear",
         "Matmul",
         "LMHead",
+        "RingLMHead",
         "linear",
         "Nothing",
     ),
@@ -72,7 +73,7 @@ WORDS = (
 # Words of one kind: one in the place of another is what a check may have forgotten.
 _FAMILIES = (
     ("float32", "float16", "bfloat16", "int32", "int64"),
-    ("Init", "Health", "Embedding", "Linear", "RingLinear", "Matmul", "LMHead"),
+    ("Init", "Health", "Embedding", "Linear", "RingLinear", "Matmul", "LMHead", "RingLMHead"),
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ("success", "error"),
     ("ready", "draining"),

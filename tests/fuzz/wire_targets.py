@@ -44,6 +44,7 @@ from protocol.messages import (
     Request,
     Response,
     RingLinearRequest,
+    RingLMHeadRequest,
     RotaryParams,
     TensorReply,
     Timing,
@@ -85,6 +86,7 @@ def requests() -> list[Request]:
         RingLinearRequest(layer_idx=0, module_names=("o_proj",), elements=tensor("int32", 1, 4)),
         MatmulRequest(a=tensor("float16", 2, 1, 3), b=tensor("float16", 2, 3, 2)),
         LMHeadRequest(hidden_states=tensor("float32", 1, 4)),
+        RingLMHeadRequest(elements=tensor("int32", 1, 4)),
     ]
 
 

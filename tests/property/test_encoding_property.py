@@ -31,6 +31,7 @@ from protocol.messages import (
     Request,
     Response,
     RingLinearRequest,
+    RingLMHeadRequest,
     RotaryParams,
     TensorReply,
     Timing,
@@ -97,6 +98,7 @@ requests: st.SearchStrategy[Request] = st.one_of(
     ),
     st.builds(MatmulRequest, a=tensors(), b=tensors()),
     st.builds(LMHeadRequest, hidden_states=tensors()),
+    st.builds(RingLMHeadRequest, elements=tensors(st.just("int32"))),
 )
 float32_tensors = tensors(st.just("float32"))
 init_replies = st.builds(
@@ -134,7 +136,7 @@ results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(
     st.tuples(st.just("Init"), init_replies),
     st.tuples(st.just("Health"), health_replies),
     st.tuples(
-        st.sampled_from(["Embedding", "Linear", "RingLinear", "Matmul", "LMHead"]),
+        st.sampled_from(["Embedding", "Linear", "RingLinear", "Matmul", "LMHead", "RingLMHead"]),
         st.builds(TensorReply, output=tensors(floats | st.just("int32"))),
     ),
     st.tuples(st.text(max_size=10), st.sampled_from(ErrorCode)),
@@ -206,6 +208,8 @@ def _inline(message: Request, prefix: str) -> dict[str, Any]:
             body = {"dtype": prefix + a.dtype}
             for name, tensor in (("a", a), ("b", b)):
                 body |= {f"{name}_buffer": tensor.data, f"{name}_shape": list(tensor.shape)}
+        case RingLMHeadRequest(elements=elements):
+            body = {"elements": elements.data, "shape": list(elements.shape)}
         case LMHeadRequest(hidden_states=hidden):
             body = {
                 "hidden_states": hidden.data,

@@ -22,6 +22,7 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
 )
 from protocol.tensors import from_torch
@@ -63,6 +64,11 @@ def _ring(layer: int) -> RingLinearRequest:
     return RingLinearRequest(layer_idx=layer, module_names=("q_proj",), elements=elements)
 
 
+RING_LM_HEAD = RingLMHeadRequest(
+    elements=from_torch(torch.ones(1, SIZES["hidden_size"], dtype=torch.int32))
+)
+
+
 def _code(operators: RequestHandler, request: object) -> ErrorCode | None:
     try:
         assert isinstance(operators.apply(request)[0], TensorReply)  # type: ignore[arg-type]
@@ -84,6 +90,7 @@ def test_what_is_not_held_is_unavailable(
         assert _code(operators, _ring(layer)) is expected
     assert _code(operators, EMBEDDING) is (None if first == 0 else ErrorCode.UNAVAILABLE)
     assert _code(operators, LM_HEAD) is (None if last == LAST else ErrorCode.UNAVAILABLE)
+    assert _code(operators, RING_LM_HEAD) is _code(operators, LM_HEAD)
     assert _code(operators, MATMUL) is None
     # Not of this model at all: that is another mistake.
     assert _code(operators, _linear(LAST + 1)) is ErrorCode.INVALID_FIELD
@@ -115,13 +122,19 @@ def test_only_what_is_held_is_loaded(directory: Path, layers: tuple[int, int] | 
     if weights.lm_head is not None:
         assert whole.lm_head is not None
         assert torch.equal(weights.lm_head, whole.lm_head)
+    assert (weights.lm_head_int8 is not None) is (last == LAST)
+    if weights.lm_head_int8 is not None:
+        assert whole.lm_head_int8 is not None
+        assert torch.equal(weights.lm_head_int8.weight, whole.lm_head_int8.weight)
     a_layer = whole.weight_bytes - _vocabulary_bytes(whole)
     assert weights.weight_bytes == _vocabulary_bytes(weights) + a_layer // (LAST + 1) * count
 
 
 def _vocabulary_bytes(weights: ServiceWeights) -> int:
     tensors = {id(t): t for t in (weights.embedding, weights.lm_head) if t is not None}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    head = weights.lm_head_int8
+    integers = 0 if head is None else head.weight.nbytes + head.scale.nbytes
+    return sum(tensor.nbytes for tensor in tensors.values()) + integers
 
 
 @each_row("layers", RANGES)

@@ -34,6 +34,7 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
 )
 from protocol.model.checkpoint import Checkpoint
@@ -72,6 +73,7 @@ REQUESTS: dict[str, Computed] = {
     ),
     "matmul": MatmulRequest(a=from_torch(_floats(6, 2, 16)), b=from_torch(_floats(1, 16, 7))),
     "head": LMHeadRequest(hidden_states=from_torch(_floats(4, HIDDEN).bfloat16())),
+    "ring head": RingLMHeadRequest(elements=from_torch(torch.ones(2, HIDDEN, dtype=torch.int32))),
     "embedding": EmbeddingRequest(
         input_ids=from_torch(torch.tensor([[1, 2, VOCAB - 1]])), dtype="bfloat16"
     ),

@@ -25,6 +25,7 @@ from protocol.messages import (
     ModuleName,
     Request,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
 )
 from protocol.model.quantized import quantize_rows
@@ -79,6 +80,10 @@ def _linear(hidden: torch.Tensor, *modules: ModuleName, layer: int = 1) -> Linea
 
 def _ring(elements: torch.Tensor, *modules: ModuleName, layer: int = 1) -> RingLinearRequest:
     return RingLinearRequest(layer_idx=layer, module_names=modules, elements=from_torch(elements))
+
+
+def _ring_head(elements: torch.Tensor) -> RingLMHeadRequest:
+    return RingLMHeadRequest(elements=from_torch(elements))
 
 
 def _uniform(*shape: int) -> torch.Tensor:
@@ -185,6 +190,25 @@ def test_ring_linear_is_linear_in_the_ring(operators: RequestHandler) -> None:
     masked = _apply(operators, _ring(value - pad, *names))
     unmasked = masked + _apply(operators, _ring(pad, *names))
     assert torch.equal(unmasked, _apply(operators, _ring(value, *names)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_ring_lm_head_is_the_product_modulo_the_ring(
+    tmp_path: Path, shape: tuple[int, ...], tied: bool
+) -> None:
+    model = make_model(tmp_path, tie_word_embeddings=tied)
+    served = RequestHandler(
+        load_weights(
+            tmp_path, device=torch.device("cpu"), dtype=torch.float32, arithmetic=("int8",)
+        ),
+        LIMIT,
+    )
+    elements = _uniform(*shape, HIDDEN)
+    product = _apply(served, _ring_head(elements))
+    exact = elements.long() @ quantize_rows(model.lm_head.weight.detach())[0].long().t()
+    assert product.dtype == torch.int32
+    assert torch.equal(product, ((exact + 2**31) % 2**32 - 2**31).to(torch.int32))
 
 
 @torch.no_grad()
@@ -325,6 +349,7 @@ def test_what_is_not_held_is_unavailable(
     cases: list[tuple[Arithmetic, Request, str]] = [
         ("float", _linear(torch.zeros(1, HIDDEN), "q_proj"), "float weights"),
         ("int8", _ring(_uniform(1, HIDDEN), "q_proj"), "int8 weights"),
+        ("int8", _ring_head(_uniform(1, HIDDEN)), "int8 weights"),
     ]
     for kind, request, needed in cases:
         if kind in arithmetic:
@@ -378,6 +403,7 @@ def test_a_provisioned_directory_answers_linears_alone(
         (_embedding(torch.tensor([1])), "an embedding"),
         (LMHeadRequest(hidden_states=from_torch(hidden)), "an LM head"),
         (_ring(_uniform(2, HIDDEN), "q_proj"), "int8 weights"),
+        (_ring_head(_uniform(2, HIDDEN)), "an LM head"),
     ]
     for case, needed in cases:
         error = _refused(provisioned, case)
@@ -413,6 +439,8 @@ _RING = torch.zeros(2, HIDDEN, dtype=torch.int32)
         (_ring(_RING, "down_proj"), "expected 96 on the last axis"),
         (_ring(_RING, "q_proj", "k_proj"), "RingLinear.module_names: got q_proj k_proj, expected"),
         (_ring(_RING, "up_proj", "gate_proj"), "got up_proj gate_proj"),
+        (_ring_head(_HIDDEN), "RingLMHead.elements: got float32, expected int32"),
+        (_ring_head(_RING[:, 1:]), "elements: got shape [2, 47], expected 48 on the last"),
         (_embedding(torch.tensor([0, VOCAB])), "expected 0 to 319"),
         (_embedding(torch.tensor([-1])), "expected 0 to 319"),
         (_embedding(torch.tensor([2**62])), "got an id outside the vocabulary"),

@@ -147,7 +147,9 @@ def test_weight_bytes_counts_integers_and_their_scales(llama: Path) -> None:
     linears = [t for name, t in tensors.items() if "_proj." in name]
     assert len(linears) == 21
     floats = sum(t.nbytes for t in linears)
-    integers = sum(t.numel() + 4 * t.shape[0] for t in linears)
+    # The LM head has integers beside its floats: RingLMHead and LMHead are two methods.
+    held = [*linears, tensors["lm_head.weight"]]
+    integers = sum(t.numel() + 4 * t.shape[0] for t in held)
     alone = _load(llama).weight_bytes
     assert _load(llama, arithmetic=("int8",)).weight_bytes == alone - floats + integers
     assert _load(llama, arithmetic=("float", "int8")).weight_bytes == alone + integers
@@ -161,6 +163,7 @@ def test_what_is_asked_for_is_held_and_nothing_else(
     assert weights.arithmetic == arithmetic
     assert (weights.linears is not None) is ("float" in arithmetic)
     assert (weights.integers is not None) is ("int8" in arithmetic)
+    assert (weights.lm_head_int8 is not None) is ("int8" in arithmetic)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,6 +207,7 @@ def test_a_provisioned_directory_has_float_linears_and_nothing_else(
     assert weights.provision == provision
     assert weights.arithmetic == ("float",)
     assert (weights.embedding, weights.lm_head, weights.integers) == (None, None, None)
+    assert weights.lm_head_int8 is None
     assert weights.norms == {}
     assert weights.model_digest == provision.provision_id
     assert weights.linear_digest == linear_digest(read_config(tmp_path), Checkpoint(tmp_path))

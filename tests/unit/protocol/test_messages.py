@@ -34,7 +34,9 @@ def test_each_method_has_its_reply() -> None:
     assert {method: response_type(method) for method in REQUEST_TYPES} == {
         "Init": InitReply,
         "Health": HealthReply,
-        **dict.fromkeys(["Embedding", "Linear", "RingLinear", "Matmul", "LMHead"], TensorReply),
+        **dict.fromkeys(
+            ["Embedding", "Linear", "RingLinear", "Matmul", "LMHead", "RingLMHead"], TensorReply
+        ),
     }
 
 

@@ -104,6 +104,8 @@ def gpu_need(
         parts["embedding and LM head"] = vocabulary * (1 if config.tie_word_embeddings else 2)
         for kind in sorted(set(arithmetic)):
             parts[f"{kind} weights"] = _linear_bytes(config, sites, kind, itemsize)
+            if kind == "int8":  # an LM head of its own, also where the floats are tied
+                parts[f"{kind} weights"] += config.vocab_size * (config.hidden_size + _FLOAT_BYTES)
     return Need("gpu-service", parts)
 
 

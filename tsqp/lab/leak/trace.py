@@ -26,6 +26,7 @@ from protocol.messages import (
     ModuleName,
     Request,
     RingLinearRequest,
+    RingLMHeadRequest,
 )
 from protocol.tensors import WireTensor, to_torch
 from tee_side.words import OPERATORS, PHASES, PRODUCTS, Operator, Phase
@@ -171,7 +172,7 @@ def _named(request: Request, layer: int | None, products: int) -> tuple[Operator
     """Name what is no linear operator. Products do not say whose they are; their order does."""
     if isinstance(request, EmbeddingRequest):
         return "embedding", None
-    if isinstance(request, LMHeadRequest):
+    if isinstance(request, LMHeadRequest | RingLMHeadRequest):
         return "lm_head", None
     return ("attn_values" if products % 2 else "attn_scores"), layer
 

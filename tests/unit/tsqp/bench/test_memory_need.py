@@ -77,7 +77,8 @@ def test_a_service_holds_what_its_device_and_arithmetic_say() -> None:
     floats = gpu_need(ONE_B, ["float"], device="cpu", tokens=512)
     both = gpu_need(ONE_B, ["float", "int8", "float"], device="cpu", tokens=512)
     assert floats.parts["float weights"] == 2 * LINEAR
-    assert both.total - floats.total == LINEAR + 4 * OUTPUTS
+    head = ONE_B.vocab_size * (ONE_B.hidden_size + 4)  # of its own, although ONE_B's is tied
+    assert both.total - floats.total == LINEAR + 4 * OUTPUTS + head
     null = gpu_need(ONE_B, ["float", "int8"], device="null", tokens=512)
     assert set(null.parts) == {"process", "temporaries"}
     alone = whole_model_need(ONE_B, "transformers", tokens=512)
