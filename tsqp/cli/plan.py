@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tsqp.lab.link import Link
     from tsqp.lab.plan.model import PlanReport, PolicyPlan, Prediction
 
+# What a service has to beat; planned for beside whatever is asked.
+_BEST_ALONE = "tee-only-int8"
 _TERMS = (
     ("TEE weights", "LM head, and linear layers that stay in the TEE"),
     ("TEE operators", "everything else computed there: attention, norms, sampling"),
@@ -94,7 +96,7 @@ def plan(
     # First, as the work takes a while.
     console = None if as_json else open_console()
     settings = PlanSettings(
-        policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
+        policies=tuple((name, load_policy(name)) for name in dict.fromkeys((*policy, _BEST_ALONE))),
         profile=find_profile(gpu),
         link=read_link(link),
         cores=tee_cores or len(os.sched_getaffinity(0)),
@@ -162,8 +164,28 @@ def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
     return [
         ("time to first token", f"{_ms(found.prefill.total_us)} ms{_held_back(found.prefill)}"),
         ("decode", f"{rate}, {_ms(found.decode.total_us)} ms a step{_held_back(found.decode)}"),
+        *_with_pads(found),
+        *_beside_alone(found, report),
         ("TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"),
     ]
+
+
+def _with_pads(found: PolicyPlan) -> list[tuple[str, str]]:
+    if found.pads is None:
+        return []
+    made = f"{found.pads.token_ms:.2f} ms to make a token's pads"
+    rate = f"{found.sustained_tokens_per_s:.1f} tokens/s of all together"
+    return [("sustained", f"{rate}; {made}, on the same cores after the step that uses them")]
+
+
+def _beside_alone(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
+    (alone,) = (one for one in report.policies if one.policy == _BEST_ALONE)
+    if alone is found:
+        return []
+    decode = alone.tpot_ms / found.tpot_ms
+    sustained = found.sustained_tokens_per_s / alone.sustained_tokens_per_s
+    text = f"decode {decode:.2f} times as fast, {sustained:.2f} sustained; first token"
+    return [(f"beside {_BEST_ALONE}", f"{text} {alone.ttft_ms / found.ttft_ms:.2f}")]
 
 
 def _held_back(found: Prediction) -> str:
