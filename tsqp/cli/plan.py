@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,7 +11,8 @@ import click
 from protocol.errors import SettingsError
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
-from tsqp.cli.program import DEFAULT_POLICY, model_directory
+from tsqp.cli.outputs import OutputFile, Outputs
+from tsqp.cli.program import DEFAULT_POLICY, EXIT_FAILURE, model_directory
 from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.tables import definitions, open_console, table
 
@@ -42,10 +44,31 @@ _TERMS = (
 )
 @click.option(
     "--gpu",
-    required=True,
     allow_from_autoenv=False,  # elsewhere it is an endpoint
     metavar="PROFILE",
-    help="The accelerator: a name such as h100, or a TOML file that describes one.",
+    help="The accelerator: a name such as h100, or a TOML file that describes one. Default: that of"
+    " --machine.",
+)
+@click.option(
+    "--machine",
+    "machine_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Plan for the machine that --fit measured, not for this one.",
+)
+@click.option(
+    "--fit",
+    "fit_path",
+    type=OutputFile(),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Only measure this machine, without a model, and write FILE for --machine: int8 products"
+    " and memory by threads, round trips and bytes of every transport, and --device.",
+)
+@click.option(
+    "--device",
+    metavar="cuda",
+    help="With --fit: also this accelerator's launches, products, memory and copies.",
 )
 @click.option("--tee-cores", type=THREADS, help="Of the TEE side; default: as many as there are.")
 @click.option(
@@ -72,11 +95,17 @@ _TERMS = (
 @use("step-tokens", "dtype", "spin-us", dtype={"help": "Of both sides; default: the model's own."})
 @use("json")
 @config_option
+@click.pass_context
 def plan(
+    run: click.Context,
+    /,
     *,
     model: str | None,
     shape: str | None,
-    gpu: str,
+    gpu: str | None,
+    machine_path: Path | None,
+    fit_path: Path | None,
+    device: str | None,
     tee_cores: int | None,
     link: str | None,
     policy: tuple[str, ...],
@@ -91,15 +120,31 @@ def plan(
     """
     from gpu_side.profiles import find_profile
     from tee_side.policy.placement import load_policy
+    from tsqp.lab.plan.machine import Machine, fit, read_machine
     from tsqp.lab.plan.run import Planning, PlanSettings
 
+    cores = tee_cores or len(os.sched_getaffinity(0))
+    if fit_path is not None:
+        outputs: Outputs[Machine] = Outputs({"--fit": (fit_path, Machine.toml)}, _say)
+        with outputs.checked():
+            measured = fit(cores, options["spin_us"], _accelerator(device), _say)
+        if not outputs.write(measured):
+            run.exit(EXIT_FAILURE)
+        return
+    machine = read_machine(machine_path) if machine_path else None
+    profile = find_profile(gpu) if gpu else machine.gpu if machine else None
+    if profile is None:
+        raise SettingsError(
+            "--gpu", got="none", expected="an accelerator, or --machine with one that was measured"
+        )
     # First, as the work takes a while.
     console = None if as_json else open_console()
     settings = PlanSettings(
         policies=tuple((name, load_policy(name)) for name in dict.fromkeys((*policy, _BEST_ALONE))),
-        profile=find_profile(gpu),
+        profile=profile,
+        machine=machine,
         link=read_link(link),
-        cores=tee_cores or len(os.sched_getaffinity(0)),
+        cores=cores,
         model=model_directory(model) if model else None,
         shape=shape,
         **options,
@@ -125,6 +170,17 @@ def plan(
         console.print(_parts(step, found.decode))
         console.print("Assumed:")
         console.print(definitions([("  -", line) for line in found.assumptions]))
+
+
+def _accelerator(device: str | None) -> str | None:
+    """Return the device to measure. Raises SettingsError for one that is not here."""
+    from gpu_side.devices import parse_device
+
+    if device is not None and not device.startswith("cuda"):
+        raise SettingsError("--device", got=repr(device), expected="cuda or cuda:N")
+    if device is not None:
+        parse_device(device)
+    return device
 
 
 def read_link(text: str | None) -> Link:

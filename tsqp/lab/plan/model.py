@@ -60,6 +60,18 @@ class Rpc(_Model):
     receive_us: float
     decode_us: float
 
+    @property
+    def total_us(self) -> float:
+        """From before it is encoded until its reply is decoded."""
+        return sum((getattr(self, name) for name in RPC_TIMES), start=0.0)
+
+    def stretched(self, factor: float) -> Rpc:
+        """Return it with `factor` times as long for everything."""
+        return self.model_copy(update={name: getattr(self, name) * factor for name in RPC_TIMES})
+
+
+RPC_TIMES = tuple(name for name in Rpc.model_fields if name.endswith("_us"))
+
 
 class Segment(_Model):
     """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""

@@ -37,6 +37,7 @@ from tsqp.lab.bench.random_model import required_bytes, write_random_model
 from tsqp.lab.bench.shapes import Shape, find_shape
 from tsqp.lab.link import Link
 from tsqp.lab.plan.job import Answer, Failed, Job, Measured, as_in_layer
+from tsqp.lab.plan.machine import Instead, Machine, kernel_rates
 from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Step
 from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill
 from tsqp.lab.plan.worker import DECODED, pads_needed
@@ -57,7 +58,7 @@ class PlanSettings:
 
     `policies`: with the name or path that each was given by. `model`: a directory, of which only
     config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
-    which a round trip is measured on this machine.
+    which a round trip is measured on this machine, or was on `machine` (None: this one).
     """
 
     policies: tuple[tuple[str, Policy], ...]
@@ -74,6 +75,7 @@ class PlanSettings:
     dtype: FloatDtype | None = None
     step_tokens: int = DEFAULT_STEP_TOKENS
     spin_us: float = 0.0
+    machine: Machine | None = None
 
 
 class Planning:
@@ -86,12 +88,17 @@ class Planning:
         self._config = config = self._shape.config()
         self._itemsize = ITEMSIZE[settings.dtype or config.dtype]
         self._threads = min(settings.cores, len(os.sched_getaffinity(0)))
+        self._instead: Instead | None = None
         self._kinds = {name: _kinds(policy, config) for name, policy in settings.policies}
         self._check()
 
     def run(self) -> PlanReport:
         """Measure and predict. Raises TsqpError."""
         settings = self._settings
+        if settings.machine is not None:
+            self._say("measuring products, to compare them with the machine's")
+            here = kernel_rates(sorted({1, self._threads}))
+            self._instead = settings.machine.beside(here, settings.cores, settings.transport)
         return PlanReport(
             machine=describe_machine(),
             model=self._shape.name,
@@ -114,6 +121,9 @@ class Planning:
 
     def _check(self) -> None:
         settings, config = self._settings, self._config
+        if settings.machine is not None:  # what it lacks
+            one = ((1.0,), (1.0,))
+            settings.machine.beside(one, settings.cores, settings.transport)
         tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
         if tokens > config.context_length:
             raise SettingsError(
@@ -186,12 +196,15 @@ class Planning:
     def _plan(self, name: str, policy: Policy) -> PolicyPlan:
         settings, config = self._settings, self._config
         costs = self._costs(name, policy)
-        hardware = Hardware(settings.profile, settings.link, settings.cores, self._itemsize)
+        hardware = Hardware(
+            settings.profile, settings.link, settings.cores, self._itemsize, self._instead
+        )
         prefill = predict_prefill(costs, hardware)
         decode = predict_decode(costs, hardware)
         pads = costs.pads
         if pads is not None:
-            faster = costs.threads / settings.cores
+            instead = self._instead
+            faster = costs.threads / settings.cores if instead is None else instead.shared
             pads = pads.model_copy(update={"token_ms": pads.token_ms * faster})
         made_us = pads.token_ms * 1e3 * settings.batch if pads and "decode" in pads.phases else 0.0
         return PolicyPlan(
@@ -303,11 +316,14 @@ class Planning:
 
     def _assumptions(self, policy: Policy, costs: Costs) -> list[str]:
         settings = self._settings
-        found = [
-            f"the TEE's processor is as fast as this machine's; measured on {costs.layers} layers"
-            f" with {costs.threads} threads"
-        ]
-        if settings.cores > self._threads:
+        measured = f"measured on {costs.layers} layers with {costs.threads} threads"
+        found = [f"the TEE's processor is as fast as this machine's; {measured}"]
+        if settings.machine is not None:
+            found = [
+                f"work of the TEE is slower or faster than here as products are; {measured}",
+                "round trips as the machine's file has them, of a client that does nothing else",
+            ]
+        elif settings.cores > self._threads:
             found.append(
                 f"{settings.cores} cores, {self._threads} of which are here: weights that stay, and"
                 f" all TEE work in steps of more than a few rows, are assumed to be"
