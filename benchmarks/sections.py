@@ -339,7 +339,10 @@ def _plan(documents: Documents) -> tuple[list[Check], list[str]]:
     for one in found["rows"]:
         ok = abs(one["error"]) <= tolerance
         off += [] if ok else [one]
-        link = f"{one['link_gbps']:g} Gbit/s, {one['link_rtt_us']:g} us"
+        gbps = one["link_gbps"]
+        link = f"{'any' if gbps is None else f'{gbps:g}'} Gbit/s, {one['link_rtt_us']:g} us"
+        if one.get("fitted"):
+            link = f"{one['transport']}, by `--machine`"
         name = case_name(one["phase"], one["tokens"], one["batch"], one["micro_batches"])
         rows.append(
             (
@@ -518,7 +521,8 @@ SECTIONS: tuple[Section, ...] = (
         "What `tsqp plan` predicts",
         ("plan",),
         "Prediction from three layers, and measurement of the whole model against a modelled"
-        " service and link.",
+        " service and link. By `--machine`: round trips and speeds are those that"
+        " `tsqp plan --fit` measured before.",
         _plan,
     ),
     Section(

@@ -145,7 +145,10 @@ def _documents() -> dict[str, dict[str, Any]]:
             **_about(),
             "machine": MACHINE,
             "tolerance": 0.25,
-            "rows": [{**plan, "case": str(number)} for number in range(6)],
+            "rows": [
+                *({**plan, "case": str(number)} for number in range(5)),
+                {**plan, "case": "5", "link_gbps": None, "fitted": True, "transport": "unix"},
+            ],
         },
         "memory": {
             "machine": MACHINE,
@@ -237,6 +240,8 @@ def test_reached_targets() -> None:
     assert "| tcp | 4 KiB |  | 9.00 |  |  | 9.00 |  |" in page
     assert "| unix | 20.0 | 80.0 | 4.00 | yes |" in page
     assert "| 1,000 | 600 | 1.66 | yes |" in page
+    assert page.count("| h100, 10 Gbit/s, 100 us | decode at 128 |") == 5
+    assert page.count("| h100, unix, by `--machine` | decode at 128 |") == 1
     assert "| 1,000 | 600 | 1.01 | no target |" in page
     assert (
         "| attention | layers | context 128 | 4: 1.00, 8: 2.00 | 1.00 | 2% | may exceed it |"
