@@ -168,7 +168,7 @@ class PolicyRun(_Model):
 
 
 class Baseline(_Model):
-    """Another way to do the same: `transformers`, `published`.
+    """Another way to do the same: `transformers`, `published`, `unmasked` (a GPU alone).
 
     `step_ms` is comparable with `overhead_ms` where `against` is "null", with `step_ms` otherwise.
     With `new_tokens` beyond 1: of decode the mean of a step, of prefill the whole request.
