@@ -31,8 +31,8 @@ _ON_A_GPU = """\
 **On an accelerator nothing was measured since commit e18fae2**: none was at hand, so whether these
 targets are reached is not known. The figures are that commit's, before there were compiled kernels,
 shared memory or kernels for CUDA: one H100 (PCIe 5), 16 vCPU Xeon with AMX, torch 2.11, Unix
-stream, both sides spinning. Targets are for shared memory; the GPU alone, unmasked, is a bf16
-decode in one CUDA graph, which `tsqp bench --device cuda` measures beside.
+stream, both sides spinning. Targets are for shared memory. The GPU alone, unmasked, is a bf16
+decode in one CUDA graph, a baseline of `tsqp bench --device cuda` that no GPU has run yet.
 
 | `shielded`, context 128, 1b / 8b | at e18fae2 | wanted |
 | --- | ---: | ---: |
