@@ -148,10 +148,6 @@ RECORDINGS: tuple[Recording, ...] = (
     # docs/leakage.md has what every operator of the published policy costs.
     _bench("bench_null_unix", *_NULL, "--policy", "tsqp", "--transport", "unix"),
     _bench("bench_null_shm", *_NULL, "--transport", "shm"),
-    _bench(
-        "bench_after_512",
-        *("--device", "null", *_ONE, "--prefill", "512", "--context", "512", "--batch", "1"),
-    ),
     _bench("bench_cpu_unix", *_CPU, "--transport", "unix"),
     _script("calls", shorten=with_machine),
     _script("ping_pong", shorten=with_machine),

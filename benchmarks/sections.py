@@ -13,7 +13,6 @@ from benchmarks.targets import (
     CALLS_TARGET,
     CPU_TARGET,
     MEMORY_TARGET_BYTES,
-    NEW_TOKENS_AFTER,
     OVERHEAD_TARGETS,
     OVERLAP_TARGET,
     RPC_BYTES,
@@ -101,7 +100,8 @@ def _gained(documents: Documents) -> tuple[list[Check], list[str]]:
     checks, rows = [], []
     for transport in TRANSPORTS:
         runs = {r.policy: r for r in _report(documents, f"bench_null_{transport}").policies}
-        for phase, tokens, batch in GAINED_STEPS:
+        steps = GAINED_STEPS[:1] if transport == "tcp" else GAINED_STEPS
+        for phase, tokens, batch in steps:
             found = {name: find_case(run, phase, (tokens, batch, 1)) for name, run in runs.items()}
             ms = {name: case.step_ms.median for name, case in found.items() if case}
             cpu = {
@@ -142,7 +142,7 @@ def _gained(documents: Documents) -> tuple[list[Check], list[str]]:
 
 
 def _overhead(documents: Documents) -> tuple[list[Check], list[str]]:
-    checks, rows, notes = [], [], []
+    checks, rows, floors = [], [], []
     for transport, targets in OVERHEAD_TARGETS.items():
         report = _report(documents, f"bench_null_{transport}")
         for tokens, target in targets.items():
@@ -155,18 +155,16 @@ def _overhead(documents: Documents) -> tuple[list[Check], list[str]]:
             checks.append(check)
             cells = (transport, _tokens(tokens), _ms(theirs_ms), _ms(ours_ms))
             rows.append((*cells, check.reached, check.wanted, verdict(check)))
-        notes += _floor(report, transport)
+        floors += _floor(report, transport)
     calls = documents["calls"]["results"]["client"]
     ok = calls <= CALLS_TARGET
     checks.append(Check("Python calls of a request", f"<= {CALLS_TARGET}", f"{calls:.1f}", ok))
-    notes.append(
-        f"A request takes {calls:.1f} Python calls in the client (wanted <= {CALLS_TARGET})."
-    )
+    floors.append(f"A request takes {calls:.1f} Python calls (wanted <= {CALLS_TARGET}).")
     columns = (
         *("transport", "forward of", "published ms", f"{POLICY} ms"),
         *("ratio", "wanted", "reached"),
     )
-    return checks, [markdown(columns, rows, texts=2), *notes]
+    return checks, [markdown(columns, rows, texts=2), " ".join(floors)]
 
 
 def _tokens(tokens: int) -> str:
@@ -183,29 +181,10 @@ def _floor(report: Report, transport: str) -> list[str]:
     smallest = min(raw, key=lambda p: p.payload_bytes)
     floor_ms = case.rpcs * smallest.p50_us / 1e3
     return [
-        f"The floor of {transport}: {case.rpcs:.0f} round trips at {figures(smallest.p50_us)} us"
+        f"Floor of {transport}: {case.rpcs:.0f} round trips at {figures(smallest.p50_us)} us"
         f" (raw, {smallest.payload_bytes // 1024} KiB each way) are {figures(floor_ms)} ms of the"
         f" {_ms(case.overhead_ms)} ms that one token takes."
     ]
-
-
-def _after(documents: Documents) -> tuple[list[Check], list[str]]:
-    report, new = _report(documents, "bench_after_512"), NEW_TOKENS_AFTER
-    published = _baseline(report, "published", "decode", 512, new)
-    prompt, decode = _case(report, "prefill", 512), _case(report, "decode", 512)
-    theirs_ms = published.step_ms.median * new if published else None
-    # The prompt's own step says the first token.
-    ours_ms = prompt.overhead_ms + (new - 1) * decode.overhead_ms if prompt and decode else None
-    ratio = divided(theirs_ms, ours_ms)
-    rows = [
-        (
-            *(_ms(theirs_ms), _ms(prompt.overhead_ms if prompt else None)),
-            *(_ms(decode.overhead_ms if decode else None), _ms(ours_ms), hundredths(ratio)),
-        )
-    ]
-    columns = ("published ms", f"{POLICY}: prompt ms", "each further token ms", "all ms", "ratio")
-    what = f"{new} tokens after 512"
-    return [Check(what, "state it", hundredths(ratio), None)], [markdown(columns, rows, texts=0)]
 
 
 def _rpc(documents: Documents) -> tuple[list[Check], list[str]]:
@@ -217,21 +196,22 @@ def _rpc(documents: Documents) -> tuple[list[Check], list[str]]:
             for one in documents[name]["results"]
         }
         for transport, payload_bytes, kind in found:
-            if kind != "raw":
-                continue
             key = (transport, payload_bytes)
+            # A bare TCP socket has nothing of ours beside it.
+            if kind != "raw" or (*key, "ours") not in found:
+                continue
             payload = f"{payload_bytes // 1024} KiB"
             cells = rows.setdefault(key, [transport, payload])
-            ours_us, raw_us = found.get((*key, "ours")), found[(*key, "raw")]
+            ours_us, raw_us = found[(*key, "ours")], found[(*key, "raw")]
             ratio = divided(ours_us, raw_us)
-            mark = "" if ours_us is None else hundredths(ratio)
+            mark = hundredths(ratio)
             target = RPC_TARGETS.get(transport)
             if target is not None and (waits, payload_bytes) == ("spins", RPC_BYTES):
                 check = at_most(f"{payload}, {transport}, {waits}", ratio, target)
                 checks.append(check)
                 mark = f"{check.reached} ({check.wanted})"
                 mark = mark if check.ok else f"**{mark}**"
-            cells += ["" if ours_us is None else figures(ours_us), figures(raw_us), mark]
+            cells += [figures(ours_us), figures(raw_us), mark]
     columns = ["transport", "payload"]
     for waits in ("blocks", "spins"):
         columns += [f"ours, {waits}", f"raw, {waits}", "ours/raw"]
@@ -465,14 +445,6 @@ SECTIONS: tuple[Section, ...] = (
         " The published client speaks ZeroMQ over TCP in every run. Python calls are those of the"
         " demo model under `shielded`.",
         _overhead,
-    ),
-    Section(
-        "after-512",
-        "64 tokens after a prompt of 512",
-        ("bench_after_512",),
-        "Overhead, over ZeroMQ. The published client has no KV cache and runs all earlier tokens"
-        " again for each new one. A few of its 64 passes are run, the others interpolated.",
-        _after,
     ),
     Section(
         "rpc",

@@ -7,6 +7,7 @@ Whether a target is reached is worked out from the figures; what is missing or m
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,8 +137,13 @@ def benchmarks_page(documents: Documents) -> str:
         bodies += parts
     opening, gained = _body(GAINED, documents)
     targets = [(GAINED, opening), *((s, c) for s, c in checked if c is None or c)]
-    head = [_HEAD.rstrip(), *gained, "## Targets", _summary(targets), _ON_A_GPU.rstrip()]
-    return "\n\n".join([*head, _METHOD.rstrip(), *_machines(documents), *bodies]) + "\n"
+    head = [_unwrapped(_HEAD), *gained, "## Targets", _summary(targets), _unwrapped(_ON_A_GPU)]
+    return "\n\n".join([*head, _unwrapped(_METHOD), *_machines(documents), *bodies]) + "\n"
+
+
+def _unwrapped(text: str) -> str:
+    """Return a text with a line for each paragraph, point and row, as all others on the page."""
+    return re.sub(r"(?<=[^\n])\n *(?=[^\n|#-])", " ", text.strip())
 
 
 def _body(section: Section, documents: Documents) -> tuple[list[Check] | None, list[str]]:

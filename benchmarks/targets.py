@@ -18,7 +18,6 @@ CALLS_TARGET = 25
 TRUSTED_CPU_TARGET = 0.2
 # Of `tee-only`, in the model's own floats, to the same.
 TEE_ONLY_TARGETS = {("decode", 128): 2.0, ("prefill", 512): 1.5}
-NEW_TOKENS_AFTER = 64
 # At 4 KiB, both sides spinning.
 RPC_TARGETS = {"unix": 1.5, "shm": 2.0}
 RPC_BYTES = 4096

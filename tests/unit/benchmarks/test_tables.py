@@ -114,10 +114,7 @@ def _documents() -> dict[str, dict[str, Any]]:
     }
     bench = _bench()
     return {
-        **{
-            f"bench_{name}": bench
-            for name in ("null_tcp", "null_unix", "null_shm", "after_512", "cpu_unix")
-        },
+        **{f"bench_{name}": bench for name in ("null_tcp", "null_unix", "null_shm", "cpu_unix")},
         "calls": {**_about(), "machine": MACHINE, "results": {"client": 22.4, "service": 19.0}},
         **{
             name: {
@@ -235,9 +232,9 @@ def test_reached_targets() -> None:
             assert re.search(
                 rf"\| {transport} \| {name} .*\| (29\.99|30\.00) \| >= [\d.]+ \| yes \|", overhead
             )
-    assert "A request takes 22.4 Python calls in the client (wanted <= 25)." in overhead
+    assert "A request takes 22.4 Python calls (wanted <= 25)." in overhead
     assert "| unix | 4 KiB | 12.0 | 10.0 | 1.20 | 12.0 | 10.0 | 1.20 (<= 1.5) |" in page
-    assert "| tcp | 4 KiB |  | 9.00 |  |  | 9.00 |  |" in page
+    assert "| tcp | 4 KiB |" not in page
     assert "| unix | 20.0 | 80.0 | 4.00 | yes |" in page
     assert "| 1,000 | 600 | 1.66 | yes |" in page
     assert page.count("| h100, 10 Gbit/s, 100 us | decode at 128 |") == 5
@@ -270,7 +267,7 @@ def test_the_page_opens_with_what_was_gained() -> None:
     with_pads = best_ms / (steps["shielded"] + 12.5)
     assert f"| {best_ms / steps['shielded']:.2f} | {with_pads:.2f} |" in row
     assert row.endswith(" | 24.0 |")
-    prompt = next(line for line in page.splitlines() if line.startswith("| prefill 512 | tcp |"))
+    prompt = next(line for line in page.splitlines() if line.startswith("| prefill 512 | unix |"))
     assert "| no pads |" in prompt
     # The machine that answers at once is no accelerator, and the page says so there.
     assert "answers at once" in _section(page, "What was gained")
@@ -298,17 +295,6 @@ def test_the_best_tee_only_is_what_offloading_is_judged_by() -> None:
     missed = next(line for line in said.splitlines() if line.startswith("**Not reached:**"))
     assert "decode at 128: 1.98" in missed
     assert "prefill 512" not in missed
-
-
-def test_64_tokens_after_512() -> None:
-    document = _bench()
-    report = document["report"]
-    run = next(run for run in report["policies"] if run["policy"] == "attention-in-tee")
-    at_512 = {c["phase"]: c["overhead_ms"] for c in run["cases"] if c["tokens"] == 512}
-    ours_ms = at_512["prefill"] + 63 * at_512["decode"]
-    (after,) = [b for b in report["baselines"] if b["new_tokens"] == 64]
-    text = _section(benchmarks_page({"bench_after_512": document}), _title("after-512"))
-    assert f"| {64 * after['step_ms']['median'] / ours_ms:.2f} |" in text
 
 
 @pytest.mark.parametrize(
