@@ -31,6 +31,7 @@ from tsqp.lab.bench.model import PolicyRun
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.settings import BenchSettings
 from tsqp.lab.link import Link
+from tsqp.lab.plan.machine import Machine, fit
 from tsqp.lab.plan.model import PolicyPlan
 from tsqp.lab.plan.run import Planning, PlanSettings
 
@@ -38,7 +39,7 @@ from tsqp.lab.plan.run import Planning, PlanSettings
 SLOW = DeviceProfile(
     name="slow", tflops=2.0, int8_tops=4.0, gb_per_s=25.0, launch_us=20.0, pcie_gb_per_s=4.0
 )
-TOLERANCE = 0.25
+TOLERANCE = 0.2
 _REPEATS = 5
 _DECODE_STEPS = 40
 _YARDSTICKS = 40
@@ -46,7 +47,11 @@ _YARDSTICKS = 40
 
 @dataclass(frozen=True)
 class Case:
-    """One deployment, and which of its figures to compare."""
+    """One deployment, and which of its figures to compare.
+
+    `fitted`: planned from what `tsqp plan --fit` measures of this machine, in place of its own
+    round trips.
+    """
 
     name: str
     shape: str
@@ -57,6 +62,8 @@ class Case:
     context: int = 128
     batch: int = 1
     micro_batches: int = 1
+    transport: str = "tcp"
+    fitted: bool = False
 
 
 CASES = (
@@ -76,10 +83,20 @@ CASES = (
         batch=16,
         micro_batches=2,
     ),
+    Case(
+        *("fitted", "llama-3.2-1b", "attention-in-tee", "h100", Link(None, 0.0)),
+        transport="unix",
+        fitted=True,
+    ),
+    Case(
+        *("fitted-shielded", "llama-3.2-1b", "shielded", "h100", Link(None, 0.0)),
+        transport="unix",
+        fitted=True,
+    ),
 )
 
 
-def check(case: Case, slow: Path) -> list[dict[str, object]]:
+def check(case: Case, slow: Path, machine: Machine | None) -> list[dict[str, object]]:
     """Plan and measure a case; return a row for the prompt and one for decoding."""
     policy = load_policy(case.policy)
     cores = len(os.sched_getaffinity(0))
@@ -95,6 +112,8 @@ def check(case: Case, slow: Path) -> list[dict[str, object]]:
             context=case.context,
             batch=case.batch,
             micro_batches=case.micro_batches,
+            transport=case.transport,
+            machine=machine if case.fitted else None,
         ),
         _say,
     )
@@ -107,6 +126,7 @@ def check(case: Case, slow: Path) -> list[dict[str, object]]:
             threads=cores,
             gpu_threads=1,
             micro_batches=case.micro_batches,
+            transport=case.transport,
             link_gbps=case.link.gbps,
             link_rtt_us=case.link.rtt_us,
             baselines=False,
@@ -160,6 +180,8 @@ def _row(case: Case, phase: Phase, planned: PolicyPlan, run: PolicyRun) -> dict[
         "tokens": found.tokens,
         "batch": found.batch,
         "micro_batches": case.micro_batches,
+        "transport": case.transport,
+        "fitted": case.fitted,
         "predicted_ms": round(predicted_ms, 3),
         "measured_ms": round(found.step_ms.median, 3),
         "low_ms": round(found.step_ms.low, 3),
@@ -191,12 +213,14 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=names, help="only this; repeatable")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
+    cases = [case for case in CASES if not options.case or case.name in options.case]
+    machine: Machine | None = None
+    if any(case.fitted for case in cases):
+        machine = fit(len(os.sched_getaffinity(0)), 0.0, None, _say)
     rows: list[dict[str, object]] = []
     with _slow_profile() as slow:
-        for case in CASES:
-            if options.case and case.name not in options.case:
-                continue
-            for row in check(case, slow):
+        for case in cases:
+            for row in check(case, slow, machine):
                 rows.append(row)
                 print(
                     f"{row['case']:14} {row['phase']:8} predicted {row['predicted_ms']:9.2f} ms,"

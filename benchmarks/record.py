@@ -121,6 +121,7 @@ def _bench(name: str, *options: str) -> Recording:
 
 # Of recordings whose module is not named as they are.
 _MODULES = {
+    "calls": "tests.tools.calls",
     "plan": "benchmarks.plan_check",
     "ping_pong": "tsqp.lab.bench.ping_pong",
     "ping_pong_spin": "tsqp.lab.bench.ping_pong",
@@ -135,28 +136,20 @@ def _script(
     return Recording(name, command, shorten, may_miss=may_miss)
 
 
-_THREE = ("tsqp", "attention-in-tee", "shielded")
 # Both sides look for a message for a while before they sleep: where the service answers at once,
 # being woken up is most of a round trip.
 _SPIN = ("--spin-us", "300")
-_NULL = (
-    "--device",
-    "null",
-    *_SPIN,
-    *(word for name in _THREE for word in ("--policy", name)),
-)
 _ONE = ("--policy", "attention-in-tee")
+_NULL = ("--device", "null", *_SPIN, *_ONE, "--policy", "shielded")
 _CPU = ("--device", "cpu", *_ONE, "--prefill", "128,512", "--batch", "1")
 
 RECORDINGS: tuple[Recording, ...] = (
     _bench("bench_null_tcp", *_NULL),
-    _bench("bench_null_unix", *_NULL, "--transport", "unix"),
-    _bench(
-        "bench_after_512",
-        *("--device", "null", *_ONE, "--prefill", "512", "--context", "512", "--batch", "1"),
-    ),
-    _bench("bench_cpu_tcp", *_CPU),
+    # docs/leakage.md has what every operator of the published policy costs.
+    _bench("bench_null_unix", *_NULL, "--policy", "tsqp", "--transport", "unix"),
+    _bench("bench_null_shm", *_NULL, "--transport", "shm"),
     _bench("bench_cpu_unix", *_CPU, "--transport", "unix"),
+    _script("calls", shorten=with_machine),
     _script("ping_pong", shorten=with_machine),
     _script("ping_pong_spin", *_SPIN, shorten=with_machine),
     _script("overlap"),

@@ -70,7 +70,8 @@ def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
     path.write_text(head + "\n".join(lines))
     result = plan("--policy", str(path), "--link", "10,100", "--json")
     report = PlanReport.model_validate_json(result.stdout)
-    (found,) = report.policies
+    found, alone = report.policies
+    assert alone.policy == "tee-only-int8"
     check(found, str(path))
     assert found.decode.rpcs == 2
     busy = {part.name: part.busy_us for part in found.decode.parts}
@@ -78,6 +79,11 @@ def test_layers_that_differ_under_pads(tmp_path: Path) -> None:
     assert busy["masks and checks"] > 0
     assert busy["TEE weights"] > 0
     assert any("pads" in line for line in found.assumptions)
+    assert found.pads is not None
+    assert found.pads.phases == ("prefill", "decode")
+    made_us = found.pads.token_ms * 1e3
+    assert found.sustained_tokens_per_s == pytest.approx(1e6 / (found.decode.total_us + made_us))
+    assert alone.pads is None
 
 
 def test_two_services() -> None:
@@ -95,6 +101,7 @@ def test_micro_batches_and_cores_that_are_not_here_in_a_table() -> None:
     # A step of fewer rows than two micro-batches need has one; tee-only has no parts but its own.
     text = plan("--policy", "tee-only", "--batch", "2", "--tee-cores", "512").output
     assert "512 cores" in text
+    assert text.count("beside tee-only-int8") == 1
     assert "not measured" in " ".join(text.split())
     assert "nothing leaves the TEE" in text
     assert "bottleneck" in text

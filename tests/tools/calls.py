@@ -1,5 +1,7 @@
 """How many Python calls one linear RPC takes: `python -m tests.tools.calls` prints both numbers.
 
+With `--json FILE` it also writes them.
+
 The real commands run with the demo model under `shielded` over a unix socket, with pads made
 before, each process under `sys.setprofile`. A call is a Python function that begins; a coroutine
 that goes on is none.
@@ -149,8 +151,11 @@ def _profiled(answer: str, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] and sys.argv[1] != "--json":
         _profiled(sys.argv[1], sys.argv[2:])
     else:
-        for name, calls in measure().items():
+        measured = measure()
+        for name, calls in measured.items():
             print(f"{calls:7.1f}  {name}")  # noqa: T201
+        if sys.argv[1:]:
+            Path(sys.argv[2]).write_text(json.dumps(measured), encoding="utf-8")

@@ -117,7 +117,8 @@ def _profiles() -> Iterable[str]:
 @click.option(
     "--baselines/--no-baselines",
     default=True,
-    help="Also tee-only, transformers, the published client, and raw ping-pong.",
+    help="Also tee-only and tee-only-int8, transformers, the published client, raw ping-pong, and"
+    " with --device cuda that GPU alone, unmasked.",
 )
 @click.option(
     "--json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,7 +11,8 @@ import click
 from protocol.errors import SettingsError
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
-from tsqp.cli.program import DEFAULT_POLICY, model_directory
+from tsqp.cli.outputs import OutputFile, Outputs
+from tsqp.cli.program import DEFAULT_POLICY, EXIT_FAILURE, model_directory
 from tsqp.cli.settings import CONTEXT, THREADS, config_option, model_argument
 from tsqp.cli.tables import definitions, open_console, table
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from tsqp.lab.link import Link
     from tsqp.lab.plan.model import PlanReport, PolicyPlan, Prediction
 
+# What a service has to beat; planned for beside whatever is asked.
+_BEST_ALONE = "tee-only-int8"
 _TERMS = (
     ("TEE weights", "LM head, and linear layers that stay in the TEE"),
     ("TEE operators", "everything else computed there: attention, norms, sampling"),
@@ -40,10 +44,31 @@ _TERMS = (
 )
 @click.option(
     "--gpu",
-    required=True,
     allow_from_autoenv=False,  # elsewhere it is an endpoint
     metavar="PROFILE",
-    help="The accelerator: a name such as h100, or a TOML file that describes one.",
+    help="The accelerator: a name such as h100, or a TOML file that describes one. Default: that of"
+    " --machine.",
+)
+@click.option(
+    "--machine",
+    "machine_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Plan for the machine that --fit measured, not for this one.",
+)
+@click.option(
+    "--fit",
+    "fit_path",
+    type=OutputFile(),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Only measure this machine, without a model, and write FILE for --machine: int8 products"
+    " and memory by threads, round trips and bytes of every transport, and --device.",
+)
+@click.option(
+    "--device",
+    metavar="cuda",
+    help="With --fit: also this accelerator's launches, products, memory and copies.",
 )
 @click.option("--tee-cores", type=THREADS, help="Of the TEE side; default: as many as there are.")
 @click.option(
@@ -71,11 +96,17 @@ _TERMS = (
 @use("step-tokens", "dtype", "spin-us", dtype={"help": "Of both sides; default: the model's own."})
 @use("json")
 @config_option
+@click.pass_context
 def plan(
+    run: click.Context,
+    /,
     *,
     model: str | None,
     shape: str | None,
-    gpu: str,
+    gpu: str | None,
+    machine_path: Path | None,
+    fit_path: Path | None,
+    device: str | None,
     tee_cores: int | None,
     link: str | None,
     policy: tuple[str, ...],
@@ -90,15 +121,31 @@ def plan(
     """
     from gpu_side.profiles import find_profile
     from tee_side.policy.placement import load_policy
+    from tsqp.lab.plan.machine import Machine, fit, read_machine
     from tsqp.lab.plan.run import Planning, PlanSettings
 
+    cores = tee_cores or len(os.sched_getaffinity(0))
+    if fit_path is not None:
+        outputs: Outputs[Machine] = Outputs({"--fit": (fit_path, Machine.toml)}, _say)
+        with outputs.checked():
+            measured = fit(cores, options["spin_us"], _accelerator(device), _say)
+        if not outputs.write(measured):
+            run.exit(EXIT_FAILURE)
+        return
+    machine = read_machine(machine_path) if machine_path else None
+    profile = find_profile(gpu) if gpu else machine.gpu if machine else None
+    if profile is None:
+        raise SettingsError(
+            "--gpu", got="none", expected="an accelerator, or --machine with one that was measured"
+        )
     # First, as the work takes a while.
     console = None if as_json else open_console()
     settings = PlanSettings(
-        policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
-        profile=find_profile(gpu),
+        policies=tuple((name, load_policy(name)) for name in dict.fromkeys((*policy, _BEST_ALONE))),
+        profile=profile,
+        machine=machine,
         link=read_link(link),
-        cores=tee_cores or len(os.sched_getaffinity(0)),
+        cores=cores,
         model=model_directory(model) if model else None,
         shape=shape,
         **options,
@@ -124,6 +171,17 @@ def plan(
         console.print(_parts(step, found.decode))
         console.print("Assumed:")
         console.print(definitions([("  -", line) for line in found.assumptions]))
+
+
+def _accelerator(device: str | None) -> str | None:
+    """Return the device to measure. Raises SettingsError for one that is not here."""
+    from gpu_side.devices import parse_device
+
+    if device is not None and not device.startswith("cuda"):
+        raise SettingsError("--device", got=repr(device), expected="cuda or cuda:N")
+    if device is not None:
+        parse_device(device)
+    return device
 
 
 def read_link(text: str | None) -> Link:
@@ -163,8 +221,28 @@ def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
     return [
         ("time to first token", f"{_ms(found.prefill.total_us)} ms{_held_back(found.prefill)}"),
         ("decode", f"{rate}, {_ms(found.decode.total_us)} ms a step{_held_back(found.decode)}"),
+        *_with_pads(found),
+        *_beside_alone(found, report),
         ("TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"),
     ]
+
+
+def _with_pads(found: PolicyPlan) -> list[tuple[str, str]]:
+    if found.pads is None:
+        return []
+    made = f"{found.pads.token_ms:.2f} ms to make a token's pads"
+    rate = f"{found.sustained_tokens_per_s:.1f} tokens/s of all together"
+    return [("sustained", f"{rate}; {made}, on the same cores after the step that uses them")]
+
+
+def _beside_alone(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
+    (alone,) = (one for one in report.policies if one.policy == _BEST_ALONE)
+    if alone is found:
+        return []
+    decode = alone.tpot_ms / found.tpot_ms
+    sustained = found.sustained_tokens_per_s / alone.sustained_tokens_per_s
+    text = f"decode {decode:.2f} times as fast, {sustained:.2f} sustained; first token"
+    return [(f"beside {_BEST_ALONE}", f"{text} {alone.ttft_ms / found.ttft_ms:.2f}")]
 
 
 def _held_back(found: Prediction) -> str:

@@ -1,4 +1,4 @@
-"""What policies are compared with: transformers, the published client, messages with no work."""
+"""What policies are compared with: transformers, the published client, a GPU alone, no work."""
 
 from __future__ import annotations
 
@@ -62,10 +62,27 @@ class Baselines:
         if not settings.endpoints:
             say("baseline: the published client")
             self.measured += _published_client(settings, folder, model)
+        if on_the_gpu(settings):
+            say("baseline: the GPU alone, unmasked")
+            self.measured += _unmasked(settings, model)
         say("baseline: raw ping-pong")
         found = _script("tsqp.lab.bench.ping_pong", "--round-trips", str(_ROUND_TRIPS))
         self.ping_pong = _PING_PONG.validate_json(found)
         self.complete = True
+
+
+def on_the_gpu(settings: BenchSettings) -> bool:
+    """Say whether there is an accelerator here, that of our own services."""
+    return settings.device.startswith("cuda") and not settings.endpoints
+
+
+def _unmasked(settings: BenchSettings, model: Path) -> tuple[Baseline, ...]:
+    contexts = _joined(sorted({context for context, _ in settings.plan.decode}))
+    if not contexts:
+        return ()
+    options = ["--device", settings.device, "--context", contexts]
+    found = _script("tsqp.lab.bench.unmasked_gpu", str(model), *options)
+    return _BASELINES.validate_json(found)
 
 
 def _transformers(

@@ -30,10 +30,15 @@ def caveats(report: Report) -> list[str]:
 
 def speed(report: Report, run: PolicyRun, case: Case) -> str:
     """Return tokens/s with what they are worth: `at most` where the service computed nothing."""
-    kind = report.setup.device.partition(":")[0]
-    said = {"null": "at most ", "model": "a modelled "}.get(kind, "") if case.rpcs else ""
+    said = at_most(report) if case.rpcs else ""
     pads = " (making pads not counted)" if uses_pads(run) and case.rpcs else ""
     return f"{said}{figures(case.tokens_per_s) or '0'} tokens/s{pads}"
+
+
+def at_most(report: Report) -> str:
+    """Return what to say before a speed that needs a service; empty where that computed."""
+    kind = report.setup.device.partition(":")[0]
+    return {"null": "at most ", "model": "a modelled "}.get(kind, "")
 
 
 def uses_pads(run: PolicyRun) -> bool:
@@ -52,7 +57,7 @@ def _pads(report: Report) -> str:
         return ""
     text = (
         f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
-        " tokens/s"
+        " tokens/s, but in sustained ones"
     )
     if computes(report.setup.device) is False:
         text += "; the factors of these pads are zeros, which cost as much to use"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tee_side.words import PHASES
-from tsqp.lab.bench.caveats import speed
+from tsqp.lab.bench.caveats import at_most, speed
 from tsqp.lab.bench.compare import Comparison, alike, baseline_name, compare
 from tsqp.lab.bench.model import Case, PolicyRun, Report
 from tsqp.lab.bench.summary import (
     REST_NAME,
     STAGE_NAMES,
+    Measured,
     by_operator,
     case_stages,
+    fastest_alone,
     largest_stage,
     main_cases,
     name_of,
+    sustained_ms,
     whole_us,
 )
 from tsqp.lab.bench.units import duration, figures, percent
@@ -63,6 +66,7 @@ def findings(report: Report, *, parts: bool = True) -> Iterator[str]:
                 if case.step_ms.median > 0
             ]
             yield text + (f"; {', '.join(others)}." if others else ".")
+        yield from _offloading(report, pairs)
         if parts:
             yield from (dominant(run, case) for run, case in pairs)
     groups: dict[int, list[Comparison]] = {}
@@ -76,6 +80,33 @@ def findings(report: Report, *, parts: bool = True) -> Iterator[str]:
                 f"The baseline {baseline.name} takes {duration(baseline.step_ms.median * 1e3)} for"
                 f" {baseline_name(baseline)}: {', '.join(ratios)}."
             )
+
+
+def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
+    """Say whether each policy with a service wins against the fastest that never needs one."""
+    split = fastest_alone(pairs)
+    if split is None:
+        return
+    (best, case), sent = split
+    alone_ms = case.step_ms.median
+    said = []
+    for run, other in sent:
+        ratio = alone_ms / other.step_ms.median
+        sustained = alone_ms / sustained_ms(run, other)
+        text = f"{run.policy} {_outcome(ratio)}, {at_most(report)}{ratio:.2f} times as fast"
+        if sustained < ratio:
+            text += f" ({_outcome(sustained)} with its pads made on the same cores:"
+            text += f" {sustained:.2f} times)"
+        said.append(text)
+    if said:
+        yield (
+            f"Offloading beside {best.policy}, the fastest without a service"
+            f" ({duration(alone_ms * 1e3)} for {name_of(case)}): {'; '.join(said)}."
+        )
+
+
+def _outcome(ratio: float) -> str:
+    return "wins" if ratio > 1 else "loses"
 
 
 def dominant(run: PolicyRun, case: Case) -> str:

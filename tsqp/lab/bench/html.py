@@ -23,6 +23,8 @@ from tsqp.lab.bench.summary import (
 from tsqp.lab.bench.tables import (
     CPU_COLUMNS,
     STEP_COLUMNS,
+    SUSTAINED_COLUMNS,
+    SUSTAINED_NOTE,
     TRAFFIC_COLUMNS,
     Grid,
     baselines_grid,
@@ -67,9 +69,11 @@ def render_html(report: Report) -> str:
     if any(run.cases for run in report.policies):
         steps = steps_grid(report)
         traffic = steps.select("Traffic", TRAFFIC_COLUMNS)
+        sustained = steps.select("With the making of pads", SUSTAINED_COLUMNS)
         overview = [
             steps.select("Steps", (*STEP_COLUMNS, *CPU_COLUMNS[1:])),
             replace(traffic, note=""),
+            replace(sustained, note=SUSTAINED_NOTE),
             *overview,
         ]
     pictures = [picture(plot) for plot in plots(report)]

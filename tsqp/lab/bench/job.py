@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
 from tee_side.words import Phase
-from tsqp.lab.bench.model import Case, Generation, Timeline
+from tsqp.lab.bench.model import Case, Generation, PadMaking, Timeline
 
 # Of every case, before anything is timed.
 WARM_UP = 2
@@ -185,6 +185,7 @@ class Finished(_Line):
     peak_bytes: int
     kv_bytes: int
     vocabulary_bytes: int
+    pads: PadMaking | None = None
 
 
 class Failed(_Line):

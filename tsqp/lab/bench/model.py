@@ -135,8 +135,24 @@ class Timeline(_Model):
     spans: tuple[Span, ...]
 
 
+class PadMaking(_Model):
+    """Making the pads that a policy uses up: one for each token of a step in `phases`.
+
+    Measured in the same run, on the TEE side's threads with nothing else to do: `token_ms` for the
+    pads of one token, `cpu_ms` of all threads together, in a product of `batch_tokens`.
+    """
+
+    phases: tuple[Phase, ...]
+    token_ms: float
+    cpu_ms: float
+    batch_tokens: int
+
+
 class PolicyRun(_Model):
-    """All cases of one policy. `*_peak_bytes`: largest resident set of each process."""
+    """All cases of one policy. `*_peak_bytes`: largest resident set of each process.
+
+    `pads`: None for a policy that uses none up, or whose pads no bank holds: a step makes those.
+    """
 
     policy: str
     summary: str
@@ -148,10 +164,11 @@ class PolicyRun(_Model):
     gpu_peak_bytes: int | None
     kv_bytes: int
     vocabulary_bytes: int
+    pads: PadMaking | None = None
 
 
 class Baseline(_Model):
-    """Another way to do the same: `transformers`, `published`.
+    """Another way to do the same: `transformers`, `published`, `unmasked` (a GPU alone).
 
     `step_ms` is comparable with `overhead_ms` where `against` is "null", with `step_ms` otherwise.
     With `new_tokens` beyond 1: of decode the mean of a step, of prefill the whole request.

@@ -49,4 +49,5 @@ class Partial:
             gpu_peak_bytes=self.gpu_peak_bytes,
             kv_bytes=finished.kv_bytes if finished else 0,
             vocabulary_bytes=finished.vocabulary_bytes if finished else 0,
+            pads=finished.pads if finished else None,
         )

@@ -11,6 +11,7 @@ import multiprocessing
 import pickle
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -37,14 +38,19 @@ from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.source import BATCH_TOKENS
-from tee_side.words import PHASES
+from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
+from tsqp.cli.pads import BATCH_TOKENS as PAD_BATCH
 from tsqp.end_with_parent import end_with
 from tsqp.lab.bench.job import Plan
+from tsqp.lab.bench.model import PadMaking
+from tsqp.lab.bench.procfs import cpu_ns
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.processes import failure
 
+# Pads made while they are timed, and a few before.
+TIMED_PADS = PAD_BATCH + 32
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24
 
@@ -190,14 +196,19 @@ def _calibrate(model: str) -> None:
     save_calibration(made, directory / CALIBRATION_FILE)
 
 
+def pad_phases(policy: Policy) -> tuple[Phase, ...]:
+    """Return the phases of which each token uses up a pad."""
+    masked = {
+        placement.phase
+        for _, placement in policy.leaving()
+        if isinstance(placement.mask, AdditiveMask)
+    }
+    return tuple(phase for phase in PHASES if masked & {None, phase})
+
+
 def pads_needed(policy: Policy, plan: Plan, step_tokens: int) -> int:
     """Return how many pads a policy uses up in a plan, at most."""
-    phases = {
-        phase
-        for phase in PHASES
-        for _, placement in policy.leaving()
-        if isinstance(placement.mask, AdditiveMask) and placement.phase in (None, phase)
-    }
+    phases = pad_phases(policy)
     needed = 0
     if "prefill" in phases:
         needed += plan.runs("prefill") * sum(plan.prefill)
@@ -231,28 +242,55 @@ def bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -
 
 
 def _write_bank(model: str, policy: Policy, tokens: int, path: str, zeros: bool) -> None:
-    directory = Path(model)
-    config, checkpoint = read_config(directory), Checkpoint(directory)
-    (mask,) = (mask for mask in policy.masks if isinstance(mask, AdditiveMask))
-    layout = PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask))
-    purpose = Purpose.of(
-        layout,
-        mask=mask.described(),
-        model=directory.resolve().name,
-        model_digest=model_digest(config, checkpoint),
-        linear_digest=linear_digest(config, checkpoint) or "",
-    )
-    store = BankFile.create(BankPlace.at(Path(path), beside_bank=True), purpose, capacity=tokens)
+    store, maker = _new_bank(Path(model), policy, tokens, Path(path))
     with store:
         if not zeros:
-            PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)).fill(store, tokens)
+            maker.fill(store, tokens)
             return
         for first in range(0, tokens, BATCH_TOKENS):
             count = min(BATCH_TOKENS, tokens - first)
             with store.begin(count) as batch:
-                for site in layout.sites:
+                for site in store.layout.sites:
                     batch.put(site.number, torch.zeros(count, site.out_features, dtype=torch.int32))
                 batch.commit()
+
+
+def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[BankFile, PadMaker]:
+    """Return an empty bank for a policy's one mask, and what fills it."""
+    config, checkpoint = read_config(model), Checkpoint(model)
+    (mask,) = (mask for mask in policy.masks if isinstance(mask, AdditiveMask))
+    purpose = Purpose.of(
+        PadLayout.of(config, sites_under(policy, config.num_hidden_layers, mask)),
+        mask=mask.described(),
+        model=model.resolve().name,
+        model_digest=model_digest(config, checkpoint),
+        linear_digest=linear_digest(config, checkpoint) or "",
+    )
+    store = BankFile.create(BankPlace.at(path, beside_bank=True), purpose, capacity=tokens)
+    return store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
+
+
+def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
+    """Make pads as `tee-runner pads make` does, into a bank of their own, and time it.
+
+    By this process's threads. `path`: of the bank, which is removed again. The weights' values make
+    no difference to time. Raises TsqpError.
+    """
+    store, maker = _new_bank(model, policy, TIMED_PADS, path)
+    try:
+        with store:
+            maker.fill(store, TIMED_PADS - PAD_BATCH)  # reads the weights a first time
+            started, cpu_before = time.perf_counter_ns(), cpu_ns()
+            maker.fill(store, PAD_BATCH)
+            cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
+    finally:
+        remove(path)
+    return PadMaking(
+        phases=pad_phases(policy),
+        token_ms=elapsed / 1e6 / PAD_BATCH,
+        cpu_ms=cpu / 1e6 / PAD_BATCH,
+        batch_tokens=PAD_BATCH,
+    )
 
 
 def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:

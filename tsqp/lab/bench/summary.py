@@ -122,6 +122,20 @@ def main_cases(report: Report, phase: Phase) -> list[Measured]:
     return [(run, case) for run, case in found if case is not None]
 
 
+def fastest_alone(pairs: Iterable[Measured]) -> tuple[Measured, list[Measured]] | None:
+    """Return of one kind of case the fastest policy that needs no service, and those that do.
+
+    None where no policy does without, or a step took no time.
+    """
+    alone: list[Measured] = []
+    sent: list[Measured] = []
+    for run, case in pairs:
+        if case.step_ms.median <= 0:
+            return None
+        (sent if any(one.rpcs for one in run.cases) else alone).append((run, case))
+    return (min(alone, key=lambda pair: pair[1].step_ms.median), sent) if alone else None
+
+
 @dataclass(frozen=True)
 class OperatorTotal:
     """An operator over all layers. `place`: `tee`, `gpu`, or both where layers differ."""
@@ -189,6 +203,18 @@ def whole_us(case: Case) -> float:
 def largest_stage(stages: Stages) -> str:
     """Return the name of the stage that took longest, as a field of Stages."""
     return max(STAGES, key=lambda name: float(getattr(stages, name)))
+
+
+def pads_ms(run: PolicyRun, case: Case) -> float:
+    """Return what making the pads of a step takes, in milliseconds; 0 if it uses none up."""
+    if run.pads is None or case.phase not in run.pads.phases:
+        return 0.0
+    return run.pads.token_ms * tokens_per_step(case)
+
+
+def sustained_ms(run: PolicyRun, case: Case) -> float:
+    """Return what a step takes with the making of its pads, one after the other."""
+    return case.step_ms.median + pads_ms(run, case)
 
 
 def tokens_per_step(case: Case) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from tsqp.lab.bench.summary import case_key, distinct, main_kind, name_of
 from tsqp.lab.bench.tables import (
     CPU_COLUMNS,
     STEP_COLUMNS,
+    SUSTAINED_COLUMNS,
+    SUSTAINED_NOTE,
     TRAFFIC_COLUMNS,
     Grid,
     Row,
@@ -89,6 +92,8 @@ def parts(report: Report, *, details: bool = False) -> Iterator[RenderableType]:
         yield _drawn(steps.select("Steps", STEP_COLUMNS), note=True)
         yield _drawn(steps.select("Traffic", TRAFFIC_COLUMNS))
         yield _drawn(steps.select("Processor time", CPU_COLUMNS))
+        sustained = steps.select("With the making of pads", SUSTAINED_COLUMNS)
+        yield _drawn(replace(sustained, note=SUSTAINED_NOTE), note=True)
     for grid in (
         requests_grid(report),
         memory_grid(report),

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tsqp.lab.bench.compare import baseline_name, compare, computes
 from tsqp.lab.bench.growth import Growth, growth
-from tsqp.lab.bench.model import STAGES, Case, OperatorCost, PingPong, Report, Stages
+from tsqp.lab.bench.model import STAGES, Case, OperatorCost, PingPong, PolicyRun, Report, Stages
 from tsqp.lab.bench.summary import (
     REST_MEANING,
     REST_NAME,
@@ -20,6 +20,8 @@ from tsqp.lab.bench.summary import (
     case_stages,
     find_case,
     kinds,
+    pads_ms,
+    sustained_ms,
     tokens_per_step,
     whole_us,
 )
@@ -70,18 +72,29 @@ TRAFFIC_COLUMNS = (
     "received/token",
 )
 CPU_COLUMNS = ("policy", "TEE CPU ms", "GPU CPU ms", "TEE CPU ms/token", "largest stage")
+SUSTAINED_COLUMNS = (
+    *("policy", "tokens/s", "pads ms", "sustained tokens/s"),
+    *("TEE CPU ms/token", "pads CPU ms/token"),
+)
+SUSTAINED_NOTE = (
+    "Sustained: a step and then the making of the pads that it used up, on the same cores, one"
+    " after the other; pads made while a step waits for the service would take less. TEE CPU is"
+    " without the making of pads, which stands beside it."
+)
 
 
 def steps_grid(report: Report) -> Grid:
     """Compare the policies, a group of rows for each kind of step."""
-    columns = tuple(dict.fromkeys((*STEP_COLUMNS, *TRAFFIC_COLUMNS, *CPU_COLUMNS)))
+    columns = tuple(
+        dict.fromkeys((*STEP_COLUMNS, *TRAFFIC_COLUMNS, *CPU_COLUMNS, *SUSTAINED_COLUMNS))
+    )
     rows: list[Row] = []
     for phase, key in kinds(report):
         rows.append(Row((case_name(phase, *key), *[""] * (len(columns) - 1)), "group"))
         for run in report.policies:
             case = find_case(run, phase, key)
             if case is not None:
-                rows.append(Row((run.policy, *_step_cells(case))))
+                rows.append(Row((run.policy, *_step_cells(run, case))))
     note = (
         "A step is a whole prompt, or one token of each sequence. Overhead is the step less"
         " Embedding and LM head computed in the TEE; none where a step makes no RPC. decode at N:"
@@ -90,8 +103,9 @@ def steps_grid(report: Report) -> Grid:
     return Grid("Steps", columns, tuple(rows), note=note)
 
 
-def _step_cells(case: Case) -> tuple[str, ...]:
+def _step_cells(run: PolicyRun, case: Case) -> tuple[str, ...]:
     tokens = tokens_per_step(case)
+    making_ms = pads_ms(run, case)
     stages = case_stages(case)
     share = max((getattr(stages, name), name) for name in STAGES) if stages.total_us else None
     return (
@@ -111,6 +125,9 @@ def _step_cells(case: Case) -> tuple[str, ...]:
         NOT_OURS if case.cpu_gpu_ms is None else figures(case.cpu_gpu_ms),
         figures(case.cpu_tee_ms / tokens),
         f"{STAGE_NAMES[share[1]]} {percent(share[0] / whole_us(case))}" if share else "",
+        figures(making_ms),
+        figures(tokens / sustained_ms(run, case) * 1e3) if case.step_ms.median > 0 else "",
+        figures(run.pads.cpu_ms) if run.pads and making_ms else "",
     )
 
 

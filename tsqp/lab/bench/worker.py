@@ -37,7 +37,16 @@ from tee_side.words import Operator, Phase, Place, TeeStage
 from tsqp.lab.bench.collect import Collector
 from tsqp.lab.bench.job import WARM_UP, Answer, Failed, Finished, Job, Measured, Progress
 from tsqp.lab.bench.memory_need import kv_bytes, vocabulary_bytes
-from tsqp.lab.bench.model import Case, Generation, OperatorCost, Span, Spread, Timeline
+from tsqp.lab.bench.model import (
+    Case,
+    Generation,
+    OperatorCost,
+    PadMaking,
+    Span,
+    Spread,
+    Timeline,
+)
+from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.bench.procfs import cpu_ns, peak_bytes
 from tsqp.lab.link import Link
 from tsqp.processes import ProcessError
@@ -81,15 +90,21 @@ def measure(job: Job, tell: Callable[[Answer], None]) -> None:
         if plan.generation:
             bench.generation(*plan.generation)
         itemsize = torch.empty(0, dtype=runner.dtype).itemsize
+        peak = peak_bytes()
+        pads: PadMaking | None = None
+        if job.bank:
+            tell(Progress(doing="making pads"))
+            pads = pad_making(job.model, policy, job.bank.with_name(f"{job.bank.name}-timed"))
         tell(
             Finished(
-                peak_bytes=peak_bytes(),
+                peak_bytes=peak,
                 kv_bytes=kv_bytes(
                     runner.config,
                     tokens=plan.cached_tokens(job.step_tokens),
                     itemsize=itemsize,
                 ),
                 vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
+                pads=pads,
             )
         )
 

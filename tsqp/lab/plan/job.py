@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from protocol.errors import PolicyError
 from protocol.messages import FloatDtype
 from tee_side.policy.placement import Policy
+from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.plan.model import Step
 
 
@@ -40,11 +41,12 @@ class Job(_Line):
 
 
 class Measured(_Line):
-    """All steps of one prompt, and a decode step."""
+    """All steps of one prompt, a decode step, and the making of pads where they need any."""
 
     kind: Literal["measured"] = "measured"
     prefill: tuple[Step, ...]
     decode: Step
+    pads: PadMaking | None = None
 
 
 class Failed(_Line):

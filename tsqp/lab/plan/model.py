@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from gpu_side.tasks import EmbeddingWork, LinearWork, MatmulWork, Task
+from tsqp.lab.bench.model import PadMaking
 
 PartName = Literal[
     "TEE weights",
@@ -59,6 +60,18 @@ class Rpc(_Model):
     receive_us: float
     decode_us: float
 
+    @property
+    def total_us(self) -> float:
+        """From before it is encoded until its reply is decoded."""
+        return sum((getattr(self, name) for name in RPC_TIMES), start=0.0)
+
+    def stretched(self, factor: float) -> Rpc:
+        """Return it with `factor` times as long for everything."""
+        return self.model_copy(update={name: getattr(self, name) * factor for name in RPC_TIMES})
+
+
+RPC_TIMES = tuple(name for name in Rpc.model_fields if name.endswith("_us"))
+
 
 class Segment(_Model):
     """Work in the TEE, and the RPCs that it ends with: one, or one a service side by side."""
@@ -104,7 +117,8 @@ class Costs(_Model):
     """What was measured of one policy and shape.
 
     `order`: which of the kinds of layers each layer of the whole model is. `prefill`: the steps of
-    one prompt; `threads`: of the TEE side; `layers`: how many were measured, of each kind.
+    one prompt; `threads`: of the TEE side; `layers`: how many were measured, of each kind. `pads`:
+    for the whole model, from those of the measured layers; None where no bank holds any.
     """
 
     threads: int
@@ -113,6 +127,7 @@ class Costs(_Model):
     order: tuple[int, ...]
     prefill: tuple[Step, ...]
     decode: Step
+    pads: PadMaking | None = None
 
 
 class Part(_Model):
@@ -141,7 +156,11 @@ class Prediction(_Model):
 
 
 class PolicyPlan(_Model):
-    """What is predicted for one policy. `assumptions`: what is neither measured nor described."""
+    """What is predicted for one policy. `assumptions`: what is neither measured nor described.
+
+    `pads`: what making them takes; `sustained_tokens_per_s`: of all sequences, where they are made
+    on the same cores, after each step. Both as on so many cores.
+    """
 
     policy: str
     summary: str
@@ -152,6 +171,8 @@ class PolicyPlan(_Model):
     tpot_ms: float
     tokens_per_s_per_request: float
     tokens_per_s: float
+    sustained_tokens_per_s: float
+    pads: PadMaking | None
     tee_memory_bytes: int
     assumptions: tuple[str, ...]
 

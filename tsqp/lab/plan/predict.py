@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from gpu_side.kernels import request_us
 from gpu_side.profiles import DeviceProfile
 from tsqp.lab.link import Link
+from tsqp.lab.plan.machine import Instead
 from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step
 
 # Of a round trip's time that the service neither computes nor queues: taking the request in and
@@ -30,12 +31,14 @@ class Hardware:
     """What is planned for. `profile`: None for a service that computes nothing.
 
     `cores`: of the TEE side. `itemsize`: bytes of an element of the accelerator's weights.
+    `instead`: what a measured machine replaces of what was measured here; None: nothing.
     """
 
     profile: DeviceProfile | None
     link: Link
     cores: int
     itemsize: int
+    instead: Instead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +130,19 @@ def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Tu
     """
     fewer = min(1.0, costs.threads / hardware.cores)
     elsewhere = fewer if rows >= _SHARED_ROWS else 1.0
+    if (instead := hardware.instead) is not None:
+        fewer = instead.weights
+        elsewhere = instead.shared if rows >= _SHARED_ROWS else instead.alone
     turns: list[Turn] = []
     left = _Work()
     for section in _sections(lane, costs.order):
         for segment in section.segments:
             left.add(segment.work_us, section, fewer, elsewhere)
-            left.message_us += sum(rpc.encode_us for rpc in segment.rpcs)
-            turns.append(left.turn(tuple(_trip(rpc, hardware) for rpc in segment.rpcs)))
+            rpcs = [_there(rpc, hardware) for rpc in segment.rpcs]
+            left.message_us += sum(rpc.encode_us for rpc in rpcs)
+            turns.append(left.turn(tuple(_trip(rpc, hardware) for rpc in rpcs)))
             # Messages are decoded when the lane has its next turn.
-            left = _Work(message_us=sum(rpc.decode_us for rpc in segment.rpcs))
+            left = _Work(message_us=sum(rpc.decode_us for rpc in rpcs))
         left.add(section.after_us, section, fewer, elsewhere)
     return [*turns, left.turn(())]
 
@@ -157,6 +164,14 @@ class _Work:
     def turn(self, trips: tuple[Trip, ...]) -> Turn:
         """Return it, with what it ends with."""
         return Turn(self.weights_us, self.tee_us, self.mask_us, self.message_us, trips)
+
+
+def _there(rpc: Rpc, hardware: Hardware) -> Rpc:
+    """Return a round trip as long as on the machine that is planned for."""
+    if hardware.instead is None or rpc.total_us <= 0:
+        return rpc
+    size = rpc.bytes_sent + rpc.bytes_received
+    return rpc.stretched(hardware.instead.transport.us(size) / rpc.total_us)
 
 
 def _trip(rpc: Rpc, hardware: Hardware) -> Trip:

@@ -23,17 +23,21 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
-from tee_side.model.local_operators import sites_here
+from tee_side.model.local_operators import sites_here, sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES
+from tsqp.cli.pads import product_operations
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.memory_need import check_disk, check_memory, gpu_need, tee_need
+from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.random_model import required_bytes, write_random_model
 from tsqp.lab.bench.shapes import Shape, find_shape
 from tsqp.lab.link import Link
 from tsqp.lab.plan.job import Answer, Failed, Job, Measured, as_in_layer
+from tsqp.lab.plan.machine import Instead, Machine, kernel_rates
 from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Step
 from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill
 from tsqp.lab.plan.worker import DECODED, pads_needed
@@ -54,7 +58,7 @@ class PlanSettings:
 
     `policies`: with the name or path that each was given by. `model`: a directory, of which only
     config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
-    which a round trip is measured on this machine.
+    which a round trip is measured on this machine, or was on `machine` (None: this one).
     """
 
     policies: tuple[tuple[str, Policy], ...]
@@ -71,6 +75,7 @@ class PlanSettings:
     dtype: FloatDtype | None = None
     step_tokens: int = DEFAULT_STEP_TOKENS
     spin_us: float = 0.0
+    machine: Machine | None = None
 
 
 class Planning:
@@ -83,12 +88,17 @@ class Planning:
         self._config = config = self._shape.config()
         self._itemsize = ITEMSIZE[settings.dtype or config.dtype]
         self._threads = min(settings.cores, len(os.sched_getaffinity(0)))
+        self._instead: Instead | None = None
         self._kinds = {name: _kinds(policy, config) for name, policy in settings.policies}
         self._check()
 
     def run(self) -> PlanReport:
         """Measure and predict. Raises TsqpError."""
         settings = self._settings
+        if settings.machine is not None:
+            self._say("measuring products, to compare them with the machine's")
+            here = kernel_rates(sorted({1, self._threads}))
+            self._instead = settings.machine.beside(here, settings.cores, settings.transport)
         return PlanReport(
             machine=describe_machine(),
             model=self._shape.name,
@@ -111,6 +121,9 @@ class Planning:
 
     def _check(self) -> None:
         settings, config = self._settings, self._config
+        if settings.machine is not None:  # what it lacks
+            one = ((1.0,), (1.0,))
+            settings.machine.beside(one, settings.cores, settings.transport)
         tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
         if tokens > config.context_length:
             raise SettingsError(
@@ -134,7 +147,8 @@ class Planning:
                 self._check_memory(few, alike, tokens)
                 linear = required_bytes(few, linear=_needs_linear(alike, few))
                 linear += required_bytes(few, linear=False) if alike.verified else 0
-                needed = max(needed, linear + prepare.bank_bytes(few, alike, self._pads(alike)))
+                pads = self._pads(alike) + prepare.TIMED_PADS
+                needed = max(needed, linear + prepare.bank_bytes(few, alike, pads))
         check_disk(Path(tempfile.gettempdir()), needed)
 
     def _check_memory(self, few: ModelConfig, policy: Policy, tokens: int) -> None:
@@ -158,13 +172,7 @@ class Planning:
         check_memory([tee, *[service] * policy.services])
 
     def _pads(self, policy: Policy) -> int:
-        phases = {
-            phase
-            for phase in PHASES
-            for _, placement in policy.leaving()
-            if isinstance(placement.mask, AdditiveMask) and placement.phase in (None, phase)
-        }
-        settings = self._settings
+        settings, phases = self._settings, prepare.pad_phases(policy)
         return pads_needed(phases, prompt_tokens=settings.prompt_tokens, batch=settings.batch)
 
     def _few_layers(self, policy: Policy, layer: int) -> Shape:
@@ -188,9 +196,17 @@ class Planning:
     def _plan(self, name: str, policy: Policy) -> PolicyPlan:
         settings, config = self._settings, self._config
         costs = self._costs(name, policy)
-        hardware = Hardware(settings.profile, settings.link, settings.cores, self._itemsize)
+        hardware = Hardware(
+            settings.profile, settings.link, settings.cores, self._itemsize, self._instead
+        )
         prefill = predict_prefill(costs, hardware)
         decode = predict_decode(costs, hardware)
+        pads = costs.pads
+        if pads is not None:
+            instead = self._instead
+            faster = costs.threads / settings.cores if instead is None else instead.shared
+            pads = pads.model_copy(update={"token_ms": pads.token_ms * faster})
+        made_us = pads.token_ms * 1e3 * settings.batch if pads and "decode" in pads.phases else 0.0
         return PolicyPlan(
             policy=policy.name,
             summary=policy.summary,
@@ -201,6 +217,8 @@ class Planning:
             tpot_ms=decode.total_us / 1e3,
             tokens_per_s_per_request=1e6 / decode.total_us,
             tokens_per_s=settings.batch * 1e6 / decode.total_us,
+            sustained_tokens_per_s=settings.batch * 1e6 / (decode.total_us + made_us),
+            pads=pads,
             tee_memory_bytes=tee_need(
                 config,
                 policy,
@@ -232,7 +250,23 @@ class Planning:
                 for index, step in enumerate(first.prefill)
             ),
             decode=_with_kinds(first.decode, [one.decode for one in measured]),
+            pads=self._whole_pads(policy, dict(zip(different, measured, strict=True))),
         )
+
+    def _whole_pads(self, policy: Policy, measured: Mapping[int, Measured]) -> PadMaking | None:
+        """Return the making of the whole model's pads, at the rate of some layers' products."""
+        for layer, found in measured.items():
+            if found.pads is not None:
+                alike = as_in_layer(policy, layer)
+                few = self._few_layers(alike, layer).config()
+                more = _pad_operations(policy, self._config) / _pad_operations(alike, few)
+                return found.pads.model_copy(
+                    update={
+                        "token_ms": found.pads.token_ms * more,
+                        "cpu_ms": found.pads.cpu_ms * more,
+                    }
+                )
+        return None
 
     def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Measured:
         settings = self._settings
@@ -282,11 +316,14 @@ class Planning:
 
     def _assumptions(self, policy: Policy, costs: Costs) -> list[str]:
         settings = self._settings
-        found = [
-            f"the TEE's processor is as fast as this machine's; measured on {costs.layers} layers"
-            f" with {costs.threads} threads"
-        ]
-        if settings.cores > self._threads:
+        measured = f"measured on {costs.layers} layers with {costs.threads} threads"
+        found = [f"the TEE's processor is as fast as this machine's; {measured}"]
+        if settings.machine is not None:
+            found = [
+                f"work of the TEE is slower or faster than here as products are; {measured}",
+                "round trips as the machine's file has them, of a client that does nothing else",
+            ]
+        elif settings.cores > self._threads:
             found.append(
                 f"{settings.cores} cores, {self._threads} of which are here: weights that stay, and"
                 f" all TEE work in steps of more than a few rows, are assumed to be"
@@ -301,7 +338,7 @@ class Planning:
                 f" {settings.transport} round trips: the longer of both counts"
             )
         if any(isinstance(mask, AdditiveMask) for mask in policy.masks):
-            found.append("pads are made ahead; making them is not counted")
+            found.append("pads are made ahead; making them is counted in the sustained rate only")
         if settings.micro_batches > 1 and settings.batch < 2 * MIN_MICRO_BATCH_ROWS:
             found.append(f"{settings.batch} sequences are too few to decode in micro-batches")
         return found
@@ -354,6 +391,16 @@ def _alike(
     elif "use_sliding_window" in named:
         named["layer_types"] = ["sliding_attention"] * count
     return named
+
+
+def _pad_operations(policy: Policy, config: ModelConfig) -> int:
+    """Return the int8 multiplications and additions behind one token's pads."""
+    layers = config.num_hidden_layers
+    return sum(
+        product_operations(PadLayout.of(config, sites_under(policy, layers, mask)))
+        for mask in policy.masks
+        if isinstance(mask, AdditiveMask)
+    )
 
 
 def _needs_linear(policy: Policy, config: ModelConfig) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from protocol.errors import TsqpError
-from tsqp.lab.plan.model import Asked, Lane, Rpc, Section, Segment
+from tsqp.lab.plan.model import RPC_TIMES, Asked, Lane, Rpc, Section, Segment
 from tsqp.lab.plan.trace import Received, StepTrace, Submitted
 
 T = TypeVar("T")
@@ -161,16 +161,14 @@ def typical(sections: Sequence[Section]) -> Section:
 
 def scaled(section: Section, factor: float, *, all_times: bool) -> Section:
     """Return a section whose work takes `factor` times as long, or everything in it."""
-
-    def stretch(rpc: Rpc) -> Rpc:
-        return rpc.model_copy(update={name: getattr(rpc, name) * factor for name in _TIMES})
-
     return section.model_copy(
         update={
             "segments": tuple(
                 Segment(
                     work_us=one.work_us * factor,
-                    rpcs=tuple(map(stretch, one.rpcs)) if all_times else one.rpcs,
+                    rpcs=tuple(rpc.stretched(factor) for rpc in one.rpcs)
+                    if all_times
+                    else one.rpcs,
                 )
                 for one in section.segments
             ),
@@ -215,16 +213,8 @@ def _with_round_trips(section: Section, alone: Section) -> Section:
     )
 
 
-_TIMES = ("encode_us", "send_us", "wire_us", "service_us", "receive_us", "decode_us")
-
-
 def _total_us(section: Section) -> float:
-    spent: Iterable[float] = (
-        getattr(rpc, name)
-        for segment in section.segments
-        for rpc in segment.rpcs
-        for name in _TIMES
-    )
+    spent = (rpc.total_us for segment in section.segments for rpc in segment.rpcs)
     return sum(spent, start=section.work_us)
 
 
@@ -239,7 +229,7 @@ def _typical_segment(segments: Sequence[Segment]) -> Segment:
 
 
 def _typical_rpc(rpcs: Sequence[Rpc]) -> Rpc:
-    times = {name: statistics.median([getattr(rpc, name) for rpc in rpcs]) for name in _TIMES}
+    times = {name: statistics.median([getattr(rpc, name) for rpc in rpcs]) for name in RPC_TIMES}
     # What it asks for in the last of the measured steps: contexts grow.
     return rpcs[-1].model_copy(update=times)
 

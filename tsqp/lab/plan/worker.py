@@ -22,6 +22,7 @@ import torch
 
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import RequestChecker
+from protocol import native
 from protocol.channel import Channel
 from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -37,7 +38,8 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.words import Phase
 from tsqp.lab.bench.collect import Collector
-from tsqp.lab.bench.model import OperatorCost
+from tsqp.lab.bench.model import OperatorCost, PadMaking
+from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.plan.job import Failed, Job, Measured, as_in_layer
 from tsqp.lab.plan.model import Lane, Section, Step
 from tsqp.lab.plan.sections import typical_lanes, with_round_trips
@@ -75,7 +77,12 @@ def measure(job: Job) -> Measured:
         bench = _Bench(job, closing)
         gc.collect()
         gc.freeze()  # as tee-runner does
-        return Measured(prefill=bench.prefill(), decode=bench.decode())
+        prefill, decode = bench.prefill(), bench.decode()
+        pads: PadMaking | None = None
+        if job.bank:
+            policy = as_in_layer(load_policy(job.policy), job.layer)
+            pads = pad_making(job.model, policy, job.bank.with_name("timed"))
+        return Measured(prefill=prefill, decode=decode, pads=pads)
 
 
 class _Bench:
@@ -83,7 +90,7 @@ class _Bench:
 
     def __init__(self, job: Job, closing: ExitStack) -> None:
         self._job = job
-        torch.set_num_threads(job.threads)
+        native.set_up(None, job.threads)
         self._policy = policy = as_in_layer(load_policy(job.policy), job.layer)
         self._config = config = read_config(job.model)
         dtype = torch_dtype(job.dtype or config.dtype)

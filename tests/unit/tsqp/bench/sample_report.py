@@ -11,6 +11,7 @@ from tsqp.lab.bench.model import (
     Case,
     Generation,
     OperatorCost,
+    PadMaking,
     PingPong,
     PolicyRun,
     Report,
@@ -251,6 +252,9 @@ def policy_run(
         gpu_peak_bytes=None if policy == "tee-only" else 610_000_000,
         kv_bytes=75_000_000,
         vocabulary_bytes=525_336_576,
+        pads=PadMaking(phases=("decode",), token_ms=12.5, cpu_ms=24.0, batch_tokens=512)
+        if policy == "shielded"
+        else None,
     )
 
 

@@ -92,3 +92,18 @@ def test_findings_name_the_fastest_and_the_ratios() -> None:
     assert not any("transformers" in sentence for sentence in said)
     short = list(findings(sample_report(layers=2), parts=False))
     assert [s for s in said if "the largest stage" not in s] == short
+
+
+def test_whether_offloading_wins_is_one_sentence_a_phase() -> None:
+    report = sample_report(("attention-in-tee", "shielded", "tee-only"), layers=2)
+    said = [s for s in findings(report) if s.startswith("Offloading beside tee-only, the fastest")]
+    assert [re.findall(r" for (prefill|decode)", s) for s in said] == [["prefill"], ["decode"]]
+    clear, shielded, alone = (run.cases[3].step_ms.median for run in report.policies)
+    assert f"attention-in-tee wins, at most {alone / clear:.2f} times as fast; " in said[1]
+    assert (
+        f"shielded wins, at most {alone / shielded:.2f} times as fast (loses with its pads made on"
+        f" the same cores: {alone / (shielded + 12.5):.2f} times)." in said[1]
+    ), said[1]
+    # Prompts use no pads up, and nothing is compared where every policy needs a service.
+    assert "pads" not in said[0]
+    assert not any("Offloading" in s for s in findings(sample_report(layers=2)))

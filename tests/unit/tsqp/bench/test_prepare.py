@@ -134,6 +134,16 @@ def test_a_bank_has_as_many_pads_as_asked_for(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_making_pads_is_timed_and_leaves_nothing(saved_model: Models, tmp_path: Path) -> None:
+    made = prepare.pad_making(
+        saved_model().directory, load_policy("shielded-prefill"), tmp_path / "timed"
+    )
+    assert made.phases == ("prefill", "decode")
+    assert min(made.token_ms, made.cpu_ms) > 0
+    assert made.batch_tokens == prepare.PAD_BATCH
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_mask_from_a_users_file_has_a_bank_made_in_another_process(
     saved_model: Models, tmp_path: Path
 ) -> None:

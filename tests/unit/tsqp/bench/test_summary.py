@@ -10,11 +10,15 @@ from tsqp.lab.bench.summary import (
     case_name,
     case_stages,
     distinct,
+    fastest_alone,
+    main_cases,
     main_kind,
+    pads_ms,
+    sustained_ms,
     tokens_per_step,
 )
 
-from .sample_report import case, policy_run, sample_report
+from .sample_report import case, policy_run, sample_report, spread
 
 
 def test_operators_and_layers_add_up_to_the_case() -> None:
@@ -88,3 +92,34 @@ def test_a_step_has_whole_prompts_or_one_token_a_sequence() -> None:
 )
 def test_names_of_cases(kind: tuple[str, int], name: str) -> None:
     assert case_name(*kind) == name  # type: ignore[arg-type]
+
+
+def test_pads_are_made_for_each_token_of_a_phase_that_uses_them() -> None:
+    run = policy_run("shielded", layers=1)
+    found = {(c.phase, c.batch): (pads_ms(run, c), sustained_ms(run, c)) for c in run.cases}
+    step_ms = {(c.phase, c.batch): c.step_ms.median for c in run.cases}
+    assert found["prefill", 1] == (0, step_ms["prefill", 1])
+    assert found["decode", 1] == (12.5, step_ms["decode", 1] + 12.5)
+    assert found["decode", 8] == (100, step_ms["decode", 8] + 100)
+    clear = policy_run("attention-in-tee", layers=1)
+    assert {pads_ms(clear, c) for c in clear.cases} == {0}
+
+
+def test_what_offloads_is_beside_the_fastest_that_never_does() -> None:
+    report = sample_report(("shielded", "tee-only", "tsqp"), layers=1)
+    slow, fast = report.policies[1], policy_run("tee-only", layers=1)
+    quick = tuple(c.model_copy(update={"step_ms": spread(1.0)}) for c in fast.cases)
+    fast = fast.model_copy(update={"policy": "quick", "cases": quick})
+    # `shielded` computes prompts itself, as of other policies, and still needs a service.
+    alone = tuple(
+        c.model_copy(update={"rpcs": 0.0}) if c.phase == "prefill" else c
+        for c in report.policies[0].cases
+    )
+    shielded = report.policies[0].model_copy(update={"cases": alone})
+    report = report.model_copy(update={"policies": (shielded, slow, fast, report.policies[2])})
+    found = fastest_alone(main_cases(report, "prefill"))
+    assert found is not None
+    (best, _), sent = found
+    assert best.policy == "quick"
+    assert [run.policy for run, _ in sent] == ["shielded", "tsqp"]
+    assert fastest_alone(main_cases(sample_report(layers=1), "prefill")) is None

@@ -225,6 +225,20 @@ def test_services_that_are_not_ours_have_no_figures() -> None:
     assert pairs["tokens a step"] == "at most 96"
 
 
+def test_pads_stand_beside_what_is_measured_without_them() -> None:
+    report = sample_report(("attention-in-tee", "shielded"), layers=2)
+    grid = steps_grid(report)
+    step_ms = report.policies[1].cases[4].step_ms.median
+    shown = under(grid, "decode 8 at 128", "shielded")
+    assert (shown["pads ms"], shown["pads CPU ms/token"]) == ("100", "24.0")
+    assert float(shown["tokens/s"]) == pytest.approx(8e3 / step_ms, rel=0.01)
+    assert float(shown["sustained tokens/s"]) == pytest.approx(8e3 / (step_ms + 100), rel=0.01)
+    clear = under(grid, "decode 8 at 128", "attention-in-tee")
+    assert (clear["pads ms"], clear["pads CPU ms/token"]) == ("", "")
+    assert clear["sustained tokens/s"] == clear["tokens/s"]
+    assert "on the same cores, one after the other" in " ".join(render(report).split())
+
+
 def test_overhead_is_that_of_rpcs() -> None:
     shown = under(steps_grid(PARTIAL["tee-only"]), "prefill 128", "tee-only")
     assert shown["overhead ms"] == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.unit.tee_side.policy_texts import leaves
 from tsqp.cli.main import command
 from tsqp.cli.plan import read_link
 from tsqp.lab.bench.memory_need import tee_need
+from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.link import Link
 from tsqp.lab.plan import run
@@ -182,6 +184,16 @@ def test_what_a_plan_says_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.tpot_ms == pytest.approx(20)
     assert found.tokens_per_s_per_request == pytest.approx(50)
     assert found.tokens_per_s == pytest.approx(200)
+    assert (found.pads, found.sustained_tokens_per_s) == (None, found.tokens_per_s)
+    # On twice the cores pads take half as long: 4 sequences of 5 ms, after a step of 20.
+    pads = PadMaking(phases=("decode",), token_ms=10.0, cpu_ms=10.0, batch_tokens=512)
+    more = run.Planning(replace(given, cores=2), print)
+    monkeypatch.setattr(more, "_costs", lambda *_: measured.model_copy(update={"pads": pads}))
+    (found,) = more.run().policies
+    assert found.pads is not None
+    assert found.pads.token_ms == pytest.approx(5)
+    made_us = 4 * 5e3
+    assert found.sustained_tokens_per_s == pytest.approx(4e6 / (found.decode.total_us + made_us))
     # Of the longer of prompt and context, for each sequence, in the model's 16 bits.
     config = find_shape("tinyllama-1.1b").config()
     need = tee_need(config, load_policy("tee-only"), tokens=1000, sequences=4, itemsize=2)

@@ -1,0 +1,150 @@
+"""What is measured of a machine, its file, and what a plan for it replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from gpu_side.profiles import find_profile
+from protocol.errors import SettingsError
+from tsqp.cli.main import command
+from tsqp.lab.bench.model import PingPong
+from tsqp.lab.plan import machine
+from tsqp.lab.plan.machine import Machine, Transport, fit_gpu, fit_transports, read_machine
+from tsqp.lab.plan.model import Costs, Lane, Step
+from tsqp.lab.plan.predict import Hardware, turns_of
+
+from .sample_costs import NO_LINK, rpc, section
+
+FITTED = Machine(
+    kernels="avx2",
+    spin_us=50.0,
+    int8_gops=(100.0, 180.0, 250.0),
+    gb_per_s=(10.0, 15.0, 16.0),
+    transports={"unix": Transport(rtt_us=40.0, gb_per_s=2.0)},
+)
+
+
+def pong(transport: str, payload: int, us: float, kind: str = "ours") -> PingPong:
+    return PingPong.model_validate(
+        {
+            "transport": transport,
+            "payload_bytes": payload,
+            "kind": kind,
+            "p50_us": us,
+            "p90_us": us,
+            "round_trips": 9,
+        }
+    )
+
+
+@pytest.mark.parametrize("gpu", [None, find_profile("l4")])
+def test_a_file_says_what_was_measured(tmp_path: Path, gpu: object) -> None:
+    fitted = FITTED.model_copy(update={"gpu": gpu})
+    path = tmp_path / "machine.toml"
+    path.write_text(fitted.toml(), encoding="utf-8")
+    assert read_machine(path) == fitted
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("{", "got no TOML"),
+        ("kernels = 'avx2'", "spin_us"),
+        (FITTED.toml().replace("kernels", "colours"), "colours"),
+        (FITTED.toml().replace("100.0", "-1.0"), "int8_gops"),
+        (FITTED.toml().replace("40.0", "nan"), "rtt_us"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, fragment: str) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SettingsError, match=fragment) as refused:
+        read_machine(path)
+    assert str(path) in str(refused.value)
+    with pytest.raises(SettingsError, match="No such file"):
+        read_machine(tmp_path / "none.toml")
+
+
+def test_a_transport_is_a_line_through_its_round_trips() -> None:
+    measured = [
+        *(pong("unix", 1000, 50.0), pong("unix", 501_000, 150.0), pong("unix", 1000, 1.0, "raw")),
+        *(pong("zeromq-tcp", 1000, 9.0), pong("tcp", 1000, 1.0, "raw")),
+    ]
+    found = fit_transports(measured)
+    # One size tells no rate.
+    assert list(found) == ["unix"]
+    # 1,000,000 bytes more, both ways together, in 100 us.
+    assert found["unix"].gb_per_s == pytest.approx(10)
+    assert found["unix"].rtt_us == pytest.approx(50 - 0.2)
+    assert found["unix"].us(2000) == pytest.approx(50)
+    assert found["unix"].us(1_002_000) == pytest.approx(150)
+
+
+def test_kernels_are_measured_with_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("_OUT", 64), ("_IN", 32), ("_ROWS", 8)):
+        monkeypatch.setattr(machine, name, size)
+    threads = torch.get_num_threads()
+    gops, gb_per_s = machine.kernel_rates((1, 2))
+    assert len(gops) == len(gb_per_s) == 2
+    assert min(*gops, *gb_per_s) > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_an_accelerator_is_described_as_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU in its place: no figure is judged."""
+    monkeypatch.setattr(machine, "_SQUARE", 64)
+    found = fit_gpu(torch.device("cpu"))
+    assert found.linear_us(1, 2048, 2048, 2) > 0
+
+
+def test_what_is_replaced() -> None:
+    # Here one thread does 50 and four do 90; there, of three cores, two are planned for.
+    instead = FITTED.beside(((50.0, 90.0), (5.0, 6.0)), 2, "unix")
+    assert (instead.alone, instead.shared, instead.weights) == (0.5, 0.5, 0.4)
+    lane = Lane(
+        head=section(100.0, product_share=0.5),
+        layers=(section(10.0, rpc(bytes_sent=10_000, bytes_received=30_000)),),
+        tail=section(0.0),
+    )
+    step = Step(rows=1, lanes=(lane,))
+    costs = Costs(threads=4, layers=1, itemsize=2, order=(0,), prefill=(step,), decode=step)
+    (turn, _) = turns_of(lane, 1, costs, Hardware(None, NO_LINK, 2, 2, instead))
+    assert turn.weights_us == pytest.approx(50 * 0.4)
+    assert turn.tee_us == pytest.approx((50 + 10) * 0.5)
+    # 56 us here; there 40 and 20 for 40,000 bytes at 2 GB/s, in the same proportions.
+    (trip,) = turn.trips
+    assert trip.wire_us == pytest.approx(40 * 60 / 56)
+    assert trip.service_us == pytest.approx(10 * 60 / 56)
+    assert turn.message_us == pytest.approx(1 * 60 / 56)
+
+
+@pytest.mark.parametrize(
+    ("cores", "transport", "fragment"),
+    [(4, "unix", "--tee-cores: got 4"), (2, "tcp", "--transport: got tcp, .*: unix")],
+)
+def test_what_was_not_measured_is_refused(cores: int, transport: str, fragment: str) -> None:
+    with pytest.raises(SettingsError, match=fragment):
+        FITTED.beside(((1.0,), (1.0,)), cores, transport)
+
+
+def test_fit_and_machine_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "fit", lambda cores, spin_us, device, say: FITTED)
+    path = tmp_path / "machine.toml"
+
+    def invoke(*arguments: str) -> str:
+        result = CliRunner().invoke(command, ["plan", *arguments])
+        return f"{result.exit_code} {result.output} {result.exception}"
+
+    assert invoke("--fit", str(path)).startswith("0 ")
+    assert read_machine(path) == FITTED
+    found = invoke("demo", "--machine", str(path))
+    assert "--gpu" in found
+    found = invoke("demo", "--gpu", "h100", "--machine", str(path), "--transport", "tcp")
+    assert "of --machine: unix" in found
+    assert "'tpu'" in invoke("--fit", str(path), "--device", "tpu")
