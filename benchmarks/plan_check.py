@@ -31,7 +31,7 @@ from tsqp.lab.bench.model import PolicyRun
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.settings import BenchSettings
 from tsqp.lab.link import Link
-from tsqp.lab.plan.machine import Machine, fit
+from tsqp.lab.plan.machine import Machine, fit_machine
 from tsqp.lab.plan.model import PolicyPlan
 from tsqp.lab.plan.run import Planning, PlanSettings
 
@@ -216,7 +216,7 @@ def main() -> None:
     cases = [case for case in CASES if not options.case or case.name in options.case]
     machine: Machine | None = None
     if any(case.fitted for case in cases):
-        machine = fit(len(os.sched_getaffinity(0)), 0.0, None, _say)
+        machine = fit_machine(len(os.sched_getaffinity(0)), 0.0, None, _say)
     rows: list[dict[str, object]] = []
     with _slow_profile() as slow:
         for case in cases:

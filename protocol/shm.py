@@ -73,7 +73,12 @@ class ShmChannel(StreamChannel):
             return NOT_PUT
         self._asked[self._free.pop()] = request_id
         if wakes:
-            self._wake_up()
+            try:
+                self._wake_up()
+            except OSError:
+                # No service is there to read it: it may be sent again.
+                self._disconnect()
+                return NOT_PUT
         return slot
 
     def _write(self, frames: Sequence[Buffer], most_s: float) -> None:
@@ -90,7 +95,7 @@ class ShmChannel(StreamChannel):
 
     def _wake_up(self) -> None:
         if self._socket is not None:
-            with suppress(OSError):  # full, so it wakes up; or lost, as waiting will find
+            with suppress(BlockingIOError):  # full: it has something to wake up for
                 self._socket.send(WAKE_UP, socket.MSG_DONTWAIT)
 
     def _take(self, pending: Pending, request_id: int) -> None:

@@ -124,19 +124,12 @@ class Client:
             self.note_start()
         return alive
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether a message of its can be handed out."""
-        return bool(self.in_slots or self.reader.messages)
-
-    def next_message(self) -> tuple[tuple[bytes, ...], list[memoryview], int]:
-        """Return the route of the reply, the frames, and when they had come (perf_counter_ns)."""
-        if self.in_slots:
-            (header, *tensors), seen_ns, slot = self.in_slots.popleft()
-            # Only now: what the service takes it also bounds.
-            frames = [memoryview(bytearray(header)), *tensors]
-            return (self.name, bytes([slot])), frames, seen_ns
-        return (self.name,), *self.reader.messages.popleft()
+    def next_in_slot(self) -> tuple[tuple[bytes, ...], list[memoryview], int]:
+        """Return the route of the reply, the frames, and when they were seen (perf_counter_ns)."""
+        (header, *tensors), seen_ns, slot = self.in_slots.popleft()
+        # Copied only now: what the service takes it also bounds.
+        frames = [memoryview(bytearray(header)), *tensors]
+        return (self.name, bytes([slot])), frames, seen_ns
 
     def look_at_slots(self, spin_us: int = 0) -> bool:
         """Take in the requests that are in its slots; False if there are none.

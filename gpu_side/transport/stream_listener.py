@@ -141,8 +141,12 @@ class StreamListener:
             self._looked = False
             return None
         client = self._turns.popleft()
-        route, frames, received_ns = client.next_message()
-        if client.has_messages:
+        messages = client.reader.messages
+        if client.in_slots:
+            route, frames, received_ns = client.next_in_slot()
+        else:
+            route, (frames, received_ns) = (client.name,), messages.popleft()
+        if client.in_slots or messages:
             self._turns.append(client)
         else:
             client.has_turn = False
@@ -244,7 +248,8 @@ class StreamListener:
         """
 
         def arrived() -> bool:
-            return self._look_at_slots(_LOOK_US) or self._look(0) or bool(self._turns)
+            shared = bool(self._sharing) and self._look_at_slots(_LOOK_US)
+            return shared or self._look(0) or bool(self._turns)
 
         return self._spin.expects_soon and self._spin.until(arrived, left_s) and bool(self._turns)
 
@@ -293,7 +298,8 @@ class StreamListener:
 
     def _look(self, timeout_s: float | None) -> bool:
         """Take in what has arrived, waiting for it; True if `wakeup` is readable."""
-        if timeout_s == 0 and self._handed_out < _LOOK_AFTER and self._look_at_slots():
+        slots_first = self._sharing and timeout_s == 0 and self._handed_out < _LOOK_AFTER
+        if slots_first and self._look_at_slots():
             return False
         self._looked = True
         self._handed_out = 0
@@ -303,7 +309,7 @@ class StreamListener:
         kept_out = bool(self._wanting_room) or not self._acceptor.accepting
         if kept_out and (timeout_s is None or timeout_s > _LOOK_FOR_STALLED_S):
             timeout_s = _LOOK_FOR_STALLED_S
-        for file, events in self._poll(timeout_s):
+        for file, events in (self._poll if self._sharing else self._epoll.poll)(timeout_s):
             client = self._by_file.get(file)
             if client is not None:
                 self._serve(client, events)
@@ -321,8 +327,6 @@ class StreamListener:
 
     def _poll(self, timeout_s: float | None) -> list[tuple[int, int]]:
         """Wait for the sockets, and look at the slots before and after it."""
-        if not self._sharing:
-            return self._epoll.poll(timeout_s)
         sleeps = timeout_s != 0
         if sleeps:
             self._say_asleep(True)
@@ -351,13 +355,10 @@ class StreamListener:
                 found |= client.look_at_slots(spin_us if len(sharing) == 1 else 0)
             except ProtocolError as error:
                 self._refuse(client, str(error), error.code)
-            self._give_turn(client)
+            if client.in_slots and not client.has_turn:
+                client.has_turn = True
+                self._turns.append(client)
         return found
-
-    def _give_turn(self, client: Client) -> None:
-        if client.has_messages and not client.has_turn and client.name in self._clients:
-            client.has_turn = True
-            self._turns.append(client)
 
     def _serve(self, client: Client, events: int) -> None:
         try:
@@ -382,7 +383,9 @@ class StreamListener:
             self._drop(client)
         except ProtocolError as error:
             self._refuse(client, str(error), error.code)
-        self._give_turn(client)
+        if client.reader.messages and not client.has_turn:
+            client.has_turn = True
+            self._turns.append(client)
 
     def _refuse(self, client: Client, detail: str, code: ErrorCode) -> None:
         _log_dropped(client.name, detail, code)

@@ -51,14 +51,12 @@ _TERMS = (
 )
 @click.option(
     "--machine",
-    "machine_path",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Plan for the machine that --fit measured, not for this one.",
 )
 @click.option(
     "--fit",
-    "fit_path",
     type=OutputFile(),
     allow_from_autoenv=False,
     metavar="FILE",
@@ -104,8 +102,8 @@ def plan(
     model: str | None,
     shape: str | None,
     gpu: str | None,
-    machine_path: Path | None,
-    fit_path: Path | None,
+    machine: Path | None,
+    fit: Path | None,
     device: str | None,
     tee_cores: int | None,
     link: str | None,
@@ -121,19 +119,19 @@ def plan(
     """
     from gpu_side.profiles import find_profile
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.plan.machine import Machine, fit, read_machine
+    from tsqp.lab.plan.machine import Machine, fit_machine, read_machine
     from tsqp.lab.plan.run import Planning, PlanSettings
 
     cores = tee_cores or len(os.sched_getaffinity(0))
-    if fit_path is not None:
-        outputs: Outputs[Machine] = Outputs({"--fit": (fit_path, Machine.toml)}, _say)
+    if fit is not None:
+        outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say)
         with outputs.checked():
-            measured = fit(cores, options["spin_us"], _accelerator(device), _say)
+            measured = fit_machine(cores, options["spin_us"], _accelerator(device), _say)
         if not outputs.write(measured):
             run.exit(EXIT_FAILURE)
         return
-    machine = read_machine(machine_path) if machine_path else None
-    profile = find_profile(gpu) if gpu else machine.gpu if machine else None
+    planned = None if machine is None else read_machine(machine)
+    profile = find_profile(gpu) if gpu else planned.gpu if planned else None
     if profile is None:
         raise SettingsError(
             "--gpu", got="none", expected="an accelerator, or --machine with one that was measured"
@@ -143,7 +141,7 @@ def plan(
     settings = PlanSettings(
         policies=tuple((name, load_policy(name)) for name in dict.fromkeys((*policy, _BEST_ALONE))),
         profile=profile,
-        machine=machine,
+        machine=planned,
         link=read_link(link),
         cores=cores,
         model=model_directory(model) if model else None,

@@ -149,7 +149,9 @@ def read_machine(path: Path) -> Machine:
     return validate_file(Machine, content, str(path), SettingsError)
 
 
-def fit(cores: int, spin_us: float, device: str | None, say: Callable[[str], None]) -> Machine:
+def fit_machine(
+    cores: int, spin_us: float, device: str | None, say: Callable[[str], None]
+) -> Machine:
     """Measure this machine: some 20 seconds. Raises ProcessError, SettingsError."""
     say("measuring products")
     gops, gb_per_s = kernel_rates(range(1, cores + 1))
