@@ -134,7 +134,7 @@ def test_what_was_not_measured_is_refused(cores: int, transport: str, fragment: 
 def test_fit_and_machine_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "fit", lambda cores, spin_us, device, say: FITTED)
+    monkeypatch.setattr(machine, "fit_machine", lambda cores, spin_us, device, say: FITTED)
     path = tmp_path / "machine.toml"
 
     def invoke(*arguments: str) -> str:
