@@ -227,7 +227,7 @@ class PendingChannel(ABC):
         """See `Channel.wait`."""
         pending = self._pending[request_id]
         try:
-            if pending.reply is None and pending.place != NOT_PUT:
+            if pending.reply is None and pending.prepared is not None:
                 self._take(pending, request_id)
             reply = pending.reply or self._wait_until(pending, pending.deadline)
         finally:

@@ -82,7 +82,8 @@ def check_stages(case: Case) -> None:
             one = cost[operator, layer]
             if one.place == "gpu":
                 assert one.rpcs == 1
-                assert min(one.stages.encode_us, one.stages.wire_us, one.stages.decode_us) > 0
+                # A reply that compiled code takes is decoded while it is received.
+                assert min(one.stages.encode_us, one.stages.wire_us) > 0
             else:
                 assert one.rpcs == 0
                 assert one.stages.tee_us > 0

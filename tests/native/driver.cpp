@@ -4,6 +4,8 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -11,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../protocol/native/message.h"
 #include "../../protocol/native/variants.h"
 
 namespace {
@@ -219,6 +222,89 @@ int hand_out() {
   return 0;
 }
 
+// ---- messages over a slot and over a socket, both ends of which are here
+
+constexpr int64_t HEAD = 96, PAYLOAD = 400, TOTAL = HEAD + PAYLOAD;
+
+struct Link {
+  // A shape in a buffer that ends with its head.
+  Buffer<char> shape_memory{static_cast<int64_t>(sizeof(MessageShape)) + HEAD};
+  Buffer<char> sent{PAYLOAD}, taken{PAYLOAD}, area{TOTAL};
+  LaneLine line{};
+  LaneSeen seen{};
+  uint32_t sleeps = 1;
+  int64_t times[2] = {};
+
+  Link() {
+    memset(shape(), 7, shape_memory.bytes());
+    MessageShape sizes{HEAD, PAYLOAD, {64, 80, 88}};
+    memcpy(shape(), &sizes, sizeof sizes);
+    memset(shape()->head + 80, 0, 16);
+    memset(area.get(), 0, area.bytes());
+    for (int64_t i = 0; i < PAYLOAD; i++) sent.get()[i] = static_cast<char>(i);
+  }
+  MessageShape* shape() { return reinterpret_cast<MessageShape*>(shape_memory.get()); }
+  bool arrived() { return !memcmp(sent.get(), taken.get(), PAYLOAD); }
+};
+
+// One thread puts messages, another takes each; then bytes that are none are looked at.
+int slots() {
+  Link link;
+  std::atomic<int64_t> taken{0};
+  bool right = true, took = true;
+  std::thread client([&] {
+    for (int64_t id = 1; id <= 2000; id++) {
+      while (lane_take(link.shape(), id, link.area.get(), &link.line, &link.seen, 50,
+                       link.taken.get(), link.times) != 1) {
+      }
+      took &= link.arrived() && link.times[0] == 9;
+      taken.store(id, std::memory_order_release);
+    }
+  });
+  for (int64_t id = 1; id <= 2000; id++) {
+    // A request has two numbers, of which the second is where a reply has its first time.
+    right &= lane_put(link.shape(), id, 9, link.sent.get(), link.area.get(), &link.line, id,
+                      &link.sleeps);
+    while (taken.load(std::memory_order_acquire) < id) std::this_thread::yield();
+  }
+  client.join();
+  right &= took;
+  uint32_t random = 1;
+  for (int round = 0; round < 5000; round++) {
+    for (int64_t i = 0; i < TOTAL; i++)
+      link.area.get()[i] = static_cast<char>((random = random * 1664525 + 1013904223) >> 24);
+    link.seen.bytes = round % 2 ? TOTAL : random;
+    right &= lane_take(link.shape(), 1, link.area.get(), nullptr, &link.seen, -1,
+                       link.taken.get(), link.times) == -1;
+  }
+  if (!right) printf("a message over a slot was not taken as it was put\n");
+  return right ? 0 : 1;
+}
+
+int sockets() {
+  Link link;
+  Buffer<char> scratch(TOTAL);
+  int pair[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair)) return 1;
+  auto take = [&](int64_t id, int64_t wait_ms) {
+    return stream_take(link.shape(), id, pair[1], scratch.get(), 10, wait_ms, link.taken.get(),
+                       link.times);
+  };
+  bool right = take(1, 1) == 0;  // nothing is there
+  for (int64_t id = 1; id <= 500; id++) {
+    right &= stream_put(link.shape(), id, 9, link.sent.get(), pair[0]) == TOTAL;
+    right &= take(id, 100) == -1 && link.arrived();
+    right &= stream_put(link.shape(), id, 9, link.sent.get(), pair[0]) == TOTAL;
+    right &= take(id + 1, 100) == TOTAL;  // another id
+    right &= write(pair[0], link.sent.get(), 33) == 33 && take(id, 100) == 33;
+  }
+  close(pair[0]);
+  right &= take(1, 100) == 0 && stream_put(link.shape(), 1, 9, link.sent.get(), pair[1]) == 0;
+  close(pair[1]);
+  if (!right) printf("a message over a socket was not taken as it was put\n");
+  return right ? 0 : 1;
+}
+
 // ---- what a sanitizer must notice
 
 // Two tasks that write one number, each on a thread of its own: they wait for one another.
@@ -248,5 +334,5 @@ int fault(const std::string& kind) {
 
 int main(int count, char** arguments) {
   if (count > 1) return fault(arguments[1]);
-  return hand_out() || compare();
+  return hand_out() || slots() || sockets() || compare();
 }

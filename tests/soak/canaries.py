@@ -47,6 +47,7 @@ import torch
 from protocol.encoding import decode_reply
 from protocol.errors import TsqpError
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
+from protocol.pending import NOT_PUT
 from protocol.stream import StreamChannel
 from tee_side.assembly import MaskSettings
 from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
@@ -259,6 +260,17 @@ class Faults:
     def install(self) -> None:
         """Stand between the runner and its transport."""
         faults, send, receive = self, StreamChannel._send, StreamChannel._receive
+        put, take = StreamChannel._put, StreamChannel._take
+
+        def _put(channel: Any, *request: Any) -> int:
+            """Leave the request that a fault is meant for, and those before it, to `_send`."""
+            place = NOT_PUT if faults._fault else put(channel, *request)
+            faults.count += place != NOT_PUT
+            return place
+
+        def _take(channel: Any, *request: Any) -> None:
+            if faults._on_reply is None:
+                take(channel, *request)
 
         def _send(channel: Any, method: str, frames: Any, size: int, timeout_s: float) -> int:
             if method not in ("Init", "Health"):
@@ -279,6 +291,8 @@ class Faults:
                 return received
             return faults._received(frames, when)
 
+        StreamChannel._put = _put  # type: ignore[method-assign]
+        StreamChannel._take = _take  # type: ignore[method-assign]
         StreamChannel._send = _send  # type: ignore[method-assign]
         StreamChannel._receive = _receive  # type: ignore[method-assign]
 
