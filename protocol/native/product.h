@@ -280,8 +280,10 @@ INLINE void multiply_block(const Digits& x, int64_t row, const int8_t* panel, in
       store(y + (row + i) * OUTPUTS + p * PANEL, sums[i][p] - x.excess[row + i]);
 }
 
-INLINE void multiply_many(const Digits& x, const int8_t* weight, int64_t stride, int64_t in,
-                          int64_t first, int64_t count, int32_t* y, int8_t* panels) {
+// Compiled once: inlined into a kernel with more around it, its sums do not stay in registers.
+static __attribute__((noinline)) void multiply_many(const Digits& x, const int8_t* weight,
+                                                    int64_t stride, int64_t in, int64_t first,
+                                                    int64_t count, int32_t* y, int8_t* panels) {
   const int64_t used = (count + PANEL - 1) / PANEL;
   for (int64_t p = 0; p < used; p++) {
     int64_t left = count - p * PANEL;
