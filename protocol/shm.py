@@ -24,6 +24,8 @@ from protocol.tensors import Buffer
 
 # How long slots alone are looked at while we spin, before the socket is once more.
 _LOOK_US = 20
+# From here on the pages of fresh memory cost more than to look for memory that was used before.
+_LARGE_BYTES = 1024 * 1024
 
 
 class ShmChannel(StreamChannel):
@@ -164,7 +166,12 @@ class ShmChannel(StreamChannel):
             or prepared.reply_bytes > self._max_reply_bytes
         ):
             return -1 if spin_us < 0 else 0
-        output = torch.empty(prepared.reply_shape, dtype=prepared.reply_torch_dtype)
+        shape, dtype = prepared.reply_shape, prepared.reply_torch_dtype
+        if prepared.reply_payload_bytes < _LARGE_BYTES:
+            output = torch.empty(shape, dtype=dtype)
+        else:
+            memory = self._pool.take(prepared.reply_payload_bytes)
+            output = torch.frombuffer(memory, dtype=dtype).view(shape)
         taken = lane.take_expected(
             *(slot, prepared.answered_as, request_id, output.data_ptr(), self._times_at, spin_us)
         )
