@@ -18,8 +18,9 @@ from typing import TypeAlias
 
 import torch
 
+from protocol import native
 from protocol.errors import KernelError
-from protocol.native import choice, library, pool
+from protocol.native import choice, library
 
 DIGITS = 4
 # A product of one digit must fit int32: MAX_IN_FEATURES * 128 * 128 < 2^31.
@@ -199,7 +200,7 @@ def _product(elements: torch.Tensor, weight: torch.Tensor, count: int) -> torch.
         library.product(
             *(elements.data_ptr(), rows, K, count),
             *(weight.data_ptr(), weight.stride(0), N),
-            *(out.data_ptr(), pool()),
+            *(out.data_ptr(), native.own.pool),
         )
         return out
     # Equal blocks, and one scratch for all of them: fresh memory for each costs as much as a fifth

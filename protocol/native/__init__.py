@@ -111,15 +111,31 @@ class _Pool:
     def __init__(self, threads: int) -> None:
         self.threads, self._process = threads, os.getpid()
         self.address: int = library.pool_new(threads, SPIN_US)
+        # At the interpreter's end the modules' names are gone before this object.
+        self._here, self._free = os.getpid, library.pool_free
 
     def __del__(self) -> None:
         # In a forked child none of its threads runs, and to wait for them would never end.
-        if self._process == os.getpid():
-            library.pool_free(self.address)
+        if self._process == self._here():
+            self._free(self.address)
+
+
+class _Own(threading.local):
+    """What a thread has to itself. `pool`: the address of its pool, which it makes and frees."""
+
+    def __getattr__(self, name: str) -> int:
+        # Asked only for what the thread has not got yet.
+        if name != "pool":
+            raise AttributeError(name)
+        self._pool = _Pool(_threads)
+        self.pool = self._pool.address
+        return self.pool
 
 
 _threads = len(os.sched_getaffinity(0))
-_local = threading.local()
+own = _Own()
+# Of threads that had pools of other sizes, until they end.
+_earlier: list[_Own] = []
 
 
 def set_up(kernels: str | None, threads: int | None) -> None:
@@ -136,23 +152,17 @@ def set_up(kernels: str | None, threads: int | None) -> None:
 
 def set_threads(count: int) -> None:
     """Let every thread's kernels use so many threads, itself included, from now on."""
-    global _threads  # noqa: PLW0603
-    _threads = count
-
-
-def pool() -> int:
-    """Return the address of this thread's pool."""
-    found: _Pool | None = getattr(_local, "pool", None)
-    # A thread alone makes and frees its pool: another one may be computing.
-    if found is None or found.threads != _threads:
-        found = _local.pool = _Pool(_threads)
-    return found.address
+    global _threads, own
+    if count != _threads:
+        own.__dict__.clear()
+        _earlier.append(own)
+        _threads, own = count, _Own()
 
 
 def _forget_pools() -> None:
     """In a forked child none of their threads runs: make others."""
-    global _local  # noqa: PLW0603
-    _local = threading.local()
+    global own  # noqa: PLW0603
+    own = _Own()
 
 
 os.register_at_fork(after_in_child=_forget_pools)

@@ -18,7 +18,7 @@ from tee_side.model.batch import Batch
 from tee_side.model.layers import Layer, TeeModel
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.source import PadLane
-from tee_side.remote.overlap import replies
+from tee_side.remote.overlap import turn
 from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase
 
 Tensor: TypeAlias = torch.Tensor
@@ -62,7 +62,7 @@ class Operators:
         for chunk, q, k, v in zip(batch.chunks, *parts, strict=True):
             # Rows of the same sequence in an earlier micro-batch: it is seldom behind, but may be.
             while not chunk.follows(layer.index):
-                await replies(())
+                await turn()
             k_KSC, v_KSC = layer.kv_cache(chunk, k, v)
             outputs.append(
                 layer.attention(q, k_KSC, v_KSC)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from protocol.native import FLOATS, library, pool
+from protocol import native
+from protocol.native import FLOATS, library
 
 
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -26,7 +27,7 @@ def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         weight.data_ptr(),
         eps,
         out.data_ptr(),
-        pool(),
+        native.own.pool,
     )
     return out
 
@@ -45,7 +46,7 @@ def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
         rows,
         features,
         out_TF.data_ptr(),
-        pool(),
+        native.own.pool,
     )
     return out_TF
 
@@ -71,7 +72,7 @@ def apply_rope(x_TXC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1c: torch.Tensor
         cos_T1C.data_ptr(),
         sin_T1c.data_ptr(),
         out_TXC.data_ptr(),
-        pool(),
+        native.own.pool,
     )
     return out_TXC
 
@@ -113,7 +114,7 @@ def attention(
         S,
         window or 0,
         out.data_ptr(),
-        pool(),
+        native.own.pool,
     )
     return out
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from protocol.native import FLOATS, library, pool
+from protocol import native
+from protocol.native import FLOATS, library
 
 Tensor = torch.Tensor
 
@@ -26,7 +27,7 @@ def encode(x_TI: Tensor, step: float, r_TI: Tensor | None) -> tuple[Tensor, Tens
         0 if r_TI is None else r_TI.data_ptr(),
         q_TI.data_ptr(),
         sent_TI.data_ptr(),
-        pool(),
+        native.own.pool,
     )
     return q_TI, sent_TI, norm
 
@@ -37,7 +38,7 @@ def expect(q_TI: Tensor, low_kI: Tensor, high_kI: Tensor) -> Tensor:
     expected_Tk = torch.empty(q_TI.shape[0], low_kI.shape[0], dtype=torch.int64)
     library.expect(
         *(q_TI.data_ptr(), *q_TI.shape, low_kI.data_ptr(), high_kI.data_ptr()),
-        *(expected_Tk.data_ptr(), pool()),
+        *(expected_Tk.data_ptr(), native.own.pool),
     )
     return expected_Tk
 
@@ -47,7 +48,7 @@ def same(y_TO: Tensor, vectors_kO: Tensor, expected_Tk: Tensor) -> bool:
     y_TO = y_TO.contiguous()
     holds: bool = library.decode(
         *(0, y_TO.data_ptr(), 0, *y_TO.shape, 0, 0, 0),
-        *(vectors_kO.data_ptr(), expected_Tk.data_ptr(), pool()),
+        *(vectors_kO.data_ptr(), expected_Tk.data_ptr(), native.own.pool),
     )
     return holds
 
@@ -78,7 +79,7 @@ def decode(
         out_TO.data_ptr(),
         0 if vectors_kO is None else vectors_kO.data_ptr(),
         0 if expected_Tk is None else expected_Tk.data_ptr(),
-        pool(),
+        native.own.pool,
     )
     return out_TO if holds else None
 
@@ -101,6 +102,6 @@ def linear8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | N
         0 if bias_O is None else bias_O.data_ptr(),
         weight_OI.shape[0],
         out_TO.data_ptr(),
-        pool(),
+        native.own.pool,
     )
     return out_TO

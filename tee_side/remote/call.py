@@ -24,7 +24,7 @@ from tee_side.protect.masks.mask import Masked
 from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.fault_attribution import Answer, Refused, refuse, time_left
-from tee_side.remote.overlap import Waiting, replies
+from tee_side.remote.overlap import ask, turn
 from tee_side.words import Operator
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
@@ -88,7 +88,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
     clock.mark(None)
     if masked is None:
         # Other micro-batches may be waiting for nothing but their turn to send.
-        await replies(())
+        await turn()
         clock.mark("tee")
         output = await plan.without_factors(x)
         clock.mark(None)
@@ -101,23 +101,27 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
         for request in requests:
             if exchanges:
                 left_s = time_left(plan.operator, until)
-            answered = await replies(_start(plan.channels, request, masked.sent, left_s))
+            answered = await ask(plan.channels, request, masked.sent, left_s)
             clock.exchanged(answered)
             clock.mark("verify")
             exchanges += answered
+            outputs.append([])
             try:
-                outputs.append(list(map(request.output, answered)))
+                for exchange in answered:
+                    taken = exchange.output  # where compiled code has taken it
+                    outputs[-1].append(request.output(exchange) if taken is None else taken)
             except ReplyError:  # of another form than was asked for
-                outputs.append([])
+                outputs[-1].clear()
             clock.mark(None)
             if not outputs[-1]:
                 break
         if outputs[-1]:
             parts = outputs[0] if len(outputs) == 1 else _joined(outputs)
-            if isinstance(masked, Padded):
-                revealed = masked.reveal(parts)
-            else:
-                revealed = _reveal(plan, encoded, masked, parts)
+            revealed = (
+                masked.reveal(parts)
+                if isinstance(masked, Padded)
+                else _reveal(plan, encoded, masked, parts)
+            )
             if revealed is not None:
                 return revealed
         left_s = refuse(_refused(plan, requests, masked, exchanges, bool(outputs[-1])), until)
@@ -140,24 +144,6 @@ def _reveal(
     output = plan.decode(y)
     clock.mark(None)
     return output
-
-
-def _start(
-    channels: Sequence[Channel],
-    request: PreparedRequest,
-    sent: Sequence[torch.Tensor],
-    left_s: float | None,
-) -> Waiting:
-    """Send one request to each service, all before waiting for any."""
-    waiting: list[tuple[Channel, int]] = []
-    try:
-        for channel, payload in zip(channels, sent, strict=True):
-            waiting.append((channel, channel.start(request, payload, left_s)))
-    except BaseException:
-        for channel, request_id in waiting:
-            channel.abandon(request_id)
-        raise
-    return waiting
 
 
 def _joined(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:

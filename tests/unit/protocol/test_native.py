@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_a_forked_child_leaves_pools_of_other_threads_alone() -> None:
     made, forked = threading.Event(), threading.Event()
 
     def keep_a_pool() -> None:
-        native.pool()
+        _make_a_pool()
         made.set()
         forked.wait(60)
 
@@ -154,7 +155,7 @@ def test_a_forked_child_leaves_pools_of_other_threads_alone() -> None:
         thread = threading.Thread(target=keep_a_pool)
         thread.start()
         made.wait(60)
-        child = multiprocessing.get_context("fork").Process(target=native.pool)
+        child = multiprocessing.get_context("fork").Process(target=_make_a_pool)
         child.start()
         child.join(60)
         forked.set()
@@ -170,13 +171,14 @@ def test_another_number_of_threads_frees_no_pool_that_is_in_use() -> None:
     pools: list[int] = []
 
     def look() -> None:
-        kept = native._local  # what the thread has now
-        pools.append(native.pool())
+        pools.append(native.own.pool)
+        kept = weakref.ref(native.own._pool)
         made.set()
         changed.wait(60)
-        pools.append(kept.pool.address)
-        native.pool()
-        pools.append(native._local.pool.threads)
+        found = kept()
+        pools.append(0 if found is None else found.address)
+        _make_a_pool()
+        pools.append(native.own._pool.threads)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -187,6 +189,10 @@ def test_another_number_of_threads_frees_no_pool_that_is_in_use() -> None:
     native.set_threads(1)
     assert pools[0] == pools[1]
     assert pools[2] == 2
+
+
+def _make_a_pool() -> None:
+    assert native.own.pool
 
 
 def _exit_if_right(compute: Any, wrong: list[int]) -> None:

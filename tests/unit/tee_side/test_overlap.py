@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any, cast
+from typing import cast
 
 import pytest
+import torch
 
 from protocol.channel import Channel, Exchange
 from protocol.errors import DeadlineExceededError
-from protocol.messages import TensorReply
+from protocol.messages import LMHeadRequest, TensorReply
+from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor
-from tee_side.remote.overlap import Waiting, replies, run, run_overlapped
+from tee_side.remote.overlap import ask, run, run_overlapped, turn
 
+SENT = torch.zeros(1)
+ASKED = PreparedRequest(
+    LMHeadRequest(hidden_states=WireTensor("float32", (1,), b"")), (1,), "float32"
+)
 LOST = DeadlineExceededError("it", got="no reply", expected="one")
 
 
@@ -24,11 +30,16 @@ class Recorder:
         self.order: list[str] = [] if order is None else order
         self.open: set[int] = set()
         self.losing: set[int] = set()
+        self.unsendable: set[int] = set()
         self.refusing: BaseException = LOST
         self._count = 0
 
-    def submit(self) -> int:
+    def start(self, _: object, payload: torch.Tensor, timeout_s: float | None) -> int:
+        assert payload is SENT
+        assert timeout_s == 7.0
         self._count += 1
+        if self._count in self.unsendable:
+            raise LOST
         self.open.add(self._count)
         self.order.append(f"submit {self.name}{self._count}")
         return self._count
@@ -48,8 +59,8 @@ class Recorder:
             self.order.append(f"abandon {self.name}{request_id}")
 
 
-def _request(*channels: Recorder) -> Waiting:
-    return [(cast(Channel, channel), channel.submit()) for channel in channels]
+async def _ask(*channels: Recorder) -> list[Exchange]:
+    return await ask(cast("list[Channel]", channels), ASKED, [SENT] * len(channels), 7.0)
 
 
 async def _asking(channel: Recorder, times: int, name: str = "") -> list[int]:
@@ -57,7 +68,7 @@ async def _asking(channel: Recorder, times: int, name: str = "") -> list[int]:
     got = []
     for _ in range(times):
         channel.order.append(f"compute {name}")
-        (exchange,) = await replies(_request(channel))
+        (exchange,) = await _ask(channel)
         got.append(exchange.bytes_sent)
     channel.order.append(f"end {name}")
     return got
@@ -75,7 +86,7 @@ def test_a_coroutine_that_waits_for_nothing_ends_at_once() -> None:
 
     assert run(seven()) == 7
     assert run_overlapped([seven(), seven()]) == [7, 7]
-    assert run_overlapped(cast("list[Coroutine[Waiting, Any, int]]", [])) == []
+    assert run_overlapped(cast("list[Coroutine[None, None, int]]", [])) == []
 
 
 def test_the_second_begins_behind_the_second_turn_of_the_first_and_then_they_alternate() -> None:
@@ -114,11 +125,11 @@ def test_each_stays_one_or_two_turns_behind_the_one_before_it(count: int) -> Non
     at = [0] * count
 
     async def layers(index: int) -> int:
-        for turn in range(1, turns + 1):
-            at[index] = turn
+        for at_turn in range(1, turns + 1):
+            at[index] = at_turn
             if index:
-                assert at[index - 1] == min(turn + 1, turns)
-            await replies(_request(channel) if turn % 2 else ())
+                assert at[index - 1] == min(at_turn + 1, turns)
+            await (_ask(channel) if at_turn % 2 else turn())
         return index
 
     assert run_overlapped([layers(index) for index in range(count)]) == list(range(count))
@@ -133,7 +144,7 @@ def test_once_they_have_begun_each_has_a_request_under_way(count: int) -> None:
         for _ in range(20):
             if index == 0:
                 under_way.append(len(channel.open))
-            await replies(_request(channel))
+            await _ask(channel)
 
     run_overlapped([layers(index) for index in range(count)])
     # Of the first turns, one more has begun at each; the first's own reply has just come.
@@ -152,11 +163,11 @@ def test_results_stand_in_order_however_early_one_ends() -> None:
 def test_requests_side_by_side_are_waited_for_together_and_in_order() -> None:
     order: list[str] = []
     one, two = Recorder("one-", order), Recorder("two-", order)
-    two.submit()  # so that the numbers differ
+    two.start(ASKED, SENT, 7.0)  # so that the numbers differ
     order.clear()
 
     async def both() -> list[int]:
-        return [exchange.bytes_sent for exchange in await replies(_request(one, two))]
+        return [exchange.bytes_sent for exchange in await _ask(one, two)]
 
     assert run(both()) == [1, 2]
     assert order == ["submit one-1", "submit two-2", "wait one-1", "wait two-2"]
@@ -166,9 +177,9 @@ def test_waiting_for_nothing_lets_the_others_have_their_turn() -> None:
     order: list[str] = []
 
     async def turns(name: str) -> None:
-        for turn in range(3):
-            order.append(f"{name}{turn}")
-            assert await replies(()) == []
+        for number in range(3):
+            order.append(f"{name}{number}")
+            await turn()
 
     run_overlapped([turns("a"), turns("b")])
     assert order == ["a0", "a1", "b0", "a2", "b1", "b2"]
@@ -183,9 +194,9 @@ def test_an_error_of_waiting_is_raised_where_the_coroutine_waits() -> None:
 
     async def again() -> int:
         with pytest.raises(DeadlineExceededError) as caught:
-            await replies(_request(channel))
+            await _ask(channel)
         assert caught.value is LOST
-        (exchange,) = await replies(_request(channel))
+        (exchange,) = await _ask(channel)
         return exchange.bytes_sent
 
     assert run(again()) == 2
@@ -198,7 +209,7 @@ def test_a_coroutine_that_handles_an_error_does_not_disturb_the_others() -> None
 
     async def trying() -> str:
         try:
-            await replies(_request(channel))
+            await _ask(channel)
         except DeadlineExceededError:
             return "lost"
         return "found"
@@ -214,32 +225,41 @@ def test_where_one_of_two_replies_is_lost_the_other_is_not_waited_for() -> None:
     one.losing = {1}
 
     async def both() -> None:
-        await replies(_request(one, two))
+        await _ask(one, two)
 
     with pytest.raises(DeadlineExceededError):
         run(both())
     assert order == ["submit one-1", "submit two-1", "wait one-1", "abandon two-1"]
 
 
+def test_where_one_of_two_cannot_be_sent_to_the_other_is_not_waited_for() -> None:
+    order: list[str] = []
+    one, two = Recorder("one-", order), Recorder("two-", order)
+    two.unsendable = {1}
+    with pytest.raises(DeadlineExceededError):
+        run(_ask(one, two))
+    assert order == ["submit one-1", "abandon one-1"]
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("turn", [0, 1, 2])
-def test_an_error_ends_all_and_abandons_exactly_what_is_under_way(failing: int, turn: int) -> None:
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_error_ends_all_and_abandons_exactly_what_is_under_way(failing: int, at: int) -> None:
     channel, closed = Recorder(), []
 
     async def part(index: int) -> None:
         try:
             for now in range(4):
-                if (index, now) == (failing, turn):
+                if (index, now) == (failing, at):
                     raise ValueError(f"{index} at {now}")
-                await replies(_request(channel))
+                await _ask(channel)
         finally:
             closed.append(index)
 
     parts = [part(index) for index in range(3)]
-    with pytest.raises(ValueError, match=f"{failing} at {turn}"):
+    with pytest.raises(ValueError, match=f"{failing} at {at}"):
         run_overlapped(parts)
     # Each is one turn behind the one before it, which has had its turn before.
-    asked = [max(0, turn + failing - index + (index < failing)) for index in range(3)]
+    asked = [max(0, at + failing - index + (index < failing)) for index in range(3)]
     waited = [event for event in channel.order if event.startswith("wait")]
     abandoned = [event for event in channel.order if event.startswith("abandon")]
     assert len(waited) + len(abandoned) == sum(min(4, times) for times in asked)
