@@ -58,38 +58,28 @@ class OversizedRequestError(ProtocolError):
     """A request of our own that is larger than the limit; it was not sent."""
 
 
-@dataclass(slots=True)
-class Pending:
-    """A request that was sent. `deadline`: on the clock of `time.monotonic`, in seconds.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Pending(Exchange):
+    """A request that was sent, and once its reply is there the exchange.
 
-    `connection`: which of the channel's connections, one after another, it went out on.
-    `prepared`: what a good reply says; None for a request whose reply is always decoded.
-    `place`: where compiled code has put it, the transport's own business.
-    `reply`: None until it is there; then also when it had come, and what it cost. `output`: its
-    tensor, where compiled code has taken it.
+    `deadline`: on the clock of `time.monotonic`, in seconds. `connection`: which of the channel's
+    connections, one after another, it went out on. `prepared`: what a good reply says; None for a
+    request whose reply is always decoded. `place`: where compiled code has put it, the transport's
+    own business.
+
+    `received_ns`: when the reply had come, 0 until then. Of one that compiled code has taken,
+    `output` is its tensor and `times_us` says its two times; any other is `reply`.
     """
 
     method: str
     prepared: PreparedRequest | None
     deadline: float
     timeout_s: float
-    sent_ns: int
-    encode_ns: int
-    bytes_sent: int
     connection: int
     place: int = NOT_PUT
-    reply: Reply | None = None
-    output: torch.Tensor | None = None
     received_ns: int = 0
-    decode_ns: int = 0
-    bytes_received: int = 0
-
-    def note_output(self, output: torch.Tensor, size: int, times_us: Sequence[int]) -> None:
-        """Note the expected reply, of `size` bytes, which compiled code has taken."""
-        timing: Timing = checked_timing({"queue_us": times_us[0], "compute_us": times_us[1]})
-        self.reply = Reply(0, self.method, None, None, timing)
-        self.output, self.bytes_received = output, size
-        self.received_ns = time.perf_counter_ns()
+    times_us: Sequence[int] = ()
+    reply: Reply | None = None
 
 
 class PendingChannel(ABC):
@@ -132,10 +122,13 @@ class PendingChannel(ABC):
     def _put(
         self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
     ) -> int:
-        """Send a prepared request by compiled code; say where it is, or `NOT_PUT`."""
+        """Send a prepared request by compiled code; say where it is, or `NOT_PUT`.
+
+        The tensor is as prepared, in one piece, and the request within the limit.
+        """
         return NOT_PUT
 
-    def _take(self, pending: Pending, request_id: int) -> None:
+    def _take(self, pending: Pending, prepared: PreparedRequest, request_id: int) -> None:
         """Take the reply to a prepared request by compiled code, if it comes in a moment."""
         return
 
@@ -178,21 +171,27 @@ class PendingChannel(ABC):
         begun_ns = time.perf_counter_ns()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
-        if payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype:
-            request_id, size = self._last_id + 1, prepared.request_bytes
+        request_id, size = self._last_id + 1, prepared.request_bytes
+        fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
+        simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
+        if fits and simple and size <= self._max_message_bytes:
             sent_ns = time.perf_counter_ns()
-            place = NOT_PUT
-            if size <= self._max_message_bytes:
-                place = self._put(prepared, payload, request_id, timeout_ms)
-            if place != NOT_PUT:
+            if (place := self._put(prepared, payload, request_id, timeout_ms)) != NOT_PUT:
                 self._last_id = request_id
-                deadline, encode_ns = time.monotonic() + timeout_s, sent_ns - begun_ns
                 self._pending[request_id] = Pending(
-                    *(prepared.method, prepared, deadline, timeout_s),
-                    *(sent_ns, encode_ns, size, self._connection, place),
+                    bytes_sent=size,
+                    bytes_received=prepared.reply_bytes,
+                    encode_ns=sent_ns - begun_ns,
+                    sent_ns=sent_ns,
+                    method=prepared.method,
+                    prepared=prepared,
+                    deadline=time.monotonic() + timeout_s,
+                    timeout_s=timeout_s,
+                    connection=self._connection,
+                    place=place,
                 )
                 return request_id
-        header = REQUEST.header(prepared.template, self._last_id + 1, timeout_ms)
+        header = REQUEST.header(prepared.template, request_id, timeout_ms)
         frames = [header, prepared.payload(payload)]
         return self._begin(prepared.method, prepared, frames, begun_ns, timeout_s, timeout_s)
 
@@ -219,7 +218,14 @@ class PendingChannel(ABC):
         deadline = time.monotonic() + timeout_s
         sent_ns = self._send(method, frames, size, send_within_s)
         self._pending[request_id] = Pending(
-            method, prepared, deadline, timeout_s, sent_ns, encode_ns, size, self._connection
+            bytes_sent=size,
+            encode_ns=encode_ns,
+            sent_ns=sent_ns,
+            method=method,
+            prepared=prepared,
+            deadline=deadline,
+            timeout_s=timeout_s,
+            connection=self._connection,
         )
         return request_id
 
@@ -227,42 +233,39 @@ class PendingChannel(ABC):
         """See `Channel.wait`."""
         pending = self._pending[request_id]
         try:
-            if pending.reply is None and pending.prepared is not None:
-                self._take(pending, request_id)
-            reply = pending.reply or self._wait_until(pending, pending.deadline)
+            if not pending.received_ns and pending.prepared is not None:
+                self._take(pending, pending.prepared, request_id)
+            if not pending.received_ns:
+                self._wait_until(pending, pending.deadline)
         finally:
             # Also given up: should it still come, it must not be taken for another's.
             del self._pending[request_id]
-        if reply is None:
+        reply = pending.reply
+        if pending.output is not None:
+            queue_us, compute_us = pending.times_us
+            pending.timing = checked_timing({"queue_us": queue_us, "compute_us": compute_us})
+        elif reply is None:
             raise DeadlineExceededError(
                 self.endpoint,
                 got=f"no reply to {pending.method} within {pending.timeout_s:g} s",
                 expected="a gpu-service that answers there",
             )
-        if reply.error is not None:
+        elif reply.error is not None:
             raise ServiceError(f"{pending.method} at {self.endpoint}", code=reply.error)
-        if reply.method != pending.method:
+        elif reply.method != pending.method:
             raise ReplyError(
                 f"reply {request_id} from {self.endpoint}",
                 got=reply.method if reply.method in REQUEST_TYPES else "an unknown operator",
                 expected=pending.method,
             )
+        else:
+            pending.response, pending.timing = reply.response, reply.timing
+        pending.endpoint, pending.elapsed_ns = self.endpoint, pending.received_ns - pending.sent_ns
         traffic = self.traffic
         traffic.round_trips += 1
         traffic.bytes_sent += pending.bytes_sent
         traffic.bytes_received += pending.bytes_received
-        return Exchange(
-            reply.response,
-            pending.bytes_sent,
-            pending.bytes_received,
-            pending.encode_ns,
-            pending.received_ns - pending.sent_ns,
-            pending.decode_ns,
-            reply.timing,
-            pending.sent_ns,
-            self.endpoint,
-            pending.output,
-        )
+        return pending
 
     def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
         """See `Channel.call`."""
@@ -289,7 +292,7 @@ class PendingChannel(ABC):
         """
         pending = self._pending[request_id]
         until = min(until, pending.deadline)
-        return (pending.reply or self._wait_until(pending, until)) is not None
+        return pending.received_ns > 0 or self._wait_until(pending, until)
 
     def use_one_connection(self) -> None:
         """Never go on with another connection: what is asked after a loss raises EndpointError.
@@ -302,23 +305,23 @@ class PendingChannel(ABC):
         """Take no larger replies than this; to be called before the first request."""
         self._max_reply_bytes = min(self._max_reply_bytes, max_reply_bytes)
 
-    def _wait_until(self, pending: Pending, until: float) -> Reply | None:
-        """Receive what comes until the reply to this is there; None at `until`."""
+    def _wait_until(self, pending: Pending, until: float) -> bool:
+        """Receive what comes until the reply to this is there; False at `until`."""
         while True:
             lost = pending.connection != self._connection
             # Its reply may have come before the connection was lost; but nothing more will.
             received = self._receive(0.0 if lost else until)
             if received is not None:
                 self._accept(*received)
-            if pending.reply is not None:
-                return pending.reply
+            if pending.received_ns:
+                return True
             # Whatever came: a peer that keeps sending unasked replies must not hold the caller past
             # the deadline.
             over = time.monotonic() >= until
             if lost and (received is None or (over and until >= pending.deadline)):
                 raise self._connection_lost(f"while {pending.method} was waiting for its reply")
             if over:
-                return None
+                return False
 
     def _refuse_second_connection(self, method: str) -> None:
         """Raise EndpointError if the only connection that may be used has been lost."""
@@ -343,7 +346,7 @@ class PendingChannel(ABC):
         reply = self._expected_reply(frames) or decode_reply(frames)
         request_id = reply.request_id
         pending = self._pending.get(request_id)
-        if pending is not None and pending.reply is None:
+        if pending is not None and not pending.received_ns:
             decode_ns = time.perf_counter_ns() - started_ns
             # One that took so long may have come over another connection than its request went out
             # on: the peer there was sent the request by ZeroMQ, and may hold another model.

@@ -65,9 +65,7 @@ class ShmChannel(StreamChannel):
     ) -> int:
         lane, shape = self._lane, prepared.sent_as
         # Behind a message that still waits to be written, this one waits, too.
-        if lane is None or not self._free or self._writer.unsent or not shape.address:
-            return NOT_PUT
-        if not (payload.is_contiguous() and payload.is_cpu):
+        if lane is None or not self._free or self._writer.unsent:
             return NOT_PUT
         slot, address = self._free[-1], payload.data_ptr()
         wakes = lane.put_prepared(slot, shape, request_id, timeout_ms, address)
@@ -100,7 +98,7 @@ class ShmChannel(StreamChannel):
             with suppress(BlockingIOError):  # full: it has something to wake up for
                 self._socket.send(WAKE_UP, socket.MSG_DONTWAIT)
 
-    def _take(self, pending: Pending, request_id: int) -> None:
+    def _take(self, pending: Pending, prepared: PreparedRequest, request_id: int) -> None:
         lane, slot = self._lane, pending.place
         if lane is None or not self._spin.expects_soon or self._asked.get(slot) != request_id:
             return
@@ -176,7 +174,8 @@ class ShmChannel(StreamChannel):
             *(slot, prepared.answered_as, request_id, output.data_ptr(), self._times_at, spin_us)
         )
         if taken > 0:
-            pending.note_output(output, prepared.reply_bytes, self._times)
+            pending.output, pending.times_us = output, self._times[:]
+            pending.received_ns = time.perf_counter_ns()
         return taken
 
     def _take_any(self, lane: Lane, slot: int) -> None:

@@ -178,9 +178,7 @@ class StreamChannel(PendingChannel):
         self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
     ) -> int:
         shape = prepared.sent_as
-        if not shape.address or self._socket is None or self._writer.unsent:
-            return NOT_PUT
-        if not (payload.is_contiguous() and payload.is_cpu):
+        if self._socket is None or self._writer.unsent:
             return NOT_PUT
         written: int = native.library.stream_put(
             shape.address, request_id, timeout_ms, payload.data_ptr(), self._socket.fileno()
@@ -191,11 +189,10 @@ class StreamChannel(PendingChannel):
             self._writer.keep_rest(pieces, total, written)
         return 0 if written else NOT_PUT
 
-    def _take(self, pending: Pending, request_id: int) -> None:
-        reader, prepared = self._reader, pending.prepared
-        if prepared is None or self._socket is None:
+    def _take(self, pending: Pending, prepared: PreparedRequest, request_id: int) -> None:
+        if self._socket is None:
             return
-        shape = prepared.answered_as
+        reader, shape = self._reader, prepared.answered_as
         ready = not (reader.unfinished_bytes or reader.messages or self._writer.unsent)
         fits = shape.total_bytes <= BUFFER_BYTES and prepared.reply_bytes <= self._max_reply_bytes
         if not (ready and fits and shape.address):
@@ -209,7 +206,8 @@ class StreamChannel(PendingChannel):
             *(output.data_ptr(), self._times_at),
         )
         if come < 0:
-            pending.note_output(output, prepared.reply_bytes, self._times)
+            pending.output, pending.times_us = output, self._times[:]
+            pending.received_ns = time.perf_counter_ns()
             if self._spin.is_on:
                 self._spin.waited(started_ns)
         elif come:

@@ -223,7 +223,7 @@ class LoopbackChannel(RecordingChannel):
         assert _fits(exchange.bytes_sent, self.max_message_bytes)
         assert _fits(exchange.bytes_received, self.max_reply_bytes)
         timing = Timing(queue_us=1, compute_us=2)
-        self._replies[request_id] = exchange._replace(elapsed_ns=4000, timing=timing)
+        self._replies[request_id] = replace(exchange, elapsed_ns=4000, timing=timing)
         return request_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:

@@ -105,37 +105,34 @@ def compiled_for(dtype: torch.dtype) -> bool:
     return dtype in FLOATS and choice().compiled
 
 
-class _Pool:
-    """Threads that share the kernels of one thread, which calls them; freed in its own process."""
+class _Pool(int):
+    """The address of threads that share the kernels of one thread; freed in its own process.
 
-    def __init__(self, threads: int) -> None:
-        self.threads, self._process = threads, os.getpid()
-        self.address: int = library.pool_new(threads, SPIN_US)
-        # At the interpreter's end the modules' names are gone before this object.
-        self._here, self._free = os.getpid, library.pool_free
+    Whatever becomes of the thread's attribute, it lives as long as the call that it was passed to.
+    """
+
+    process: int
 
     def __del__(self) -> None:
-        # In a forked child none of its threads runs, and to wait for them would never end.
-        if self._process == self._here():
-            self._free(self.address)
+        # In a forked child none of its threads runs, and to wait for them would never end. At the
+        # interpreter's end there is no `os` any more.
+        if os and self.process == os.getpid():
+            library.pool_free(self)
 
 
 class _Own(threading.local):
-    """What a thread has to itself. `pool`: the address of its pool, which it makes and frees."""
+    """What a thread has to itself: `pool`, made when it is first asked for."""
 
-    def __getattr__(self, name: str) -> int:
-        # Asked only for what the thread has not got yet.
+    def __getattr__(self, name: str) -> _Pool:
         if name != "pool":
             raise AttributeError(name)
-        self._pool = _Pool(_threads)
-        self.pool = self._pool.address
+        self.pool = _Pool(library.pool_new(_threads, SPIN_US))
+        self.pool.process = os.getpid()
         return self.pool
 
 
 _threads = len(os.sched_getaffinity(0))
 own = _Own()
-# Of threads that had pools of other sizes, until they end.
-_earlier: list[_Own] = []
 
 
 def set_up(kernels: str | None, threads: int | None) -> None:
@@ -154,8 +151,6 @@ def set_threads(count: int) -> None:
     """Let every thread's kernels use so many threads, itself included, from now on."""
     global _threads, own
     if count != _threads:
-        own.__dict__.clear()
-        _earlier.append(own)
         _threads, own = count, _Own()
 
 

@@ -134,7 +134,8 @@ class ModelledLink(Channel):
                 expected="a faster link, or more time",
             )
         arrived_ns = max(due_ns, exchange.sent_ns + exchange.elapsed_ns)
-        return exchange._replace(elapsed_ns=arrived_ns - exchange.sent_ns)
+        exchange.elapsed_ns = arrived_ns - exchange.sent_ns
+        return exchange
 
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`. What it sent still takes its time on the link."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -77,18 +77,24 @@ class _Trouble:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A request that has no reply yet. `send` sends it on a channel, within so many seconds.
+    """A request that has no reply yet. `payload`: the tensor of a prepared one.
 
     `session`, `inner_id`: where it is waited for, if anywhere.
     """
 
-    method: str
-    send: Callable[[Channel, float], int]
+    request: PreparedRequest | Request
+    payload: Any
     deadline: float
     timeout_s: float
     session: Session | None = None
     inner_id: int = 0
     troubles: dict[Member, _Trouble] = field(default_factory=dict)
+
+    def send(self, channel: Channel, timeout_s: float) -> int:
+        """Send it on a channel, and return its id there."""
+        if isinstance(self.request, PreparedRequest):
+            return channel.start(self.request, self.payload, timeout_s)
+        return channel.submit(self.request, timeout_s)
 
     def trouble(self, member: Member) -> _Trouble:
         """Return what went wrong at a service so far."""
@@ -132,29 +138,28 @@ class Replicas(Channel):
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """See `Channel.submit`. Never waits for a service: that is for `wait` to do."""
-        return self._begin(
-            request.method, lambda channel, left_s: channel.submit(request, left_s), timeout_s
-        )
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        in_flight = _InFlight(request, None, time.monotonic() + timeout_s, timeout_s)
+        self._begin(in_flight)
+        self._last_id = request_id = self._last_id + 1
+        self._in_flight[request_id] = in_flight
+        return request_id
 
     def start(
         self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
     ) -> int:
         """See `Channel.start`. Never waits for a service, either."""
-        return self._begin(
-            prepared.method,
-            lambda channel, left_s: channel.start(prepared, payload, left_s),
-            timeout_s,
-        )
-
-    def _begin(
-        self, method: str, send: Callable[[Channel, float], int], timeout_s: float | None
-    ) -> int:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        in_flight = _InFlight(method, send, time.monotonic() + timeout_s, timeout_s)
-        if not self._send(in_flight, self._current, timeout_s):
-            self._send_to_any(in_flight)
-            if in_flight.session is None:
-                self._require_any(in_flight)
+        in_flight = _InFlight(prepared, payload, time.monotonic() + timeout_s, timeout_s)
+        session = self._current.session
+        if session is not None:  # as in `_send_to_any`, in fewer calls
+            try:
+                in_flight.inner_id = session.channel.start(prepared, payload, timeout_s)
+                in_flight.session = session
+            except BaseException as error:  # noqa: BLE001 - raised again there, or noted
+                self._note_unsent(in_flight, session, error)
+        if in_flight.session is None:
+            self._begin(in_flight)
         self._last_id = request_id = self._last_id + 1
         self._in_flight[request_id] = in_flight
         return request_id
@@ -222,27 +227,25 @@ class Replicas(Channel):
 
     # ---------------------------------------------------------------------------------- sending
 
-    def _send(self, in_flight: _InFlight, member: Member, timeout_s: float) -> bool:
-        """Send a request to a service; False if it could not be done."""
-        session = member.session
-        if session is None:
-            return False
-        try:
-            in_flight.inner_id = in_flight.send(session.channel, timeout_s)
-        except OversizedRequestError as error:
+    def _begin(self, in_flight: _InFlight) -> None:
+        """Send to any service that can be asked now, or leave it to `wait` if one can be later."""
+        self._send_to_any(in_flight)
+        if in_flight.session is None:
+            self._require_any(in_flight)
+
+    def _note_unsent(self, in_flight: _InFlight, session: Session, error: BaseException) -> None:
+        """Note why a request could not be sent. Raises the error if it is none of a channel's."""
+        member = session.member
+        if isinstance(error, OversizedRequestError):
             # Another may take more.
             in_flight.troubles[member] = _Trouble(error, refused=True)
-            return False
-        except TsqpError as error:
+        elif isinstance(error, TsqpError):
             self._note_failure(in_flight, session, error)
-            return False
-        except BaseException:
+        else:
             # How much of it was sent is not known, and what comes next would be taken for the rest.
             got = "a request that was interrupted half way"
             self._drop(session, EndpointError(member.endpoint, got=got, expected="all of it"))
-            raise
-        in_flight.session = session
-        return True
+            raise error
 
     def _send_to_any(self, in_flight: _InFlight) -> None:
         """Send to the first service that is ready, and has room as far as is known.
@@ -255,8 +258,15 @@ class Replicas(Channel):
             return
         order = [self._current, *(one for one in self.members if one is not self._current)]
         for member in sorted(order, key=lambda one: in_flight.trouble(one).free_at > 0):
-            free = in_flight.may_ask(member) and in_flight.trouble(member).free_at <= now
-            if free and self._send(in_flight, member, left_s):
+            session, free_at = member.session, in_flight.trouble(member).free_at
+            if session is None or not in_flight.may_ask(member) or free_at > now:
+                continue
+            try:
+                in_flight.inner_id = in_flight.send(session.channel, left_s)
+            except BaseException as error:  # noqa: BLE001 - raised again there, or noted
+                self._note_unsent(in_flight, session, error)
+            else:
+                in_flight.session = session
                 # A service that would not do this one would keep the next ones waiting, too.
                 self._current, self.endpoint = member, member.endpoint
                 return
@@ -406,7 +416,7 @@ class Replicas(Channel):
             error = member.quarantined or in_flight.trouble(member).error or member.error
             if error is not None:
                 said[member.endpoint] = error
-        raise aggregate_errors(in_flight.method, said, timeout_s)
+        raise aggregate_errors(in_flight.request.method, said, timeout_s)
 
 
 def log_waiting(endpoint: str, deadline: float, option: str) -> None:

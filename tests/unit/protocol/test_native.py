@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,20 +166,26 @@ def test_a_forked_child_leaves_pools_of_other_threads_alone() -> None:
 
 
 @compiled_only
-def test_another_number_of_threads_frees_no_pool_that_is_in_use() -> None:
+def test_another_number_of_threads_frees_no_pool_that_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, changed = threading.Event(), threading.Event()
     pools: list[int] = []
 
     def look() -> None:
-        pools.append(native.own.pool)
-        kept = weakref.ref(native.own._pool)
+        pool = native.own.pool  # as a call in progress has it
         made.set()
         changed.wait(60)
-        found = kept()
-        pools.append(0 if found is None else found.address)
-        _make_a_pool()
-        pools.append(native.own._pool.threads)
+        pools.extend(freed)
+        pools.append(int(pool))
+        del pool
+        pools.extend(freed)
+        pools.append(native.own.pool)
 
+    freed: list[int] = []
+    real = native.library
+    counted = SimpleNamespace(pool_new=real.pool_new, pool_free=freed.append)
+    monkeypatch.setattr(native, "library", counted)
     thread = threading.Thread(target=look)
     thread.start()
     made.wait(60)
@@ -187,8 +193,10 @@ def test_another_number_of_threads_frees_no_pool_that_is_in_use() -> None:
     changed.set()
     thread.join()
     native.set_threads(1)
-    assert pools[0] == pools[1]
-    assert pools[2] == 2
+    used, freed_after, other = pools
+    assert freed_after == used != other
+    for pool in freed:
+        real.pool_free(pool)
 
 
 def _make_a_pool() -> None:

@@ -70,7 +70,7 @@ class Expecting(ScriptedChannel):
         super().__init__()
         for request_id in ids:
             self._pending[request_id] = Pending(
-                prepared.method, prepared, 0.0, 0.0, 0, 0, prepared.request_bytes, 0
+                method=prepared.method, prepared=prepared, deadline=0.0, timeout_s=0.0, connection=0
             )
 
     def expected(self, frames: Sequence[memoryview]) -> Reply | None:
