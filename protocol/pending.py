@@ -72,10 +72,10 @@ class Pending(Exchange):
     """
 
     method: str
-    prepared: PreparedRequest | None
     deadline: float
     timeout_s: float
-    connection: int
+    prepared: PreparedRequest | None = None
+    connection: int = 0
     place: int = NOT_PUT
     received_ns: int = 0
     times_us: Sequence[int] = ()
@@ -161,8 +161,14 @@ class PendingChannel(ABC):
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         frames = encode_request(request, self._last_id + 1, timeout_ms)
+        pending = Pending(
+            method=request.method,
+            deadline=time.monotonic() + timeout_s,
+            timeout_s=timeout_s,
+            bytes_sent=sum(map(len, frames)),
+        )
         send_within_s = timeout_s if send_within_s is None else min(timeout_s, send_within_s)
-        return self._begin(request.method, None, frames, begun_ns, timeout_s, send_within_s)
+        return self._begin(pending, frames, begun_ns, send_within_s)
 
     def start(
         self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
@@ -172,61 +178,44 @@ class PendingChannel(ABC):
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         request_id, size = self._last_id + 1, prepared.request_bytes
+        pending = Pending(
+            method=prepared.method,
+            deadline=time.monotonic() + timeout_s,
+            timeout_s=timeout_s,
+            bytes_sent=size,
+            bytes_received=prepared.reply_bytes,
+            prepared=prepared,
+        )
         fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
         simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
         if fits and simple and size <= self._max_message_bytes:
-            sent_ns = time.perf_counter_ns()
-            if (place := self._put(prepared, payload, request_id, timeout_ms)) != NOT_PUT:
-                self._last_id = request_id
-                self._pending[request_id] = Pending(
-                    bytes_sent=size,
-                    bytes_received=prepared.reply_bytes,
-                    encode_ns=sent_ns - begun_ns,
-                    sent_ns=sent_ns,
-                    method=prepared.method,
-                    prepared=prepared,
-                    deadline=time.monotonic() + timeout_s,
-                    timeout_s=timeout_s,
-                    connection=self._connection,
-                    place=place,
-                )
+            pending.sent_ns = time.perf_counter_ns()
+            pending.place = self._put(prepared, payload, request_id, timeout_ms)
+            if pending.place != NOT_PUT:
+                self._last_id, self._pending[request_id] = request_id, pending
+                pending.connection = self._connection
+                pending.encode_ns = pending.sent_ns - begun_ns
                 return request_id
         header = REQUEST.header(prepared.template, request_id, timeout_ms)
-        frames = [header, prepared.payload(payload)]
-        return self._begin(prepared.method, prepared, frames, begun_ns, timeout_s, timeout_s)
+        return self._begin(pending, [header, prepared.payload(payload)], begun_ns, timeout_s)
 
     def _begin(
-        self,
-        method: str,
-        prepared: PreparedRequest | None,
-        frames: Sequence[Buffer],
-        begun_ns: int,
-        timeout_s: float,
-        send_within_s: float,
+        self, pending: Pending, frames: Sequence[Buffer], begun_ns: int, send_within_s: float
     ) -> int:
         """Send a request with the next id, and wait for its reply from now on."""
         self._last_id = request_id = self._last_id + 1
-        size = sum(map(len, frames)) if prepared is None else prepared.request_bytes
+        size = pending.bytes_sent
         if size > self._max_message_bytes:
             raise OversizedRequestError(
-                f"{method} to {self.endpoint}",
+                f"{pending.method} to {self.endpoint}",
                 got=f"{size} bytes",
                 expected=f"at most {self._max_message_bytes} (fewer tokens in a step send less)",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
-        encode_ns = time.perf_counter_ns() - begun_ns
-        deadline = time.monotonic() + timeout_s
-        sent_ns = self._send(method, frames, size, send_within_s)
-        self._pending[request_id] = Pending(
-            bytes_sent=size,
-            encode_ns=encode_ns,
-            sent_ns=sent_ns,
-            method=method,
-            prepared=prepared,
-            deadline=deadline,
-            timeout_s=timeout_s,
-            connection=self._connection,
-        )
+        pending.encode_ns = time.perf_counter_ns() - begun_ns
+        pending.sent_ns = self._send(pending.method, frames, size, send_within_s)
+        pending.connection = self._connection
+        self._pending[request_id] = pending
         return request_id
 
     def wait(self, request_id: int) -> Exchange:
