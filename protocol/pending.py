@@ -177,25 +177,27 @@ class PendingChannel(ABC):
         begun_ns = time.perf_counter_ns()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
-        request_id, size = self._last_id + 1, prepared.request_bytes
-        pending = Pending(
+        request_id, size, place = self._last_id + 1, prepared.request_bytes, NOT_PUT
+        fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
+        simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
+        sent_ns = time.perf_counter_ns()
+        if fits and simple and size <= self._max_message_bytes:
+            place = self._put(prepared, payload, request_id, timeout_ms)
+        pending = Pending(  # the service may read it meanwhile
             method=prepared.method,
             deadline=time.monotonic() + timeout_s,
             timeout_s=timeout_s,
             bytes_sent=size,
             bytes_received=prepared.reply_bytes,
+            encode_ns=sent_ns - begun_ns,
+            sent_ns=sent_ns,
             prepared=prepared,
+            connection=self._connection,
+            place=place,
         )
-        fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
-        simple = payload.is_contiguous() and payload.is_cpu and prepared.sent_as.address
-        if fits and simple and size <= self._max_message_bytes:
-            pending.sent_ns = time.perf_counter_ns()
-            pending.place = self._put(prepared, payload, request_id, timeout_ms)
-            if pending.place != NOT_PUT:
-                self._last_id, self._pending[request_id] = request_id, pending
-                pending.connection = self._connection
-                pending.encode_ns = pending.sent_ns - begun_ns
-                return request_id
+        if place != NOT_PUT:
+            self._last_id, self._pending[request_id] = request_id, pending
+            return request_id
         header = REQUEST.header(prepared.template, request_id, timeout_ms)
         return self._begin(pending, [header, prepared.payload(payload)], begun_ns, timeout_s)
 
