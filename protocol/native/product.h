@@ -345,9 +345,9 @@ static void product(const int32_t* q, int64_t rows, int64_t in, int digits, cons
            });
 }
 
-// Round a row to int8 under a scale of its own; return the scale.
+// Return the scale under which a row fits int8: its largest element / 127.
 template <class T>
-INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row) {
+INLINE float own_scale(const T* x, int64_t in) {
   // Of floats that are not negative the largest has the largest bits; NaN is larger still.
   i32x16 most = broadcast<int32_t>(0);
   each_vector(in, [&](int64_t k, int64_t count) {
@@ -358,7 +358,13 @@ INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row)
   for (int i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
   const float smallest = 1.17549435e-38f;  // the smallest normal number: a row of zeros stays one
   float scale = bits_of<float>(bits) / 127.f;
-  if (scale < smallest) scale = smallest;
+  return scale < smallest ? smallest : scale;
+}
+
+// Round a row to int8 under a scale of its own; return the scale.
+template <class T>
+INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row) {
+  const float scale = own_scale(x, in);
   int8_t* bytes = to.row(0, row);
   int32_t sum = 0;
   each_vector(in, [&](int64_t k, int64_t count) {

@@ -44,7 +44,7 @@ from pydantic import (
 )
 
 from protocol.errors import MaskError, PolicyError, describe
-from protocol.messages import Arithmetic
+from protocol.messages import FUSED_MODULES, Arithmetic, Projection
 from tee_side.plugins import (
     PluginError,
     is_path,
@@ -62,11 +62,13 @@ from tee_side.words import (
     LAYERLESS,
     OPERATORS,
     PHASES,
+    PROJECTIONS,
     Operator,
     Phase,
     Place,
     Verify,
     is_linear,
+    is_projection,
 )
 
 _SUFFIX = ".toml"
@@ -228,15 +230,20 @@ class Policy(BaseModel):
             able = ", ".join(name for name in OPERATORS if mask.supports(name))
             expected = f"one that works on {operator}; {mask.name} works on {able}"
             yield f"mask {mask.name}", expected
-        if mask is not None and mask.arithmetic != self.arithmetic and is_linear(operator):
+        if mask is not None and mask.arithmetic != self.arithmetic and is_projection(operator):
             needed = f'"{mask.arithmetic}", which mask {mask.name} needs'
             yield f'arithmetic = "{self.arithmetic}"', needed
         if self.arithmetic == "int8-dynamic" and not in_tee:
             expected = 'place = "tee": the scale of a row says how large it is'
             yield 'place = "gpu" with arithmetic = "int8-dynamic"', expected
-        if self.arithmetic == "int8" and operator == "lm_head" and not in_tee:
-            expected = 'place = "tee", or arithmetic = "float": no service has integers for it'
-            yield 'place = "gpu" with arithmetic = "int8"', expected
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """What are sites: the linear operators, and the LM head of integers.
+
+        In floats it may be the embedding's own matrix, and registered packages send it.
+        """
+        return tuple(FUSED_MODULES) if self.arithmetic == "float" else PROJECTIONS
 
     @property
     def served_arithmetic(self) -> Arithmetic:

@@ -166,10 +166,11 @@ class PadLane:
     """Draws pads for one micro-batch after another.
 
     A step with T rows takes T token indices the first time one of its operators asks; each
-    operator then gets the factors of its own site for these indices, once. An operator that asks
-    again, because a step is repeated or a new one began, gets new indices: no factor is ever used
-    for two inputs. Who runs steps says when one has ended: what it left over would keep room in
-    the store until this lane draws again, which may be never.
+    operator then gets the factors of its own site for these indices, once, or for the first of
+    them: fewer rows are wanted of the LM head. An operator that asks for more rows, or again,
+    because a step is repeated or a new one began, gets new indices: no factor is ever used for two
+    inputs. Who runs steps says when one has ended: what it left over would keep room in the store
+    until this lane draws again, which may be never.
     """
 
     def __init__(self, pads: Pads, store: PadStore) -> None:
@@ -189,7 +190,7 @@ class PadLane:
         # Factors that were read ahead are in a forked child, too, and the store is not asked for
         # them again.
         self._store.check_usable()
-        if site in self._used or rows != self._rows:
+        if site in self._used or rows > self._rows:
             # Where the rest fails the step is over, and the next draw starts one.
             self.end_step()
             self._indices = self._pads.take(rows)
@@ -200,7 +201,10 @@ class PadLane:
         self._used.add(site)
         if self._indices is None:
             return None
-        return self._ready.pop(site, None) or self._pads.read(self._indices, site)
+        ready = self._ready.pop(site, None)
+        if ready is None:
+            return self._pads.read(self._indices[:rows], site)
+        return ready if rows == self._rows else ready.first(rows)
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""
