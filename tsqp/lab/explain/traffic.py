@@ -26,6 +26,7 @@ from protocol.messages import (
     Projection,
     Request,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
     Timing,
 )
@@ -125,6 +126,8 @@ def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...]
         case LMHeadRequest():
             sent = request.hidden_states
             return (*sent.shape[:-1], config.vocab_size), sent.dtype
+        case RingLMHeadRequest():
+            return (*request.elements.shape[:-1], config.vocab_size), request.elements.dtype
         case _:
             raise TypeError(f"an operator sent {type(request).__name__}")
     size = sum(config.module_shape(module)[0] for module in request.module_names)
