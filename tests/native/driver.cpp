@@ -51,6 +51,7 @@ class Trial {
     // Enough to be shared among threads: many rows, and few.
     integers(9, 15001, 130);
     integers(2, 2113, 500);
+    integers(33, 201, 83);  // more than two tiles of rows, where there are tiles
     for (Float type : {Float::f32, Float::bf16}) {
       for (int64_t features : {2, 30, 150}) floats(type, 3, features);
       floats(type, 9, 15002);
