@@ -38,8 +38,9 @@ def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]
 
 
 def sites_here(policy: Policy, layers: int) -> list[Site]:
-    """Return the sites that the policy keeps, in some phase."""
-    return sites_where(policy, layers, lambda placement: placement.place == "tee")
+    """Return the sites that the TEE computes in some phase, or while no pads are in stock."""
+    stock = policy.prefill == "stock"
+    return sites_where(policy, layers, lambda p: p.place == "tee" or (stock and p.mask is not None))
 
 
 def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
