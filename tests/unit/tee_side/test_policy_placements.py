@@ -235,6 +235,19 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
         {"lm_head": '[{ place = "tee" }, { place = "cpu" }]'},
         "policy mine: lm_head: placement 2: place: got 'cpu', expected 'tee' or 'gpu'",
     ),
+    "a prompt in the clear from stock": (
+        {"o_proj": CLEAR_TOML, "arithmetic": '"int8"', "prefill": '"stock"'},
+        "policy mine: prefill: got 'stock', expected arithmetic = \"int8\" and a pad on what leaves"
+        " at prefill: pads are in stock",
+    ),
+    "a share of what is not in stock": (
+        {"decode_share": "0.3"},
+        'policy mine: decode_share: got without prefill = "stock", expected both or none',
+    ),
+    "a share of more than all": (
+        {"prefill": '"stock"', "decode_share": "1.5"},
+        "policy mine: decode_share: got 1.5, expected less than or equal to 1",
+    ),
     "an unknown operator": (
         {"op_mlp": CLEAR_TOML},
         "policy mine: operators: got 'mlp', expected one of embedding, qkv_proj, attn_scores,"
