@@ -31,7 +31,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
-from protocol.model.quantized import QuantizedLinear, load_quantized, load_quantized_lm_head
+from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear, load_tensor
 from protocol.zmq_channel import ZmqChannel
 from tee_side.assembly import Assembly, MaskSettings
@@ -88,7 +88,7 @@ class Bench:
         ]
         vocabulary = (self.config.vocab_size, self.config.hidden_size)
         self._embedding = load_tensor(self.checkpoint, EMBEDDING, vocabulary, dtype=torch.float32)
-        self._head = load_quantized_lm_head(self.checkpoint, self.config)
+        self._head = load_quantized(self.checkpoint, self.config, -1, "lm_head")
         self._sites: list[Site] = [
             (layer, operator)
             for layer in range(self.config.num_hidden_layers)

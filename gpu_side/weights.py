@@ -19,7 +19,7 @@ from protocol.integer import MAX_IN_FEATURES, check_kernels
 from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear, load_quantized, load_quantized_lm_head
+from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import FusedLinear, load_linear, load_tensor
 
 Progress = Callable[[int, int], None]
@@ -87,7 +87,9 @@ def load_weights(
     embedding, lm_head = _read_vocabulary(held, checkpoint, dtype, device)
     lm_head_int8: QuantizedLinear | None = None
     if held.has_lm_head and "int8" in arithmetic:
-        lm_head_int8 = load_quantized_lm_head(checkpoint, config, device)
+        lm_head_int8 = load_quantized(
+            checkpoint, config, config.num_hidden_layers - 1, "lm_head", device
+        )
     linears: FloatLinears = {}
     integers: IntegerLinears = {}
     for done, layer in enumerate(held.held_layers, 1):

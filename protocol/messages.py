@@ -22,6 +22,8 @@ FloatDtype = Literal["float32", "float16", "bfloat16"]
 Arithmetic = Literal["float", "int8"]
 
 LinearOperator = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+# What multiplies by a weight: the layers' linear operators, and the LM head.
+Projection: TypeAlias = LinearOperator | Literal["lm_head"]
 
 # Modules that read the same input, in the order in which their outputs stand side by side.
 FUSED_MODULES: dict[LinearOperator, tuple[ModuleName, ...]] = {

@@ -18,6 +18,7 @@ from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
 )
 from protocol.tensors import (
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from protocol.channel import Exchange
 
 # Requests that carry exactly one tensor.
-Preparable: TypeAlias = EmbeddingRequest | LinearRequest | RingLinearRequest | LMHeadRequest
+Preparable: TypeAlias = (
+    EmbeddingRequest | LinearRequest | RingLinearRequest | LMHeadRequest | RingLMHeadRequest
+)
 
 
 class PreparedRequest:

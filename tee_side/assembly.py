@@ -22,7 +22,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.identity import linear_digest, model_digest
-from protocol.model.quantized import QuantizedLinear
+from protocol.model.quantized import QuantizedLinear, load_weight_scale
 from protocol.model.weights import CPU
 from tee_side.model.layers import TeeModel
 from tee_side.model.local_operators import (
@@ -51,6 +51,7 @@ from tee_side.protect.pads.source import Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
+    DynamicSite,
     FloatSite,
     FloatSites,
     IntegerSite,
@@ -73,12 +74,12 @@ from tee_side.remote.registered import (
     find_registered,
     registered_name,
 )
-from tee_side.words import Operator, Phase, Site, Verify, is_linear
+from tee_side.words import Operator, Phase, Site, Verify, is_projection, layer_of
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
 
-# The linear operators under each mask that needs pads.
+# The sites under each mask that needs pads.
 Padded: TypeAlias = Mapping[AdditiveMask, Sequence[Site]]
 
 # int8 products have to be exact here: they make pads and compute what stays. Checked once a
@@ -150,7 +151,9 @@ class Assembly:
             calibration = _load_calibration(settings.calibration, self.linear_digest, self._parts)
             # Where the directory has no linear weights: those that the scales belong to.
             self.linear_digest = calibration.linear_digest
-            self._integers = IntegerSites(calibration, biases, model.dtype)
+            head = any(name == "lm_head" for name, _ in policy.leaving())
+            scale_V = load_weight_scale(checkpoint, config) if head else None
+            self._integers = IntegerSites(calibration, biases, model.dtype, scale_V)
         self._sites = self._integers or FloatSites(biases)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
         self._held: dict[Site, QuantizedLinear] = {}
@@ -170,6 +173,7 @@ class Assembly:
                     self._pad_maker(mask, sites),
                     settings.when_out,
                     ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
+                    decode_share=policy.decode_share if policy.prefill == "stock" else None,
                     on_wait=on_wait,
                 )
             self._closing = opened.pop_all()
@@ -241,7 +245,7 @@ class Assembly:
             padded = None
             if (
                 type(mask) is Pad  # what a subclass sends is its own affair
-                and isinstance(linear, IntegerSite)
+                and isinstance(linear, IntegerSite | DynamicSite)
                 and linear.compiled
                 and settings.observer is None
             ):
@@ -257,7 +261,7 @@ class Assembly:
                 linear=linear,
                 padded=padded,
                 bias_leaves=bias_leaves,
-                without_factors=staying(local.get(site, not_here)),
+                without_factors=staying(local.get((layer_of(site), site[1]), not_here)),
                 one_rpc_per_module=policy.one_rpc_per_module,
             )
 
@@ -267,7 +271,7 @@ class Assembly:
             return staying(timed(function, told, operator, layer))
 
         def leaves(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
-            if is_linear(operator):
+            if is_projection(operator) and operator in policy.projections:
                 placement = policy.at(operator, layer, phase)
                 return remote_linear((layer, operator), placement.mask, placement.verify)
             registered = self._registered[registered_name(operator)]

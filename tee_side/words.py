@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, TypeGuard, get_args
 
-from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.messages import FUSED_MODULES, LinearOperator, Projection
 
 # What a policy places.
 Operator = Literal[
@@ -43,8 +43,20 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 TeeStage = Literal["tee", "mask", "verify", "unmask"]
 TEE_STAGES: tuple[TeeStage, ...] = get_args(TeeStage)
 
-# One linear operator of one layer.
-Site: TypeAlias = tuple[int, LinearOperator]
+# One linear operator of one layer, or the LM head, which is counted to the last layer.
+Site: TypeAlias = tuple[int, Projection]
+PROJECTIONS: tuple[Projection, ...] = (*FUSED_MODULES, "lm_head")
+
+
+def layer_of(site: Site) -> int | None:
+    """Return the layer that has a site's operator; None for the LM head, which no layer has."""
+    layer, operator = site
+    return None if operator == "lm_head" else layer
+
+
+def is_projection(operator: Operator) -> TypeGuard[Projection]:
+    """Say whether this multiplies by a weight."""
+    return operator in PROJECTIONS
 
 
 def is_linear(operator: Operator) -> TypeGuard[LinearOperator]:

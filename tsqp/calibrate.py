@@ -193,6 +193,7 @@ def operators_here(local: LocalOperators, layers: int) -> Operators:
         **{name: [call(layer, name) for layer in range(layers)] for name in FUSED_MODULES},
         products=[None] * layers,
         lm_head=call(None, "lm_head"),
+        head_apart=False,
     )
 
 

@@ -15,10 +15,10 @@ import torch
 
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
-from protocol.messages import LinearOperator, ModuleName
-from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
+from protocol.messages import ModuleName, Projection
+from protocol.model.checkpoint import Checkpoint, lm_head_name
 from protocol.model.config import ModelConfig
-from protocol.model.weights import CPU, row_layout
+from protocol.model.weights import CPU, row_layout, weight_rows
 
 INT8_MAX = 127
 
@@ -73,35 +73,36 @@ def load_quantized(
     checkpoint: Checkpoint,
     config: ModelConfig,
     layer: int,
-    operator: LinearOperator,
+    operator: Projection,
     device: torch.device = CPU,
 ) -> QuantizedLinear:
-    """Read a fused operator's modules and quantise them, a block of rows at a time.
+    """Read a fused operator's modules, or the LM head, and quantise a block of rows at a time.
 
     Raises ModelError that names the tensor.
     """
     rows, (out_features, in_features) = row_layout(config, operator)
     scale = torch.empty(out_features, dtype=torch.float32, device=device)
-    linear = QuantizedLinear(empty_weight(out_features, in_features, device), scale, rows)
-    for module, its_rows in rows.items():
-        name = f"{module_name(layer, module)}.weight"
-        _fill(checkpoint, name, linear.weight[its_rows], linear.scale[its_rows])
-    return linear
+    # In decode the TEE's own LM head meets one row of one digit, and that is twice as fast over
+    # rows that lie in one piece.
+    weight = (
+        torch.empty(out_features, in_features, dtype=torch.int8, device=device)
+        if operator == "lm_head"
+        else empty_weight(out_features, in_features, device)
+    )
+    for name, its_rows in weight_rows(config, layer, operator).items():
+        _fill(checkpoint, name, weight[its_rows], scale[its_rows])
+    return QuantizedLinear(weight, scale, rows)
 
 
-def load_quantized_lm_head(
-    checkpoint: Checkpoint, config: ModelConfig, device: torch.device = CPU
-) -> QuantizedLinear:
-    """Read the LM head and quantise it; `rows` is empty. Raises ModelError naming the tensor.
+def load_weight_scale(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
+    """Return the scales of the LM head's outputs alone, float32 [V], without keeping its integers.
 
-    Its weight is contiguous as [V, D]: in decode it meets one row of one digit, and that is twice
-    as fast over rows that lie in one piece.
+    Raises ModelError that names the tensor.
     """
-    scale = torch.empty(config.vocab_size, dtype=torch.float32, device=device)
-    weight = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.int8, device=device)
-    head = QuantizedLinear(weight, scale, {})
-    _fill(checkpoint, lm_head_name(config), head.weight, head.scale)
-    return head
+    name = lm_head_name(config)
+    blocks = checkpoint.blocks(name, row_layout(config, "lm_head")[1])
+    where = f"{checkpoint.directory}: {name}"
+    return torch.cat([quantize_rows(block, where)[1] for _, block in blocks])
 
 
 def _fill(checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from protocol.messages import FUSED_MODULES, LinearOperator, ModuleName
-from protocol.model.checkpoint import Checkpoint, module_name
+from protocol.messages import FUSED_MODULES, ModuleName, Projection
+from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
 from protocol.model.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -36,12 +36,14 @@ class FusedLinear:
 
 
 def row_layout(
-    config: ModelConfig, operator: LinearOperator
+    config: ModelConfig, operator: Projection
 ) -> tuple[dict[ModuleName, slice], tuple[int, int]]:
     """Say which rows of a fused operator's matrix belong to which module, and the matrix's shape.
 
-    The shape is (sum of out_features, in_features).
+    The shape is (sum of out_features, in_features). The LM head has no modules.
     """
+    if operator == "lm_head":
+        return {}, (config.vocab_size, config.hidden_size)
     rows: dict[ModuleName, slice] = {}
     start = in_features = 0
     for module in FUSED_MODULES[operator]:
@@ -51,11 +53,19 @@ def row_layout(
     return rows, (start, in_features)
 
 
+def weight_rows(config: ModelConfig, layer: int, operator: Projection) -> dict[str, slice]:
+    """Return the tensors that a fused operator's matrix is made of, and which rows each gives."""
+    if operator == "lm_head":
+        return {lm_head_name(config): slice(0, config.vocab_size)}
+    rows, _ = row_layout(config, operator)
+    return {f"{module_name(layer, module)}.weight": its_rows for module, its_rows in rows.items()}
+
+
 def load_linear(
     checkpoint: Checkpoint,
     config: ModelConfig,
     layer: int,
-    operator: LinearOperator,
+    operator: Projection,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -63,8 +73,8 @@ def load_linear(
     """Read a fused operator's modules straight into their rows of one matrix."""
     rows, shape = row_layout(config, operator)
     weight = torch.empty(shape, dtype=dtype, device=device)
-    for module, its_rows in rows.items():
-        checkpoint.copy_into(f"{module_name(layer, module)}.weight", weight[its_rows])
+    for name, its_rows in weight_rows(config, layer, operator).items():
+        checkpoint.copy_into(name, weight[its_rows])
     bias = load_bias(checkpoint, config, layer, operator, dtype=dtype, device=device)
     return FusedLinear(weight, bias, rows)
 
@@ -73,7 +83,7 @@ def load_bias(
     checkpoint: Checkpoint,
     config: ModelConfig,
     layer: int,
-    operator: LinearOperator,
+    operator: Projection,
     *,
     dtype: torch.dtype,
     device: torch.device = CPU,

@@ -21,23 +21,25 @@ struct Kernels {
   // ---- integers ---------------------------------------------------------------------------------
 
   // q = round(x / step), and sent = q + r where r is given. x [rows, in]; q, r, sent [rows, in].
+  // With `scales` [rows], each row's step is what it writes there: the largest element / 127.
   // Returns the largest Euclidean norm of a row of q before it became integers: NaN or infinity
   // where x is not finite.
-  float (*encode)(Float type, const void* x, int64_t rows, int64_t in, float step, const int32_t* r,
-                  int32_t* q, int32_t* sent, Pool* pool);
+  float (*encode)(Float type, const void* x, int64_t rows, int64_t in, float step, float* scales,
+                  const int32_t* r, int32_t* q, int32_t* sent, Pool* pool);
 
   // expected[row][c] = sum_k q[row][k] * products[c][k] mod 2^64. `low`, `high` [CHECKS, in] are
   // the signed halves of the products: low + 2^32 high.
   void (*expect)(const int32_t* q, int64_t rows, int64_t in, const int32_t* low,
                  const int32_t* high, uint64_t* expected, Pool* pool);
 
-  // out = (y - u) * factor + bias. y, u [rows, outs] int32, u and bias may be absent; factor,
-  // float32 [outs]; bias and out in `type`, rounded to it before and after the bias. With `vectors`
+  // out = (y - u) * scales * factor + bias. y, u [rows, outs] int32; scales, float32 [rows], and
+  // factor, float32 [outs]; u, scales and bias may be absent; bias and out in `type`, rounded to it
+  // before and after the bias. With `vectors`
   // [CHECKS, outs], returns whether sum_j (y - u)[row][j] * vectors[c][j] is as expected in every
   // row; without, true. Without `out`, only checks. Each element of y is read once.
   bool (*decode)(Float type, const int32_t* y, const int32_t* u, int64_t rows, int64_t outs,
-                 const float* factor, const void* bias, void* out, const int32_t* vectors,
-                 const uint64_t* expected, Pool* pool);
+                 const float* scales, const float* factor, const void* bias, void* out,
+                 const int32_t* vectors, const uint64_t* expected, Pool* pool);
 
   // y = q weight^T mod 2^32, of the lowest `digits` (1 to 4) balanced base-256 digits of q.
   // q [rows, in], y [rows, outs]; weight int8 [outs, in] with a stride between outputs. `in` is

@@ -3,7 +3,8 @@
 // An input is the sum of balanced base-256 digits, d_0 + 256 d_1 + ...; a product goes through the
 // digits from the highest to the lowest, y = 256 y + d_i w, so that one accumulator serves them
 // all. A few rows meet the weight as it lies in memory, which is read once; for more, blocks of it
-// are packed into panels of 16 outputs, 4 inputs of each side by side, that stay in the L2 cache.
+// are packed into panels of 16 outputs, 4 inputs of each side by side, that stay in the L2 cache;
+// and where there are tiles (`WITH_AMX`, amx.h), these go through them.
 #pragma once
 
 #include "tasks.h"
@@ -233,9 +234,9 @@ INLINE void multiply_few(const Digits& x, const int8_t* weight, int64_t stride, 
 
 // ---- many rows ---------------------------------------------------------------------------------------
 
-// Pack `count` outputs, at most 16, into a panel: [deep / 4][16][4].
+// Pack `count` outputs, at most 16, into a panel: [deep / 4][16][4]. Bits of `flip` are flipped.
 INLINE void pack_panel(const int8_t* weight, int64_t stride, int64_t in, int64_t count,
-                       int64_t deep, int8_t* to) {
+                       int64_t deep, uint32_t flip, int8_t* to) {
   for (int64_t k = 0; k < deep; k += STEP) {
     const bool whole = count == PANEL && k + STEP <= in;
     int8_t edge[PANEL][STEP];
@@ -250,10 +251,20 @@ INLINE void pack_panel(const int8_t* weight, int64_t stride, int64_t in, int64_t
       // streams of that stride push one another out of the cache.
       __builtin_prefetch(weight + PANEL * stride + k * PANEL + j * STEP);
       rows[j] = load<i32x16>(whole ? weight + j * stride + k : edge[j]);
-      if (EXCESS) rows[j] = bits_of<i32x16>(bits_of<u32x16>(rows[j]) ^ broadcast(BALANCE));
+      if (flip) rows[j] = bits_of<i32x16>(bits_of<u32x16>(rows[j]) ^ broadcast(flip));
     }
     transpose(rows);
     for (int64_t i = 0; i < LANES; i++) store(to + (k + i * QUAD) * PANEL, rows[i]);
+  }
+}
+
+// Pack the outputs first ... first + count - 1, and zeros behind them, into `panels`.
+INLINE void pack_panels(const int8_t* weight, int64_t stride, int64_t in, int64_t first,
+                        int64_t count, int64_t panels, int64_t deep, uint32_t flip, int8_t* to) {
+  for (int64_t p = 0; p < panels; p++) {
+    int64_t left = count - p * PANEL;
+    pack_panel(weight + (first + p * PANEL) * stride, stride, in, left < PANEL ? left : PANEL,
+               deep, flip, to + p * PANEL * deep);
   }
 }
 
@@ -285,11 +296,7 @@ static __attribute__((noinline)) void multiply_many(const Digits& x, const int8_
                                                     int64_t stride, int64_t in, int64_t first,
                                                     int64_t count, int32_t* y, int8_t* panels) {
   const int64_t used = (count + PANEL - 1) / PANEL;
-  for (int64_t p = 0; p < used; p++) {
-    int64_t left = count - p * PANEL;
-    pack_panel(weight + (first + p * PANEL) * stride, stride, in, left < PANEL ? left : PANEL,
-               x.deep, panels + p * PANEL * x.deep);
-  }
+  pack_panels(weight, stride, in, first, count, used, x.deep, EXCESS ? BALANCE : 0, panels);
   int64_t row = 0;
   for (; row + ROWS_AT_ONCE <= x.rows; row += ROWS_AT_ONCE) {
     int64_t p = 0;
@@ -303,6 +310,14 @@ static __attribute__((noinline)) void multiply_many(const Digits& x, const int8_
     for (int64_t p = 0; p < used; p++)
       multiply_block<1, 1>(x, row, panels + p * PANEL * x.deep, y + p * PANEL);
 }
+
+}  // namespace VARIANT
+
+#if defined(WITH_AMX)
+#include "amx.h"
+#endif
+
+namespace VARIANT {
 
 // ---- kernels -----------------------------------------------------------------------------------------
 
@@ -328,6 +343,10 @@ static void multiply(const Digits& x, const int8_t* weight, int64_t stride, int6
       multiply_few<2>(x, weight, stride, in, first, count, y);
     else if (few)
       multiply_few<1>(x, weight, stride, in, first, count, y);
+#if defined(WITH_AMX)
+    else if (x.rows >= TILE)
+      multiply_tiled(x, weight, stride, in, first, count, y, (int8_t*)memory + padded(sums, 64));
+#endif
     else
       multiply_many(x, weight, stride, in, first, count, y, (int8_t*)memory + padded(sums, 64));
     for (int64_t row = 0; row < x.rows; row++) finish(row, first, count, y + row * OUTPUTS);
@@ -345,9 +364,9 @@ static void product(const int32_t* q, int64_t rows, int64_t in, int digits, cons
            });
 }
 
-// Round a row to int8 under a scale of its own; return the scale.
+// Return the scale under which a row fits int8: its largest element / 127.
 template <class T>
-INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row) {
+INLINE float own_scale(const T* x, int64_t in) {
   // Of floats that are not negative the largest has the largest bits; NaN is larger still.
   i32x16 most = broadcast<int32_t>(0);
   each_vector(in, [&](int64_t k, int64_t count) {
@@ -358,7 +377,13 @@ INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row)
   for (int i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
   const float smallest = 1.17549435e-38f;  // the smallest normal number: a row of zeros stays one
   float scale = bits_of<float>(bits) / 127.f;
-  if (scale < smallest) scale = smallest;
+  return scale < smallest ? smallest : scale;
+}
+
+// Round a row to int8 under a scale of its own; return the scale.
+template <class T>
+INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row) {
+  const float scale = own_scale(x, in);
   int8_t* bytes = to.row(0, row);
   int32_t sum = 0;
   each_vector(in, [&](int64_t k, int64_t count) {

@@ -75,7 +75,7 @@ class _Trial:
     def _products(self) -> Iterator[Result]:
         outs, features = 83, 201
         random = self._integers(128, outs, features, dtype=torch.int8)
-        for rows in (1, 3, 19):
+        for rows in (1, 3, 9, 33):  # few; many; and many where there are tiles for them
             for digits, (low, high) in enumerate(
                 zip(_LOWEST_DIGITS, _HIGHEST_DIGITS, strict=True), start=1
             ):
@@ -116,15 +116,18 @@ class _Trial:
         r, u = self._integers(_RING, *size), self._integers(_RING, *size)
         low, high, vectors = (self._integers(_RING, 2, features) for _ in range(3))
         q, sent = torch.empty_like(r), torch.empty_like(r)
-        norm = self._call("encode", number, x, *size, 0.003, r, q, sent)
+        scales = torch.empty(rows)
+        norm = self._call("encode", number, x, *size, 0.0, scales, r, q, sent)
+        yield from ((found.clone(), 0.0) for found in (torch.tensor([norm]), scales, q, sent))
+        norm = self._call("encode", number, x, *size, 0.003, 0, r, q, sent)
         yield from ((found, 0.0) for found in (torch.tensor([norm]), q, sent))
         expected = torch.empty(rows, 2, dtype=torch.int64)
         self._call("expect", q, *size, low, high, expected)
         yield expected, 0.0
         factor, out = torch.rand(features, generator=self._generator), torch.empty_like(x)
         right = (q.long() @ vectors.long().t()).contiguous()
-        for y, pad, sums in ((sent, u, right), (q, 0, right), (sent, r, right)):
-            holds = self._call("decode", number, y, pad, *size, factor, x, out, vectors, sums)
+        for y, pad, own in ((sent, u, 0), (q, 0, scales), (sent, r, 0)):
+            holds = self._call("decode", number, y, pad, *size, own, factor, x, out, vectors, right)
             yield torch.tensor([holds]), 0.0
             yield out.clone(), 0.0
 

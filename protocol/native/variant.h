@@ -6,7 +6,6 @@
 #include "../../tee_side/native/attention.h"
 #include "../../tee_side/native/elementwise.h"
 #include "../../tee_side/native/quantise.h"
-#include "product.h"
 
 namespace VARIANT {
 

@@ -13,6 +13,10 @@ extern const Kernels table;
 namespace avx512 {
 extern const Kernels table;
 }
+namespace amx {
+extern const Kernels table;
+bool permitted();
+}
 #endif
 
 struct Variant {
@@ -22,14 +26,21 @@ struct Variant {
 
 // The best one last.
 static inline const Variant* variants(int* count) {
+#if defined(__x86_64__)
+  static const bool avx512_here =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  // Whether the system saves tiles (XCR0) is part of what a processor supports; it is asked last.
+  static const bool amx_here = avx512_here && __builtin_cpu_supports("amx-tile") &&
+                               __builtin_cpu_supports("amx-int8") && amx::permitted();
+#endif
   static const Variant all[] = {
       {&portable::table, true},
 #if defined(__x86_64__)
       {&avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
-      {&avx512::table,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")},
+      {&avx512::table, avx512_here},
+      {&amx::table, amx_here},
 #endif
   };
   *count = sizeof all / sizeof *all;

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from collections.abc import Sequence as Lanes
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -199,6 +200,8 @@ class Engine:
         if not parts:
             return []
         batch = Batch.of(parts)
+        if phase == "prefill":
+            self._leave_to_decode(self._step_tokens - budget)
         logits_NV = run_step(batch, self.lanes, phase)
         observer = self.lanes[0].model.observer
         sampled = []
@@ -212,6 +215,12 @@ class Engine:
             one.sequence.append(one.token_id)
         self._remove_finished()
         return sampled
+
+    def _leave_to_decode(self, rows: int) -> None:
+        """Have the TEE compute a prompt's step where pads are short: by counts, not by tokens."""
+        if not all(pads.in_stock(rows) for pads in self.lanes[0].pads):
+            for pads in chain.from_iterable(lane.pads for lane in self.lanes):
+                pads.withhold()
 
     def _next(self) -> tuple[Phase, Ids[Sequence]]:
         """Return the next step's phase and the sequences that may join it."""

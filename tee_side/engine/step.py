@@ -34,15 +34,19 @@ def run_step(batch: Batch, lanes: Sequence[MicroBatchOperators], phase: Phase) -
     micro_batches = [batch] if parts == 1 else batch.split(parts)
     for chunk in batch.chunks:
         chunk.cache.begin_step()
+    apart = lanes[0].tables[phase].head_apart
+
+    async def run_part(part: Batch, lane: MicroBatchOperators) -> torch.Tensor:
+        ops = lane.tables[phase]
+        h_ND = await forward(part, lane.model, ops)
+        return await logits(h_ND, lane.model, ops) if apart else h_ND
+
     try:
-        h_ND = run_overlapped(
-            [
-                forward(part, lane.model, lane.tables[phase])
-                for part, lane in zip(micro_batches, lanes, strict=False)
-            ]
-        )
+        found = run_overlapped([run_part(*one) for one in zip(micro_batches, lanes, strict=False)])
+        if apart:
+            return torch.cat([logits_NV for logits_NV in found if len(logits_NV)] or found)
         # Once for all of them: wherever it is, the LM head is the largest matrix to read.
-        return run(logits(torch.cat(h_ND), lanes[0].model, lanes[0].tables[phase]))
+        return run(logits(torch.cat(found), lanes[0].model, lanes[0].tables[phase]))
     finally:
         # Release what the step did not use up, because it failed or left operators out.
         for pads in chain.from_iterable(lane.pads for lane in lanes):

@@ -10,22 +10,15 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from protocol.integer import int8_product, ring_product
-from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, lm_head_name
-from protocol.model.quantized import (
-    INT8_MAX,
-    QuantizedLinear,
-    load_quantized,
-    load_quantized_lm_head,
-)
+from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_bias, load_linear, load_tensor
-from protocol.native import compiled_for
 from tee_side.native import sites
 from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import Mask
-from tee_side.protect.sites import IntegerSite, IntegerSites
+from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
 from tee_side.remote.registered import RunParts
-from tee_side.words import PHASES, Operator, Site
+from tee_side.words import PHASES, Operator, Site, is_linear, layer_of
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,22 +27,24 @@ LocalOperators: TypeAlias = dict[tuple[int | None, Operator], Product]
 
 
 def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]) -> list[Site]:
-    """Return the linear operators that are placed so in some phase."""
+    """Return the sites that are placed so in some phase."""
     return [
         (layer, operator)
         for layer in range(layers)
-        for operator in FUSED_MODULES
+        for operator in policy.projections
+        if is_linear(operator) or layer == layers - 1
         if any(placed(policy.at(operator, layer, phase)) for phase in PHASES)
     ]
 
 
 def sites_here(policy: Policy, layers: int) -> list[Site]:
-    """Return the linear operators that the policy keeps, in some phase."""
-    return sites_where(policy, layers, lambda placement: placement.place == "tee")
+    """Return the sites that the TEE computes in some phase, or while no pads are in stock."""
+    stock = policy.prefill == "stock"
+    return sites_where(policy, layers, lambda p: p.place == "tee" or (stock and p.mask is not None))
 
 
 def sites_under(policy: Policy, layers: int, mask: Mask) -> list[Site]:
-    """Return the linear operators that are under a mask in some phase."""
+    """Return the sites that are under a mask in some phase."""
     return sites_where(policy, layers, lambda placement: placement.mask == mask)
 
 
@@ -60,7 +55,7 @@ def load_local_operators(
     integers: IntegerSites | None,
     held: dict[Site, QuantizedLinear],
 ) -> LocalOperators:
-    """Read the weights of the linear operators at `sites`, and what else the policy keeps.
+    """Read the weights of `sites`, and what else the policy keeps.
 
     `integers` is given for policies with int8 arithmetic, and only for them. `held`: gets the
     integers of every site, for who else computes with them. Raises ModelError, CalibrationError.
@@ -73,26 +68,27 @@ def load_local_operators(
     if "embedding" in kept:
         weight = load_tensor(checkpoint, EMBEDDING, vocabulary, dtype=dtype)
         local[None, "embedding"] = partial(embedding, weight=weight)
-    if "lm_head" in kept and policy.arithmetic != "float":
-        lm_head = partial(_dynamic_product, load_quantized_lm_head(checkpoint, config), None)
-        local[None, "lm_head"] = lm_head
-    elif "lm_head" in kept:
+    if "lm_head" in kept and policy.arithmetic == "float":
         if weight is None or not config.tie_word_embeddings:
             weight = load_tensor(checkpoint, lm_head_name(config), vocabulary, dtype=dtype)
         local[None, "lm_head"] = partial(linear, weight=weight)
     for site in sites:
         product: Product
-        if policy.arithmetic == "int8-dynamic":
-            weights = load_quantized(checkpoint, config, *site)
-            bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
-            product = partial(_dynamic_product, weights, bias_O)
-        elif integers is None:
+        _, operator = site
+        if policy.arithmetic == "float":
             product = load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
         else:
-            weights = held[site] = load_quantized(checkpoint, config, *site)
-            integers.check_weights(site, weights)
-            product = partial(_integer_product, weights, integers[site])
-        local[site] = product
+            weights = load_quantized(checkpoint, config, *site)
+            if integers is not None:
+                held[site] = weights
+                integers.check_weights(site, weights)
+            if integers is None or operator == "lm_head":
+                bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
+                dynamic = DynamicSite(weights.scale, bias_O, dtype)
+                product = partial(_dynamic_product, weights, dynamic)
+            else:
+                product = partial(_integer_product, weights, IntegerSite(integers, site))
+        local[layer_of(site), operator] = product
     return local
 
 
@@ -102,24 +98,17 @@ def not_here(_x: torch.Tensor) -> torch.Tensor:
 
 
 def _dynamic_product(
-    weights: QuantizedLinear, bias_O: torch.Tensor | None, x_TI: torch.Tensor
+    weights: QuantizedLinear, site: DynamicSite, x_TI: torch.Tensor
 ) -> torch.Tensor:
     """Compute in int8, weights and input: one pass over a quarter of float32's bytes.
 
-    It never leaves the TEE, so that each row may have a scale of its own. Of the LM head alone,
-    eight bits of input cost 0.2 % of the demo model's top-1 agreement (benchmarks/accuracy.py),
-    sixteen twice the time.
+    Of the LM head alone, eight bits of input cost 0.2 % of the demo model's top-1 agreement
+    (benchmarks/accuracy.py), sixteen twice the time.
     """
-    if compiled_for(x_TI.dtype):
-        return sites.linear8(x_TI, weights.weight, weights.scale, bias_O)
-    x32_TI = x_TI.float()
-    # The smallest normal number: a row of zeros stays one.
-    smallest = torch.finfo(torch.float32).tiny
-    scale_T1 = (x32_TI.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
-    x8_TI = x32_TI.div(scale_T1).round_().to(torch.int8)
-    y_TO = int8_product(x8_TI, weights.weight).float()
-    y_TO = y_TO.mul_(scale_T1).mul_(weights.scale).to(x_TI.dtype)
-    return y_TO if bias_O is None else y_TO.add_(bias_O)
+    if site.compiled:
+        return sites.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
+    x8_TI = site.encode(x_TI).to(torch.int8)
+    return site.decode(int8_product(x8_TI, weights.weight), x_TI)
 
 
 def _integer_product(
@@ -130,4 +119,4 @@ def _integer_product(
     In as many digits as the calibration's bound needs: the time is the same for every input.
     """
     elements_TI = site.encode(x_TI)
-    return site.decode(ring_product(elements_TI, weights.weight, site.digits))
+    return site.decode(ring_product(elements_TI, weights.weight, site.digits), x_TI)

@@ -17,6 +17,7 @@ from protocol.messages import FUSED_MODULES
 from tee_side.model.batch import Batch
 from tee_side.model.layers import Layer, TeeModel
 from tee_side.policy.placement import Policy
+from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.source import PadLane
 from tee_side.remote.overlap import turn
 from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase
@@ -40,7 +41,8 @@ class Operators:
     included, of each layer: `qkv_proj` [T, D] -> [T, (H + 2 K) * C], all heads of q, of k, of v
     side by side; `o_proj` [T, H * C] -> [T, D]; `gate_up_proj` [T, D] -> [T, 2 F], gate and up;
     `down_proj` [T, F] -> [T, D]. `products`: of each layer the attention whose products leave, None
-    where both stay.
+    where both stay. `head_apart`: whether each micro-batch asks for its own logits, because it
+    draws pads for them.
     """
 
     embedding: Call
@@ -50,6 +52,7 @@ class Operators:
     down_proj: Sequence[Call]
     products: Sequence[RemoteAttention | None]
     lm_head: Call
+    head_apart: bool
 
     async def attention(
         self, layer: Layer, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, batch: Batch
@@ -114,6 +117,7 @@ def place(
             **{name: [call(name, layer) for layer in range(layers)] for name in FUSED_MODULES},
             products=[products(layer) for layer in range(layers)],
             lm_head=call("lm_head", layers - 1),
+            head_apart=isinstance(policy.at("lm_head", 0, phase).mask, AdditiveMask),
         )
 
     decode = table("decode")

@@ -1,7 +1,7 @@
 // Around a product of integers: scaling, rounding, pads, and the check of the result.
 #pragma once
 
-#include "../../protocol/native/tasks.h"
+#include "../../protocol/native/product.h"
 
 namespace VARIANT {
 
@@ -21,7 +21,7 @@ INLINE float encode_row(const T* x, int64_t in, float step, const int32_t* r, in
   return sqrtf(sum(squares));
 }
 
-static float encode(Float type, const void* x, int64_t rows, int64_t in, float step,
+static float encode(Float type, const void* x, int64_t rows, int64_t in, float step, float* scales,
                     const int32_t* r, int32_t* q, int32_t* sent, Pool* pool) {
   // The largest of floats that are not negative, or NaN, is the largest of their bits.
   uint32_t most = 0;
@@ -29,7 +29,9 @@ static float encode(Float type, const void* x, int64_t rows, int64_t in, float s
     using T = std::remove_pointer_t<decltype(t)>;
     share(pool, rows, rows * in, 0, [&](int64_t row, char*) {
       int64_t at = row * in;
-      float norm = encode_row((const T*)x + at, in, step, r ? r + at : r, q + at, sent + at);
+      if (scales) scales[row] = own_scale((const T*)x + at, in);
+      float norm = encode_row((const T*)x + at, in, scales ? scales[row] : step, r ? r + at : r,
+                              q + at, sent + at);
       uint32_t bits = bits_of<uint32_t>(norm) & 0x7fffffff;
       uint32_t seen = __atomic_load_n(&most, __ATOMIC_RELAXED);
       while (bits > seen && !__atomic_compare_exchange_n(&most, &seen, bits, true, __ATOMIC_RELAXED,
@@ -62,8 +64,9 @@ static void expect(const int32_t* q, int64_t rows, int64_t in, const int32_t* lo
 }
 
 template <class T>
-INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const float* factor,
-                       const T* bias, T* out, const int32_t* vectors, const uint64_t* expected) {
+INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const float* scale,
+                       const float* factor, const T* bias, T* out, const int32_t* vectors,
+                       const uint64_t* expected) {
   i64x8 sums[CHECKS] = {};
   each_vector(outs, [&](int64_t j, int64_t count) {
     i32x16 plain = load_once(y + j, count);
@@ -72,7 +75,9 @@ INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const f
       for (int c = 0; c < CHECKS; c++)
         sums[c] = multiply_wide(sums[c], plain, load_integers(vectors + c * outs + j, count));
     if (!out) return;
-    f32x16 scaled = rounded_to(out, to_floats(plain) * load_floats(factor + j, count));
+    f32x16 scaled = to_floats(plain);
+    if (scale) scaled = scaled * *scale;
+    scaled = rounded_to(out, scaled * load_floats(factor + j, count));
     if (bias) scaled = scaled + load_floats(bias + j, count);
     store_floats(out + j, scaled, count);
   });
@@ -83,15 +88,15 @@ INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const f
 }
 
 static bool decode(Float type, const int32_t* y, const int32_t* u, int64_t rows, int64_t outs,
-                   const float* factor, const void* bias, void* out, const int32_t* vectors,
-                   const uint64_t* expected, Pool* pool) {
+                   const float* scales, const float* factor, const void* bias, void* out,
+                   const int32_t* vectors, const uint64_t* expected, Pool* pool) {
   bool wrong = false;
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     share(pool, rows, rows * outs, 0, [&](int64_t row, char*) {
       int64_t at = row * outs;
-      if (!decode_row(y + at, u ? u + at : u, outs, factor, (const T*)bias,
-                      out ? (T*)out + at : nullptr, vectors,
+      if (!decode_row(y + at, u ? u + at : u, outs, scales ? scales + row : scales, factor,
+                      (const T*)bias, out ? (T*)out + at : nullptr, vectors,
                       vectors ? expected + row * CHECKS : nullptr))
         __atomic_store_n(&wrong, true, __ATOMIC_RELAXED);
     });

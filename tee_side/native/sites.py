@@ -10,26 +10,32 @@ from protocol.native import FLOATS, library
 Tensor = torch.Tensor
 
 
-def encode(x_TI: Tensor, step: float, r_TI: Tensor | None) -> tuple[Tensor, Tensor, float]:
-    """Return round(x / step), the same plus r modulo 2^32, and the largest norm of a row.
+def encode(
+    x_TI: Tensor, step: float | None, r_TI: Tensor | None
+) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    """Return round(x / step), the same plus r modulo 2^32, the largest norm of a row, and scales.
 
-    `x_TI`: float32 or bfloat16 [T, I]; `r_TI`: int32 [T, I], None for no pad, when the second is
-    the first. The norm is that of the rounded numbers; NaN or infinite where x is not finite.
+    `x_TI`: float32 or bfloat16 [T, I]. `step`: None for a scale for each row, its largest element /
+    127, which the last one has: float32 [T]; None otherwise. `r_TI`: int32 [T, I], None for no pad,
+    when the second is the first. The norm is that of the rounded numbers; NaN or infinite where x
+    is not finite.
     """
     x_TI = x_TI.contiguous()
+    scale_T = None if step is not None else torch.empty(x_TI.shape[0], dtype=torch.float32)
     q_TI = torch.empty(x_TI.shape, dtype=torch.int32)
     sent_TI = q_TI if r_TI is None else torch.empty(x_TI.shape, dtype=torch.int32)
     norm: float = library.encode(
         FLOATS[x_TI.dtype],
         x_TI.data_ptr(),
         *x_TI.shape,
-        step,
+        step or 0.0,
+        0 if scale_T is None else scale_T.data_ptr(),
         0 if r_TI is None else r_TI.data_ptr(),
         q_TI.data_ptr(),
         sent_TI.data_ptr(),
         native.own.pool,
     )
-    return q_TI, sent_TI, norm
+    return q_TI, sent_TI, norm, scale_T
 
 
 def expect(q_TI: Tensor, low_kI: Tensor, high_kI: Tensor) -> Tensor:
@@ -47,7 +53,7 @@ def same(y_TO: Tensor, vectors_kO: Tensor, expected_Tk: Tensor) -> bool:
     """Say whether y times the vectors is as expected modulo 2^64, in every row."""
     y_TO = y_TO.contiguous()
     holds: bool = library.decode(
-        *(0, y_TO.data_ptr(), 0, *y_TO.shape, 0, 0, 0),
+        *(0, y_TO.data_ptr(), 0, *y_TO.shape, 0, 0, 0, 0),
         *(vectors_kO.data_ptr(), expected_Tk.data_ptr(), native.own.pool),
     )
     return holds
@@ -56,15 +62,17 @@ def same(y_TO: Tensor, vectors_kO: Tensor, expected_Tk: Tensor) -> bool:
 def decode(
     y_TO: Tensor,
     u_TO: Tensor | None,
+    scale_T: Tensor | None,
     factor_O: Tensor,
     bias_O: Tensor | None,
     dtype: torch.dtype,
     vectors_kO: Tensor | None = None,
     expected_Tk: Tensor | None = None,
 ) -> Tensor | None:
-    """Return (y - u) * factor + bias in a dtype, [T, O]; None where the check says no.
+    """Return (y - u) * scale * factor + bias in a dtype, [T, O]; None where the check says no.
 
-    `y_TO`, `u_TO`: int32; None for no pad. `factor_O`: float32. `vectors_kO`, `expected_Tk`: see
+    `y_TO`, `u_TO`: int32; None for no pad. `scale_T`, `factor_O`: float32; None for no scales of
+    rows. `vectors_kO`, `expected_Tk`: see
     `same`; None to check nothing. Each number of y is read once.
     """
     y_TO = y_TO.contiguous()
@@ -74,6 +82,7 @@ def decode(
         y_TO.data_ptr(),
         0 if u_TO is None else u_TO.data_ptr(),
         *y_TO.shape,
+        0 if scale_T is None else scale_T.data_ptr(),
         factor_O.data_ptr(),
         0 if bias_O is None else bias_O.data_ptr(),
         out_TO.data_ptr(),

@@ -28,6 +28,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -44,7 +45,7 @@ from pydantic import (
 )
 
 from protocol.errors import MaskError, PolicyError, describe
-from protocol.messages import Arithmetic
+from protocol.messages import FUSED_MODULES, Arithmetic, Projection
 from tee_side.plugins import (
     PluginError,
     is_path,
@@ -55,18 +56,20 @@ from tee_side.plugins import (
 )
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.leakage_summary import leakage_summary
-from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.protect.masks.mask import AdditiveMask, FeatureMask, Mask
 from tee_side.protect.masks.registry import find_mask
 from tee_side.refusals import did_you_mean, first_problem, refusal
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
     PHASES,
+    PROJECTIONS,
     Operator,
     Phase,
     Place,
     Verify,
     is_linear,
+    is_projection,
 )
 
 _SUFFIX = ".toml"
@@ -175,7 +178,9 @@ class Policy(BaseModel):
     `one_rpc_per_module`: q, k, v, gate and up each travel alone. `arithmetic`: whether the linear
     operators and the LM head are computed in floats; in int8 weights and a ring of integers,
     wherever they run; or ("int8-dynamic") in int8 weights and int8 activations, of which each row
-    gets its scale when it is computed, as the TEE alone may know it.
+    gets its scale when it is computed, as the TEE alone may know it. `prefill`: "stock" where a
+    prompt leaves under pads only while more than `decode_share` of all that the store of pads has
+    room for is left for decode; otherwise the TEE computes it, to the same bits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -185,6 +190,8 @@ class Policy(BaseModel):
     summary: Annotated[str, Field(max_length=200)]
     one_rpc_per_module: bool = False
     arithmetic: PolicyArithmetic = "float"
+    prefill: Literal["always", "stock"] = "always"
+    decode_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     operators: dict[Operator, Placements]
 
     @model_validator(mode="wrap")
@@ -205,6 +212,11 @@ class Policy(BaseModel):
     def _conflicts(self) -> _Conflicts:
         if missing := [name for name in OPERATORS if name not in self.operators]:
             yield "operators", f"nothing for {', '.join(missing)}", "every operator placed"
+        if self.prefill == "stock" and (self.arithmetic != "int8" or not self._pads_in_prefill):
+            expected = 'arithmetic = "int8" and a pad on what leaves at prefill: pads are in stock'
+            yield "prefill", "'stock'", expected
+        if self.prefill == "always" and "decode_share" in self.model_fields_set:
+            yield "decode_share", 'without prefill = "stock"', "both or none"
         for operator in OPERATORS:
             for placement in self.operators[operator]:
                 where = _joined(operator, placement.scope)
@@ -228,15 +240,20 @@ class Policy(BaseModel):
             able = ", ".join(name for name in OPERATORS if mask.supports(name))
             expected = f"one that works on {operator}; {mask.name} works on {able}"
             yield f"mask {mask.name}", expected
-        if mask is not None and mask.arithmetic != self.arithmetic and is_linear(operator):
+        if mask is not None and mask.arithmetic != self.arithmetic and is_projection(operator):
             needed = f'"{mask.arithmetic}", which mask {mask.name} needs'
             yield f'arithmetic = "{self.arithmetic}"', needed
         if self.arithmetic == "int8-dynamic" and not in_tee:
             expected = 'place = "tee": the scale of a row says how large it is'
             yield 'place = "gpu" with arithmetic = "int8-dynamic"', expected
-        if self.arithmetic == "int8" and operator == "lm_head" and not in_tee:
-            expected = 'place = "tee", or arithmetic = "float": no service has integers for it'
-            yield 'place = "gpu" with arithmetic = "int8"', expected
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """What are sites: the linear operators, and the LM head of integers.
+
+        In floats it may be the embedding's own matrix, and registered packages send it.
+        """
+        return tuple(FUSED_MODULES) if self.arithmetic == "float" else PROJECTIONS
 
     @property
     def served_arithmetic(self) -> Arithmetic:
@@ -304,9 +321,16 @@ class Policy(BaseModel):
         return any(placement.verify != "none" for _, placement in self.leaving())
 
     @property
+    def _pads_in_prefill(self) -> bool:
+        """Whether all that leaves at prefill is under pads, and something is."""
+        masks = [p.mask for _, p in self.leaving() if p.phase in (None, "prefill")]
+        return bool(masks) and all(isinstance(mask, AdditiveMask) for mask in masks)
+
+    @property
     def splits_phases(self) -> bool:
         """Whether prefill and decode are placed differently, and so cannot share a step."""
-        return any(p.phase for placements in self.operators.values() for p in placements)
+        placed = chain.from_iterable(self.operators.values())
+        return self.prefill == "stock" or any(placement.phase for placement in placed)
 
     @property
     def masks(self) -> list[Mask]:

@@ -108,7 +108,7 @@ class SiteScales:
         GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
         """
         if compiled_for(x_TI.dtype):
-            elements_TI, _, norm = compiled.encode(x_TI, self.input_scale, None)
+            elements_TI, _, norm, _ = compiled.encode(x_TI, self.input_scale, None)
             self._check_norm(norm)
             return elements_TI
         # Whole numbers from here on: a float32 that has been rounded converts exactly.
@@ -197,7 +197,9 @@ class Calibration:
             if digest is not None and metadata[name] != digest:
                 expected = f"{digest}, the digest of this model"
                 raise CalibrationError(f"{path}: {name}", got=metadata[name], expected=expected)
-        order = [(layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES]
+        order: list[Site] = [
+            (layer, op) for layer in range(config.num_hidden_layers) for op in FUSED_MODULES
+        ]
         rows = zip(*(tensors[name].flatten().tolist() for name in TABLES), strict=True)
         sites = {
             site: SiteScales(input_scale, tensors[weight_scale_name(site)], limit, max_norm)

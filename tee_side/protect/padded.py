@@ -1,6 +1,6 @@
 """A site under pads in two passes: compiled, where a mask and a check would take a pass each.
 
-What crosses, and what comes of it, is bit for bit what `IntegerSite`, `Pad` and `ExactCheck` give
+What crosses, and what comes of it, is bit for bit what the site, `Pad` and `ExactCheck` give
 one after the other.
 """
 
@@ -14,19 +14,23 @@ import torch
 
 from tee_side.native import sites as compiled
 from tee_side.protect.pads.source import PadLane
-from tee_side.protect.sites import IntegerSite
+from tee_side.protect.sites import DynamicSite, IntegerSite
 from tee_side.protect.verification import ExactCheck
 
 Tensor = torch.Tensor
 
 
 class Padded(NamedTuple):
-    """One input under its pad. `sent`: what crosses; `encoded`: the plain integers."""
+    """One input under its pad. `sent`: what crosses; `encoded`: the plain integers.
+
+    `scale_T`: of the rows; None for the site's one step.
+    """
 
     of: PaddedSite
     sent: tuple[Tensor]
     encoded: Tensor
     u_TO: Tensor
+    scale_T: Tensor | None
     expected_Tk: Tensor | None
 
     def __repr__(self) -> str:
@@ -38,19 +42,19 @@ class Padded(NamedTuple):
         site, check = self.of.site, self.of.check
         vectors_kO = None if check is None else check.vectors_kO
         return compiled.decode(
-            *(outputs[0], self.u_TO, site.scales.factor_N, site.bias_O, site.dtype),
+            *(outputs[0], self.u_TO, self.scale_T, site.factor_O, site.bias_O, site.dtype),
             *(vectors_kO, self.expected_Tk),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedSite:
-    """A linear operator's input and output under pads; `number`: the site's, in the pads' layout.
+    """A site's input and output under pads; `number`: the site's, in the pads' layout.
 
     `check`: of the products, None for none.
     """
 
-    site: IntegerSite
+    site: IntegerSite | DynamicSite
     number: int
     pads: PadLane
     check: ExactCheck | None
@@ -64,8 +68,8 @@ class PaddedSite:
         if factors is None:
             return None
         site, check = self.site, self.check
-        q_TI, sent_TI, norm = compiled.encode(x_TI, site.scales.input_scale, factors.r)
-        if not norm <= site.scales.row_limit:
+        q_TI, sent_TI, norm, scale_T = compiled.encode(x_TI, site.step, factors.r)
+        if not norm <= site.row_limit:
             site.refuse(norm)
         expected = None if check is None else compiled.expect(q_TI, check.low_kI, check.high_kI)
-        return Padded(self, (sent_TI,), q_TI, factors.u, expected)
+        return Padded(self, (sent_TI,), q_TI, factors.u, scale_T, expected)

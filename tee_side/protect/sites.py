@@ -1,13 +1,15 @@
 """What happens at a linear operator around its product: quantisation, and the bias.
 
-A *site* is one linear operator of one layer. Its input becomes what a product is taken of
-(`encode`), and the product becomes the operator's output (`decode`), the same way wherever the
-product is computed. Shape suffixes: T rows, I in_features, O out_features of all modules together.
+A *site* is one linear operator of one layer, or the LM head. Its input becomes what a product is
+taken of (`encode`), and the product becomes the operator's output (`decode`), the same way wherever
+the product is computed. Shape suffixes: T rows, I in_features, O out_features of all modules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from itertools import chain
 from typing import NoReturn, Protocol, TypeAlias
 
 import torch
@@ -15,10 +17,10 @@ import torch
 from protocol.errors import ActivationRangeError
 from protocol.integer import digits_below
 from protocol.messages import FUSED_MODULES, LinearOperator
-from protocol.model.checkpoint import Checkpoint, linear_tensors, module_name
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
-from protocol.model.quantized import QuantizedLinear
-from protocol.model.weights import load_bias
+from protocol.model.quantized import INT8_MAX, QuantizedLinear
+from protocol.model.weights import load_bias, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import sites as compiled
 from tee_side.protect.calibration import Calibration
@@ -34,8 +36,8 @@ class LinearSite(Protocol):
         """Return what the weight is multiplied by."""
         ...
 
-    def decode(self, y_TO: torch.Tensor, /) -> torch.Tensor:
-        """Return the output, in the model's dtype and with its bias."""
+    def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> torch.Tensor:
+        """Return the output for an input, in the model's dtype and with its bias."""
         ...
 
 
@@ -55,7 +57,7 @@ class FloatSite:
         """Return the input itself."""
         return x_TI
 
-    def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
+    def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Add the bias."""
         return y_TO if self.bias_O is None else y_TO + self.bias_O
 
@@ -75,6 +77,8 @@ class IntegerSite:
 
     def __init__(self, sites: IntegerSites, site: Site) -> None:
         self.scales = sites.calibration.sites[site]
+        self.step, self.factor_O = self.scales.input_scale, self.scales.factor_N
+        self.row_limit = self.scales.row_limit
         self.bias_O = sites.biases.get(site)
         self.dtype = sites.dtype
         self._site = site
@@ -104,31 +108,98 @@ class IntegerSite:
             expected=f"{error.expected} (calibrate with text more like this one)",
         )
 
-    def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
+    def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Scale back, and add the bias."""
-        if self.compiled:
-            scaled_TO = compiled.decode(y_TO, None, self.scales.factor_N, self.bias_O, self.dtype)
-            if scaled_TO is not None:
-                return scaled_TO
-        # int32 * float32 is a float32 product of the rounded integer.
-        y_TO = (y_TO * self.scales.factor_N).to(self.dtype)
-        return y_TO if self.bias_O is None else y_TO + self.bias_O
+        return _scaled_back(y_TO, None, self)
+
+
+class DynamicSite:
+    """Integers of eight bits, each row under a scale of its own, which stays in the TEE.
+
+    So that it may depend on the row. No sum of such a product can wrap. `factor_O`: float32, what
+    one step of an output's weights stands for; `dtype`: of inputs and outputs.
+    """
+
+    step = None
+    row_limit = math.inf
+
+    def __init__(
+        self, factor_O: torch.Tensor, bias_O: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.factor_O, self.bias_O, self.dtype = factor_O, bias_O, dtype
+        self.compiled = compiled_for(dtype)
+
+    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Quantise to int32 [T, I], -127 to 127. Raises ActivationRangeError: not finite."""
+        scale_T1 = own_scales(x_TI)
+        if not scale_T1.isfinite().all():
+            self.refuse(math.nan)
+        return x_TI.float().div(scale_T1).round_().to(torch.int32)
+
+    def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """Scale back by the scales of the rows of x, and add the bias."""
+        return _scaled_back(y_TO, own_scales(x_TI), self)
+
+    def refuse(self, _norm: float) -> NoReturn:
+        """Raise ActivationRangeError for a row that is not finite."""
+        raise ActivationRangeError(
+            "lm_head: input row", got="not finite", expected="finite numbers"
+        )
+
+
+def own_scales(x_TI: torch.Tensor) -> torch.Tensor:
+    """Return the scale under which each row fits int8, its largest element / 127: [T, 1]."""
+    # The smallest normal number: a row of zeros stays one.
+    smallest = torch.finfo(torch.float32).tiny
+    return (x_TI.float().abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min_(smallest)
+
+
+def _scaled_back(
+    y_TO: torch.Tensor, scale_T1: torch.Tensor | None, site: IntegerSite | DynamicSite
+) -> torch.Tensor:
+    """Return the product under the scales of its rows and outputs, and the bias added."""
+    if site.compiled:
+        scales = (scale_T1, site.factor_O, site.bias_O, site.dtype)
+        scaled_TO = compiled.decode(y_TO, None, *scales)
+        if scaled_TO is not None:
+            return scaled_TO
+    # int32 * float32 is a float32 product of the rounded integer.
+    scaled_TO = y_TO * (site.factor_O if scale_T1 is None else scale_T1)
+    if scale_T1 is not None:
+        scaled_TO.mul_(site.factor_O)
+    scaled_TO = scaled_TO.to(site.dtype)
+    return scaled_TO if site.bias_O is None else scaled_TO + site.bias_O
 
 
 class IntegerSites:
-    """Sites of a model that is computed in integers."""
+    """Sites of a model that is computed in integers.
 
-    def __init__(self, calibration: Calibration, biases: Biases, dtype: torch.dtype) -> None:
+    `head_scale_V`: of the LM head's weights, float32 [V]; None where it does not leave.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        biases: Biases,
+        dtype: torch.dtype,
+        head_scale_V: torch.Tensor | None = None,
+    ) -> None:
         self.calibration = calibration
         self.biases = biases
         self.dtype = dtype
+        self._head_scale_V = head_scale_V
 
     def check_weights(self, site: Site, weights: QuantizedLinear) -> None:
         """Check that the scales are those of these weights. Raises CalibrationError."""
-        self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
+        if site[1] != "lm_head":  # whose inputs are not calibrated
+            self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
 
-    def __getitem__(self, site: Site) -> IntegerSite:
-        return IntegerSite(self, site)
+    def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
+        if site[1] != "lm_head":
+            return IntegerSite(self, site)
+        if self._head_scale_V is None:
+            raise LookupError("an LM head that does not leave")
+        return DynamicSite(self._head_scale_V, None, self.dtype)
 
 
 def load_biases(
@@ -147,11 +218,7 @@ def load_biases(
 
 def tensors_of(sites: Iterable[Site], config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights and biases of some sites."""
-    shapes = linear_tensors(config, FUSED_MODULES)
-    names = [
-        f"{module_name(layer, module)}.{kind}"
-        for layer, operator in sites
-        for module in FUSED_MODULES[operator]
-        for kind in ("weight", "bias")
-    ]
+    shapes = linear_tensors(config, FUSED_MODULES) | light_tensors(config)
+    weights = [name for site in sites for name in weight_rows(config, *site)]
+    names = chain.from_iterable((name, f"{name.removesuffix('weight')}bias") for name in weights)
     return {name: shapes[name] for name in names if name in shapes}

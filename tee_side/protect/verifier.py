@@ -16,16 +16,16 @@ import torch
 from protocol.errors import PolicyError
 from protocol.integer import exact_product
 from protocol.messages import (
-    FUSED_MODULES,
     Arithmetic,
-    LinearOperator,
     ModuleName,
     Request,
     RingLinearRequest,
+    RingLMHeadRequest,
 )
 from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
+from protocol.model.weights import row_layout, weight_rows
 from protocol.tensors import to_torch
 from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.protect.masks.mask import Mask
@@ -92,12 +92,6 @@ def check_verifiable(
     checkpoint.require(tensors)
 
 
-def operator_of(modules: Sequence[ModuleName]) -> LinearOperator:
-    """Return the linear operator that modules are a part of."""
-    (found,) = (operator for operator, names in FUSED_MODULES.items() if modules[0] in names)
-    return found
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
     """What is known of a model's weights: integers in memory (`held`), and the model directory.
@@ -112,21 +106,25 @@ class Weights:
     integers: IntegerSites | None = None
 
     def integer_blocks(
-        self, layer: int, modules: Sequence[ModuleName]
+        self, site: Site, modules: Sequence[ModuleName]
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the integers of some modules side by side, int8 [n, I], and their columns.
 
-        Never all of them at once, where they are not held. Raises ModelError, ManifestError.
+        `modules`: of the site's operator; none for the LM head. Never all of them at once, where
+        they are not held. Raises ModelError, ManifestError.
         """
-        held = self.held.get((layer, operator_of(modules)))
+        layer, operator = site
+        held, (_, in_features) = self.held.get(site), row_layout(self.config, operator)[1]
+        tensors = weight_rows(self.config, layer, operator)
+        wanted = [f"{module_name(layer, module)}.weight" for module in modules] or list(tensors)
         start = 0
-        for module in modules:
-            name = f"{module_name(layer, module)}.weight"
-            size = self.config.module_shape(module)[0]
+        for name in wanted:
+            rows = tensors[name]
+            size = rows.stop - rows.start
             if held is not None:
-                yield slice(start, start + size), held.weight[held.rows[module]]
+                yield slice(start, start + size), held.weight[rows]
             else:
-                for columns, block in self.blocks(name, self.config.module_shape(module), start):
+                for columns, block in self.blocks(name, (size, in_features), start):
                     yield columns, quantize_rows(block, name)[0]
             start += size
 
@@ -199,19 +197,19 @@ class Secrets:
 
     def check(self, site: Site, mask: Mask | None) -> LinearCheck:
         """See `Checks.check`."""
-        return LinearCheck(self.vectors[site], self.weights, site[0])
+        return LinearCheck(self.vectors[site], self.weights, site)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearCheck:
-    """A `ResultCheck` of one linear operator in integers, whose products have no bias.
+    """A `ResultCheck` of one site in integers, whose products have no bias.
 
     `exact`: what x [T, I] and y [T, O] are checked with.
     """
 
     exact: ExactCheck = field(repr=False)
     weights: Weights
-    layer: int
+    site: Site
 
     def holds(self, x: torch.Tensor, y: torch.Tensor, sent: Sequence[torch.Tensor] = ()) -> bool:
         """See `ResultCheck.holds`."""
@@ -224,13 +222,14 @@ class LinearCheck:
         # Shares of one product meet each block together: it is read once for all of them.
         products: dict[tuple[ModuleName, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, (request, y) in enumerate(answers):
-            if not isinstance(request, RingLinearRequest):
+            if not isinstance(request, RingLinearRequest | RingLMHeadRequest):
                 raise LookupError(f"an answer to {request.method} of a product of integers")
-            products.setdefault(request.module_names, {})[index] = to_torch(request.elements), y
+            modules = request.module_names if isinstance(request, RingLinearRequest) else ()
+            products.setdefault(modules, {})[index] = to_torch(request.elements), y
         wrong: set[int] = set()
         for modules, pairs in products.items():
             rows = max(len(x) for x, _ in pairs.values())
-            blocks = self.weights.integer_blocks(self.layer, modules)
+            blocks = self.weights.integer_blocks(self.site, modules)
             wrong |= _wrong_products(pairs, in_time(blocks, rows))
         return sorted(wrong)
 

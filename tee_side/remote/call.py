@@ -36,14 +36,14 @@ class CallPlan:
     """How an operator leaves the TEE, for one number of rows.
 
     `channels`: one for each share. `encode`: turns an input into what is multiplied; `decode`: a
-    product into the output. `hide`: masks the encoded input, and returns None where no factors are
-    left; `without_factors` then computes the operator in the TEE. `requests`: checks what the mask
-    sends, and returns the prepared requests for it: one, or one for each module that travels alone.
-    `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of its numbers, or
-    `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own deadlines.
-    `clock`: told of each stage. `padded`: does all that `encode`, `hide`, `check` and `decode` do,
-    in two passes, and `prepared` are its requests; None where the clock has an observer, and for
-    what has no compiled form.
+    product, and the input, into the output. `hide`: masks the encoded input, and returns None where
+    no factors are left; `without_factors` then computes the operator in the TEE. `requests`: checks
+    what the mask sends, and returns the prepared requests for it: one, or one for each module that
+    travels alone. `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of
+    its numbers, or `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own
+    deadlines. `clock`: told of each stage. `padded`: does all that `encode`, `hide`, `check` and
+    `decode` do, in two passes, and `prepared` are its requests; None where the clock has an
+    observer, and for what has no compiled form.
     """
 
     operator: Operator
@@ -55,7 +55,7 @@ class CallPlan:
     rules: MaskRules
     shape: tuple[int, ...]
     check: ResultCheck | Unverified
-    decode: Callable[[torch.Tensor], torch.Tensor]
+    decode: Callable[[torch.Tensor, Operand], torch.Tensor]
     without_factors: Callable[[Operand], Awaitable[torch.Tensor]]
     timeout_s: float
     clock: StageClock | Untimed
@@ -120,7 +120,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
             revealed = (
                 masked.reveal(parts)
                 if isinstance(masked, Padded)
-                else _reveal(plan, encoded, masked, parts)
+                else _reveal(plan, x, encoded, masked, parts)
             )
             if revealed is not None:
                 return revealed
@@ -128,7 +128,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
 
 
 def _reveal(
-    plan: CallPlan, encoded: Operand, masked: Masked, parts: Sequence[torch.Tensor]
+    plan: CallPlan, x: Operand, encoded: Operand, masked: Masked, parts: Sequence[torch.Tensor]
 ) -> torch.Tensor | None:
     """Unmask a result, check it and turn it into the output; None for wrong numbers."""
     clock, check = plan.clock, plan.check
@@ -141,7 +141,7 @@ def _reveal(
             clock.mark(None)
             return None
     clock.mark("tee")
-    output = plan.decode(y)
+    output = plan.decode(y, x)
     clock.mark(None)
     return output
 

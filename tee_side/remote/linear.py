@@ -1,4 +1,4 @@
-"""Linear operators that leave the TEE: one object for each site, with a call plan a row count."""
+"""Products with weights that leave the TEE: an object for each site, with a plan a row count."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TypeAlias
 import torch
 
 from protocol.channel import Channel
-from protocol.messages import FUSED_MODULES, LinearRequest, ModuleName, RingLinearRequest
+from protocol.messages import LinearRequest, RingLinearRequest, RingLMHeadRequest
 from protocol.model.config import ModelConfig
+from protocol.model.weights import row_layout
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
@@ -21,7 +22,7 @@ from tee_side.protect.padded import PaddedSite
 from tee_side.protect.sites import LinearSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.call import CallPlan, carry_out
-from tee_side.words import Operator, Site
+from tee_side.words import Operator, Site, layer_of
 
 # The services of a layer, one for each share; a mask uses the first `mask.services` of them. The
 # embedding goes where layer 0 is, the LM head where the last one is.
@@ -55,7 +56,7 @@ class CallSettings:
 
 
 class RemoteLinear:
-    """A linear operator of one layer under one protection; call it with its input [T, I].
+    """A linear operator of one layer, or the LM head, under one protection; call it with [T, I].
 
     `hide`: masks what `linear` has encoded. `bias_leaves`: the service adds the bias, as nothing is
     masked or checked. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published
@@ -82,14 +83,13 @@ class RemoteLinear:
         self._site, self._settings = site, settings
         self._hide, self._rules, self._check, self._linear = hide, rules, check, linear
         self._bias_leaves, self._without_factors = bias_leaves, without_factors
-        layer, operator = site
-        modules = FUSED_MODULES[operator]
-        alone = [(module,) for module in modules]
-        self._messages: Sequence[tuple[ModuleName, ...]] = (
-            alone if one_rpc_per_module else [modules]
-        )
-        self._sizes = {module: config.module_shape(module)[0] for module in modules}
-        self._clock = settings.clock(operator, layer)
+        _, operator = site
+        rows, (self._outputs, _) = row_layout(config, operator)
+        modules = tuple(rows)
+        self._messages = [(module,) for module in modules] if one_rpc_per_module else [modules]
+        self._sizes = {module: its.stop - its.start for module, its in rows.items()}
+        self._layer = layer_of(site)
+        self._clock = settings.clock(operator, self._layer)
         self._padded = padded
         self._plans: dict[int, CallPlan] = {}
 
@@ -102,7 +102,7 @@ class RemoteLinear:
         """Make the plan for the row count of this input, and keep it."""
         layer, operator = self._site
         settings, rules, rows = self._settings, self._rules, x_TI.shape[0]
-        shape, most_rows = (rows, sum(self._sizes.values())), rules.most_rows(rows)
+        shape, most_rows = (rows, self._outputs), rules.most_rows(rows)
         # By how many rows cross: as many as there are, unless a row mask adds some.
         prepared: dict[int, tuple[PreparedRequest, ...]] = {}
 
@@ -116,7 +116,7 @@ class RemoteLinear:
 
         plan = CallPlan(
             operator=operator,
-            layer=layer,
+            layer=self._layer,
             channels=tuple(settings.channels_at(layer)[: rules.services]),
             encode=self._linear.encode,
             hide=self._hide,
@@ -138,9 +138,11 @@ class RemoteLinear:
 
     def _prepare(self, shape: torch.Size, of: torch.dtype) -> tuple[PreparedRequest, ...]:
         """Prepare the requests for tensors of a shape [R, I] and dtype."""
-        layer, _ = self._site
-        dtype, rows = short_name(of), shape[0]
+        layer, dtype, rows = self._layer, short_name(of), shape[0]
         wire = WireTensor(dtype, tuple(shape), b"")
+        if layer is None:
+            head = RingLMHeadRequest(elements=wire)
+            return (PreparedRequest(head, (rows, self._outputs), dtype),)
         return tuple(
             PreparedRequest(
                 RingLinearRequest(layer_idx=layer, module_names=names, elements=wire)

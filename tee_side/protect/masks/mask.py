@@ -66,6 +66,10 @@ class Factors:
     r: torch.Tensor = field(repr=False)
     u: torch.Tensor = field(repr=False)
 
+    def first(self, rows: int) -> Factors:
+        """Return those of the first rows."""
+        return Factors(self.r[:rows], self.u[:rows])
+
 
 class Mask(BaseModel):
     """Base of all masks; subclass one of the kinds below.
@@ -138,8 +142,11 @@ class Mask(BaseModel):
 
     @classmethod
     def supports(cls, operator: Operator) -> bool:
-        """Say whether the mask works on an operator; the layers' linear ones by default."""
-        return operator in FUSED_MODULES
+        """Say whether the mask works on an operator.
+
+        By default the layers' linear ones; a mask of integers on the LM head as well.
+        """
+        return operator in FUSED_MODULES or (operator == "lm_head" and cls.arithmetic == "int8")
 
 
 def describe_mask(name: str, options: dict[str, Any]) -> str:

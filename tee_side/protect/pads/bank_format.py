@@ -25,7 +25,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import PadBankError
-from protocol.messages import Digest, LinearOperator
+from protocol.messages import Digest, Projection
 from tee_side.protect.pads.layout import WORD_BYTES, PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, derive_key
 
@@ -70,7 +70,7 @@ class Purpose(BaseModel):
     model: Annotated[str, Field(max_length=255)] = ""
     model_digest: Digest
     linear_digest: Digest
-    sites: tuple[tuple[_Count, _Count, LinearOperator, _Size, _Size], ...]
+    sites: tuple[tuple[_Count, _Count, Projection, _Size, _Size], ...]
 
     @classmethod
     def of(cls, layout: PadLayout, **fields: str) -> Purpose:

@@ -1,4 +1,4 @@
-"""What the pads of one token consist of: a site for every linear operator that is padded."""
+"""What the pads of one token consist of: a site for every operator that is padded."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.messages import FUSED_MODULES, Projection
 from protocol.model.config import ModelConfig
-from tee_side.words import Site
+from protocol.model.weights import row_layout
+from tee_side.words import PROJECTIONS, Site
 
 WORD_BYTES = 4
-_OPERATORS: tuple[LinearOperator, ...] = tuple(FUSED_MODULES)
 
 
-def site_number(layer: int, operator: LinearOperator) -> int:
-    """Return layer * 4 + the operator's place in `FUSED_MODULES`."""
-    return layer * len(_OPERATORS) + _OPERATORS.index(operator)
+def site_number(layer: int, operator: Projection) -> int:
+    """Return layer * 5 + the operator's place in `PROJECTIONS`."""
+    return layer * len(PROJECTIONS) + PROJECTIONS.index(operator)
 
 
 @dataclass(frozen=True)
 class SiteShape:
-    """One operator of one layer. `out_features`: of all its modules side by side."""
+    """One operator of a layer, or the LM head. `out_features`: of all modules side by side."""
 
     layer: int
-    operator: LinearOperator
+    operator: Projection
     in_features: int
     out_features: int
 
@@ -62,12 +62,12 @@ class PadLayout:
         """Return the layout of some (layer, operator) pairs of a model; None: of all of them."""
         if placed is None:
             layers = range(config.num_hidden_layers)
-            placed = [(layer, operator) for layer in layers for operator in _OPERATORS]
+            placed = [(layer, operator) for layer in layers for operator in FUSED_MODULES]
+            placed.append((layers[-1], "lm_head"))
         sites = []
         for layer, operator in placed:
-            shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
-            outputs = sum(shape[0] for shape in shapes)
-            sites.append(SiteShape(layer, operator, shapes[0][1], outputs))
+            _, (outputs, inputs) = row_layout(config, operator)
+            sites.append(SiteShape(layer, operator, inputs, outputs))
         return cls(tuple(sorted(sites, key=lambda site: site.number)))
 
     @cached_property

@@ -36,7 +36,8 @@ class Pads:
     Micro-batches draw from a `PadLane` each. `when_out`: make more while the run waits, let the TEE
     compute the step's linear operators itself, or raise PadsExhaustedError. `maker`: None in a TEE
     without linear weights, which cannot make any. `ahead`: tokens that `filling` keeps pads ready
-    for, None for all that the store has room for. `on_wait` is told how many are missing.
+    for, None for all that the store has room for. `decode_share`: of that room, what a prompt
+    leaves to decode; None where it need not. `on_wait` is told how many are missing.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Pads:
         when_out: WhenOut,
         *,
         ahead: int | None = None,
+        decode_share: float | None = None,
         on_wait: Callable[[int], None] | None = None,
     ) -> None:
         self._mask = mask
@@ -54,6 +56,7 @@ class Pads:
         self._maker = maker
         self._when_out = when_out
         self._ahead = store.capacity if ahead is None else ahead
+        self._decode_share = decode_share
         self._on_wait = on_wait
         self._batch_tokens = FIRST_BATCH_TOKENS
         # What the thread of `filling` met last, unless a later attempt succeeded.
@@ -66,6 +69,11 @@ class Pads:
     def left(self) -> int:
         """Tokens that pads are ready for after this run, as `tee-runner pads status` counts."""
         return self._store.left
+
+    def in_stock(self, rows: int) -> bool:
+        """Say whether a prompt's step of so many rows leaves decode its share."""
+        share = self._decode_share
+        return share is None or self._store.available - rows >= share * self._store.capacity
 
     def lane(self) -> PadLane:
         """Return what one micro-batch draws from."""
@@ -166,10 +174,11 @@ class PadLane:
     """Draws pads for one micro-batch after another.
 
     A step with T rows takes T token indices the first time one of its operators asks; each
-    operator then gets the factors of its own site for these indices, once. An operator that asks
-    again, because a step is repeated or a new one began, gets new indices: no factor is ever used
-    for two inputs. Who runs steps says when one has ended: what it left over would keep room in
-    the store until this lane draws again, which may be never.
+    operator then gets the factors of its own site for these indices, once, or for the first of
+    them: fewer rows are wanted of the LM head. An operator that asks for more rows, or again,
+    because a step is repeated or a new one began, gets new indices: no factor is ever used for two
+    inputs. Who runs steps says when one has ended: what it left over would keep room in the store
+    until this lane draws again, which may be never.
     """
 
     def __init__(self, pads: Pads, store: PadStore) -> None:
@@ -179,6 +188,15 @@ class PadLane:
         self._used: set[int] = set()
         self._ready: dict[int, Factors] = {}
         self._rows = 0
+        self._withheld = False
+
+    def in_stock(self, rows: int) -> bool:
+        """See `Pads.in_stock`."""
+        return self._pads.in_stock(rows)
+
+    def withhold(self) -> None:
+        """Draw nothing until the step ends: the TEE computes it."""
+        self._withheld = True
 
     def draw(self, site: int, rows: int) -> Factors | None:
         """Return factors for `rows` rows of a site (its number); None where the TEE shall compute.
@@ -189,7 +207,9 @@ class PadLane:
         # Factors that were read ahead are in a forked child, too, and the store is not asked for
         # them again.
         self._store.check_usable()
-        if site in self._used or rows != self._rows:
+        if self._withheld:
+            return None
+        if site in self._used or rows > self._rows:
             # Where the rest fails the step is over, and the next draw starts one.
             self.end_step()
             self._indices = self._pads.take(rows)
@@ -200,12 +220,16 @@ class PadLane:
         self._used.add(site)
         if self._indices is None:
             return None
-        return self._ready.pop(site, None) or self._pads.read(self._indices, site)
+        ready = self._ready.pop(site, None)
+        if ready is None:
+            return self._pads.read(self._indices[:rows], site)
+        return ready if rows == self._rows else ready.first(rows)
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""
         indices = self._indices
         # No rows: no draw asks for so few.
         self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
+        self._withheld = False
         if indices is not None:
             self._store.release(indices)

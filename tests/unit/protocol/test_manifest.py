@@ -37,7 +37,7 @@ from protocol.model.manifest import (
     read_file,
     rows_per_block,
 )
-from protocol.model.quantized import load_quantized, load_quantized_lm_head
+from protocol.model.quantized import load_quantized
 from protocol.model.tensor_file import Entry, TensorFile, bytes_of
 from protocol.model.weights import load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
@@ -214,7 +214,7 @@ def test_a_bit_anywhere_is_found_when_its_block_is_read(
     config, checkpoint = read_config(directory), Checkpoint(directory, pinned)
     with pytest.raises(ManifestError, match=rf"{EMBEDDING}: block {element // 48 // 7}: "):
         load_tensor(checkpoint, EMBEDDING, VOCABULARY, dtype=torch.float32)
-    load_quantized_lm_head(checkpoint, config)  # another tensor
+    load_quantized(checkpoint, config, 0, "lm_head")  # another tensor
 
 
 def test_rows_of_other_blocks_are_still_good(directory: Path, pinned: Manifest) -> None:

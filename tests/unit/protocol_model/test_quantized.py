@@ -20,7 +20,6 @@ from protocol.model.config import read_config
 from protocol.model.quantized import (
     QuantizedLinear,
     load_quantized,
-    load_quantized_lm_head,
     quantize_rows,
 )
 from protocol.model.tensor_file import Entry, TensorFile
@@ -110,7 +109,7 @@ def test_a_fused_operator_is_the_quantised_rows_of_its_modules(
 def test_the_lm_head_is_quantised_whole(saved_model: Models, tied: bool) -> None:
     directory = saved_model("llama", tie_word_embeddings=tied).directory
     config = read_config(directory)
-    head = load_quantized_lm_head(Checkpoint(directory), config)
+    head = load_quantized(Checkpoint(directory), config, 0, "lm_head")
     stored = load_file(directory / SINGLE_FILE)[lm_head_name(config)]
     integers, scale = quantize_rows(stored)
     assert torch.equal(head.weight, integers)

@@ -9,7 +9,14 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import TsqpError
-from protocol.messages import LinearRequest, Request, Response, RingLinearRequest, TensorReply
+from protocol.messages import (
+    LinearRequest,
+    Request,
+    Response,
+    RingLinearRequest,
+    RingLMHeadRequest,
+    TensorReply,
+)
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids, with_results
@@ -73,6 +80,8 @@ def one_more(y: torch.Tensor) -> torch.Tensor:
 def site_of(request: Request) -> tuple[int, str] | None:
     if isinstance(request, RingLinearRequest | LinearRequest):
         return request.layer_idx, request.module_names[0]
+    if isinstance(request, RingLMHeadRequest):
+        return -1, "lm_head"
     return None
 
 
@@ -81,5 +90,5 @@ def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
 
 
 def bytes_of(request: Request) -> bytes:
-    assert isinstance(request, RingLinearRequest)
+    assert isinstance(request, RingLinearRequest | RingLMHeadRequest)
     return bytes(request.elements.data)

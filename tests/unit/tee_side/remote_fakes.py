@@ -65,7 +65,7 @@ class OneSite:
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         return (2 * x_TI).to(self._dtype)
 
-    def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
+    def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         return y_TO.float() / 2
 
 

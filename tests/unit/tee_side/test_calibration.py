@@ -81,8 +81,8 @@ def test_a_row_has_the_same_integers_alone_and_in_a_batch() -> None:
     assert torch.equal(together, torch.cat([scales.encode(x_TI[[t]]) for t in range(9)]))
     y_TN = torch.randint(-MAX_SUM, MAX_SUM, (9, 33), dtype=torch.int32)
     decode = site_of(scales, torch.float32).decode
-    decoded = decode(y_TN)
-    alone = torch.cat([decode(y_TN[[t]]) for t in range(9)])
+    decoded = decode(y_TN, x_TI)
+    alone = torch.cat([decode(y_TN[[t]], x_TI[[t]]) for t in range(9)])
     assert torch.equal(decoded, alone)
 
 
@@ -92,7 +92,7 @@ def test_sums_are_scaled_back_in_float32(dtype: torch.dtype) -> None:
     scales = SiteScales(0.01, weight_scale, 1e6, 1.0)
     y = torch.tensor([[100, -123_457, MAX_SUM], [0, 1, -MAX_SUM]], dtype=torch.int32)
     expected = y.double() * weight_scale.double() * 0.01
-    decoded = site_of(scales, dtype).decode(y)
+    decoded = site_of(scales, dtype).decode(y, torch.empty(2, 1))
     assert decoded.dtype == dtype
     # Three roundings of float32, then the one to the dtype.
     error = 3 * 2.0**-24 + torch.finfo(dtype).eps

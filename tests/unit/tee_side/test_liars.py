@@ -169,7 +169,7 @@ def _check(model: SavedModel, held: bool) -> LinearCheck:
     }
     weights = Weights(config, checkpoint, torch.float32, kept if held else {})
     exact = ExactCheck.draw(kept[1, "gate_up_proj"].weight, Randomness())
-    return LinearCheck(exact, weights, 1)
+    return LinearCheck(exact, weights, (1, "gate_up_proj"))
 
 
 def _ring_answer(

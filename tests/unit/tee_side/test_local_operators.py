@@ -89,7 +89,7 @@ def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Mode
         *((layer, "down_proj") for layer in range(3)),
     }
     assert sites_here(load_policy("shielded-prefill"), config.num_hidden_layers) == []
-    assert len(sites_here(load_policy("shielded"), config.num_hidden_layers)) == 12
+    assert len(sites_here(load_policy("shielded"), config.num_hidden_layers)) == 12 + 1
 
 
 def test_weights_that_the_policy_sends_away_are_not_held(saved_model: Models) -> None:

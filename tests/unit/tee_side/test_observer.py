@@ -10,7 +10,7 @@ from protocol.channel import Exchange
 from protocol.messages import TensorReply, Timing
 from protocol.tensors import WireTensor
 from tee_side.policy.placement import load_policy
-from tee_side.words import LAYERLESS, LIGHT_OPERATORS, OPERATORS, PRODUCTS, is_linear
+from tee_side.words import LAYERLESS, LIGHT_OPERATORS, OPERATORS, PRODUCTS, is_projection
 from tests.support import POLICIES, SavedModel, assemble, token_ids
 from tests.unit.tee_side.policy_texts import leaves
 from tsqp.operator_table import OperatorTable, OperatorTotals
@@ -118,7 +118,7 @@ def test_round_trips_are_those_of_the_phase_that_leaves(saved_model: Models) -> 
         totals, layers = table.totals[operator], 1 if operator in LAYERLESS else 3
         assert totals.calls == (0 if operator in PRODUCTS else 4 * layers)
         # One prefill step in the TEE, three decode steps out of it.
-        assert totals.round_trips == (3 * layers if is_linear(operator) else 0)
+        assert totals.round_trips == (3 * layers if is_projection(operator) else 0)
 
 
 def test_round_trips_side_by_side_take_as_long_as_the_slowest() -> None:

@@ -10,13 +10,14 @@ import torch
 
 from protocol.errors import ActivationRangeError
 from protocol.integer import ring_product
+from tee_side.native import sites as native_sites
 from tee_side.protect.calibration import Calibration, SiteScales
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import IntegerSite, IntegerSites
+from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
 from tee_side.protect.verification import ExactCheck
 from tests.support import KERNELS, using_kernels
 
@@ -57,7 +58,9 @@ def _parts(
     return site, ExactCheck.draw(weight, Randomness()), factors, x, weight
 
 
-def _padded(site: IntegerSite, check: ExactCheck | None, factors: Factors | None) -> PaddedSite:
+def _padded(
+    site: IntegerSite | DynamicSite, check: ExactCheck | None, factors: Factors | None
+) -> PaddedSite:
     return PaddedSite(site, 7, cast("PadLane", Once(factors)), check)
 
 
@@ -83,10 +86,10 @@ def test_both_passes_equal_the_stages(
     y = ring_product(sent, weight)
     revealed = hidden.reveal([y])
     assert revealed is not None
-    assert torch.equal(revealed, site.decode(y - factors.u))
+    assert torch.equal(revealed, site.decode(y - factors.u, x))
     with using_kernels("torch"):
         assert torch.equal(encoded, site.scales.encode(x))
-        alone = IntegerSite.decode(_without_kernels(site), y - factors.u)
+        alone = IntegerSite.decode(_without_kernels(site), y - factors.u, x)
         assert torch.equal(revealed, alone)
 
 
@@ -138,3 +141,49 @@ def test_nothing_secret_is_shown(compiled: str) -> None:
     text = repr(_hide(_padded(site, check, factors), x))
     assert "encoded" not in text
     assert "u_TO" not in text
+
+
+def _head(dtype: torch.dtype, rows: int) -> tuple[DynamicSite, ExactCheck, torch.Tensor, Factors]:
+    """Return a site of rows with scales of their own: site, check, weight, a pad."""
+    torch.manual_seed(rows)
+    weight = torch.randint(-127, 128, (83, 130)).to(torch.int8)
+    r = Randomness().ring(rows, 130)
+    site = DynamicSite(torch.rand(83), torch.randn(83).to(dtype), dtype)
+    return site, ExactCheck.draw(weight, Randomness()), weight, Factors(r, ring_product(r, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_under_scales_of_their_own_are_the_same_wherever_they_are_multiplied(
+    compiled: str, dtype: torch.dtype, rows: int
+) -> None:
+    """Under a pad, in the clear, and in the TEE: compiled and by torch."""
+    site, check, weight, factors = _head(dtype, rows)
+    x = (torch.randn(rows, 130) * 10.0 ** torch.arange(rows)[:, None]).to(dtype)
+    x[0] = 0.0 if rows > 1 else x[0]
+    hidden = _hide(_padded(site, check, factors), x)
+    (sent,) = hidden.sent
+    assert torch.equal(sent - factors.r, site.encode(x))
+    assert int(site.encode(x).abs().max()) == 127
+    revealed = hidden.reveal([ring_product(sent, weight)])
+    assert revealed is not None
+    assert torch.equal(revealed, site.decode(ring_product(site.encode(x), weight), x))
+    here = native_sites.linear8(x, weight, site.factor_O, site.bias_O)
+    assert torch.equal(revealed, here)
+    with using_kernels("torch"):
+        alone = DynamicSite(site.factor_O, site.bias_O, dtype)
+        assert not alone.compiled
+        assert torch.equal(here, alone.decode(ring_product(alone.encode(x), weight), x))
+    wrong = ring_product(sent, weight)
+    wrong[-1, 3] += 1
+    assert hidden.reveal([wrong]) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_under_a_scale_of_its_own_must_be_finite(compiled: str, value: float) -> None:
+    site, check, _, factors = _head(torch.float32, 3)
+    x = torch.randn(3, 130)
+    x[1, 129] = value
+    for hide in (_padded(site, check, factors).hide, site.encode):
+        with pytest.raises(ActivationRangeError, match="lm_head: input row"):
+            hide(x)

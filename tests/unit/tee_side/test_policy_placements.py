@@ -42,17 +42,16 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     "pad on attention": (
         {"attn_values": '{ place = "gpu", mask = "pad", verify = "none" }', "arithmetic": '"int8"'},
         "policy mine: attn_values: got mask pad, expected one that works on attn_values; pad"
-        " works on qkv_proj, o_proj, gate_up_proj, down_proj",
+        " works on qkv_proj, o_proj, gate_up_proj, down_proj, lm_head",
     ),
-    "pad on the LM head": (
-        {"lm_head": '{ place = "gpu", mask = "pad", verify = "none" }', "arithmetic": '"int8"'},
-        "policy mine: lm_head: got mask pad, expected one that works on lm_head; pad works on"
-        " qkv_proj, o_proj, gate_up_proj, down_proj",
+    "pad on the LM head of floats": (
+        {"lm_head": '{ place = "gpu", mask = "pad", verify = "none" }'},
+        'policy mine: lm_head: got arithmetic = "float", expected "int8", which mask pad needs',
     ),
     "pad on the embedding": (
         {"embedding": '{ place = "gpu", mask = "pad", verify = "none" }', "arithmetic": '"int8"'},
         "policy mine: embedding: got mask pad, expected one that works on embedding; pad"
-        " works on qkv_proj, o_proj, gate_up_proj, down_proj",
+        " works on qkv_proj, o_proj, gate_up_proj, down_proj, lm_head",
     ),
     "row-mix on the embedding": (
         {"embedding": '{ place = "gpu", mask = "row-mix", verify = "none" }'},
@@ -236,10 +235,18 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
         {"lm_head": '[{ place = "tee" }, { place = "cpu" }]'},
         "policy mine: lm_head: placement 2: place: got 'cpu', expected 'tee' or 'gpu'",
     ),
-    "the LM head in integers": (
-        {"lm_head": CLEAR_TOML, "arithmetic": '"int8"'},
-        'policy mine: lm_head: got place = "gpu" with arithmetic = "int8", expected place ='
-        ' "tee", or arithmetic = "float": no service has integers for it',
+    "a prompt in the clear from stock": (
+        {"o_proj": CLEAR_TOML, "arithmetic": '"int8"', "prefill": '"stock"'},
+        "policy mine: prefill: got 'stock', expected arithmetic = \"int8\" and a pad on what leaves"
+        " at prefill: pads are in stock",
+    ),
+    "a share of what is not in stock": (
+        {"decode_share": "0.3"},
+        'policy mine: decode_share: got without prefill = "stock", expected both or none',
+    ),
+    "a share of more than all": (
+        {"prefill": '"stock"', "decode_share": "1.5"},
+        "policy mine: decode_share: got 1.5, expected less than or equal to 1",
     ),
     "an unknown operator": (
         {"op_mlp": CLEAR_TOML},

@@ -76,8 +76,8 @@ def test_floats_pass_and_get_their_bias(saved_model: Models) -> None:
     assert sites[0, "qkv_proj"].encode(x) is x
     width = len(biases[1, "qkv_proj"])
     product = torch.randn(3, width)
-    assert torch.equal(sites[1, "qkv_proj"].decode(product), product + biases[1, "qkv_proj"])
-    assert sites[0, "gate_up_proj"].decode(y) is y
+    assert torch.equal(sites[1, "qkv_proj"].decode(product, x), product + biases[1, "qkv_proj"])
+    assert sites[0, "gate_up_proj"].decode(y, x) is y
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +92,7 @@ def test_integers_there_and_back_are_the_operator_within_its_scales(
     encoded = sites[1, "qkv_proj"].encode(x)
     assert encoded.dtype == torch.int32
     product = (encoded.long() @ weights.weight.long().t()).to(torch.int32)
-    found = sites[1, "qkv_proj"].decode(product)
+    found = sites[1, "qkv_proj"].decode(product, x)
     assert found.dtype == dtype
     attention = model.reference.model.layers[1].self_attn
     expected = torch.cat([m(x.float()) for m in (attention.q_proj, attention.k_proj)], -1)

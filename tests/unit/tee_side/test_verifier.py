@@ -119,28 +119,30 @@ def test_honest_floats_raise_no_alarm_in_any_dtype(
 def test_every_lie_at_every_site_is_refused(saved_model: Models, policy: str, lie: str) -> None:
     """One wrong reply in the middle of the generation; each time at another site."""
     model, chosen = saved_model("llama"), load_policy(policy)
-    for operator in ("q_proj", "o_proj", "gate_proj", "down_proj"):
-        for layer in range(3):
-            channels = [
-                Lying(
-                    model.directory,
-                    LIES[lie],
-                    _at((layer, operator)),
-                    at=1,
-                ),
-                LoopbackChannel(model.directory),
-            ][: chosen.services]
-            tee = model.tee(chosen, channels=channels)
-            with pytest.raises(VerificationError) as caught:
-                generate(tee, 4)
-            assert isinstance(channels[0], Lying)
-            (exchange, error) = channels[0].distrusted[0]
-            assert caught.value is error
-            named = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}.get(operator, operator)
-            assert error.where == f"{named} in layer {layer} at loopback"
-            assert exchange.endpoint == "loopback"
-            # Nothing was asked after the lie, so its result was used for nothing.
-            assert channels[0].lied == [len(channels[0].requests) - 1]
+    sites = [(n, name) for n in range(3) for name in ("q_proj", "o_proj", "gate_proj", "down_proj")]
+    if policy != "two-server":
+        sites.append((-1, "lm_head"))
+    for layer, operator in sites:
+        channels = [
+            Lying(
+                model.directory,
+                LIES[lie],
+                _at((layer, operator)),
+                at=1,
+            ),
+            LoopbackChannel(model.directory),
+        ][: chosen.services]
+        tee = model.tee(chosen, channels=channels)
+        with pytest.raises(VerificationError) as caught:
+            generate(tee, 4)
+        assert isinstance(channels[0], Lying)
+        (exchange, error) = channels[0].distrusted[0]
+        assert caught.value is error
+        named = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}.get(operator, operator)
+        assert error.where == f"{named} in layer {layer} at loopback".replace(" in layer -1", "")
+        assert exchange.endpoint == "loopback"
+        # Nothing was asked after the lie, so its result was used for nothing.
+        assert channels[0].lied == [len(channels[0].requests) - 1]
 
 
 @pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
@@ -400,7 +402,7 @@ def test_secrets_are_those_of_what_is_verified_and_no_more(saved_model: Models) 
     model = saved_model("llama")
     every_site = {(layer, operator) for layer in range(3) for operator in LINEAR}
     shielded = _secrets(model, load_policy("shielded"))
-    assert shielded.vectors.keys() == every_site
+    assert shielded.vectors.keys() == every_site | {(2, "lm_head")}
     assert all(isinstance(one, ExactCheck) for one in shielded.vectors.values())
     whole = _secrets(model, everything_verified("tsqp"))
     assert whole.vectors.keys() == every_site

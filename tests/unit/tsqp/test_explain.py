@@ -328,7 +328,7 @@ def test_a_pad_in_a_bank_takes_what_explain_says(tmp_path: Path) -> None:
     BankFile.create(place, purpose, capacity=2 * MAX_GROUP, group=MAX_GROUP).close()
     assert pads.bank_bytes == read_bank_status(place).token_bytes
     assert pads.memory_bytes == layout.token_bytes
-    assert pads.sites == len(layout.sites) == 20
+    assert pads.sites == len(layout.sites) == 21
 
 
 def test_noise_has_no_bank(config_only: Path) -> None:

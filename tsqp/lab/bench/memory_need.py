@@ -16,6 +16,7 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES, Arithmetic
 from protocol.model.config import ModelConfig
+from protocol.model.weights import row_layout
 from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.model.local_operators import sites_here, sites_under
@@ -199,9 +200,9 @@ def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:
         for name in ("embedding", "lm_head")
     }
     size = elements * itemsize if stays["embedding"] else 0
-    if stays["lm_head"] and policy.arithmetic != "float":
-        size += elements + config.vocab_size * _FLOAT_BYTES
-    elif stays["lm_head"] and not (stays["embedding"] and config.tie_word_embeddings):
+    # In integers it is one of the linear weights.
+    in_floats = policy.arithmetic == "float"
+    if stays["lm_head"] and in_floats and not (stays["embedding"] and config.tie_word_embeddings):
         size += elements * itemsize
     return size
 
@@ -211,12 +212,11 @@ def _linear_bytes(
 ) -> int:
     total = 0
     for _, operator in sites:
-        for module in FUSED_MODULES[operator]:
-            out_features, in_features = config.module_shape(module)
-            if arithmetic != "float":
-                total += out_features * (in_features + _FLOAT_BYTES)
-            else:
-                total += out_features * in_features * itemsize
+        _, (out_features, in_features) = row_layout(config, operator)
+        if arithmetic != "float":
+            total += out_features * (in_features + _FLOAT_BYTES)
+        else:
+            total += out_features * in_features * itemsize
     return total
 
 

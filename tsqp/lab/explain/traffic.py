@@ -20,16 +20,18 @@ from protocol.errors import TsqpError
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
-    LinearOperator,
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
+    Projection,
     Request,
     RingLinearRequest,
+    RingLMHeadRequest,
     TensorReply,
     Timing,
 )
 from protocol.model.config import ModelConfig
+from protocol.model.weights import row_layout
 from protocol.tensors import WireTensor, from_torch, torch_dtype
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import HideAt, MaskRules, linear_masking
@@ -46,7 +48,7 @@ from tee_side.protect.sites import FloatSite
 from tee_side.protect.verifier import UNVERIFIED
 from tee_side.remote.linear import CallSettings, RemoteLinear
 from tee_side.remote.overlap import run
-from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_linear
+from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
 from tsqp.lab.explain.model import Cost, Message, PhaseCost
 from tsqp.lab.research.feature_key import site_transform
 from tsqp.lab.research.operators import embedding_call, lm_head_call, product_call
@@ -124,6 +126,8 @@ def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...]
         case LMHeadRequest():
             sent = request.hidden_states
             return (*sent.shape[:-1], config.vocab_size), sent.dtype
+        case RingLMHeadRequest():
+            return (*request.elements.shape[:-1], config.vocab_size), request.elements.dtype
         case _:
             raise TypeError(f"an operator sent {type(request).__name__}")
     size = sum(config.module_shape(module)[0] for module in request.module_names)
@@ -140,7 +144,7 @@ class _ZeroSite:
         """Return int32 elements."""
         return x_TI.to(torch.int32)
 
-    def decode(self, y_TO: torch.Tensor) -> torch.Tensor:
+    def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Return floats."""
         return y_TO.to(self._dtype)
 
@@ -227,9 +231,10 @@ class StepTraffic:
         K, C = config.num_key_value_heads, config.head_dim
         R = config.num_attention_heads // K * rows
         self._log.clear()
-        if is_linear(operator):
-            _, in_features = config.module_shape(FUSED_MODULES[operator][0])
-            asked = self._linear(operator, mask, verify)(self._zeros(rows, in_features))
+        if is_projection(operator) and operator in self._policy.projections:
+            _, (_, in_features) = row_layout(config, operator)
+            sent = outputs if operator == "lm_head" else rows
+            asked = self._linear(operator, mask, verify)(self._zeros(sent, in_features))
         elif operator in PRODUCTS:
             scores = operator == "attn_scores"
             a = self._zeros(K, R, C) if scores else self._zeros(K, R, context)
@@ -258,7 +263,7 @@ class StepTraffic:
         )
         return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
 
-    def _linear(self, operator: LinearOperator, mask: Mask | None, verify: Verify) -> RemoteLinear:
+    def _linear(self, operator: Projection, mask: Mask | None, verify: Verify) -> RemoteLinear:
         integers = self._policy.arithmetic == "int8"
         return RemoteLinear(
             (0, operator),
@@ -302,7 +307,7 @@ def _zero_pads(mask: AdditiveMask, config: ModelConfig) -> HideAt:
     dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
 
     def hide(site: Site, x_TI: torch.Tensor) -> Masked:
-        size = sum(config.module_shape(module)[0] for module in FUSED_MODULES[site[1]])
+        _, (size, _) = row_layout(config, site[1])
         r_TI = mask.draw(torch.zeros(x_TI.shape, dtype=torch.int32))
         return mask.mask(x_TI, Factors(r_TI, torch.zeros(len(x_TI), size, dtype=dtype)))
 

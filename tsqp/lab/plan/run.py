@@ -6,6 +6,7 @@ Everything is checked before anything is made or measured.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -18,8 +19,9 @@ from pydantic import TypeAdapter
 
 from gpu_side.profiles import DeviceProfile
 from protocol.errors import SettingsError
-from protocol.messages import FUSED_MODULES, FloatDtype
+from protocol.messages import FloatDtype
 from protocol.model.config import ModelConfig, read_config
+from protocol.model.weights import row_layout
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
@@ -27,7 +29,7 @@ from tee_side.model.local_operators import sites_here, sites_under
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.layout import PadLayout
-from tee_side.words import LAYERLESS, OPERATORS, PHASES
+from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
 from tsqp.cli.pads import product_operations
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.machine import describe_machine
@@ -180,11 +182,11 @@ class Planning:
         config = self._config
         count = LAYERS
         kept = sum(
-            config.module_shape(module)[0] * config.module_shape(module)[1]
+            math.prod(row_layout(config, operator)[1])
             for _, operator in sites_here(
                 policy, self._shape.with_layers(1).config().num_hidden_layers
             )
-            for module in FUSED_MODULES[operator]
+            if is_linear(operator)
         ) * (self._itemsize if policy.arithmetic == "float" else 1)
         if kept:
             count = max(count, min(config.num_hidden_layers, -(-_KEPT_BYTES // kept)))

@@ -249,7 +249,7 @@ def _rows_call(
             rules=rules,
             shape=shape,
             check=check,
-            decode=_same,
+            decode=_as_it_is,
             without_factors=_never,
             timeout_s=settings.longest_s,
             clock=clock,
@@ -323,7 +323,7 @@ def product_call(
             rules=rules,
             shape=shape,
             check=check,
-            decode=_same,
+            decode=_as_it_is,
             without_factors=_never,
             timeout_s=settings.longest_s,
             clock=clock,
@@ -533,6 +533,10 @@ def _held(secret: Any) -> Any:
 
 def _same(x: Any) -> Any:
     return x
+
+
+def _as_it_is(y: Tensor, _x: Any) -> Tensor:
+    return y
 
 
 async def _never(_: Any) -> Tensor:

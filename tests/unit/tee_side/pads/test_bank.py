@@ -154,7 +154,7 @@ def test_records_are_encrypted_and_never_equal(tmp_path: Path) -> None:
         seen: set[bytes] = set()
         for filled in (8, 16):
             with bank.begin(8) as batch:
-                batch.put(4, same)
+                batch.put(LAYOUT.sites[1].number, same)
             content = (tmp_path / "bank").read_bytes()
             assert b"AAAA" not in content
             ends = range(len(content), len(content) - 8 * token, -token)

@@ -12,19 +12,25 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.config import read_config
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape, site_number
+from tee_side.words import PROJECTIONS, is_linear
 from tests.support import SavedModel
 
 
 def test_numbers_follow_layer_and_operator() -> None:
-    numbers = [site_number(layer, operator) for layer in range(3) for operator in FUSED_MODULES]
-    assert numbers == list(range(12))
+    numbers = [site_number(layer, operator) for layer in range(3) for operator in PROJECTIONS]
+    assert numbers == list(range(15))
 
 
 def test_layout_of_a_model(saved_model: Callable[..., SavedModel]) -> None:
     config = read_config(saved_model().directory)
     layout = PadLayout.of(config)
-    assert [site.number for site in layout.sites] == list(range(4 * config.num_hidden_layers))
-    for site in layout.sites:
+    *layers, head = layout.sites
+    last = config.num_hidden_layers - 1
+    assert [site.number for site in layers] == [n for n in range(5 * last + 4) if n % 5 != 4]
+    assert head == SiteShape(last, "lm_head", config.hidden_size, config.vocab_size)
+    assert head.number == 5 * last + 4
+    for site in layers:
+        assert is_linear(site.operator)
         shapes = [config.module_shape(module) for module in FUSED_MODULES[site.operator]]
         assert site.out_features == sum(shape[0] for shape in shapes)
         assert {site.in_features} == {shape[1] for shape in shapes}
@@ -43,7 +49,7 @@ def test_a_site_is_named_by_layer_and_operator() -> None:
     assert str(SiteShape(1, "gate_up_proj", 1, 1)) == "layer 1 gate_up_proj"
 
 
-@pytest.mark.parametrize("site", [(-1, "qkv_proj", 4), (0, "lm_head", 4), (0, "qkv_proj", 0)])
+@pytest.mark.parametrize("site", [(-1, "qkv_proj", 4), (0, "embedding", 4), (0, "qkv_proj", 0)])
 @pytest.mark.parametrize("large", [0, 2**31])
 def test_impossible_sites_are_refused(site: tuple[int, Any, int], large: int) -> None:
     layer, operator, features = site

@@ -139,7 +139,7 @@ def test_incomplete_batch_cannot_be_committed(store: PadStore) -> None:
         batch.put(1, product(1, batch.r(1)))
         with pytest.raises(RuntimeError, match="1 sites not put"):
             batch.commit()
-        batch.put(4, product(4, batch.r(4)))
+        batch.put(5, product(5, batch.r(5)))
         batch.commit()
     assert store.available == 2
 
@@ -253,7 +253,7 @@ def test_two_stores_in_memory_share_nothing() -> None:
     first, second = MemoryStore(LAYOUT, 1), MemoryStore(LAYOUT, 1)
     with first.begin(1) as one, second.begin(1) as other:
         assert not torch.equal(one.r(1), other.r(1))
-        assert not torch.equal(one.r(1)[0, :2], one.r(4)[0])
+        assert not torch.equal(one.r(1)[0, :2], one.r(5)[0])
 
 
 @pytest.mark.parametrize("capacity", [0, -1])

@@ -44,7 +44,10 @@ class Weights:
 
     def public(self, site: Site) -> list[torch.Tensor]:
         """Return each module of the public operator."""
-        return _modules(self._public.linear(*site))
+        layer, operator = site
+        if operator == "lm_head":
+            return [self._public.lm_head_VD.double()]
+        return _modules(self._public.linear(layer, operator))
 
     def served(self, site: Site) -> list[torch.Tensor]:
         """Return each module of the service's operator."""

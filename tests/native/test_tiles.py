@@ -1,0 +1,119 @@
+"""Products by AMX tiles, whose instructions are emulated: no processor here has them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol import native
+from tests.native.compiling import ROOT, checked, compiled, must_end, options, run, skip_without
+
+SANITIZER = "address,undefined"
+OVER_AVX512 = "-DWITH_AVX512"
+VARIANTS = () if native.library is None else native.library.variants()
+KERNEL = Path("protocol/native/amx.h")
+
+pytestmark = pytest.mark.timeout(600)
+
+# Mistakes in the kernel, any of which the program must notice.
+FAULTS = {
+    "rows of a register": ("{TILE, TILE,", "{TILE, TILE - 1,"),
+    "bytes of a register": ("{64, 64, 64, 64, 64, 64, 64, 64}", "{64, 64, 64, 64, 64, 64, 32, 64}"),
+    "palette": ("palette = 1", "palette = 0"),
+    "not set": ("  _tile_loadconfig(&SHAPES);\n", ""),
+    "not released": ("  _tile_release();\n", ""),
+    "sums not zero": ("  _tile_zero(3);\n", ""),
+    "other rows": ("_tile_dpbssd(2, 5, 6)", "_tile_dpbssd(2, 4, 6)"),
+    "other panel": ("panels + (x.deep + k) * PANEL", "panels + k * PANEL"),
+    "rows beyond the last": ("row + TILE < last ? row + TILE : last", "row + TILE"),
+    "rows left out": ("row += 2 * TILE", "row += 3 * TILE"),
+    "outputs left out": ("j < wide", "j + PAIR < wide"),
+    "inputs left out": ("k < x.deep", "k + STEP < x.deep"),
+    "digit's weight": ("<< 8", "<< 7"),
+    "digits apart": ("digit < x.digits - 1", "digit < 0"),
+    "bits flipped": ("x.deep, 0, panels", "x.deep, BALANCE, panels"),
+    "panel not packed": ("wide / PANEL, x.deep", "wide / PANEL - 1, x.deep"),
+}
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that builds the program, of the sources in a folder."""
+    skip_without(SANITIZER, tmp_path_factory.mktemp("empty"))
+
+    def built(root: Path = ROOT, *flags: str) -> Path:
+        given = [*options()[0], *checked(SANITIZER), "-Wno-unused-function", *flags]
+        program = tmp_path_factory.mktemp("tiles") / "tiles"
+        sources = (str(root / "tests/native/tiles.cpp"), str(ROOT / "protocol/native/pool.cpp"))
+        must_end(compiled(*given, "-I", str(root), *sources, "-pthread", "-o", str(program)))
+        return program
+
+    return built
+
+
+@pytest.fixture(scope="session")
+def program(build: Callable[..., Path]) -> Path:
+    return build()
+
+
+def test_products_over_portable_vectors(program: Path) -> None:
+    ended = run(program)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif("avx512" not in VARIANTS, reason="a processor without AVX-512")
+def test_products_over_the_vectors_of_the_variant(build: Callable[..., Path]) -> None:
+    ended = run(build(ROOT, OVER_AVX512))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_kernel_is_noticed(
+    fault: str, build: Callable[..., Path], tmp_path: Path
+) -> None:
+    for folder in ("protocol/native", "tests/native"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
+    text = (tmp_path / KERNEL).read_text(encoding="utf-8")
+    old, new = FAULTS[fault]
+    assert text.count(old) == 1
+    (tmp_path / KERNEL).write_text(text.replace(old, new), encoding="utf-8")
+    ended = run(build(tmp_path))
+    assert ended.returncode
+    assert ended.stdout or ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "report"),
+    [
+        ("palette", "a palette that there is not"),
+        ("rows", "more rows than a register has"),
+        ("bytes", "more bytes a row than a register has"),
+        ("reserved", "a reserved byte that is not 0"),
+        ("half", "rows without bytes"),
+        ("unset", "used without a shape"),
+        ("absent", "a register without a shape"),
+        ("twice", "a register used twice"),
+        ("mismatch", "other outputs on the right than of sums"),
+        ("overrun", "heap-buffer-overflow"),
+        ("kept", "a thread ended that has not released them"),
+    ],
+)
+def test_the_emulator_refuses_what_a_processor_does(kind: str, report: str, program: Path) -> None:
+    ended = run(program, kind)
+    assert ended.returncode
+    assert report in ended.stderr
+
+
+@pytest.mark.skipif("avx2" not in VARIANTS, reason="no kernels for x86-64")
+def test_the_library_has_the_instructions() -> None:
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        pytest.skip("no objdump")
+    command = [objdump, "--disassemble", "--no-show-raw-insn", native.library.__file__]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for instruction in ("ldtilecfg", "tileloadd", "tdpbssd", "tilestored", "tilerelease"):
+        assert f"\t{instruction} " in listing or f"\t{instruction}\n" in listing

@@ -1,0 +1,117 @@
+// Products by tiles that are emulated, against their definition: odd shapes, random and extreme
+// values, threads, in buffers with not one byte to spare. Built under sanitizers, over the portable
+// vectors or (`-DWITH_AVX512`) those that the variant has. `tiles NAME` misuses an instruction.
+#include <string>
+#include <vector>
+
+#include "emulated_tiles.h"
+
+#if defined(WITH_AVX512)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma")
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#define WITH_AMX
+#define VARIANT tiled
+#include "protocol/native/product.h"
+
+namespace {
+
+enum Values { RANDOM, LOWEST, HIGHEST, MIXED };
+
+uint32_t number() {
+  static uint32_t state = 1;
+  state = state * 1664525u + 1013904223u;
+  return state ^ state >> 15;
+}
+
+// Of an element, or of a weight as its own only digit: every digit -128, every digit 127, or either.
+int32_t value(Values values) {
+  uint32_t bits = number();
+  if (values == LOWEST || (values == MIXED && bits & 1 << 9)) return static_cast<int32_t>(0x7f7f7f80);
+  return values == RANDOM ? static_cast<int32_t>(bits) : 0x7f7f7f7f;
+}
+
+// What the lowest `digits` balanced digits of an element come to.
+int32_t lowest_of(int32_t element, int digits) {
+  const uint32_t all = digits == 4 ? ~0u : (1u << (8 * digits)) - 1, half = 0x80808080u & all;
+  return static_cast<int32_t>(((static_cast<uint32_t>(element) + half) & all) - half);
+}
+
+// Returns how many outputs differ from the definition, or 1 where the wrong instructions ran.
+int differs(int64_t rows, int64_t in, int64_t outs, int64_t gap, int digits, Values of_q,
+            Values of_weight, Pool* pool) {
+  const int64_t stride = in + gap;
+  std::vector<int32_t> q(rows * in), y(rows * outs, 77);
+  std::vector<int8_t> weight((outs - 1) * stride + in);
+  for (int32_t& element : q) element = value(of_q);
+  for (int8_t& byte : weight) byte = static_cast<int8_t>(value(of_weight));
+  const int64_t before = emulated::products;
+  tiled::product(q.data(), rows, in, digits, weight.data(), stride, outs, y.data(), pool);
+  if (emulated::state.in_use()) return printf("tiles: left in use\n"), 1;
+  // One task at least is this thread's, unless others were faster.
+  const bool by_tiles = emulated::products > before, meant = rows >= 16 && rows * digits > 16;
+  if (pool_threads(pool) == 1 && by_tiles != meant) return printf("tiles: %d\n", by_tiles), 1;
+  int wrong = 0;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t j = 0; j < outs; j++) {
+      uint32_t right = 0;
+      for (int64_t k = 0; k < in; k++)
+        right += static_cast<uint32_t>(lowest_of(q[row * in + k], digits)) *
+                 static_cast<uint32_t>(weight[j * stride + k]);
+      wrong += static_cast<uint32_t>(y[row * outs + j]) != right;
+    }
+  if (wrong)
+    printf("%d of [%d, %d] x [%d, %d], %d digits, values %d and %d\n", wrong, int(rows), int(in),
+           int(in), int(outs), digits, of_q, of_weight);
+  return wrong;
+}
+
+bool all_right(Pool* alone, Pool* three) {
+  for (int64_t rows : {1, 15, 16, 17, 31, 32, 33, 47, 49, 64})
+    for (int64_t in : {1, 63, 64, 65, 200})
+      for (int64_t outs : {1, 16, 17, 33, 64, 83})
+        for (int digits : {1, 4})
+          if (differs(rows, in, outs, outs % 3, digits, RANDOM, RANDOM, alone)) return false;
+  for (Values of_q : {LOWEST, HIGHEST, MIXED})
+    for (Values of_weight : {LOWEST, HIGHEST, MIXED, RANDOM})
+      for (int digits = 1; digits <= 4; digits++)
+        if (differs(37, 330, 83, 0, digits, of_q, of_weight, alone)) return false;
+  for (int i = 0; i < 20; i++)
+    if (differs(40, 260, 300 + i, 1, 4, RANDOM, RANDOM, three)) return false;
+  return !differs(1000, 130, 50, 3, 2, RANDOM, RANDOM, alone) &&
+         !differs(16, 131071, 2, 0, 2, LOWEST, LOWEST, alone);  // a sum that wraps
+}
+
+int compare() {
+  Pool *alone = pool_new(1, 0), *three = pool_new(3, 20);
+  const bool right = all_right(alone, three);
+  pool_free(three);
+  pool_free(alone);
+  return right ? 0 : 1;
+}
+
+// What a processor refuses, and what an emulator that does not is no test of.
+int misuse(const std::string& kind) {
+  emulated::Config config{1, 0, {}, {64, 64, 64, 32}, {16, 16, 16, 16}};
+  std::vector<int8_t> row(64 * 16);
+  if (kind == "palette") config.palette = 2;
+  if (kind == "rows") config.rows[0] = 17;
+  if (kind == "bytes") config.row_bytes[0] = 68;
+  if (kind == "reserved") config.reserved[13] = 1;
+  if (kind == "half") config.rows[2] = 0;
+  if (kind != "unset") _tile_loadconfig(&config);
+  if (kind == "overrun") _tile_loadd(0, row.data() + 1, 64);
+  if (kind == "absent") _tile_zero(4);
+  if (kind == "twice") _tile_dpbssd(0, 1, 1);
+  if (kind == "mismatch") _tile_dpbssd(0, 1, 3);
+  _tile_zero(0);
+  if (kind != "kept") _tile_release();
+  return 0;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  return count > 1 ? misuse(arguments[1]) : compare();
+}
