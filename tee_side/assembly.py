@@ -173,7 +173,7 @@ class Assembly:
                     self._pad_maker(mask, sites),
                     settings.when_out,
                     ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
-                    decode_share=policy.decode_share if policy.prefill == "stock" else None,
+                    decode_share=policy.left_to_decode,
                     on_wait=on_wait,
                 )
             self._closing = opened.pop_all()

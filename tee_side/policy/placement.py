@@ -179,8 +179,8 @@ class Policy(BaseModel):
     operators and the LM head are computed in floats; in int8 weights and a ring of integers,
     wherever they run; or ("int8-dynamic") in int8 weights and int8 activations, of which each row
     gets its scale when it is computed, as the TEE alone may know it. `prefill`: "stock" where a
-    prompt leaves under pads only while more than `decode_share` of all that the store of pads has
-    room for is left for decode; otherwise the TEE computes it, to the same bits.
+    prompt leaves under pads only while `decode_share` (None: half) of all that the store of pads
+    has room for is left for decode; otherwise the TEE computes it, to the same bits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -191,7 +191,7 @@ class Policy(BaseModel):
     one_rpc_per_module: bool = False
     arithmetic: PolicyArithmetic = "float"
     prefill: Literal["always", "stock"] = "always"
-    decode_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    decode_share: Annotated[float, Field(ge=0, le=1)] | None = None
     operators: dict[Operator, Placements]
 
     @model_validator(mode="wrap")
@@ -215,7 +215,7 @@ class Policy(BaseModel):
         if self.prefill == "stock" and (self.arithmetic != "int8" or not self._pads_in_prefill):
             expected = 'arithmetic = "int8" and a pad on what leaves at prefill: pads are in stock'
             yield "prefill", "'stock'", expected
-        if self.prefill == "always" and "decode_share" in self.model_fields_set:
+        if self.prefill == "always" and self.decode_share is not None:
             yield "decode_share", 'without prefill = "stock"', "both or none"
         for operator in OPERATORS:
             for placement in self.operators[operator]:
@@ -319,6 +319,13 @@ class Policy(BaseModel):
     def verified(self) -> bool:
         """Whether results of something that leaves are checked."""
         return any(placement.verify != "none" for _, placement in self.leaving())
+
+    @property
+    def left_to_decode(self) -> float | None:
+        """Which share of the room for pads a prompt must leave to decode; None: it may take all."""
+        if self.prefill == "always":
+            return None
+        return 0.5 if self.decode_share is None else self.decode_share
 
     @property
     def _pads_in_prefill(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -125,32 +126,38 @@ class Keystream:
 
     def bytes(self, index: int, site: int, count: int) -> bytearray:
         """Return the first `count` bytes for a pair. Raises ValueError if anything overflows."""
-        return self._rows(range(index, index + 1), site, count)
+        return self._drawn(range(index, index + 1), {site: count})
 
     def rows(self, indices: range, site: int, features: int) -> Tensor:
         """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian."""
-        if not indices or not features:
-            return torch.empty(len(indices), features, dtype=torch.int32)
-        words = self._rows(indices, site, 4 * features)
-        return torch.frombuffer(words, dtype=torch.int32).view(-1, features)
+        return self.sites(indices, {site: features})[site]
 
-    def _rows(self, indices: range, site: int, count: int) -> bytearray:
-        """Return the bytes of consecutive indices, one after the other, drawn into place."""
-        if not (0 <= indices.start <= indices.stop <= 2**64 and 0 <= site < 2**32):
-            raise ValueError(
-                f"keystream: got index {indices.start}, site {site}, expected 64 and 32 bits,"
-                " unsigned"
-            )
-        if not 0 <= count <= MAX_KEYSTREAM_BYTES:
-            raise ValueError(
-                f"keystream: got {count} bytes, expected at most {MAX_KEYSTREAM_BYTES}"
-            )
-        drawn, zeros, context = bytearray(len(indices) * count), bytes(count), self._context
-        left = memoryview(drawn)
-        for index in indices:
-            context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
-            context.update_into(zeros, left[:count])
-            left = left[count:]
+    def sites(self, indices: range, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return `rows` of several sites, by number. `sizes`: features of each."""
+        drawn = self._drawn(indices, {site: 4 * features for site, features in sizes.items()})
+        counts = [len(indices) * features for features in sizes.values()]
+        if not drawn:  # torch refuses an empty buffer
+            words = [torch.empty(0, dtype=torch.int32)] * len(sizes)
+        else:
+            words = list(torch.frombuffer(drawn, dtype=torch.int32).split(counts))
+        shapes = zip(sizes.items(), words, strict=True)
+        return {site: part.view(len(indices), features) for (site, features), part in shapes}
+
+    def _drawn(self, indices: range, counts: Mapping[int, int]) -> bytearray:
+        """Return `counts` bytes of each site: of consecutive indices, one after the other."""
+        if not 0 <= indices.start <= indices.stop <= 2**64:
+            raise ValueError(f"keystream: got index {indices.start}, expected 64 bits, unsigned")
+        for site, count in counts.items():
+            if not (0 <= site < 2**32 and 0 <= count <= MAX_KEYSTREAM_BYTES):
+                expected = f"32 bits, and at most {MAX_KEYSTREAM_BYTES} bytes"
+                raise ValueError(f"keystream: got site {site}, {count} bytes, expected {expected}")
+        drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
+        left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
+        for site, count in counts.items():
+            for index in indices:
+                context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
+                context.update_into(zeros[:count], left[:count])
+                left = left[count:]
         return drawn
 
 

@@ -83,6 +83,9 @@ from tee_side.protect.randomness import KEY_BYTES
 
 Tensor: TypeAlias = torch.Tensor
 
+# The first index of a group that is decrypted, and its u.
+_NONE_BEGUN = (-1, torch.empty(0, 0, dtype=torch.int32))
+
 
 @dataclass(frozen=True)
 class PadBankStatus:
@@ -145,7 +148,7 @@ class BankFile(PadStore):
         self._offsets = dict(zip(layout.by_number, starts, strict=False))
         self._slot_bytes = slot_bytes(layout, self.group)
         # Each site's record that was begun: its first index, and its u [group, O].
-        self._begun: dict[int, tuple[int, Tensor]] = {}
+        self._begun = dict.fromkeys((site.number for site in layout.sites), _NONE_BEGUN)
         # Records on their way: memory that is used again costs no page faults.
         largest = max(record_bytes(site, self.group) for site in layout.sites)
         self._reading, self._writing = bytearray(largest), bytearray(largest)
@@ -261,11 +264,24 @@ class BankFile(PadStore):
             rows.copy_(self._begin(first, site)[start - first : stop - first])
         return u
 
+    def _read_all(self, indices: range) -> dict[int, Tensor]:
+        first = indices.start - indices.start % self.group
+        rows = slice(indices.start - first, indices.stop - first)
+        if rows.stop > self.group:
+            return super()._read_all(indices)
+        found = {}
+        for number, site in self._sites.items():
+            begun, u_GO = self._begun[number]
+            # A copy: the next group is decrypted into the same memory.
+            found[number] = (u_GO if begun == first else self._begin(first, site))[rows].clone()
+        return found
+
     def _begin(self, first: int, site: SiteShape) -> Tensor:
         """Return u of a group that is not read as a whole, decrypted once for all its tokens."""
         # Its memory serves all groups: fresh pages cost as much as decrypting.
-        begun, u_GO = self._begun.pop(site.number, (-1, None))
-        if u_GO is None:
+        begun, u_GO = self._begun[site.number]
+        self._begun[site.number] = _NONE_BEGUN
+        if not u_GO.numel():
             u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
         if begun != first:
             self._open(first, site, u_GO)  # not begun where it is not authentic

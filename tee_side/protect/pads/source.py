@@ -52,6 +52,8 @@ class Pads:
         on_wait: Callable[[int], None] | None = None,
     ) -> None:
         self._mask = mask
+        # Of u: ring elements, or floats as their bits.
+        self._dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
         self._store = store
         self._maker = maker
         self._when_out = when_out
@@ -82,9 +84,12 @@ class Pads:
     def read(self, indices: range, site: int) -> Factors:
         """Return the factors of a site for indices that were taken, once."""
         words_TI, u_TO = self._store.factors(indices, site)
-        if self._mask.arithmetic == "float":
-            u_TO = u_TO.view(torch.float32)
-        return Factors(self._mask.draw(words_TI), u_TO)
+        return Factors(self._mask.draw(words_TI), u_TO.view(self._dtype))
+
+    def read_all(self, indices: range) -> dict[int, Factors]:
+        """Return those of every site, by its number."""
+        pairs, draw, dtype = self._store.all_factors(indices), self._mask.draw, self._dtype
+        return {site: Factors(draw(r_TI), u_TO.view(dtype)) for site, (r_TI, u_TO) in pairs.items()}
 
     def take(self, rows: int) -> range | None:
         """Take indices for a micro-batch's rows; None where the TEE shall compute.
@@ -214,8 +219,7 @@ class PadLane:
             self.end_step()
             self._indices = self._pads.take(rows)
             if self._indices is not None and rows <= _ROWS_READ_AHEAD:
-                for shape in self._store.layout.sites:
-                    self._ready[shape.number] = self._pads.read(self._indices, shape.number)
+                self._ready = self._pads.read_all(self._indices)
             self._rows = rows
         self._used.add(site)
         if self._indices is None:

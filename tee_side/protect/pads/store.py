@@ -139,6 +139,21 @@ class PadStore(ABC):
             r = self._keystream.rows(indices, site, shape.in_features)
             return r, self._read(indices, shape)
 
+    def all_factors(self, indices: range) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return what `factors` does, of every site by its number, of indices just taken.
+
+        In one go: that takes a third of the time of one site after another. Raises as `factors`.
+        """
+        with self._lock:
+            self.check_usable()
+            if any(self._in_use.get(index) != self._all_sites for index in indices):
+                raise RuntimeError(f"pads: got {indices}, expected none that was used or released")
+            for index in indices:
+                del self._in_use[index]
+            sizes = {number: site.in_features for number, site in self._sites.items()}
+            r, u = self._keystream.sites(indices, sizes), self._read_all(indices)
+            return {number: (r[number], u[number]) for number in sizes}
+
     def release(self, indices: range) -> None:
         """Give up what was not read of these indices, after a step that failed or left sites out.
 
@@ -218,6 +233,10 @@ class PadStore(ABC):
     @abstractmethod
     def _read(self, indices: range, site: SiteShape) -> Tensor:
         """Return u int32 [T, out_features]."""
+
+    def _read_all(self, indices: range) -> dict[int, Tensor]:
+        """Return `_read` of every site, by its number."""
+        return {number: self._read(indices, site) for number, site in self._sites.items()}
 
     def _let_go(self) -> None:  # noqa: B027 - not every store holds anything
         """Close files and drop locks; may be called twice."""

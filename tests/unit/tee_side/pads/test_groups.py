@@ -21,10 +21,13 @@ def create(folder: Path, capacity: int = 16) -> BankFile:
 
 
 @pytest.mark.parametrize("counts", [(1,) * 16, (3, 2, 6, 1, 4), (16,), (5, 11), (4, 8, 4)])
-def test_any_rows_get_their_own_pads(tmp_path: Path, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_any_rows_get_their_own_pads(
+    tmp_path: Path, counts: tuple[int, ...], at_once: bool
+) -> None:
     with create(tmp_path) as bank:
         fill(bank, 16)
-        drawn = [use(bank, bank.take(count))[0] for count in counts]
+        drawn = [use(bank, bank.take(count), at_once=at_once)[0] for count in counts]
     assert torch.cat(drawn).unique(dim=0).shape[0] == 16
 
 
@@ -49,8 +52,8 @@ def test_one_token_is_read_from_disk_once_for_its_group(
         read = []
         opened = bank._open
         monkeypatch.setattr(bank, "_open", lambda *record: (read.append(record), opened(*record)))
-        for _ in range(6):
-            use(bank, bank.take(1))
+        for number in range(6):
+            use(bank, bank.take(1), at_once=number % 2 == 1)
     assert len(read) == 2 * len(LAYOUT.sites)
 
 

@@ -71,6 +71,11 @@ class Spy:
         self.read += [(index, site) for index in indices]
         return found
 
+    def all_factors(self, indices: range) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        found = self._store.all_factors(indices)
+        self.read += [(index, site) for index in indices for site in found]
+        return found
+
     def release(self, indices: range) -> None:
         self.released.append(indices)
         self._store.release(indices)
@@ -181,11 +186,11 @@ def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyP
     lane = pads.lane()
     lane.draw(FIRST, 1)
 
-    def tampered(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tampered(indices: range) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         raise PadBankError("bank", got="another record than was written", expected="its tag")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "factors", tampered)
+        patch.setattr(store, "all_factors", tampered)
         with pytest.raises(PadBankError):
             lane.draw(FIRST, 1)
     factors = lane.draw(SECOND, 1)

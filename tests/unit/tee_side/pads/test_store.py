@@ -12,6 +12,7 @@ import torch
 
 from protocol.errors import PadsExhaustedError
 from tee_side.protect.pads.store import MemoryStore, PadStore
+from tee_side.protect.randomness import Keystream
 from tests.unit.tee_side.pads.tiny import LAYOUT, create, fill, product, put_all, use
 
 CAPACITY = 8
@@ -132,6 +133,34 @@ def test_abandoned_batch_is_not_available_and_filled_again(store: PadStore) -> N
         put_all(batch)
         batch.commit()
     use(store, store.take(6))
+
+
+def test_all_sites_at_once_are_what_each_is_alone_and_used_up(store: PadStore) -> None:
+    fill(store, 8)
+    store.take(1)
+    for count in (1, 2, 4):  # of one group of a bank, and of two
+        indices = store.take(count)
+        for site, (r, u) in store.all_factors(indices).items():
+            shape = store.layout.by_number[site]
+            assert torch.equal(r, Keystream(store._key).rows(indices, site, shape.in_features))
+            assert torch.equal(u, product(site, r))
+        with pytest.raises(RuntimeError, match="used or released"):
+            store.all_factors(indices)
+        with pytest.raises(RuntimeError, match="neither released nor used"):
+            store.factors(indices, 1)
+
+
+@pytest.mark.parametrize("lost", ["one site", "released"])
+def test_all_sites_at_once_are_read_of_none_where_one_was(store: PadStore, lost: str) -> None:
+    fill(store, 4)
+    indices = store.take(2)
+    if lost == "released":
+        store.release(range(1, 2))
+    else:
+        store.factors(range(1, 2), 5)
+    with pytest.raises(RuntimeError, match="used or released"):
+        store.all_factors(indices)
+    store.factors(range(1), 5)  # still there
 
 
 def test_incomplete_batch_cannot_be_committed(store: PadStore) -> None:

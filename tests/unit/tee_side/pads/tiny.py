@@ -56,11 +56,12 @@ def fill(store: PadStore, count: int) -> None:
         batch.commit()
 
 
-def use(store: PadStore, indices: range) -> list[torch.Tensor]:
+def use(store: PadStore, indices: range, *, at_once: bool = False) -> list[torch.Tensor]:
     """Read every site and check it; return r of all of them."""
     drawn = []
+    every = store.all_factors(indices) if at_once else {}
     for site in LAYOUT.sites:
-        r, u = store.factors(indices, site.number)
+        r, u = every[site.number] if at_once else store.factors(indices, site.number)
         assert r.shape == (len(indices), site.in_features)
         assert r.dtype == u.dtype == torch.int32
         assert torch.equal(u, product(site.number, r))
