@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import INDEX_FILE, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
-from protocol.model.weights import load_tensor
+from protocol.model.weights import load_tensor, weight_rows
 from tee_side.model.local_operators import sites_under
 from tee_side.plugins import load_module, loaded_files
 from tee_side.policy.placement import Policy
@@ -34,7 +35,7 @@ from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.pads.bank_format import Purpose
+from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.source import BATCH_TOKENS
@@ -106,11 +107,12 @@ def calibration(model: Path, beside: Path) -> Path:
 
 
 def hollow(model: Path, beside: Path) -> Path:
-    """Return a directory of the model whose linear weights are zeros.
+    """Return a directory of the model whose linear weights and LM head are zeros.
 
-    For services that answer with zeros, which is right then: results of a verified policy pass
-    their checks, at the same cost as those of any weights. Scales of inputs are those of the model,
-    if it has a calibration. `beside`: a folder to make it in.
+    The embedding is the model's, also where the model's LM head is the same matrix. For services
+    that answer with zeros, which is right then: results of a verified policy pass their checks, at
+    the same cost as those of any weights. Scales of inputs are those of the model, if it has a
+    calibration. `beside`: a folder to make it in.
     """
     made = beside / "hollow"
     made.mkdir()
@@ -121,8 +123,11 @@ def hollow(model: Path, beside: Path) -> Path:
 def _write_hollow(model: str, made: str) -> None:
     source, target = Path(model), Path(made)
     config, checkpoint = read_config(source), Checkpoint(source)
-    shutil.copyfile(source / "config.json", target / "config.json")
-    shapes = light_tensors(config)
+    settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings["tie_word_embeddings"] = False
+    (target / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    shapes = light_tensors(read_config(target))
+    zeros = {name: shapes.pop(name) for name in weight_rows(read_config(target), 0, "lm_head")}
     checkpoint.require(shapes)
     light = {
         name: load_tensor(checkpoint, name, shape, dtype=checkpoint.rows(name, 0, 1).dtype)
@@ -130,7 +135,7 @@ def _write_hollow(model: str, made: str) -> None:
     }
     files = {
         "light.safetensors": shapes,
-        "zeros.safetensors": linear_tensors(config, FUSED_MODULES),
+        "zeros.safetensors": zeros | linear_tensors(config, FUSED_MODULES),
     }
     save_file(light, target / "light.safetensors", metadata={"format": "pt"})
     write_zeros(target / "zeros.safetensors", files["zeros.safetensors"])
@@ -154,7 +159,7 @@ def _hollow_scales(config: ModelConfig, source: Path, target: Path) -> Calibrati
             site: replace(scales, weight_scale=torch.ones_like(scales.weight_scale))
             for site, scales in found.sites.items()
         },
-        model_digest=model_digest(config, made),
+        model_digest=model_digest(read_config(target), made),
         linear_digest=linear_digest(config, made) or "",
     )
 
@@ -247,8 +252,8 @@ def _write_bank(model: str, policy: Policy, tokens: int, path: str, zeros: bool)
         if not zeros:
             maker.fill(store, tokens)
             return
-        for first in range(0, tokens, BATCH_TOKENS):
-            count = min(BATCH_TOKENS, tokens - first)
+        for first in range(0, store.capacity, BATCH_TOKENS):
+            count = min(BATCH_TOKENS, store.capacity - first)
             with store.begin(count) as batch:
                 for site in store.layout.sites:
                     batch.put(site.number, torch.zeros(count, site.out_features, dtype=torch.int32))
@@ -266,7 +271,8 @@ def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[Ban
         model_digest=model_digest(config, checkpoint),
         linear_digest=linear_digest(config, checkpoint) or "",
     )
-    store = BankFile.create(BankPlace.at(path, beside_bank=True), purpose, capacity=tokens)
+    place, groups = BankPlace.at(path, beside_bank=True), -(-tokens // MAX_GROUP)
+    store = BankFile.create(place, purpose, capacity=groups * MAX_GROUP, group=MAX_GROUP)
     return store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
 
 
@@ -317,7 +323,9 @@ def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
     # Classes from a user's files are found again where the files have been loaded before.
     work = pickle.dumps((function, arguments))
     process = context.Process(target=_in_child, args=(sender, loaded_files(), work))
-    # Blocked in the child for good, from before its first instruction.
+    # Blocked in the child for good, from before its first instruction. The tracker's start, which the
+    # first process would bring about, unblocks it.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process.start()

@@ -27,6 +27,7 @@ ONE_B = find_shape("llama-3.2-1b").config()
 VOCABULARY = 128256 * 2048
 LINEAR = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
 OUTPUTS = 16 * (2048 + 2 * 512 + 2048 + 2 * 8192 + 2048)
+HEAD = VOCABULARY + 4 * 128256
 
 
 def _tee(policy: str, **settings: int) -> Need:
@@ -39,8 +40,9 @@ def _tee(policy: str, **settings: int) -> Need:
         ("tee-only", 2 * VOCABULARY, 2 * LINEAR),
         ("attention-in-tee", 2 * VOCABULARY, 0),
         ("tsqp", 0, 0),
-        ("quantized-clear", 3 * VOCABULARY + 4 * 128256, 0),
-        ("shielded", 3 * VOCABULARY + 4 * 128256, LINEAR + 4 * OUTPUTS),
+        ("quantized-clear", 2 * VOCABULARY, HEAD),
+        ("shielded", 2 * VOCABULARY, LINEAR + 4 * OUTPUTS + HEAD),
+        ("shielded-prefill", 2 * VOCABULARY, 0),
     ],
 )
 def test_weights_that_stay(policy: str, vocabulary: int, linear: int) -> None:
@@ -60,11 +62,11 @@ def test_an_untied_lm_head_is_held_beside_the_embedding() -> None:
 
 
 def test_pads_are_counted_for_the_rows_of_a_step() -> None:
-    weight = 16384 * 2048
+    weight, outputs = VOCABULARY, OUTPUTS + 128256
     assert _tee("attention-in-tee").parts["pads"] == 0
-    assert _tee("shielded").parts["pads"] == 128 * 4 * OUTPUTS + weight
-    assert _tee("shielded", sequences=200).parts["pads"] == 200 * 4 * OUTPUTS + weight
-    assert _tee("shielded-prefill").parts["pads"] == 512 * 4 * OUTPUTS + weight
+    assert _tee("shielded").parts["pads"] == 128 * 4 * outputs + weight
+    assert _tee("shielded", sequences=200).parts["pads"] == 200 * 4 * outputs + weight
+    assert _tee("shielded-prefill").parts["pads"] == 512 * 4 * outputs + weight
 
 
 def test_the_kv_cache_grows_with_tokens_and_sequences() -> None:
