@@ -22,6 +22,7 @@ from protocol.messages import (
     ModuleName,
     Request,
     RingLinearRequest,
+    SeededRingLinearRequest,
 )
 from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.config import ModelConfig
@@ -224,9 +225,10 @@ class LinearCheck:
         # Shares of one product meet each block together: it is read once for all of them.
         products: dict[tuple[ModuleName, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, (request, y) in enumerate(answers):
-            if not isinstance(request, RingLinearRequest):
+            whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+            if not isinstance(whole, RingLinearRequest):
                 raise LookupError(f"an answer to {request.method} of a product of integers")
-            products.setdefault(request.module_names, {})[index] = to_torch(request.elements), y
+            products.setdefault(whole.module_names, {})[index] = to_torch(whole.elements), y
         wrong: set[int] = set()
         for modules, pairs in products.items():
             rows = max(len(x) for x, _ in pairs.values())

@@ -20,7 +20,7 @@ from protocol.errors import ReplyError
 from protocol.prepared import PreparedRequest
 from tee_side.observer import StageClock, Untimed
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.masks.mask import Masked
+from tee_side.protect.masks.mask import Masked, Seed
 from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.fault_attribution import Answer, Refused, refuse, time_left
@@ -145,14 +145,18 @@ def _reveal(
 def _start(
     channels: Sequence[Channel],
     request: PreparedRequest,
-    sent: Sequence[torch.Tensor],
+    sent: Sequence[torch.Tensor | Seed],
     left_s: float | None,
 ) -> Waiting:
     """Send one request to each service, all before waiting for any."""
     waiting: list[tuple[Channel, int]] = []
     try:
         for channel, payload in zip(channels, sent, strict=True):
-            waiting.append((channel, channel.start(request, payload, left_s)))
+            if isinstance(payload, Seed):
+                request_id = channel.start(request.seeded, payload.words(), left_s)
+            else:
+                request_id = channel.start(request, payload, left_s)
+            waiting.append((channel, request_id))
     except BaseException:
         for channel, request_id in waiting:
             channel.abandon(request_id)
@@ -174,7 +178,9 @@ def _refused(
 ) -> Refused:
     """Collect what the slow path needs to know of a result that is not used."""
     asked = [
-        (channel, request, payload)
+        (channel, request.seeded, payload.words())
+        if isinstance(payload, Seed)
+        else (channel, request, payload)
         for request in requests
         for channel, payload in zip(plan.channels, masked.sent, strict=True)
     ]

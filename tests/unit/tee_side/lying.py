@@ -9,10 +9,17 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import TsqpError
-from protocol.messages import LinearRequest, Request, Response, RingLinearRequest, TensorReply
+from protocol.messages import (
+    LinearRequest,
+    Request,
+    Response,
+    RingLinearRequest,
+    SeededRingLinearRequest,
+    TensorReply,
+)
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
-from tests.support import LoopbackChannel, SavedModel, Tee, token_ids, with_results
+from tests.support import LoopbackChannel, SavedModel, Tee, expanded, token_ids, with_results
 
 Models = Callable[..., SavedModel]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -71,7 +78,7 @@ def one_more(y: torch.Tensor) -> torch.Tensor:
 
 
 def site_of(request: Request) -> tuple[int, str] | None:
-    if isinstance(request, RingLinearRequest | LinearRequest):
+    if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
         return request.layer_idx, request.module_names[0]
     return None
 
@@ -81,5 +88,4 @@ def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
 
 
 def bytes_of(request: Request) -> bytes:
-    assert isinstance(request, RingLinearRequest)
-    return bytes(request.elements.data)
+    return bytes(expanded(request).elements.data)

@@ -26,6 +26,7 @@ from protocol.messages import (
     MatmulRequest,
     Request,
     RingLinearRequest,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -112,6 +113,8 @@ class _Recorder(Channel):
 
 def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...], str]:
     """Return shape and dtype of the reply that a service owes."""
+    if isinstance(request, SeededRingLinearRequest):
+        request = request.expanded()
     match request:
         case EmbeddingRequest():
             return (*request.input_ids.shape, config.hidden_size), request.dtype
@@ -248,7 +251,7 @@ class StepTraffic:
     def _count(self, captured: _Captured, layer: int) -> Cost:
         """Encode a request and its reply as for the wire, in a layer, under the next id."""
         request, headers = captured.request, self._headers
-        if isinstance(request, LinearRequest | RingLinearRequest):
+        if isinstance(request, LinearRequest | RingLinearRequest | SeededRingLinearRequest):
             request = request.model_copy(update={"layer_idx": layer})
         request_id = self._ids[captured.service]
         self._ids[captured.service] += 1
