@@ -16,7 +16,13 @@ from gpu_side.replies import Kernel, Result
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import RequestChecker
 from gpu_side.weights import ServiceWeights
-from protocol.messages import EmbeddingRequest, HealthRequest, InitRequest, Request
+from protocol.messages import (
+    EmbeddingRequest,
+    HealthRequest,
+    InitRequest,
+    Request,
+    SeededRingLinearRequest,
+)
 
 
 class RequestHandler:
@@ -57,6 +63,8 @@ class RequestHandler:
             return self._init
         if isinstance(request, HealthRequest):
             raise TypeError("Health is answered by the request loop")
+        if isinstance(request, SeededRingLinearRequest):
+            return self._expands(request)
         kernel = self._kernels.prepare(request, self._checker.check(request))
         return self._checks_ids(kernel) if isinstance(request, EmbeddingRequest) else kernel
 
@@ -72,6 +80,16 @@ class RequestHandler:
             return kernel(request.model_copy(update={"input_ids": ids}))
 
         return checked
+
+    def _expands(self, first: SeededRingLinearRequest) -> Kernel:
+        # Nothing is allocated for what the check refuses.
+        task = self._checker.check(first)
+        kernel = self._kernels.prepare(first.expanded(), task)
+
+        def expanded(request: Any) -> Result:
+            return kernel(request.expanded())
+
+        return expanded
 
     def _init(self, _request: Request) -> Result:
         reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)

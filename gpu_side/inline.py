@@ -19,6 +19,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     RotaryParams,
+    SeededRingLinearRequest,
     TensorReply,
 )
 from protocol.tensors import WireTensor
@@ -38,6 +39,7 @@ _INLINE_TENSORS: dict[type[BaseModel], dict[str, Inline]] = {
     EmbeddingRequest: {"input_ids": Inline("input_ids", "input_shape", "=int64")},
     LinearRequest: {"hidden_states": Inline("hidden_states", "shape", "dtype")},
     RingLinearRequest: {"elements": Inline("elements", "shape", "=int32")},
+    SeededRingLinearRequest: {"seed": Inline("seed", "seed_shape", "=int32")},
     MatmulRequest: {
         "a": Inline("a_buffer", "a_shape", "dtype"),
         "b": Inline("b_buffer", "b_shape", "dtype"),
@@ -64,7 +66,7 @@ _FRAMED_ONLY = (
 )
 
 # Requests that may name one module under `module_name`, as the published Linear does.
-_NAMES_MODULES = (LinearRequest, RingLinearRequest)
+_NAMES_MODULES = (LinearRequest, RingLinearRequest, SeededRingLinearRequest)
 
 
 def to_inline(value: Any) -> Any:

@@ -22,10 +22,12 @@ from protocol.messages import (
     MatmulRequest,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
 )
-from protocol.tensors import FLOAT_DTYPES, ITEMSIZE, WireTensor, to_torch
+from protocol.seed import SEED_SHAPE, TAG_BYTES
+from protocol.tensors import FLOAT_DTYPES, ITEMSIZE, MAX_TENSOR_BYTES, WireTensor, to_torch
 
-# Everything but Init.
+# Everything but Init, Health, and a seed: what that stands for is computed.
 Computed: TypeAlias = (
     EmbeddingRequest
     | LinearRequest
@@ -92,19 +94,20 @@ class RequestChecker:
         self._layers = held.held_layers
         self._max_message_bytes = max_message_bytes
 
-    def check(self, request: Computed) -> Task:
+    def check(self, request: Computed | SeededRingLinearRequest) -> Task:
         """Check a request. Raises ProtocolError: it does not fit, or what it needs is not held."""
         match request:
             case LinearRequest():
                 return self._linear(request, request.hidden_states, integer=False)
             case RingLinearRequest():
                 return self._linear(request, request.elements, integer=True)
+            case SeededRingLinearRequest():
+                return self._seeded(request)
             case MatmulRequest(a=a, b=b):
                 return self._matmul(a.dtype, a.shape, b.dtype, b.shape)
-            case LMHeadRequest(hidden_states=hidden):
-                return self._lm_head(request.method, hidden, integer=False)
-            case RingLMHeadRequest(elements=elements):
-                return self._lm_head(request.method, elements, integer=True)
+            case LMHeadRequest(hidden_states=rows) | RingLMHeadRequest(elements=rows):
+                integer = isinstance(request, RingLMHeadRequest)
+                return self._lm_head(request.method, rows, integer=integer)
             case EmbeddingRequest(input_ids=ids):
                 return self._embedding(ids.dtype, ids.shape, request.dtype)
 
@@ -119,8 +122,23 @@ class RequestChecker:
                 f"0 to {self._config.vocab_size - 1}",
             )
 
+    def _seeded(self, request: SeededRingLinearRequest) -> Task:
+        """Check a seed, and its elements as if they had come: none are made before."""
+        method, seed = request.method, request.seed
+        if (seed.dtype, seed.shape) != ("int32", SEED_SHAPE):
+            got = f"{seed.dtype} {list(seed.shape)}"
+            raise _refuse(f"{method}.seed", got, f"int32 {list(SEED_SHAPE)}")
+        elements = WireTensor("int32", (request.rows, request.columns), b"")
+        task = self._linear(request, elements, integer=True)
+        self._bound(f"{method}.rows", "elements", task.input_bytes + TAG_BYTES)
+        return task
+
     def _linear(
-        self, request: LinearRequest | RingLinearRequest, tensor: WireTensor, *, integer: bool
+        self,
+        request: LinearRequest | RingLinearRequest | SeededRingLinearRequest,
+        tensor: WireTensor,
+        *,
+        integer: bool,
     ) -> Task:
         self._require_weights(request.method, integer=integer)
         layers = self._config.num_hidden_layers
@@ -212,12 +230,15 @@ class RequestChecker:
 
     def _bound_output(self, where: str, elements: int, dtype: str) -> None:
         """Refuse a request whose small inputs ask for an output that no reply may hold."""
-        size = elements * ITEMSIZE[dtype]
-        if size > self._max_message_bytes:
+        self._bound(where, "an output", elements * ITEMSIZE[dtype])
+
+    def _bound(self, where: str, what: str, size: int) -> None:
+        most = min(self._max_message_bytes, MAX_TENSOR_BYTES)
+        if size > most:
             raise ProtocolError(
                 where,
-                got=f"an output of {size} bytes",
-                expected=f"at most {self._max_message_bytes}",
+                got=f"{what} of {size} bytes",
+                expected=f"at most {most}",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from protocol.seed import expand
 from protocol.tensors import WireTensor
 
 PROTOCOL_VERSION = 1
@@ -99,6 +100,29 @@ class RingLinearRequest(Message):
     layer_idx: LayerIndex
     module_names: ModuleNames
     elements: WireTensor
+
+
+class SeededRingLinearRequest(Message):
+    """A RingLinear of elements int32 [rows, columns] that the service draws itself, from a seed.
+
+    `seed`: int32 [8], which `protocol.seed.expand` makes the elements of. `columns`: in_features.
+    """
+
+    method: ClassVar[str] = "SeededRingLinear"
+    layer_idx: LayerIndex
+    module_names: ModuleNames
+    rows: Size
+    columns: Size
+    seed: WireTensor
+
+    def expanded(self) -> RingLinearRequest:
+        """Return the request that it stands for; allocates, so seed and sizes are checked before.
+
+        `gpu_side.tasks` checks them.
+        """
+        drawn, names = expand(self.seed.data, self.rows * self.columns), self.module_names
+        elements = WireTensor("int32", (self.rows, self.columns), drawn)
+        return RingLinearRequest(layer_idx=self.layer_idx, module_names=names, elements=elements)
 
 
 class MatmulRequest(Message):
@@ -232,6 +256,7 @@ Request: TypeAlias = (
     | EmbeddingRequest
     | LinearRequest
     | RingLinearRequest
+    | SeededRingLinearRequest
     | MatmulRequest
     | LMHeadRequest
     | RingLMHeadRequest

@@ -7,6 +7,7 @@ by `Channel.start`, and a reply with exactly the expected header needs no decodi
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.encoding import reply_template, request_template
@@ -19,8 +20,10 @@ from protocol.messages import (
     LMHeadRequest,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
     TensorReply,
 )
+from protocol.seed import SEED_SHAPE
 from protocol.tensors import (
     Buffer,
     WireTensor,
@@ -38,7 +41,12 @@ if TYPE_CHECKING:
 
 # Requests that carry exactly one tensor.
 Preparable: TypeAlias = (
-    EmbeddingRequest | LinearRequest | RingLinearRequest | LMHeadRequest | RingLMHeadRequest
+    EmbeddingRequest
+    | LinearRequest
+    | RingLinearRequest
+    | SeededRingLinearRequest
+    | LMHeadRequest
+    | RingLMHeadRequest
 )
 
 
@@ -70,6 +78,17 @@ class PreparedRequest:
         self.reply_bytes = REPLY.head_bytes + len(self.reply_template) + self.reply_payload_bytes
         self.sent_as = MessageShape(REQUEST, self.template, tensor.payload_bytes)
         self.answered_as = MessageShape(REPLY, self.reply_template, self.reply_payload_bytes)
+
+    @cached_property
+    def seeded(self) -> PreparedRequest:
+        """The same request, and reply, where the words of a `Seed` cross in place of the elements.
+
+        Raises ValueError for what is no RingLinear.
+        """
+        others = {name: value for name, value in self._message if name != self._field}
+        (rows, columns), seed = self.shape, WireTensor(self.dtype, SEED_SHAPE, b"")
+        message = SeededRingLinearRequest(**others, rows=rows, columns=columns, seed=seed)
+        return PreparedRequest(message, self.reply_shape, self.reply_dtype)
 
     def payload(self, tensor: torch.Tensor) -> Buffer:
         """Return the bytes of a tensor, which must be of the prepared shape and dtype.

@@ -19,7 +19,13 @@ import transformers
 
 from gpu_side.weights import load_weights
 from protocol import native
-from protocol.messages import Request, Timing
+from protocol.messages import (
+    Request,
+    RingLinearRequest,
+    RingLMHeadRequest,
+    SeededRingLinearRequest,
+    Timing,
+)
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
@@ -248,6 +254,13 @@ class LoopbackChannel(RecordingChannel):
     def limit_messages(self, max_message_bytes: int) -> None:
         """See `PendingChannel.limit_messages`."""
         self.max_message_bytes = max_message_bytes
+
+
+def expanded(request: Request) -> RingLinearRequest | RingLMHeadRequest:
+    """Return a product in the ring as its service computes it, of a seed with the elements."""
+    whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+    assert isinstance(whole, RingLinearRequest | RingLMHeadRequest)
+    return whole
 
 
 def _fits(size: int, most: int | None) -> bool:

@@ -12,6 +12,7 @@ from typing import NoReturn, TypeAlias
 import torch
 
 from protocol.errors import MaskError, PolicyError
+from protocol.seed import SEED_BYTES
 from protocol.tensors import short_name
 from tee_side.protect.masks.mask import (
     AdditiveMask,
@@ -20,6 +21,7 @@ from tee_side.protect.masks.mask import (
     Mask,
     Masked,
     RowMask,
+    Seed,
     SharingMask,
     as_it_is,
 )
@@ -108,8 +110,8 @@ class MaskRules:
     ) -> None:
         """Refuse what must not cross instead of `plain` [T, ...], before it is sent.
 
-        Each service gets [rows, ...] of the same dtype and size, at most `most_rows`. Raises
-        MaskError.
+        Each service gets [rows, ...] of the same dtype and size, at most `most_rows`, or a seed of
+        it. Raises MaskError.
         """
         if not isinstance(masked, Masked) or not isinstance(masked.sent, tuple):
             self.refuse(operator, type(masked).__name__, "Masked((tensor,), unmask)")
@@ -125,6 +127,8 @@ class MaskRules:
                     f"{short_name(sent.dtype)} {list(shape)} to send",
                     f"{short_name(dtype)} [{sizes}], at most {most_rows} rows",
                 )
+            if isinstance(sent, Seed) and len(sent.key) != SEED_BYTES:
+                self.refuse(operator, f"a seed of {len(sent.key)} bytes", f"{SEED_BYTES}")
 
     def check_unmasked(
         self,

@@ -21,6 +21,7 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
 )
 from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.config import ModelConfig
@@ -222,10 +223,11 @@ class LinearCheck:
         # Shares of one product meet each block together: it is read once for all of them.
         products: dict[tuple[ModuleName, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, (request, y) in enumerate(answers):
-            if not isinstance(request, RingLinearRequest | RingLMHeadRequest):
+            whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+            if not isinstance(whole, RingLinearRequest | RingLMHeadRequest):
                 raise LookupError(f"an answer to {request.method} of a product of integers")
-            modules = request.module_names if isinstance(request, RingLinearRequest) else ()
-            products.setdefault(modules, {})[index] = to_torch(request.elements), y
+            modules = whole.module_names if isinstance(whole, RingLinearRequest) else ()
+            products.setdefault(modules, {})[index] = to_torch(whole.elements), y
         wrong: set[int] = set()
         for modules, pairs in products.items():
             rows = max(len(x) for x, _ in pairs.values())

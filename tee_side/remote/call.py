@@ -20,7 +20,7 @@ from protocol.errors import ReplyError
 from protocol.prepared import PreparedRequest
 from tee_side.observer import StageClock, Untimed
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.masks.mask import Masked
+from tee_side.protect.masks.mask import Masked, Seed
 from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.fault_attribution import Answer, Refused, refuse, time_left
@@ -160,7 +160,9 @@ def _refused(
 ) -> Refused:
     """Collect what the slow path needs to know of a result that is not used."""
     asked = [
-        (channel, request, payload)
+        (channel, request.seeded, payload.words())
+        if isinstance(payload, Seed)
+        else (channel, request, payload)
         for request in requests
         for channel, payload in zip(plan.channels, masked.sent, strict=True)
     ]

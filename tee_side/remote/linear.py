@@ -136,7 +136,7 @@ class RemoteLinear:
         self._plans[rows] = plan
         return plan
 
-    def _prepare(self, shape: torch.Size, of: torch.dtype) -> tuple[PreparedRequest, ...]:
+    def _prepare(self, shape: tuple[int, ...], of: torch.dtype) -> tuple[PreparedRequest, ...]:
         """Prepare the requests for tensors of a shape [R, I] and dtype."""
         layer, dtype, rows = self._layer, short_name(of), shape[0]
         wire = WireTensor(dtype, tuple(shape), b"")

@@ -16,6 +16,7 @@ import torch
 
 from protocol.channel import Channel, Exchange
 from protocol.prepared import PreparedRequest
+from tee_side.protect.masks.mask import Seed
 
 R = TypeVar("R")
 # `None` is sent to it at each turn.
@@ -32,10 +33,10 @@ def turn() -> Generator[None, None, None]:
 def ask(
     channels: Sequence[Channel],
     request: PreparedRequest,
-    sent: Sequence[torch.Tensor],
+    sent: Sequence[torch.Tensor | Seed],
     timeout_s: float | None,
 ) -> Generator[None, None, list[Exchange]]:
-    """Send one tensor to each service, give up control, and return the replies in the same order.
+    """Send each service its tensor or seed, give up control, and return the replies in order.
 
     Raises what sending and waiting raise; of what is still under way then, or when the coroutine is
     closed, no reply is waited for any more.
@@ -43,7 +44,11 @@ def ask(
     waiting: list[tuple[Channel, int]] = []
     try:
         for channel, payload in zip(channels, sent, strict=True):
-            waiting.append((channel, channel.start(request, payload, timeout_s)))
+            if isinstance(payload, Seed):
+                request_id = channel.start(request.seeded, payload.words(), timeout_s)
+            else:
+                request_id = channel.start(request, payload, timeout_s)
+            waiting.append((channel, request_id))
         yield
         exchanges = []
         for channel, request_id in waiting:  # a list comprehension is a call more

@@ -26,6 +26,7 @@ from protocol import stream_wire
 from protocol.errors import ErrorCode, ServiceError
 from protocol.messages import InitRequest, Request, Response
 from protocol.prepared import PreparedRequest
+from protocol.seed import SEED_BYTES
 from protocol.stream import StreamChannel
 from protocol.stream_wire import layout, to_pieces
 from protocol.tensors import WireTensor
@@ -167,7 +168,9 @@ def test_what_is_read_after_the_reply_is_the_request(
         # In the phase that leaves the TEE, whichever it is.
         tee.logits(token_ids(ROWS), phase="decode")
     for channel, service in serving:
-        assert service.early >= 4
+        # A seed is too short to wait in the TEE.
+        sizes = [sum(map(len, sent)) for sent in channel.sent]
+        assert service.early >= 4 or (policy.services == 2 and max(sizes) == SEED_BYTES)
         assert len(service.received) == len(channel.sent)
         for received, sent in zip(service.received, channel.sent, strict=True):
             assert len(received) == len(sent)

@@ -14,14 +14,19 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, SettingsError
-from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest
+from protocol.messages import (
+    Request,
+    RingLinearRequest,
+    RingLMHeadRequest,
+    SeededRingLinearRequest,
+)
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.pads.source import PadLane
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
+from tests.support import LoopbackChannel, SavedModel, Tee, expanded, token_ids
 
 Models = Callable[..., SavedModel]
 
@@ -46,11 +51,8 @@ def model(saved_model: Models) -> SavedModel:
 
 
 def received(channel: LoopbackChannel) -> torch.Tensor:
-    """Return all ring elements that a service got, int32 [n], in order."""
-    parts = []
-    for request in channel.requests:
-        assert isinstance(request, RingLinearRequest | RingLMHeadRequest)
-        parts.append(to_torch(request.elements).reshape(-1))
+    """Return all ring elements that a service got or can make of a seed, int32 [n], in order."""
+    parts = [to_torch(expanded(request).elements).reshape(-1) for request in channel.requests]
     return torch.cat(parts)
 
 
@@ -192,15 +194,30 @@ def _equal_words(tee: Tee) -> tuple[int, int]:
 def test_neither_token_ids_nor_logits_nor_text_ever_cross(model: SavedModel, policy: str) -> None:
     tee = model.tee(policy)
     run(tee, token_ids(20), new_tokens=5)
-    for channel in tee.channels:
+    ring = ("RingLinear", {"layer_idx", "module_names", "elements"})
+    seeded = ("SeededRingLinear", {"layer_idx", "module_names", "rows", "columns", "seed"})
+    for index, channel in enumerate(tee.channels):
         assert channel.requests
         # Nothing but these fields, so that nothing else can carry anything.
-        fields = {"RingLinear": {"layer_idx", "module_names", "elements"}}
-        if policy != "two-server":
-            fields["RingLMHead"] = {"elements"}
-        assert {request.method for request in channel.requests} == fields.keys()
+        method, fields = seeded if policy == "two-server" and index == 0 else ring
+        head = {"RingLMHead": {"elements"}} if policy != "two-server" else {}
+        allowed = {method: fields} | head
+        assert {request.method for request in channel.requests} == allowed.keys()
         for request in channel.requests:
-            assert set(request.model_dump()) == fields[request.method]
+            assert set(request.model_dump()) == allowed[request.method]
+
+
+def test_every_call_has_a_seed_of_its_own_in_runs_of_the_same_prompt(model: SavedModel) -> None:
+    seeds = []
+    for _ in range(2):
+        tee = model.tee("two-server")
+        run(tee, token_ids(20), new_tokens=4)
+        for request in tee.channels[0].requests:
+            assert isinstance(request, SeededRingLinearRequest)
+            assert (request.seed.dtype, request.seed.shape) == ("int32", (8,))
+            seeds.append(bytes(request.seed.data))
+    assert len(set(seeds)) == len(seeds) >= 2 * 4 * 4 * 2
+    assert not any(seed[:16] == seed[16:] for seed in seeds)
 
 
 def test_the_prompt_does_not_cross_at_all_under_the_default_policy(model: SavedModel) -> None:

@@ -22,6 +22,7 @@ from tee_side.protect.masks.mask import (
     Mask,
     Masked,
     RowMask,
+    Seed,
     SharingMask,
 )
 from tee_side.protect.randomness import Randomness
@@ -126,9 +127,11 @@ def _linear(
     given = x_TI.clone()
     masked, served_OI, noise = _hidden(mask, operator, x_TI, weight_OI, randomness, site_key)
     assert torch.equal(x_TI, given), "a mask changed its input"
-    replies = tuple(_served(sent, served_OI) for sent in masked.sent)
+    # What a service can compute of what it gets.
+    crossed = tuple(one.elements() if isinstance(one, Seed) else one for one in masked.sent)
+    replies = tuple(_served(sent, served_OI) for sent in crossed)
     result = _unmasked(masked.unmask, replies)
-    return Trial((x_TI,), masked.sent, replies, masked.unmask, plain, result, noise, weight_OI)
+    return Trial((x_TI,), crossed, replies, masked.unmask, plain, result, noise, weight_OI)
 
 
 def _hidden(
@@ -203,9 +206,11 @@ def _embedding(mask: Mask, rows: int, randomness: Randomness) -> Trial:
     table = _normal(VOCABULARY, HIDDEN, seed=5)
     ids_T = torch.arange(rows) * 7 % VOCABULARY
     masked = mask.mask_ids(ids_T, VOCABULARY, randomness)
-    replies = tuple(table[sent] for sent in masked.sent)
+    (sent,) = masked.sent
+    assert not isinstance(sent, Seed)
+    replies = (table[sent],)
     result = _unmasked(masked.unmask, replies)
-    return Trial((ids_T,), masked.sent, replies, masked.unmask, table[ids_T], result, 0.0)
+    return Trial((ids_T,), (sent,), replies, masked.unmask, table[ids_T], result, 0.0)
 
 
 def _unmasked(

@@ -200,7 +200,8 @@ class Recording(LoopbackChannel):
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         request_id = super().submit(request, timeout_s)
         held = getattr(request, "elements", None) or getattr(request, "hidden_states", None)
-        self._rows[request_id] = held.shape[0] if held is not None else 0
+        rows = getattr(request, "rows", 0)  # of a seed
+        self._rows[request_id] = held.shape[0] if held is not None else rows
         self.events.append(("submit", self._rows[request_id]))
         return request_id
 

@@ -18,12 +18,12 @@ import pytest
 
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, ModelMismatchError, SettingsError
-from protocol.messages import InitRequest, Request, RingLinearRequest
+from protocol.messages import InitRequest, Request
 from protocol.pending import PendingChannel
 from tee_side import runner as runner_module
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import CALM, CALM_S, SavedModel, run
+from tests.support import CALM, CALM_S, SavedModel, expanded, run
 from tests.tools.workers import Worker, Workers
 
 PROMPT = [1, 5, 9, 13, 2, 7]
@@ -334,8 +334,7 @@ def test_no_service_ever_gets_the_other_share(
 
 
 def _elements(requests: list[Request]) -> set[bytes]:
-    assert all(isinstance(request, RingLinearRequest) for request in requests)
-    return {bytes(request.elements.data) for request in requests}  # type: ignore[union-attr]
+    return {bytes(expanded(request).elements.data) for request in requests}
 
 
 def test_a_restart_does_not_give_a_process_another_share(

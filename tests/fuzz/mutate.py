@@ -33,6 +33,7 @@ NAMES = (
         "instance_id",
         "layers",
     ),
+    *("rows", "columns", "seed", "seed_shape"),
     *("", "x", "__class__", "\n", "\x00", "\ud7ff"),
 )
 WORDS = (
@@ -45,6 +46,7 @@ WORDS = (
         "Matmul",
         "LMHead",
         "RingLMHead",
+        "SeededRingLinear",
         "linear",
         "Nothing",
     ),
@@ -73,7 +75,10 @@ WORDS = (
 # Words of one kind: one in the place of another is what a check may have forgotten.
 _FAMILIES = (
     ("float32", "float16", "bfloat16", "int32", "int64"),
-    ("Init", "Health", "Embedding", "Linear", "RingLinear", "Matmul", "LMHead", "RingLMHead"),
+    (
+        *("Init", "Health", "Embedding", "Linear", "RingLinear", "SeededRingLinear"),
+        *("Matmul", "LMHead", "RingLMHead"),
+    ),
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ("success", "error"),
     ("ready", "draining"),

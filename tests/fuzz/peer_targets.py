@@ -29,6 +29,7 @@ from protocol.messages import (
     MatmulRequest,
     Request,
     RingLinearRequest,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -108,6 +109,13 @@ def _fitting() -> list[Request]:
         ),
         RingLinearRequest(
             layer_idx=0, module_names=("gate_proj", "up_proj"), elements=tensor("int32", 1, 8)
+        ),
+        SeededRingLinearRequest(
+            layer_idx=0,
+            module_names=("o_proj",),
+            rows=3,
+            columns=8,
+            seed=tensor("int32", 8),
         ),
         MatmulRequest(a=tensor("float32", 2, 1, 3), b=tensor("float32", 2, 3, 2)),
         LMHeadRequest(hidden_states=tensor("float32", 1, 8)),

@@ -46,6 +46,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     RotaryParams,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -84,6 +85,13 @@ def requests() -> list[Request]:
             layer_idx=0, module_names=("down_proj",), hidden_states=tensor("bfloat16", 1, 2, 4)
         ),
         RingLinearRequest(layer_idx=0, module_names=("o_proj",), elements=tensor("int32", 1, 4)),
+        SeededRingLinearRequest(
+            layer_idx=0,
+            module_names=("o_proj",),
+            rows=3,
+            columns=4,
+            seed=tensor("int32", 8),
+        ),
         MatmulRequest(a=tensor("float16", 2, 1, 3), b=tensor("float16", 2, 3, 2)),
         LMHeadRequest(hidden_states=tensor("float32", 1, 4)),
         RingLMHeadRequest(elements=tensor("int32", 1, 4)),

@@ -17,6 +17,7 @@ from protocol.encoding import MAX_REPLY_HEADER_BYTES, Reply, decode_reply, encod
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     MAX_TIMEOUT_MS,
+    REQUEST_TYPES,
     EmbeddingRequest,
     HealthReply,
     HealthRequest,
@@ -33,6 +34,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     RotaryParams,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -96,6 +98,16 @@ requests: st.SearchStrategy[Request] = st.one_of(
         ),
         elements=tensors(st.just("int32")),
     ),
+    st.builds(
+        SeededRingLinearRequest,
+        layer_idx=st.integers(0, 4095),
+        module_names=st.lists(st.sampled_from(get_args(ModuleName)), min_size=1, max_size=3).map(
+            tuple
+        ),
+        rows=st.integers(1, 2**14),
+        columns=st.integers(1, 2**15),
+        seed=st.binary(min_size=32, max_size=32).map(lambda data: WireTensor("int32", (8,), data)),
+    ),
     st.builds(MatmulRequest, a=tensors(), b=tensors()),
     st.builds(LMHeadRequest, hidden_states=tensors()),
     st.builds(RingLMHeadRequest, elements=tensors(st.just("int32"))),
@@ -136,7 +148,7 @@ results: st.SearchStrategy[tuple[str, Response | ErrorCode]] = st.one_of(
     st.tuples(st.just("Init"), init_replies),
     st.tuples(st.just("Health"), health_replies),
     st.tuples(
-        st.sampled_from(["Embedding", "Linear", "RingLinear", "Matmul", "LMHead", "RingLMHead"]),
+        st.sampled_from(sorted(REQUEST_TYPES.keys() - {"Init", "Health"})),
         st.builds(TensorReply, output=tensors(floats | st.just("int32"))),
     ),
     st.tuples(st.text(max_size=10), st.sampled_from(ErrorCode)),
@@ -203,6 +215,14 @@ def _inline(message: Request, prefix: str) -> dict[str, Any]:
                 "layer_idx": layer,
                 "elements": elements.data,
                 "shape": list(elements.shape),
+            } | _inline_modules(names)
+        case SeededRingLinearRequest(layer_idx=layer, module_names=names, seed=seed):
+            body = {
+                "layer_idx": layer,
+                "rows": message.rows,
+                "columns": message.columns,
+                "seed": seed.data,
+                "seed_shape": list(seed.shape),
             } | _inline_modules(names)
         case MatmulRequest(a=a, b=b):
             body = {"dtype": prefix + a.dtype}

@@ -185,7 +185,7 @@ class FakeChannel(PendingChannel):
             share = int(endpoint[-1]) % 2
             if method != "Init":
                 there.shares.setdefault(world.session, set()).add(share)
-            if method == "RingLinear":
+            if method in ("RingLinear", "SeededRingLinear"):
                 world.ring.add(message[1])
             self._arriving += there.answer(self._name, message)
         return sent_ns

@@ -37,6 +37,7 @@ from protocol.messages import (
     Request,
     Response,
     RingLinearRequest,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -509,7 +510,7 @@ def _other_layer(occasion: Occasion) -> list[Frames]:
     """Compute what was asked for, with the weights of another layer."""
     request, right = occasion.request, occasion.output
     wrong = right
-    if isinstance(request, LinearRequest | RingLinearRequest):
+    if isinstance(request, LinearRequest | RingLinearRequest | SeededRingLinearRequest):
         layer = request.layer_idx - 1 if request.layer_idx else 1
         reply = occasion.compute(request.model_copy(update={"layer_idx": layer}))
         assert isinstance(reply, TensorReply)

@@ -20,7 +20,12 @@ from gpu_side.transport.bind import open_listener
 from protocol.connect import open_channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ProtocolError, TsqpError
-from protocol.messages import LinearRequest, Request, RingLinearRequest
+from protocol.messages import (
+    LinearRequest,
+    Request,
+    RingLinearRequest,
+    SeededRingLinearRequest,
+)
 from protocol.tensors import WireTensor, to_torch
 
 # Longer than any of the demo model's requests takes.
@@ -121,6 +126,6 @@ def describe_request(request: Request) -> Seen | None:
     if not tensors:
         return None
     what, layer = request.method, None
-    if isinstance(request, LinearRequest | RingLinearRequest):
+    if isinstance(request, LinearRequest | RingLinearRequest | SeededRingLinearRequest):
         what, layer = " ".join(request.module_names), request.layer_idx
     return Seen(what, layer, tensors)

@@ -13,6 +13,7 @@ for the product [B, M, J] x [B, J, N].
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, Arithmetic
+from protocol.seed import expand
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator
 
@@ -31,13 +33,35 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
+class Seed:
+    """Crosses in place of int32 elements of a shape [T, I], which the service makes of it.
+
+    `key`: 32 bytes, fresh from the TEE's own generator for every call, and never used again.
+    """
+
+    key: bytes | bytearray = field(repr=False)
+    shape: tuple[int, ...]
+    dtype: ClassVar[torch.dtype] = torch.int32
+
+    def elements(self) -> torch.Tensor:
+        """Return what the service makes of it (`protocol.seed`)."""
+        drawn = expand(self.key, math.prod(self.shape))
+        return torch.frombuffer(drawn, dtype=torch.int32).view(self.shape)
+
+    def words(self) -> torch.Tensor:
+        """Return what crosses, int32 [8]."""
+        return torch.frombuffer(bytearray(self.key), dtype=torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
 class Masked:
     """What crosses, one tensor a service, and how to turn the replies into the plain result.
 
+    A `Seed` in place of ring elements crosses as 32 bytes, which the service expands.
     `unmask` must not write to the replies: where the result is refused, they say who is to blame.
     """
 
-    sent: tuple[torch.Tensor, ...]
+    sent: tuple[torch.Tensor | Seed, ...]
     unmask: Callable[..., torch.Tensor]
 
 
@@ -142,11 +166,8 @@ class Mask(BaseModel):
 
     @classmethod
     def supports(cls, operator: Operator) -> bool:
-        """Say whether the mask works on an operator.
-
-        By default the layers' linear ones; a mask of integers on the LM head as well.
-        """
-        return operator in FUSED_MODULES or (operator == "lm_head" and cls.arithmetic == "int8")
+        """Say whether the mask works on an operator; the layers' linear ones by default."""
+        return operator in FUSED_MODULES
 
 
 def describe_mask(name: str, options: dict[str, Any]) -> str:
@@ -254,4 +275,4 @@ class SharingMask(Mask):
 
     @abstractmethod
     def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
-        """Split the input. Each service sees: one tensor of `Masked.sent`."""
+        """Split the input. Each service sees: one tensor, or seed, of `Masked.sent`."""

@@ -8,6 +8,7 @@ import torch
 
 from protocol.messages import Arithmetic
 from tee_side.protect.masks.mask import AdditiveMask, Factors, Masked
+from tee_side.words import Operator, is_projection
 
 
 class Pad(AdditiveMask):
@@ -31,6 +32,11 @@ class Pad(AdditiveMask):
     tolerance: ClassVar[float] = 0.0
     cost: ClassVar[str] = "two passes in the TEE; one int8 product a pad, made ahead"
     arithmetic: ClassVar[Arithmetic] = "int8"
+
+    @classmethod
+    def supports(cls, operator: Operator) -> bool:
+        """Linear operators and the LM head."""
+        return is_projection(operator)
 
     def draw(self, words_TI: torch.Tensor) -> torch.Tensor:
         """Take the words as they are: uniform over the ring."""

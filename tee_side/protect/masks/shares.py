@@ -7,12 +7,13 @@ from typing import ClassVar
 import torch
 
 from protocol.messages import Arithmetic
-from tee_side.protect.masks.mask import Masked, SharingMask
+from protocol.seed import SEED_BYTES
+from tee_side.protect.masks.mask import Masked, Seed, SharingMask
 from tee_side.protect.randomness import Randomness
 
 
 class Shares(SharingMask):
-    """Send r to one service and x - r mod 2^32 to another, and add what they reply.
+    """Send a seed of r to one service, x - r mod 2^32 to another, and add what they reply.
 
     Each share alone is uniform whatever x is. Two services that compare notes know everything.
     """
@@ -29,10 +30,11 @@ class Shares(SharingMask):
     uniform: ClassVar[bool] = True
     source: ClassVar[str] = "additive secret sharing over Z_2^32"
     tolerance: ClassVar[float] = 0.0
-    cost: ClassVar[str] = "two passes in the TEE; everything twice on the wire and at the services"
+    cost: ClassVar[str] = "two passes in the TEE; a seed more to send; products and replies twice"
     arithmetic: ClassVar[Arithmetic] = "int8"
 
     def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
-        """Split. Each service sees: uniform ring elements."""
-        r = randomness.ring(*x_TI.shape)
-        return Masked((r, x_TI - r), lambda first_TO, second_TO: first_TO + second_TO)
+        """Split. One service sees: a fresh seed; the other: uniform ring elements."""
+        seed = Seed(randomness.bytes(SEED_BYTES), tuple(x_TI.shape))
+        sent = seed, x_TI - seed.elements()
+        return Masked(sent, lambda first_TO, second_TO: first_TO + second_TO)

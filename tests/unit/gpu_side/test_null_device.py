@@ -35,6 +35,7 @@ from protocol.messages import (
     MatmulRequest,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
     TensorReply,
 )
 from protocol.model.checkpoint import Checkpoint
@@ -57,7 +58,7 @@ def _floats(*shape: int) -> torch.Tensor:
     return torch.randn(shape)
 
 
-REQUESTS: dict[str, Computed] = {
+REQUESTS: dict[str, Computed | SeededRingLinearRequest] = {
     "qkv": LinearRequest(
         layer_idx=0,
         module_names=("q_proj", "k_proj", "v_proj"),
@@ -70,6 +71,13 @@ REQUESTS: dict[str, Computed] = {
         layer_idx=1,
         module_names=("gate_proj", "up_proj"),
         elements=from_torch(torch.ones(3, HIDDEN, dtype=torch.int32)),
+    ),
+    "seed": SeededRingLinearRequest(
+        layer_idx=1,
+        module_names=("down_proj",),
+        rows=3,
+        columns=96,
+        seed=from_torch(torch.arange(8, dtype=torch.int32)),
     ),
     "matmul": MatmulRequest(a=from_torch(_floats(6, 2, 16)), b=from_torch(_floats(1, 16, 7))),
     "head": LMHeadRequest(hidden_states=from_torch(_floats(4, HIDDEN).bfloat16())),

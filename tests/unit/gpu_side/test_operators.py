@@ -26,10 +26,12 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
     TensorReply,
 )
 from protocol.model.quantized import quantize_rows
-from protocol.tensors import WireTensor, from_torch, short_name, to_torch
+from protocol.seed import expand
+from protocol.tensors import ITEMSIZE, WireTensor, from_torch, short_name, to_torch
 from tests.support import SIZES, make_model
 from tests.tables import each_row
 
@@ -80,6 +82,22 @@ def _linear(hidden: torch.Tensor, *modules: ModuleName, layer: int = 1) -> Linea
 
 def _ring(elements: torch.Tensor, *modules: ModuleName, layer: int = 1) -> RingLinearRequest:
     return RingLinearRequest(layer_idx=layer, module_names=modules, elements=from_torch(elements))
+
+
+def _seeded(
+    rows: int = 2,
+    columns: int = HIDDEN,
+    *modules: ModuleName,
+    seed: bytes = bytes(32),
+    dtype: str = "int32",
+) -> SeededRingLinearRequest:
+    return SeededRingLinearRequest(
+        layer_idx=1,
+        module_names=modules or ("q_proj",),
+        rows=rows,
+        columns=columns,
+        seed=WireTensor(dtype, (len(seed) // ITEMSIZE[dtype],), seed),
+    )
 
 
 def _ring_head(elements: torch.Tensor) -> RingLMHeadRequest:
@@ -439,6 +457,14 @@ _RING = torch.zeros(2, HIDDEN, dtype=torch.int32)
         (_ring(_RING, "down_proj"), "expected 96 on the last axis"),
         (_ring(_RING, "q_proj", "k_proj"), "RingLinear.module_names: got q_proj k_proj, expected"),
         (_ring(_RING, "up_proj", "gate_proj"), "got up_proj gate_proj"),
+        (_seeded(2, 47), "SeededRingLinear.elements: got shape [2, 47], expected 48 on the last"),
+        (_seeded(2**31 - 1, 1), "got shape [2147483647, 1], expected 48 on the last"),
+        (_seeded(seed=bytes(28)), "SeededRingLinear.seed: got int32 [7], expected int32 [8]"),
+        (_seeded(seed=bytes(36)), "SeededRingLinear.seed: got int32 [9], expected int32 [8]"),
+        (_seeded(seed=bytes(32), dtype="int64"), "seed: got int64 [4], expected int32 [8]"),
+        (_seeded(seed=bytes(32), dtype="float32"), "seed: got float32 [8], expected int32 [8]"),
+        (_seeded(2, HIDDEN, "down_proj"), "expected 96 on the last axis"),
+        (_seeded(2, HIDDEN, "q_proj", "k_proj"), "module_names: got q_proj k_proj, expected"),
         (_ring_head(_HIDDEN), "RingLMHead.elements: got float32, expected int32"),
         (_ring_head(_RING[:, 1:]), "elements: got shape [2, 47], expected 48 on the last"),
         (_embedding(torch.tensor([0, VOCAB])), "expected 0 to 319"),
@@ -495,6 +521,7 @@ def test_refusal_does_not_quote_the_token_ids(operators: RequestHandler) -> None
         _linear(torch.zeros(2, HIDDEN), "gate_proj", "up_proj"),
         _ring(_RING, "q_proj"),
         _ring(_RING, "gate_proj", "up_proj"),
+        _seeded(2, HIDDEN, "gate_proj", "up_proj"),
         LMHeadRequest(hidden_states=from_torch(torch.zeros(1, HIDDEN))),
         _matmul(torch.zeros(16, 1), torch.zeros(1, 16)),
         _matmul(torch.zeros(16, 1, 1), torch.zeros(16, 1, 1, 1)),
@@ -511,6 +538,34 @@ def test_output_over_the_limit_is_refused(
     error = _refused(RequestHandler(weights, size - 1), case)
     assert error.code is ErrorCode.LIMIT_EXCEEDED
     assert str(error).endswith(f"expected at most {size - 1}")
+
+
+def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: RequestHandler) -> None:
+    modules: tuple[ModuleName, ...] = ("gate_proj", "up_proj")
+    kernel = operators.prepare(_seeded(3, HIDDEN, *modules))
+    for seed in (bytes(range(32)), bytes(reversed(range(32)))):
+        drawn = torch.frombuffer(expand(seed, 3 * HIDDEN), dtype=torch.int32).view(3, HIDDEN)
+        # The one kernel of a header computes every seed that comes under it.
+        reply, _ = kernel(_seeded(3, HIDDEN, *modules, seed=seed))
+        assert isinstance(reply, TensorReply)
+        assert torch.equal(to_torch(reply.output), _apply(operators, _ring(drawn, *modules)))
+
+
+@pytest.mark.parametrize("rows", [2, 2**14])
+def test_no_elements_are_made_of_a_seed_that_is_refused(
+    weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    def never(seed: bytes, count: int) -> bytearray:
+        raise AssertionError("expanded")
+
+    monkeypatch.setattr("protocol.messages.expand", never)
+    # A reply would be as large as this allows, and the elements are twice as large.
+    narrow = _seeded(rows, 96, "down_proj")
+    error = _refused(RequestHandler(weights, rows * HIDDEN * 4), narrow)
+    assert error.code is ErrorCode.LIMIT_EXCEEDED
+    assert error.where == "SeededRingLinear.rows"
+    assert error.got == f"elements of {rows * 384 + 16} bytes"
+    assert error.expected == f"at most {rows * 192}"
 
 
 def test_matmul_whose_operands_grow_by_broadcasting_is_refused(weights: ServiceWeights) -> None:

@@ -23,6 +23,7 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RotaryParams,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -41,6 +42,14 @@ LINEAR = {
     "dtype": "torch.float32",
 }
 RING = {"layer_idx": 3, "module_name": "down_proj", "elements": F4, "shape": [1, 1, 4]}
+SEEDED = {
+    "layer_idx": 3,
+    "module_name": "down_proj",
+    "rows": 2,
+    "columns": 4,
+    "seed": bytes(32),
+    "seed_shape": [8],
+}
 EMBEDDING = {"input_ids": IDS, "input_shape": [1, 2], "dtype": "torch.float32"}
 MATMUL = {
     "a_buffer": F4,
@@ -135,6 +144,16 @@ def test_ring_linear_is_always_int32(body: dict[str, Any], modules: tuple[Module
     )
 
 
+def test_a_seed_is_always_int32() -> None:
+    assert _read({"method": "SeededRingLinear", "request": SEEDED}) == SeededRingLinearRequest(
+        layer_idx=3,
+        module_names=("down_proj",),
+        rows=2,
+        columns=4,
+        seed=WireTensor("int32", (8,), bytes(32)),
+    )
+
+
 @each_row(
     ("method", "body", "code"),
     [
@@ -175,6 +194,20 @@ def test_ring_linear_is_always_int32(body: dict[str, Any], modules: tuple[Module
         ("RingLinear", _without(RING, "elements"), INVALID),
         ("RingLinear", _without(RING, "shape"), INVALID),
         ("RingLinear", LINEAR, INVALID),
+        ("SeededRingLinear", RING, INVALID),
+        ("SeededRingLinear", _without(SEEDED, "seed"), INVALID),
+        ("SeededRingLinear", _without(SEEDED, "seed_shape"), INVALID),
+        ("SeededRingLinear", _without(SEEDED, "rows"), INVALID),
+        ("SeededRingLinear", _without(SEEDED, "columns"), INVALID),
+        ("SeededRingLinear", SEEDED | {"seed": bytes(31)}, INVALID),
+        ("SeededRingLinear", SEEDED | {"seed_shape": [7]}, INVALID),
+        ("SeededRingLinear", SEEDED | {"rows": 0}, INVALID),
+        ("SeededRingLinear", SEEDED | {"rows": -1}, INVALID),
+        ("SeededRingLinear", SEEDED | {"rows": 2**31}, INVALID),
+        ("SeededRingLinear", SEEDED | {"rows": 3.0}, INVALID),
+        ("SeededRingLinear", SEEDED | {"rows": True}, INVALID),
+        ("SeededRingLinear", SEEDED | {"columns": 0}, INVALID),
+        ("SeededRingLinear", SEEDED | {"elements": bytes(32)}, INVALID),
         ("RingLMHead", RING, INVALID),
         ("RingLMHead", {"elements": bytes(16)}, INVALID),
         ("RingLMHead", {"elements": bytes(16), "shape": [1, 5]}, INVALID),

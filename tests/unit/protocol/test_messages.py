@@ -35,7 +35,11 @@ def test_each_method_has_its_reply() -> None:
         "Init": InitReply,
         "Health": HealthReply,
         **dict.fromkeys(
-            ["Embedding", "Linear", "RingLinear", "Matmul", "LMHead", "RingLMHead"], TensorReply
+            [
+                *("Embedding", "Linear", "RingLinear", "SeededRingLinear"),
+                *("Matmul", "LMHead", "RingLMHead"),
+            ],
+            TensorReply,
         ),
     }
 

@@ -18,6 +18,7 @@ from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     RingLinearRequest,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -95,6 +96,26 @@ def test_a_started_request_has_the_bytes_of_a_submitted_one(
     header = msgpack.unpackb(channel.frames[0]) | {"request_id": request_id}
     assert header == msgpack.unpackb(expected[0])
     assert channel.frames[1:] == expected[1:]
+
+
+def test_a_seed_crosses_in_place_of_the_elements() -> None:
+    channel, prepared, words = Keeping(), _ring(), torch.arange(8, dtype=torch.int32)
+    request_id = channel.start(prepared.seeded, words, 1.5)
+    whole = SeededRingLinearRequest(
+        layer_idx=3,
+        module_names=("q_proj", "k_proj"),
+        rows=ROWS,
+        columns=IN,
+        seed=from_torch(words),
+    )
+    assert channel.frames == [bytes(frame) for frame in encode_request(whole, request_id, 1500)]
+    assert prepared.seeded.request(words) == whole
+    assert prepared.seeded is prepared.seeded
+    frames = _reply(request_id, OUTPUT, "SeededRingLinear")
+    channel.script.append((frames, 1))
+    assert torch.equal(prepared.output(channel.wait(request_id)), OUTPUT)
+    with pytest.raises(ValueError, match="SeededRingLinearRequest"):
+        _ = PreparedRequest(MESSAGES[2][0], (ROWS, OUT), "float32").seeded
 
 
 def test_the_expected_reply_is_taken_without_being_decoded(

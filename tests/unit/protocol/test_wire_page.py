@@ -11,6 +11,7 @@ import pytest
 from gpu_side.encoding import open_request, read_request
 from protocol.encoding import encode_request
 from protocol.messages import EmbeddingRequest, LinearRequest, Request, RingLinearRequest
+from protocol.seed import expand
 from protocol.tensors import WireTensor
 
 PAGE = Path(__file__).parents[3] / "docs" / "wire.md"
@@ -78,6 +79,12 @@ EMBEDDING, LINEAR, LINEAR_DATA, RING, RING_DATA = _dumps()
 def test_dump_is_the_request(frames: list[bytes], expected: Request) -> None:
     opened = open_request(frames, 2**20)
     assert read_request(opened) == expected
+
+
+def test_the_page_says_how_a_seed_begins() -> None:
+    found = re.search(r"a seed of zeros begins `([0-9a-f]{16})`", PAGE.read_text(encoding="utf-8"))
+    assert found
+    assert expand(bytes(32), 2).hex() == found[1]
 
 
 def test_our_own_client_sends_the_ring_linear_of_the_page() -> None:

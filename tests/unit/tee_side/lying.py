@@ -15,11 +15,12 @@ from protocol.messages import (
     Response,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
     TensorReply,
 )
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
-from tests.support import LoopbackChannel, SavedModel, Tee, token_ids, with_results
+from tests.support import LoopbackChannel, SavedModel, Tee, expanded, token_ids, with_results
 
 Models = Callable[..., SavedModel]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -78,7 +79,7 @@ def one_more(y: torch.Tensor) -> torch.Tensor:
 
 
 def site_of(request: Request) -> tuple[int, str] | None:
-    if isinstance(request, RingLinearRequest | LinearRequest):
+    if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
         return request.layer_idx, request.module_names[0]
     if isinstance(request, RingLMHeadRequest):
         return -1, "lm_head"
@@ -90,5 +91,4 @@ def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
 
 
 def bytes_of(request: Request) -> bytes:
-    assert isinstance(request, RingLinearRequest | RingLMHeadRequest)
-    return bytes(request.elements.data)
+    return bytes(expanded(request).elements.data)

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from protocol.errors import MaskError
-from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct
+from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, Seed, SharingMask
+from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import FloatSites
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, is_linear
 from tests.support import LoopbackChannel
 from tests.tables import each_row
-from tests.unit.tee_side.remote_fakes import ARGUMENTS, Models, remote_under
+from tests.unit.tee_side.remote_fakes import ARGUMENTS, Models, OneSite, remote_under
 from tsqp.lab.research.row_permutation import RowPermutation
 
 
@@ -57,6 +58,84 @@ def test_a_mask_that_is_wrong_is_named_with_its_operator(
     # No mask has to be said; and it is not a reason to look away.
     with pytest.raises(MaskError, match=f"{named}: o_proj: {said}"):
         run(remote.o_proj(0, torch.ones(3, 96)))
+
+
+class Halves(SharingMask):
+    """A mask of before there were seeds, as a user may have one: two tensors."""
+
+    name = "halves"
+    hides = known_break = source = cost = "x"
+    broken = True
+    tolerance = 0.0
+    arithmetic = "int8"
+
+    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
+        half = x_TI // 2
+        return Masked((half, x_TI - half), lambda one, two: one + two)
+
+
+@pytest.mark.parametrize("kind", ["halves", "seed first", "seed last"])
+def test_a_sharing_mask_may_send_tensors_or_seeds(saved_model: Models, kind: str) -> None:
+    model, x = saved_model("llama"), torch.arange(3.0 * 96).reshape(3, 96)
+    plain_channel, channels = (
+        LoopbackChannel(model.directory),
+        [LoopbackChannel(model.directory) for _ in range(2)],
+    )
+    sites = OneSite(torch.int32)
+    plain = run(remote_under(model, [plain_channel], None, sites=sites).linear(0, "o_proj", x))
+
+    def hide(encoded: torch.Tensor) -> Masked:
+        seed = Seed(bytes(range(32)), tuple(encoded.shape))
+        sent = [seed, encoded - seed.elements()]
+        return Masked(tuple(sent if kind == "seed first" else sent[::-1]), torch.add)
+
+    chosen: Any = None if kind == "halves" else lambda _site: hide
+    remote = remote_under(model, channels, Halves(), sites=sites, hide=chosen)
+    assert torch.equal(run(remote.linear(0, "o_proj", x)), plain)
+    methods = [[request.method for request in channel.requests] for channel in channels]
+    seeded = {"halves": None, "seed first": 0, "seed last": 1}[kind]
+    assert methods == [
+        ["SeededRingLinear" if index == seeded else "RingLinear"] for index in range(2)
+    ]
+
+
+@each_row(
+    ("size", "shape", "said"),
+    [
+        (31, (3, 96), "a seed of 31 bytes, expected 32"),
+        (33, (3, 96), "a seed of 33 bytes, expected 32"),
+        (32, (2, 96), "int32 .2, 96. to send, expected int32 .rows, 96., at most 3 rows"),
+        (32, (3, 95), "int32 .3, 95. to send, expected int32 .rows, 96., at most 3 rows"),
+        (32, (4, 96), "int32 .4, 96. to send, expected int32 .rows, 96., at most 3 rows"),
+    ],
+)
+def test_a_seed_that_is_wrong_is_refused(
+    saved_model: Models, size: int, shape: tuple[int, ...], said: str
+) -> None:
+    model = saved_model("llama")
+    channels = [LoopbackChannel(model.directory) for _ in range(2)]
+
+    def hide(encoded: torch.Tensor) -> Masked:
+        return Masked((encoded, Seed(bytes(size), shape)), torch.add)
+
+    hides: Any = lambda _site: hide  # noqa: E731
+    remote = remote_under(model, channels, Halves(), sites=OneSite(torch.int32), hide=hides)
+    with pytest.raises(MaskError, match=f"mask halves: o_proj: got {said}"):
+        run(remote.linear(0, "o_proj", torch.ones(3, 96)))
+    assert not any(channel.requests for channel in channels)
+
+
+def test_a_seed_of_floats_is_refused(saved_model: Models) -> None:
+    model = saved_model("llama")
+
+    def hide(x: torch.Tensor) -> Masked:
+        return Masked((Seed(bytes(32), tuple(x.shape)),), lambda y: y)
+
+    hides: Any = lambda _site: hide  # noqa: E731
+    channel = LoopbackChannel(model.directory)
+    remote = remote_under(model, [channel], RowPermutation(), hide=hides)
+    with pytest.raises(MaskError, match=r"o_proj: got int32 .3, 96. to send, expected float32"):
+        run(remote.linear(0, "o_proj", torch.ones(3, 96)))
 
 
 UNMASKED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {

@@ -7,7 +7,7 @@ import torch
 
 from protocol.errors import PolicyError
 from tee_side.protect.masking import linear_masking
-from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, RowMask
+from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, RowMask, Seed
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.shares import Shares
 from tee_side.protect.pads.layout import site_number
@@ -50,11 +50,18 @@ def test_a_row_mask_draws_from_the_generator_given() -> None:
     assert torch.equal(first.unmask(first.sent[0]), X)
 
 
-def test_shares_are_two_tensors() -> None:
-    masked = linear_masking(Shares(), Randomness())((0, "o_proj"))(X.int())
-    assert masked is not None
-    one, two = masked.sent
-    assert torch.equal(one + two, X.int())
+def test_shares_are_a_fresh_seed_and_what_is_left() -> None:
+    hide = linear_masking(Shares(), Randomness())((0, "o_proj"))
+    keys = set()
+    for _ in range(2):
+        masked = hide(X.int())
+        assert masked is not None
+        one, two = masked.sent
+        assert isinstance(one, Seed)
+        assert isinstance(two, torch.Tensor)
+        assert torch.equal(one.elements() + two, X.int())
+        keys.add(bytes(one.key))
+    assert len(keys) == 2
 
 
 def test_an_additive_mask_asks_for_the_sites_factors_and_passes_on_that_there_are_none() -> None:

@@ -208,7 +208,10 @@ def test_round_trips_of_two_services_are_added_up(
             result = _generate(runner)
         counts[policy] = result.rpc
     assert counts["two-server"].count == 2 * counts["quantized-clear"].count
-    assert counts["two-server"].bytes_sent == 2 * counts["quantized-clear"].bytes_sent
+    # A seed, and headers of as many bytes as before, give or take a few.
+    more = counts["two-server"].bytes_sent - counts["quantized-clear"].bytes_sent
+    requests = counts["quantized-clear"].count
+    assert 32 * requests < more < 256 * requests
 
 
 @pytest.mark.parametrize("policy", ["shielded", "two-server"])

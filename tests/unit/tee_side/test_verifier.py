@@ -21,7 +21,6 @@ from protocol.messages import (
     MatmulRequest,
     Request,
     Response,
-    RingLinearRequest,
     TensorReply,
 )
 from protocol.model.checkpoint import Checkpoint
@@ -157,13 +156,14 @@ def test_a_right_reply_to_another_question_is_refused(
 
         def answer(self, request: Request) -> Response:
             reply = super().answer(request)
-            if not isinstance(request, RingLinearRequest) or request.module_names != ("o_proj",):
+            if (site := site_of(request)) is None or site[1] != "o_proj":
                 return reply
+            layer, _ = site
             if which == "swapped layer":
                 return super().answer(request.model_copy(update={"layer_idx": 2}))
-            if self.earlier is None and request.layer_idx == 1:
+            if self.earlier is None and layer == 1:
                 self.earlier = reply
-            return self.earlier if self.earlier and request.layer_idx == 1 else reply
+            return self.earlier if self.earlier and layer == 1 else reply
 
     channels: list[LoopbackChannel] = [
         Other(model.directory),

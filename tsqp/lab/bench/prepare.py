@@ -323,8 +323,8 @@ def in_fresh_process(function: Callable[..., None], *arguments: Any) -> None:
     # Classes from a user's files are found again where the files have been loaded before.
     work = pickle.dumps((function, arguments))
     process = context.Process(target=_in_child, args=(sender, loaded_files(), work))
-    # Blocked in the child for good, from before its first instruction. The tracker's start, which the
-    # first process would bring about, unblocks it.
+    # Blocked in the child for good, from before its first instruction. The tracker's start, which
+    # the first process would bring about, unblocks it.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

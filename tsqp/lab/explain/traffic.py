@@ -27,6 +27,7 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
@@ -114,6 +115,8 @@ class _Recorder(Channel):
 
 def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...], str]:
     """Return shape and dtype of the reply that a service owes."""
+    if isinstance(request, SeededRingLinearRequest):
+        request = request.expanded()
     match request:
         case EmbeddingRequest():
             return (*request.input_ids.shape, config.hidden_size), request.dtype
@@ -253,7 +256,7 @@ class StepTraffic:
     def _count(self, captured: _Captured, layer: int) -> Cost:
         """Encode a request and its reply as for the wire, in a layer, under the next id."""
         request, headers = captured.request, self._headers
-        if isinstance(request, LinearRequest | RingLinearRequest):
+        if isinstance(request, LinearRequest | RingLinearRequest | SeededRingLinearRequest):
             request = request.model_copy(update={"layer_idx": layer})
         request_id = self._ids[captured.service]
         self._ids[captured.service] += 1

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from gpu_side.encoding import open_request, read_request
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
-from protocol.messages import Request, RingLinearRequest
+from protocol.messages import Request, RingLinearRequest, SeededRingLinearRequest
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
@@ -68,7 +68,8 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
 
 
 def _read(frames: Sequence[bytes]) -> Request:
-    return read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
 
 
 def _sum(one: Request, other: Request) -> Request | None:

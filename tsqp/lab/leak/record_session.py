@@ -163,10 +163,10 @@ def _sent_rows(operator: Operator, mask: Mask | None, config: ModelConfig) -> in
     randomness = Randomness()
     if operator == "embedding":
         ids_1 = torch.zeros(1, dtype=torch.int64)
-        return len(mask.mask_ids(ids_1, config.vocab_size, randomness).sent[0])
+        return mask.mask_ids(ids_1, config.vocab_size, randomness).sent[0].shape[0]
     _, size = row_layout(config, operator)[1] if is_linear(operator) else (0, config.hidden_size)
     dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
-    return len(mask.mask(torch.ones(1, size, dtype=dtype), randomness).sent[0])
+    return mask.mask(torch.ones(1, size, dtype=dtype), randomness).sent[0].shape[0]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RingLMHeadRequest,
+    SeededRingLinearRequest,
 )
 from protocol.tensors import WireTensor, to_torch
 from tee_side.words import OPERATORS, PHASES, PRODUCTS, Operator, Phase
@@ -158,6 +159,8 @@ def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
             ) from error
         if isinstance(request, InitRequest | HealthRequest):
             continue
+        if isinstance(request, SeededRingLinearRequest):
+            request = request.expanded()  # as its receiver does
         tensors = tuple(to_torch(value) for _, value in request if isinstance(value, WireTensor))
         if isinstance(request, LinearRequest | RingLinearRequest):
             layer, products = request.layer_idx, 0

@@ -319,7 +319,7 @@ def product_call(
             channels=tuple(map(_ProductChannel, settings.channels_at(layer)[:1])),
             encode=_same,
             hide=hide,
-            requests=lambda _, masked: (_prepared_product(*masked.sent[0]),),
+            requests=lambda _, masked: (_prepared_product(*cast(Any, masked.sent[0])),),
             rules=rules,
             shape=shape,
             check=check,

@@ -19,6 +19,7 @@ from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     RingLinearRequest,
+    SeededRingLinearRequest,
     TensorReply,
 )
 from protocol.tensors import from_torch, to_torch
@@ -60,6 +61,13 @@ def _requests(weights: ServiceWeights, rows: int) -> list[Any]:
     return [
         RingLinearRequest(layer_idx=1, module_names=qkv, elements=elements),
         RingLinearRequest(layer_idx=0, module_names=("k_proj",), elements=elements),
+        SeededRingLinearRequest(
+            layer_idx=0,
+            module_names=("v_proj",),
+            rows=rows,
+            columns=width,
+            seed=from_torch(torch.arange(8, dtype=torch.int32)),
+        ),
         LinearRequest(layer_idx=1, module_names=qkv, hidden_states=from_torch(hidden)),
         LinearRequest(
             layer_idx=0, module_names=("up_proj",), hidden_states=from_torch(hidden.bfloat16())

@@ -17,11 +17,13 @@ from protocol.messages import (
     MatmulRequest,
     Request,
     RingLinearRequest,
+    SeededRingLinearRequest,
 )
 from protocol.tensors import from_torch
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.masks.mask import Seed
 from tee_side.words import OPERATORS
 from tests.support import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import Models, embedding, linear, message, policy_of, tiny
@@ -30,6 +32,7 @@ from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
 
 ROWS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 WORDS = torch.arange(16, dtype=torch.int32).reshape(2, 8)
+SEED = Seed(bytes(range(32)), (3, 4))
 SEND = [name for name in builtin_policies() if load_policy(name).services]
 
 
@@ -96,6 +99,18 @@ def rotation(rows: int) -> dict[str, Any]:
             (1, "down_proj"),
             ("down_proj",),
             [WORDS],
+        ),
+        (
+            SeededRingLinearRequest(
+                layer_idx=1,
+                module_names=("down_proj",),
+                rows=3,
+                columns=4,
+                seed=from_torch(SEED.words()),
+            ),
+            (1, "down_proj"),
+            ("down_proj",),
+            [SEED.elements()],
         ),
         (
             MatmulRequest(a=from_torch(ROWS), b=from_torch(ROWS.T.contiguous())),
