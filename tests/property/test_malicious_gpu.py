@@ -303,6 +303,11 @@ class Patching:
             witness.read(store, indices, site)
             return factors(store, indices, site)
 
+        def read_all(
+            store: PadStore, indices: range
+        ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+            return {site: store.factors(indices, site) for site in store.layout.by_number}
+
         def called(plan: CallPlan, x_TI: Any) -> Any:
             def encoded(x_TI: Any) -> Any:
                 found = plan.encode(x_TI)
@@ -327,6 +332,7 @@ class Patching:
                 witness.longest_s = max(witness.longest_s, world.clock.monotonic() - began)
 
         patch.setattr(PadStore, "factors", read)
+        patch.setattr(PadStore, "all_factors", read_all)
         patch.setattr(linear_module, "carry_out", called)
         patch.setattr(replicas.Replicas, "wait", waited)
 

@@ -109,13 +109,12 @@ def test_factors_that_do_not_fit_are_nobodys_lie(saved_model: Models) -> None:
     channel = Lying(model.directory, lambda y: y, others=True)
     tee = model.tee("shielded", channels=[channel])
     (pads,) = tee.assembly.pads.values()
-    factors = pads._store.factors
+    factors = pads._store.all_factors
 
-    def damaged(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
-        r, u = factors(indices, site)
-        return r, u + 1
+    def damaged(indices: range) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        return {site: (r, u + 1) for site, (r, u) in factors(indices).items()}
 
-    pads._store.factors = damaged  # type: ignore[method-assign]
+    pads._store.all_factors = damaged  # type: ignore[method-assign]
     with pytest.raises(MaskError, match="mask pad: qkv_proj in layer 0: got a wrong result"):
         generate(tee)
     assert not channel.distrusted
