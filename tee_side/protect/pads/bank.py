@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -149,9 +150,13 @@ class BankFile(PadStore):
         self._slot_bytes = slot_bytes(layout, self.group)
         # Each site's record that was begun: its first index, and its u [group, O].
         self._begun = dict.fromkeys((site.number for site in layout.sites), _NONE_BEGUN)
-        # Records on their way: memory that is used again costs no page faults.
+        # The group behind the one that tokens are read of, while another thread decrypts it.
+        self._ahead: tuple[int, Future[dict[int, Tensor]]] | None = None
+        self._reader = ThreadPoolExecutor(1, "pads ahead")
+        # Records on their way, of three threads: memory that is used again costs no page faults.
         largest = max(record_bytes(site, self.group) for site in layout.sites)
-        self._reading, self._writing = bytearray(largest), bytearray(largest)
+        self._reading, self._reading_ahead = bytearray(largest), bytearray(largest)
+        self._writing = bytearray(largest)
 
     @classmethod
     def create(
@@ -259,7 +264,7 @@ class BankFile(PadStore):
             start, stop = max(indices.start, first), min(indices.stop, first + group)
             rows = u[start - indices.start : stop - indices.start]
             if stop - start == group:
-                self._open(first, site, rows)
+                self._open(first, site, rows, self._reading)
                 continue
             rows.copy_(self._begin(first, site)[start - first : stop - first])
         return u
@@ -269,11 +274,41 @@ class BankFile(PadStore):
         rows = slice(indices.start - first, indices.stop - first)
         if rows.stop > self.group:
             return super()._read_all(indices)
+        if any(begun != first for begun, _ in self._begun.values()):
+            self._advance(first)
+        # Copies: the next group but one is decrypted into the same memory.
+        return {number: u_GO[rows].clone() for number, (_, u_GO) in self._begun.items()}
+
+    def _advance(self, first: int) -> None:
+        """Begin a group at every site, and have the one behind it decrypted meanwhile.
+
+        Decrypting a group takes as long as a token does at a fast service; the thread that works
+        on tokens would wait for it at every first one. What is decrypted ahead and never used is
+        gone with this process, as pads are that were not decrypted.
+        """
+        ahead, self._ahead = self._ahead, None
+        spare: dict[int, Tensor] = {}
+        if ahead is not None and ahead[0] == first:
+            opened = ahead[1].result()
+            spare = {number: u_GO for number, (_, u_GO) in self._begun.items()}
+            self._begun = {number: (first, u_GO) for number, u_GO in opened.items()}
+        elif ahead is not None:
+            ahead[1].exception()  # pads that others took; the thread ends with it
+        for site in self._sites.values():
+            self._begin(first, site)
+        following = first + self.group
+        if following < self._filled:
+            self._ahead = following, self._reader.submit(self._open_all, following, spare)
+
+    def _open_all(self, first: int, spare: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return u of a group at every site; on a thread of its own. `spare`: memory for it."""
         found = {}
         for number, site in self._sites.items():
-            begun, u_GO = self._begun[number]
-            # A copy: the next group is decrypted into the same memory.
-            found[number] = (u_GO if begun == first else self._begin(first, site))[rows].clone()
+            u_GO = spare.get(number, _NONE_BEGUN[1])
+            if not u_GO.numel():
+                u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
+            self._open(first, site, u_GO, self._reading_ahead)
+            found[number] = u_GO
         return found
 
     def _begin(self, first: int, site: SiteShape) -> Tensor:
@@ -284,14 +319,14 @@ class BankFile(PadStore):
         if not u_GO.numel():
             u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
         if begun != first:
-            self._open(first, site, u_GO)  # not begun where it is not authentic
+            self._open(first, site, u_GO, self._reading)  # not begun where it is not authentic
         self._begun[site.number] = first, u_GO
         return u_GO
 
-    def _open(self, first: int, site: SiteShape, u_GO: Tensor) -> None:
-        """Read the record of a group, and decrypt it into place."""
+    def _open(self, first: int, site: SiteShape, u_GO: Tensor, reading: bytearray) -> None:
+        """Read the record of a group, and decrypt it into place. `reading`: of this thread."""
         bound, offset = self._place(first, site)
-        sealed = memoryview(self._reading)[: record_bytes(site, self.group)]
+        sealed = memoryview(reading)[: record_bytes(site, self.group)]
         try:
             read = os.preadv(self._descriptor, [sealed], offset)
             if read != len(sealed):
@@ -313,6 +348,7 @@ class BankFile(PadStore):
             ) from None
 
     def _let_go(self) -> None:
+        self._reader.shutdown()
         self._files.close()
 
     def _place(self, index: int, site: SiteShape) -> tuple[bytes, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,54 @@ def test_one_token_is_read_from_disk_once_for_its_group(
         for number in range(6):
             use(bank, bank.take(1), at_once=number % 2 == 1)
     assert len(read) == 2 * len(LAYOUT.sites)
+
+
+def test_the_group_behind_is_decrypted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        opened, by = bank._open, []
+
+        def noted(first: int, *record: Any) -> None:
+            by.append((first, threading.current_thread() is threading.main_thread()))
+            opened(first, *record)
+
+        monkeypatch.setattr(bank, "_open", noted)
+        drawn = [use(bank, bank.take(1), at_once=True)[0] for _ in range(16)]
+    assert torch.cat(drawn).unique(dim=0).shape[0] == 16
+    # Nothing is decrypted ahead of the first group, and nothing behind what is filled.
+    assert sorted(set(by)) == [(0, True)] + [(first, False) for first in range(GROUP, 16, GROUP)]
+    assert len(by) == 16 // GROUP * len(LAYOUT.sites)
+
+
+def test_tokens_that_others_took_are_not_waited_for(tmp_path: Path) -> None:
+    """The group ahead is used up site by site, or partly; later groups are right all the same."""
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        use(bank, bank.take(1), at_once=True)
+        use(bank, bank.take(GROUP + 1))
+        use(bank, bank.take(1), at_once=True)
+        use(bank, bank.take(GROUP), at_once=True)  # of two groups
+        use(bank, bank.take(1), at_once=True)
+
+
+def test_a_damaged_group_ahead_is_refused_when_its_turn_comes(tmp_path: Path) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        _, offset = bank._place(GROUP, LAYOUT.sites[1])
+        with (tmp_path / "bank").open("r+b") as file:
+            file.seek(offset + 20)
+            byte = file.read(1)[0]
+            file.seek(offset + 20)
+            file.write(bytes([byte ^ 1]))
+        for _ in range(GROUP):
+            use(bank, bank.take(1), at_once=True)
+        for _ in range(2):
+            with pytest.raises(PadBankError, match=f"pad {GROUP}, layer 1 qkv_proj"):
+                bank.all_factors(bank.take(1))
+        bank.take(GROUP - 2)
+        use(bank, bank.take(1), at_once=True)
 
 
 def test_a_group_begun_by_another_process_goes_on(tmp_path: Path) -> None:
