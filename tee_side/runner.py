@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from protocol import native
 from protocol.channel import ChannelWrapper, Traffic
@@ -81,11 +82,25 @@ class RunnerSettings:
     shares_in_the_clear: bool = False
 
 
+class Cores(NamedTuple):
+    """Which threads a run has, planned once: no more than `usable` cores have work at a time.
+
+    `step`: compute a step; `make_pads`: make pads, while no step runs or one waits for them;
+    `read_pads`: read and decrypt pads of a bank for the next tokens, beside a step.
+    """
+
+    usable: int
+    step: int
+    make_pads: int
+    read_pads: int
+
+
 class Runner:
     """The trusted side, ready to generate. Use as a context manager.
 
     `assignments`: a line for each service, of the layers and share that it gets and its key.
-    `leakage_summary`: what the GPU side learns over these links; None if nothing leaves.
+    `leakage_summary`: what the GPU side learns over these links; None if nothing leaves. `cores`:
+    the threads of this run.
 
     Raises, before anything is computed: ModelError, PolicyError, SettingsError, EndpointError,
     DeadlineExceededError (nothing answers) and ModelMismatchError.
@@ -110,7 +125,7 @@ class Runner:
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
-        native.set_up(settings.kernels, settings.threads)
+        self.cores = _share_cores(settings)
         self.config = config = read_config(settings.model, settings.manifest)
         self.dtype = dtype = torch_dtype(settings.dtype or config.dtype)
         self._checkpoint = checkpoint = Checkpoint(settings.model, settings.manifest)
@@ -272,3 +287,17 @@ def _connect(
 
 def _key_words(keys: ClientKeys | None) -> str:
     return f"key {keys.service.decode()}" if keys else "no key"
+
+
+def _share_cores(settings: RunnerSettings) -> Cores:
+    """Set up the kernels and their threads, and say who has which.
+
+    A step's threads wait for each other after every kernel: one whose core reads pads keeps all of
+    them waiting. So reading gets a core of its own, but where there are few: it sleeps most of the
+    time. Raises KernelError.
+    """
+    usable, read = native.usable_cores(), int(settings.masks.bank is not None)
+    given = settings.threads
+    native.set_up(settings.kernels, usable - 1 if given is None and read and usable > 3 else given)
+    step = native.threads()
+    return Cores(usable, step, step, read)

@@ -131,10 +131,6 @@ class _Own(threading.local):
         return self.pool
 
 
-_threads = len(os.sched_getaffinity(0))
-own = _Own()
-
-
 def set_up(kernels: str | None, threads: int | None) -> None:
     """Choose this process's kernels and their threads, torch's too; None: as it is.
 
@@ -147,11 +143,25 @@ def set_up(kernels: str | None, threads: int | None) -> None:
         set_threads(threads)
 
 
+def threads() -> int:
+    """Return how many threads share the kernels of one thread, itself included."""
+    return _threads
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def set_threads(count: int) -> None:
     """Let every thread's kernels use so many threads, itself included, from now on."""
     global _threads, own
     if count != _threads:
         _threads, own = count, _Own()
+
+
+_threads = usable_cores()
+own = _Own()
 
 
 def _forget_pools() -> None:

@@ -58,7 +58,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("prompt_token_ids", "token_ids", "text", "finish_reason", "usage", "timing", "policy"),
-        *("rpc", "pads", "model", "model_digest", "policy_digest", "seed", "kernels"),
+        *("rpc", "pads", "model", "model_digest", "policy_digest", "seed", "kernels", "cores"),
     }
     assert answer["prompt_token_ids"] == reference_tokenizer(PROMPT)["input_ids"]
     want, expected = greedy(reference, answer["prompt_token_ids"], 64)

@@ -237,6 +237,7 @@ class SoFar:
             "model_digest": runner.model_digest,
             "policy_digest": policy_digest(runner.policy),
             "kernels": native.choice().variant,
+            "cores": runner.cores._asdict(),
             "seed": sampling.seed,
         }
 
@@ -271,5 +272,6 @@ def policy_digest(policy: Policy) -> str:
         ]
         for operator, placements in policy.operators.items()
     }
-    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, operators]
+    prefill = (policy.prefill, policy.left_to_decode)
+    said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from protocol import native
 from protocol.channel import Exchange
 from protocol.curve import ClientKeys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -27,6 +28,7 @@ from protocol.errors import (
     SettingsError,
 )
 from tee_side import assembly
+from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
 from tee_side.engine.generation import GenerationResult, PadTotals
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
@@ -632,3 +634,31 @@ def test_a_generation_counts_only_its_own_waits(
     # Eight were made for the first; five of them were used, and the second took one more.
     assert (first.pads.waited, first.pads.available) == (1, 3)
     assert (second.pads.waited, second.pads.available) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("usable", "given", "bank", "expected"),
+    [
+        (16, None, True, (16, 15, 15, 1)),
+        (16, None, False, (16, 16, 16, 0)),
+        (16, 6, True, (16, 6, 6, 1)),
+        (2, None, True, (2, 2, 2, 1)),
+    ],
+)
+def test_cores_are_shared_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    usable: int,
+    given: int | None,
+    bank: bool,
+    expected: tuple[int, ...],
+) -> None:
+    """Reading a bank has a core of its own where there are more than three."""
+    place = BankPlace.at(tmp_path / "bank", beside_bank=True) if bank else None
+    masks = MaskSettings(bank=place)
+    settings = RunnerSettings(tmp_path, load_policy("shielded"), masks=masks, threads=given)
+    asked: list[int | None] = []
+    monkeypatch.setattr(native, "usable_cores", lambda: usable)
+    monkeypatch.setattr(native, "set_up", lambda _kernels, threads: asked.append(threads))
+    monkeypatch.setattr(native, "threads", lambda: asked[-1] or usable)
+    assert tuple(runner_module._share_cores(settings)) == expected
