@@ -276,8 +276,12 @@ class BankFile(PadStore):
             return super()._read_all(indices)
         if any(begun != first for begun, _ in self._begun.values()):
             self._advance(first)
+        begun = self._begun
+        if len(indices) == self.group:  # nothing of it is read again: the caller may have it
+            self._begun = dict.fromkeys(begun, _NONE_BEGUN)
+            return {number: u_GO for number, (_, u_GO) in begun.items()}
         # Copies: the next group but one is decrypted into the same memory.
-        return {number: u_GO[rows].clone() for number, (_, u_GO) in self._begun.items()}
+        return {number: u_GO[rows].clone() for number, (_, u_GO) in begun.items()}
 
     def _advance(self, first: int) -> None:
         """Begin a group at every site, and have the one behind it decrypted meanwhile.
