@@ -84,7 +84,7 @@ class RequestHandler:
     def _expands(self, first: SeededRingLinearRequest) -> Kernel:
         # Nothing is allocated for what the check refuses.
         task = self._checker.check(first)
-        kernel = self._kernels.prepare(first.expanded(), task)
+        kernel = self._kernels.prepare(first.without_elements(), task)
 
         def expanded(request: Any) -> Result:
             return kernel(request.expanded())

@@ -120,8 +120,14 @@ class SeededRingLinearRequest(Message):
 
         `gpu_side.tasks` checks them.
         """
-        drawn, names = expand(self.seed.data, self.rows * self.columns), self.module_names
-        elements = WireTensor("int32", (self.rows, self.columns), drawn)
+        return self._standing_for(expand(self.seed.data, self.rows * self.columns))
+
+    def without_elements(self) -> RingLinearRequest:
+        """Return the same with no byte of its elements: for who looks at its sizes alone."""
+        return self._standing_for(b"")
+
+    def _standing_for(self, drawn: bytes | bytearray) -> RingLinearRequest:
+        elements, names = WireTensor("int32", (self.rows, self.columns), drawn), self.module_names
         return RingLinearRequest(layer_idx=self.layer_idx, module_names=names, elements=elements)
 
 

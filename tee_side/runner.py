@@ -83,7 +83,7 @@ class RunnerSettings:
 
 
 class Cores(NamedTuple):
-    """Which threads a run has, planned once: no more than `usable` cores have work at a time.
+    """Which threads a run has, planned once. `usable`: the cores that it may use.
 
     `step`: compute a step; `make_pads`: make pads, while no step runs or one waits for them;
     `read_pads`: read and decrypt pads of a bank for the next tokens, beside a step.
@@ -297,7 +297,8 @@ def _share_cores(settings: RunnerSettings) -> Cores:
     time. Raises KernelError.
     """
     usable, read = native.usable_cores(), int(settings.masks.bank is not None)
-    given = settings.threads
-    native.set_up(settings.kernels, usable - 1 if given is None and read and usable > 3 else given)
+    native.set_up(settings.kernels, settings.threads)
+    if settings.threads is None:
+        native.set_threads(usable - read if usable > 3 else usable)
     step = native.threads()
     return Cores(usable, step, step, read)

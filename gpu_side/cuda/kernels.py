@@ -99,9 +99,12 @@ class CudaKernels:
         return self._ring_product(rows, weight, tile)
 
     def _choose_tiles(self) -> None:
-        """Choose for all operators of a layer, so that no request waits for it."""
-        operators = (self._weights.integers or {})[self._weights.held_layers[0]]
-        for operator in operators.values():
+        """Choose for all operators of a layer and the LM head, so that no request waits for it."""
+        weights = self._weights
+        operators = list((weights.integers or {})[weights.held_layers[0]].values())
+        if weights.lm_head_int8 is not None:
+            operators.append(weights.lm_head_int8)
+        for operator in operators:
             for rows in _CHOSEN_ROWS:
                 shape = rows, operator.weight.shape[1]
                 self._ring(

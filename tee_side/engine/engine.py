@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from collections.abc import Sequence as Lanes
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -200,9 +199,8 @@ class Engine:
         if not parts:
             return []
         batch = Batch.of(parts)
-        if phase == "prefill":
-            self._leave_to_decode(self._step_tokens - budget)
-        logits_NV = run_step(batch, self.lanes, phase)
+        withhold = phase == "prefill" and not self._in_stock(self._step_tokens - budget)
+        logits_NV = run_step(batch, self.lanes, phase, withhold=withhold)
         observer = self.lanes[0].model.observer
         sampled = []
         for sequence, logits_V in zip(complete, logits_NV, strict=True):
@@ -216,11 +214,9 @@ class Engine:
         self._remove_finished()
         return sampled
 
-    def _leave_to_decode(self, rows: int) -> None:
-        """Have the TEE compute a prompt's step where pads are short: by counts, not by tokens."""
-        if not all(pads.in_stock(rows) for pads in self.lanes[0].pads):
-            for pads in chain.from_iterable(lane.pads for lane in self.lanes):
-                pads.withhold()
+    def _in_stock(self, rows: int) -> bool:
+        """Say whether pads for a prompt's step are in stock: by counts, not by its tokens."""
+        return all(pads.in_stock(rows) for pads in self.lanes[0].pads)
 
     def _next(self) -> tuple[Phase, Ids[Sequence]]:
         """Return the next step's phase and the sequences that may join it."""

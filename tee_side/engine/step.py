@@ -8,7 +8,6 @@ layers as a wavefront, each a little behind the one whose keys it looks at.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
@@ -23,18 +22,25 @@ MIN_MICRO_BATCH_ROWS = 4
 
 
 @torch.inference_mode()
-def run_step(batch: Batch, lanes: Sequence[MicroBatchOperators], phase: Phase) -> torch.Tensor:
+def run_step(
+    batch: Batch,
+    lanes: Sequence[MicroBatchOperators],
+    phase: Phase,
+    *,
+    withhold: bool = False,
+) -> torch.Tensor:
     """Run a batch and return the logits [N, V] of its output rows; see `forward` for errors.
 
     `lanes`: the operators of each micro-batch; one of them is no micro-batch at all. Whether the
-    step fails or not, they keep nothing of it.
+    step fails or not, they keep nothing of it. `withhold`: have the TEE compute what is under pads.
     """
     rows = batch.token_ids_T.shape[0]
     parts = max(1, min(len(lanes), rows // MIN_MICRO_BATCH_ROWS))
     micro_batches = [batch] if parts == 1 else batch.split(parts)
     for chunk in batch.chunks:
         chunk.cache.begin_step()
-    apart = lanes[0].tables[phase].head_apart
+    apart = lanes[0].tables[phase].head_apart and not withhold
+    drawing = [pads for lane in lanes for pads in lane.pads]
 
     async def run_part(part: Batch, lane: MicroBatchOperators) -> torch.Tensor:
         ops = lane.tables[phase]
@@ -42,6 +48,8 @@ def run_step(batch: Batch, lanes: Sequence[MicroBatchOperators], phase: Phase) -
         return await logits(h_ND, lane.model, ops) if apart else h_ND
 
     try:
+        for pads in drawing if withhold else ():
+            pads.withhold()
         found = run_overlapped([run_part(*one) for one in zip(micro_batches, lanes, strict=False)])
         if apart:
             return torch.cat([logits_NV for logits_NV in found if len(logits_NV)] or found)
@@ -49,5 +57,5 @@ def run_step(batch: Batch, lanes: Sequence[MicroBatchOperators], phase: Phase) -
         return run(logits(torch.cat(found), lanes[0].model, lanes[0].tables[phase]))
     finally:
         # Release what the step did not use up, because it failed or left operators out.
-        for pads in chain.from_iterable(lane.pads for lane in lanes):
+        for pads in drawing:
             pads.end_step()

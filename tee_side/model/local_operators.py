@@ -38,7 +38,7 @@ def sites_where(policy: Policy, layers: int, placed: Callable[[Placement], bool]
 
 
 def sites_here(policy: Policy, layers: int) -> list[Site]:
-    """Return the sites that the TEE computes in some phase, or while no pads are in stock."""
+    """Return the sites that the TEE computes in some phase, or when pads are not in stock."""
     stock = policy.prefill == "stock"
     return sites_where(policy, layers, lambda p: p.place == "tee" or (stock and p.mask is not None))
 
@@ -107,8 +107,7 @@ def _dynamic_product(
     """
     if site.compiled:
         return sites.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
-    x8_TI = site.encode(x_TI).to(torch.int8)
-    return site.decode(int8_product(x8_TI, weights.weight), x_TI)
+    return site.decode(int8_product(site.to_bytes(x_TI), weights.weight), x_TI)
 
 
 def _integer_product(

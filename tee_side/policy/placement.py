@@ -179,8 +179,8 @@ class Policy(BaseModel):
     operators and the LM head are computed in floats; in int8 weights and a ring of integers,
     wherever they run; or ("int8-dynamic") in int8 weights and int8 activations, of which each row
     gets its scale when it is computed, as the TEE alone may know it. `prefill`: "stock" where a
-    prompt leaves under pads only while `decode_share` (None: half) of all that the store of pads
-    has room for is left for decode; otherwise the TEE computes it, to the same bits.
+    prompt leaves under pads only while `decode_share` (None: half) of the pads that are kept ready
+    stays for decode; otherwise the TEE computes it, to the same bits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -6,8 +6,8 @@ inputs x = round(input / input_scale), every sum of a product is bounded by Cauc
     |x . w_j| <= ||x|| ||w_j|| <= ||x|| max_j ||w_j||        must stay below 2^31
 
 so a row whose norm is at most (2^31 - 1) / max_j ||w_j|| cannot wrap in the ring Z_2^32, whatever
-its direction. Each row is checked for that, and refused otherwise. A scale never depends on a
-request: it would be a side channel, and pads are drawn for rings, not for ranges.
+its direction. Each row is checked for that, and refused otherwise. These scales never
+depend on a request, as some leave the TEE; pads are drawn for rings, not for ranges.
 
 The file holds the weights' scales too, so that a TEE without linear weights can scale results back.
 """

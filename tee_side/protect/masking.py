@@ -28,7 +28,7 @@ from tee_side.protect.masks.mask import (
 from tee_side.protect.pads.layout import site_number
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
-from tee_side.words import Operator, Site
+from tee_side.words import Operator, Site, is_linear
 
 # Hides the input of one linear operator; None where no factors are left.
 Hide: TypeAlias = Callable[[torch.Tensor], Masked | None]
@@ -129,6 +129,8 @@ class MaskRules:
                 )
             if isinstance(sent, Seed) and len(sent.key) != SEED_BYTES:
                 self.refuse(operator, f"a seed of {len(sent.key)} bytes", f"{SEED_BYTES}")
+            if isinstance(sent, Seed) and not (is_linear(operator) and len(shape) == 2):
+                self.refuse(operator, "a seed", "one of rows of a layer's linear operator only")
 
     def check_unmasked(
         self,

@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 
-from protocol.errors import ActivationRangeError
+from protocol.errors import ActivationRangeError, CalibrationError
 from protocol.integer import digits_below
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
@@ -114,10 +114,10 @@ class IntegerSite:
 
 
 class DynamicSite:
-    """Integers of eight bits, each row under a scale of its own, which stays in the TEE.
+    """Integers of eight bits, each row under a scale of its own, which never leaves the TEE.
 
-    So that it may depend on the row. No sum of such a product can wrap. `factor_O`: float32, what
-    one step of an output's weights stands for; `dtype`: of inputs and outputs.
+    No sum of such a product can wrap. `factor_O`: float32, what one step of an output's weights
+    stands for; `dtype`: of inputs and outputs.
     """
 
     step = None
@@ -131,10 +131,13 @@ class DynamicSite:
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Quantise to int32 [T, I], -127 to 127. Raises ActivationRangeError: not finite."""
-        scale_T1 = own_scales(x_TI)
-        if not scale_T1.isfinite().all():
+        if not own_scales(x_TI).isfinite().all():
             self.refuse(math.nan)
-        return x_TI.float().div(scale_T1).round_().to(torch.int32)
+        return self.to_bytes(x_TI).to(torch.int32)
+
+    def to_bytes(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Quantise to int8 [T, I]; of a row that is not finite to anything: so is its output."""
+        return x_TI.float().div(own_scales(x_TI)).round_().to(torch.int8)
 
     def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """Scale back by the scales of the rows of x, and add the bias."""
@@ -191,8 +194,11 @@ class IntegerSites:
 
     def check_weights(self, site: Site, weights: QuantizedLinear) -> None:
         """Check that the scales are those of these weights. Raises CalibrationError."""
-        if site[1] != "lm_head":  # whose inputs are not calibrated
+        if site[1] != "lm_head":
             self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
+        elif self._head_scale_V is not None and not weights.scale.equal(self._head_scale_V):
+            expected = "those that were read at the start"
+            raise CalibrationError("lm_head: weight scales", got="others", expected=expected)
 
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":

@@ -13,7 +13,7 @@ from tests.support import SavedModel, Tee, token_ids
 Models = Callable[..., SavedModel]
 
 PROMPT, NEW_TOKENS, STEP_TOKENS = token_ids(13), 4, 16
-# A quarter of the room for 128 tokens that a store in memory has at least.
+# A quarter of the 128 tokens that pads are kept ready for in memory.
 LEFT_TO_DECODE = 32
 
 
@@ -25,8 +25,10 @@ def _policy() -> Policy:
     )
 
 
-def _stocked(model: SavedModel, tokens: int, micro_batches: int = 1) -> Tee:
-    tee = model.tee(_policy(), step_tokens=STEP_TOKENS, micro_batches=micro_batches)
+def _stocked(
+    model: SavedModel, tokens: int, micro_batches: int = 1, step_tokens: int = STEP_TOKENS
+) -> Tee:
+    tee = model.tee(_policy(), step_tokens=step_tokens, micro_batches=micro_batches)
     (pads,) = tee.assembly.pads.values()
     assert pads._maker is not None
     pads._maker.fill(pads._store, tokens)
@@ -75,8 +77,14 @@ def test_each_step_of_a_long_prompt_asks_anew(saved_model: Models) -> None:
     assert torch.equal(found, _logits(model.tee("quantized-clear"), prompt)[0])
 
 
+def test_large_steps_have_room_for_pads_that_nobody_makes_ahead(saved_model: Models) -> None:
+    tee = _stocked(saved_model("llama"), LEFT_TO_DECODE + len(PROMPT), step_tokens=512)
+    _, asked = _logits(tee)
+    assert asked[0] == 3 * 4 + 1
+
+
 def test_a_prompt_is_not_waited_for(saved_model: Models) -> None:
     tee = _stocked(saved_model("llama"), 8)
     (pads,) = tee.assembly.pads.values()
     _logits(tee)
-    assert (pads.waited, pads.in_tee, pads.left) == (0, 0, 5)
+    assert (pads.waited, pads.in_tee, pads.left) == (0, 1, 5)

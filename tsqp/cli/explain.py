@@ -166,6 +166,8 @@ def _needs(found: Explanation) -> list[tuple[str, str]]:
                 f", {pads.bank_bytes:,} bytes in a bank (tee-runner pads make"
                 f" --policy {found.policy})"
             )
+        if (share := pads.left_to_decode) is not None:
+            text += f"; prompts only while {share:.0%} of those kept ready are left"
         pairs.append(("pads", text))
     pairs.append(("results", _results(found)))
     return pairs

@@ -166,7 +166,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "Instructions that the CPU computes with: the best that give right results, torch's, or"
         " these.",
     ),
-    "threads": _row(THREADS, None, "CPU threads that compute; default: one a core."),
+    "threads": _row(
+        THREADS,
+        None,
+        "CPU threads that compute; default: one a core; of four, one reads a pad bank.",
+    ),
     "step-tokens": _row(_COUNT, 512, "Tokens in one step: longer prompts are prefilled in chunks."),
     "micro-batches": _row(
         click.IntRange(1, 64),

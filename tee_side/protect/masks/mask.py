@@ -36,7 +36,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 class Seed:
     """Crosses in place of int32 elements of a shape [T, I], which the service makes of it.
 
-    `key`: 32 bytes, fresh from the TEE's own generator for every call, and never used again.
+    `key`: 32 bytes, fresh from the TEE's own generator for every input, and for no other.
     """
 
     key: bytes | bytearray = field(repr=False)

@@ -270,18 +270,19 @@ class BankFile(PadStore):
         return u
 
     def _read_all(self, indices: range) -> dict[int, Tensor]:
-        first = indices.start - indices.start % self.group
-        rows = slice(indices.start - first, indices.stop - first)
-        if rows.stop > self.group:
-            return super()._read_all(indices)
-        if any(begun != first for begun, _ in self._begun.values()):
-            self._advance(first)
-        begun = self._begun
-        if len(indices) == self.group:  # nothing of it is read again: the caller may have it
-            self._begun = dict.fromkeys(begun, _NONE_BEGUN)
-            return {number: u_GO for number, (_, u_GO) in begun.items()}
+        parts = []
+        for first in range(indices.start - indices.start % self.group, indices.stop, self.group):
+            if any(begun != first for begun, _ in self._begun.values()):
+                self._advance(first)
+            start, stop = max(indices.start - first, 0), min(indices.stop - first, self.group)
+            parts.append({number: u_GO[start:stop] for number, (_, u_GO) in self._begun.items()})
+            if len(indices) == self.group == stop - start:  # not read again: the caller has it
+                self._begun = dict.fromkeys(self._begun, _NONE_BEGUN)
+                return parts[0]
+            if indices.stop > first + self.group:  # the next one is decrypted over others of it
+                parts[-1] = {number: u.clone() for number, u in parts[-1].items()}
         # Copies: the next group but one is decrypted into the same memory.
-        return {number: u_GO[rows].clone() for number, (_, u_GO) in begun.items()}
+        return {number: torch.cat([part[number] for part in parts]) for number in self._begun}
 
     def _advance(self, first: int) -> None:
         """Begin a group at every site, and have the one behind it decrypted meanwhile.

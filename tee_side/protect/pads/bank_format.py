@@ -29,8 +29,8 @@ from protocol.messages import Digest, Projection
 from tee_side.protect.pads.layout import WORD_BYTES, PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, derive_key
 
-# Version 1 had a record for every index.
-VERSION = 2
+# Version 1 had a record for every index, 2 other numbers of sites, as it knew no LM head.
+VERSION = 3
 NONCE_BYTES = 12
 _TAG_BYTES = 16
 # Random nonces of one AES-GCM key: among n of 96 bits two are equal with probability n^2 / 2^97 at

@@ -36,8 +36,8 @@ class Pads:
     Micro-batches draw from a `PadLane` each. `when_out`: make more while the run waits, let the TEE
     compute the step's linear operators itself, or raise PadsExhaustedError. `maker`: None in a TEE
     without linear weights, which cannot make any. `ahead`: tokens that `filling` keeps pads ready
-    for, None for all that the store has room for. `decode_share`: of that room, what a prompt
-    leaves to decode; None where it need not. `on_wait` is told how many are missing.
+    for, None for all that the store has room for. `decode_share`: of these, what a prompt leaves to
+    decode; None where it need not. `on_wait` is told how many are missing.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Pads:
 
     def in_stock(self, rows: int) -> bool:
         """Say whether a prompt's step of so many rows leaves decode its share."""
-        share = self._decode_share
-        return share is None or self._store.available - rows >= share * self._store.capacity
+        share, most = self._decode_share, min(self._ahead, self._store.capacity)
+        return share is None or self._store.available - rows >= share * most
 
     def lane(self) -> PadLane:
         """Return what one micro-batch draws from."""
@@ -202,6 +202,7 @@ class PadLane:
     def withhold(self) -> None:
         """Draw nothing until the step ends: the TEE computes it."""
         self._withheld = True
+        self._pads.in_tee += 1
 
     def draw(self, site: int, rows: int) -> Factors | None:
         """Return factors for `rows` rows of a site (its number); None where the TEE shall compute.

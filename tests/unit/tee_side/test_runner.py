@@ -660,5 +660,6 @@ def test_cores_are_shared_once(
     asked: list[int | None] = []
     monkeypatch.setattr(native, "usable_cores", lambda: usable)
     monkeypatch.setattr(native, "set_up", lambda _kernels, threads: asked.append(threads))
-    monkeypatch.setattr(native, "threads", lambda: asked[-1] or usable)
+    monkeypatch.setattr(native, "set_threads", asked.append)
+    monkeypatch.setattr(native, "threads", lambda: asked[-1])
     assert tuple(runner_module._share_cores(settings)) == expected

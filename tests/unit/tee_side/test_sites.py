@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,18 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from protocol.model.quantized import load_quantized
+from protocol.model.quantized import QuantizedLinear, load_quantized, load_weight_scale
+from tee_side.model.local_operators import _dynamic_product
 from tee_side.protect.calibration import Calibration
-from tee_side.protect.sites import Biases, FloatSites, IntegerSites, load_biases, tensors_of
-from tests.support import SavedModel
+from tee_side.protect.sites import (
+    Biases,
+    DynamicSite,
+    FloatSites,
+    IntegerSites,
+    load_biases,
+    tensors_of,
+)
+from tests.support import KERNELS, SavedModel, using_kernels
 
 Models = Callable[..., SavedModel]
 
@@ -142,3 +151,29 @@ def test_tensors_of_sites_are_weights_and_the_biases_that_there_are(saved_model:
         "model.layers.2.mlp.down_proj.weight",
     }
     assert found[f"{prefix}q_proj.bias"] == found[f"{prefix}q_proj.weight"][:1]
+
+
+def test_scales_of_another_lm_head_are_refused(saved_model: Models) -> None:
+    model = saved_model("llama")
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    head = load_quantized(checkpoint, config, 2, "lm_head")
+    scale = load_weight_scale(checkpoint, config)
+    calibration = Calibration.load(model.calibration, config, model_digest(config, checkpoint))
+    sites = IntegerSites(calibration, {}, torch.float32, scale)
+    sites.check_weights((2, "lm_head"), head)
+    with pytest.raises(CalibrationError, match="lm_head: weight scales"):
+        sites.check_weights((2, "lm_head"), replace(head, scale=head.scale * 2))
+    with pytest.raises(LookupError, match="does not leave"):
+        _integers(model)[2, "lm_head"]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_row_that_is_not_finite_in_the_tee_is_not_finite_behind_it(kernels: str) -> None:
+    """Where nothing is sent nothing is refused: the logits say so."""
+    weight = torch.randint(-127, 128, (5, 9)).to(torch.int8)
+    x = torch.randn(3, 9)
+    x[1, 4] = torch.nan
+    with using_kernels(kernels):
+        site = DynamicSite(torch.rand(5) + 0.1, None, torch.float32)
+        found = _dynamic_product(QuantizedLinear(weight, site.factor_O, {}), site, x)
+    assert found.isfinite().all(dim=1).tolist() == [True, False, True]

@@ -180,6 +180,7 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
                 sites=len(layout.sites),
                 memory_bytes=layout.token_bytes,
                 bank_bytes=on_disk,
+                left_to_decode=policy.left_to_decode,
             )
         )
     feature = policy.feature_mask

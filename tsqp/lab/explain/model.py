@@ -88,7 +88,7 @@ class PadsNeeded(_Model):
     """Pads that an additive mask uses up: one for each token of these phases.
 
     `memory_bytes`, `bank_bytes`: of one, in memory and in a bank on disk (None: no bank can hold
-    it).
+    it). `left_to_decode`: see `Policy.left_to_decode`.
     """
 
     mask: str
@@ -96,6 +96,7 @@ class PadsNeeded(_Model):
     sites: int
     memory_bytes: int
     bank_bytes: int | None
+    left_to_decode: float | None = None
 
 
 class Needs(_Model):

@@ -612,7 +612,7 @@ def test_versions_are_checked_first(tmp_path: Path) -> None:
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[:11] + b"\x01" + content[12:])
         with pytest.raises(
-            PadBankError, match=_message(f"{name}: version", "got 1, expected 2 (make a new bank")
+            PadBankError, match=_message(f"{name}: version", "got 1, expected 3 (make a new bank")
         ):
             reopen(tmp_path)
         (tmp_path / name).write_bytes(content)

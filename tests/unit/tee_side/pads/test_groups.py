@@ -107,6 +107,19 @@ def test_a_damaged_group_ahead_is_refused_when_its_turn_comes(tmp_path: Path) ->
         use(bank, bank.take(1), at_once=True)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, GROUP])
+def test_no_group_is_decrypted_twice_whatever_a_step_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        opened, by = bank._open, []
+        monkeypatch.setattr(bank, "_open", lambda *one: (by.append(one[:2]), opened(*one)))
+        drawn = [use(bank, bank.take(rows), at_once=True)[0] for _ in range(16 // rows)]
+    assert torch.cat(drawn).unique(dim=0).shape[0] == 16 // rows * rows
+    assert len(by) == len(set(by))
+
+
 def test_a_group_begun_by_another_process_goes_on(tmp_path: Path) -> None:
     with create(tmp_path) as bank:
         fill(bank, 8)
