@@ -84,6 +84,10 @@ from tee_side.protect.randomness import KEY_BYTES
 
 Tensor: TypeAlias = torch.Tensor
 
+# From here on what is written of a site is synced at once, while the next one is computed: the
+# kernel would begin with it at the commit.
+_SYNCED_BYTES = 4 * 1024 * 1024
+
 # The first index of a group that is decrypted, and its u.
 _NONE_BEGUN = (-1, torch.empty(0, 0, dtype=torch.int32))
 
@@ -252,6 +256,9 @@ class BankFile(PadStore):
                 while left:
                     written = os.pwrite(self._descriptor, left, offset)
                     left, offset = left[written:], offset + written
+        if u_NO.nbytes >= _SYNCED_BYTES:
+            with refusing(self._path):
+                os.fdatasync(self._descriptor)
 
     def _sync(self) -> None:
         with refusing(self._path):

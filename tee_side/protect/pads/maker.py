@@ -9,6 +9,7 @@ with, and dropped: that costs six times the product for 32 tokens, and half of i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import torch
@@ -47,12 +48,21 @@ class PadMaker:
         Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the
         store has no room for so many.
         """
-        sites = store.layout.sites
-        with store.begin(-(-tokens // store.group) * store.group) as batch:
+        sites, put = store.layout.sites, None
+        with (
+            store.begin(-(-tokens // store.group) * store.group) as batch,
+            ThreadPoolExecutor(1, "pads put") as writer,
+        ):
             for done, site in enumerate(sites, start=1):
-                batch.put(site.number, self._products(site, batch.r(site.number)))
+                u_TO = self._products(site, batch.r(site.number))
+                if put is not None:
+                    put.result()
+                # A disk takes half as long as the products; what is next does not wait for it.
+                put = writer.submit(batch.put, site.number, u_TO)
                 if on_site is not None:
                     on_site(done, len(sites))
+            if put is not None:
+                put.result()
             batch.commit()
 
     def _products(self, site: SiteShape, words_TI: torch.Tensor) -> torch.Tensor:

@@ -321,10 +321,12 @@ class _Steps:
         self.rows: list[dict[int, int]] = []
         self._by_cache: dict[int, int] = {}
 
-        def noted(batch: Batch, lanes: Lanes[MicroBatchOperators], phase: Phase) -> torch.Tensor:
+        def noted(
+            batch: Batch, lanes: Lanes[MicroBatchOperators], phase: Phase, *, withhold: bool
+        ) -> torch.Tensor:
             self.phases.append(phase)
             self.rows.append({self._by_cache[id(c.cache)]: c.tokens for c in batch.chunks})
-            return run_step(batch, lanes, phase)
+            return run_step(batch, lanes, phase, withhold=withhold)
 
         monkeypatch.setattr("tee_side.engine.engine.run_step", noted)
 
