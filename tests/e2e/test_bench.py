@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tee_side.policy.placement import load_policy
-from tee_side.words import OPERATORS, is_linear
+from tee_side.words import PROJECTIONS
 from tests.support import ENVIRONMENT, Service, run
 from tsqp.cli.program import model_directory
 from tsqp.lab.bench.model import Case, PolicyRun, Report
@@ -116,8 +116,7 @@ def test_two_policies_and_baselines(tmp_path: Path) -> None:
     masked = [one for one in shielded.cases[1].operators if one.place == "gpu"]
     assert masked
     assert all(min(one.stages.mask_us, one.stages.unmask_us) > 0 for one in masked)
-    linear = {operator for operator in OPERATORS if is_linear(operator)}
-    assert {one.operator for one in masked} <= linear
+    assert {one.operator for one in masked} <= set(PROJECTIONS)
     assert {one.name for one in report.baselines} == {"transformers", "published"}
     ours = [one for one in report.baselines if one.name == "transformers"]
     assert [(one.phase, one.tokens) for one in ours] == [("prefill", PROMPT), ("decode", CONTEXT)]

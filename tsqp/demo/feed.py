@@ -62,7 +62,8 @@ class Feed:
             self._bytes += np.bincount(raw, minlength=256)
             if (name := str(tensor.dtype).removeprefix("torch.")) not in self.dtypes:
                 self.dtypes.append(name)
-        if seen.layer == 0 and seen.what.startswith("q_proj"):
+        # A seed has no rows.
+        if seen.layer == 0 and seen.what.startswith("q_proj") and seen.first.dim() > 1:
             self.inputs.append(seen.first)
 
     def histogram(self, buckets: int) -> list[int]:

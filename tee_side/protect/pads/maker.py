@@ -22,7 +22,7 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.layout import SiteShape
-from tee_side.protect.pads.store import PadStore
+from tee_side.protect.pads.store import Batch, PadStore
 from tee_side.words import Site
 
 # Called with (sites done, sites in all) after each site.
@@ -58,7 +58,7 @@ class PadMaker:
                 if put is not None:
                     put.result()
                 # A disk takes half as long as the products; what is next does not wait for it.
-                put = writer.submit(batch.put, site.number, u_TO)
+                put = writer.submit(_put, batch, site.number, u_TO)
                 if on_site is not None:
                     on_site(done, len(sites))
             if put is not None:
@@ -71,6 +71,12 @@ class PadMaker:
         if self._mask.arithmetic == "int8":
             return ring_product(r_TI, weight_OI)
         return (r_TI @ weight_OI.t()).view(torch.int32)
+
+
+# Inference mode is each thread's own, and a store may have been made in it.
+@torch.inference_mode()
+def _put(batch: Batch, site: int, u_TO: torch.Tensor) -> None:
+    batch.put(site, u_TO)
 
 
 def read_weights(

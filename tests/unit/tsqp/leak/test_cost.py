@@ -30,7 +30,7 @@ def test_the_decoded_token_of_one_sequence_counts(tmp_path: Path) -> None:
     cases = [case for case in run.cases if (case.phase, case.batch) == ("decode", 1)]
     assert cost is not None
     assert cost.context == min(case.tokens for case in cases)
-    assert cost.rpcs == 64
+    assert cost.rpcs == 4 * 16 + 1
     assert cost_in(report, "nobody") is None
 
 
