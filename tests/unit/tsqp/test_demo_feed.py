@@ -72,12 +72,13 @@ def test_first_and_last_requests_are_kept() -> None:
 
 def test_inputs_of_the_first_layer_alone_are_kept_for_matching() -> None:
     feed = Feed(kept=1)
-    wanted = [words(2, seed=1), words(3, seed=2)]
+    wanted = [words(2, seed=1)[None], words(3, seed=2)[None]]
     feed.add(linear(wanted[0]))
-    feed.add(linear(words(1), layer=1))
-    feed.add(linear(words(1), what="o_proj"))
+    feed.add(linear(words(8)))  # a seed
+    feed.add(linear(words(1)[None], layer=1))
+    feed.add(linear(words(1)[None], what="o_proj"))
     feed.add(linear(wanted[1], what="q_proj"))
-    feed.add(linear(words(1), what="k_proj"))
+    feed.add(linear(words(1)[None], what="k_proj"))
     assert [tensor.tolist() for tensor in feed.inputs] == [tensor.tolist() for tensor in wanted]
 
 
