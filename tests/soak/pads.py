@@ -37,7 +37,7 @@ FULL = 1_000_000
 SHORT = 4_000
 MINUTES = 5
 
-_SITES = (1, 4)  # o_proj of layer 0, qkv_proj of layer 1
+_SITES = tuple(site.number for site in tiny.LAYOUT.sites)
 # More than eight are not read ahead.
 _ROWS = (1, 1, 1, 2, 3, 9)
 _INDICES_PER_DRAW = 10
