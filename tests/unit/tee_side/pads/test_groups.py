@@ -12,7 +12,7 @@ import torch
 from protocol.errors import PadBankError
 from tee_side.protect.pads import bank_format
 from tee_side.protect.pads.bank import BankFile
-from tests.unit.tee_side.pads.tiny import LAYOUT, PURPOSE, fill, place, reopen, use
+from tests.unit.tee_side.pads.tiny import LAYOUT, PURPOSE, fill, place, product, reopen, use
 
 GROUP = 4
 RECORDS = [bank_format.record_bytes(site, GROUP) for site in LAYOUT.sites]
@@ -76,6 +76,17 @@ def test_the_group_behind_is_decrypted_meanwhile(
     # Nothing is decrypted ahead of the first group, and nothing behind what is filled.
     assert sorted(set(by)) == [(0, True)] + [(first, False) for first in range(GROUP, 16, GROUP)]
     assert len(by) == 16 // GROUP * len(LAYOUT.sites)
+
+
+def test_pads_that_are_held_stay_while_later_groups_are_read(tmp_path: Path) -> None:
+    """One micro-batch may be behind another by more than a group."""
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        held = [bank.all_factors(bank.take(count)) for count in (1, 2, 1, 2, 6)]
+        use(bank, bank.take(4), at_once=True)
+    for found in held:
+        for site, (r, u) in found.items():
+            assert torch.equal(u, product(site, r))
 
 
 def test_tokens_that_others_took_are_not_waited_for(tmp_path: Path) -> None:

@@ -137,6 +137,19 @@ def test_a_step_of_another_size_gets_new_indices_even_if_the_last_one_was_not_fi
     assert store.taken == [range(2), range(2, 5)]
 
 
+@pytest.mark.parametrize("rows", [8, 9])
+def test_fewer_rows_of_a_site_get_the_first_pads_of_the_step(rows: int) -> None:
+    """Read ahead, or not: of the LM head fewer rows are wanted than of the layers."""
+    pads, store, _ = _pads(16)
+    lane = pads.lane()
+    whole, part = lane.draw(FIRST, rows), lane.draw(SECOND, 2)
+    assert whole is not None
+    assert part is not None
+    assert store.taken == [range(rows)]
+    assert torch.equal(part.r, store.r(range(2), 1))
+    assert torch.equal(part.u, product(SECOND, part.r))
+
+
 def test_a_step_that_is_repeated_gets_new_indices_and_the_old_ones_are_released() -> None:
     pads, store, _ = _pads(8)
     lane = pads.lane()
