@@ -22,7 +22,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.identity import linear_digest, model_digest
-from protocol.model.quantized import QuantizedLinear, load_weight_scale
+from protocol.model.quantized import QuantizedLinear, load_head_scale
 from protocol.model.weights import CPU
 from tee_side.model.layers import TeeModel
 from tee_side.model.local_operators import (
@@ -152,7 +152,7 @@ class Assembly:
             # Where the directory has no linear weights: those that the scales belong to.
             self.linear_digest = calibration.linear_digest
             head = any(name == "lm_head" for name, _ in policy.leaving())
-            scale_V = load_weight_scale(checkpoint, config) if head else None
+            scale_V = load_head_scale(checkpoint, config) if head else None
             self._integers = IntegerSites(calibration, biases, model.dtype, scale_V)
         self._sites = self._integers or FloatSites(biases)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.

@@ -94,7 +94,7 @@ def load_quantized(
     return QuantizedLinear(weight, scale, rows)
 
 
-def load_weight_scale(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
+def load_head_scale(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
     """Return the scales of the LM head's outputs alone, float32 [V], without keeping its integers.
 
     Raises ModelError that names the tensor.

@@ -85,13 +85,15 @@ def explain(
         console.print(_costs(f"One decoded token, context {context}", found, "decode"))
         steps = -(-prompt_tokens // step_tokens)
         cut = f" in {steps} steps" if steps > 1 else ""
+        stocked = any(pads.left_to_decode is not None for pads in found.needs.pads)
+        cut += ", where their pads are in stock" if stocked else ""
         console.print(_costs(f"Prefill of {prompt_tokens} tokens{cut}", found, "prefill"))
         console.print(
             "RPCs and bytes are those of all layers. Bytes count every frame; request ids and"
             " times in headers can make an RPC a few bytes shorter or longer."
         )
         console.print()
-    console.print(definitions(_needs(found)))
+    console.print(definitions(_needs(found, policy)))
 
 
 def _placement(row: OperatorRow) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ def _tensors(messages: tuple[Message, ...]) -> str:
     return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
 
 
-def _needs(found: Explanation) -> list[tuple[str, str]]:
+def _needs(found: Explanation, given: str) -> list[tuple[str, str]]:
     from tsqp.cli.status import bytes_for_people
 
     needs = found.needs
@@ -162,10 +164,7 @@ def _needs(found: Explanation) -> list[tuple[str, str]]:
             f" {bytes_for_people(pads.memory_bytes)} in memory"
         )
         if pads.bank_bytes is not None:
-            text += (
-                f", {pads.bank_bytes:,} bytes in a bank (tee-runner pads make"
-                f" --policy {found.policy})"
-            )
+            text += f", {pads.bank_bytes:,} bytes in a bank (tee-runner pads make --policy {given})"
         if (share := pads.left_to_decode) is not None:
             text += f"; prompts only while {share:.0%} of those kept ready are left"
         pairs.append(("pads", text))

@@ -169,7 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "threads": _row(
         THREADS,
         None,
-        "CPU threads that compute; default: one a core; of four, one reads a pad bank.",
+        "CPU threads; default: one a core, less one that reads --bank where there are four.",
     ),
     "step-tokens": _row(_COUNT, 512, "Tokens in one step: longer prompts are prefilled in chunks."),
     "micro-batches": _row(

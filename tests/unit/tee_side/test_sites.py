@@ -13,7 +13,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from protocol.model.quantized import QuantizedLinear, load_quantized, load_weight_scale
+from protocol.model.quantized import QuantizedLinear, load_head_scale, load_quantized
 from tee_side.model.local_operators import _dynamic_product
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import (
@@ -157,7 +157,7 @@ def test_scales_of_another_lm_head_are_refused(saved_model: Models) -> None:
     model = saved_model("llama")
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     head = load_quantized(checkpoint, config, 2, "lm_head")
-    scale = load_weight_scale(checkpoint, config)
+    scale = load_head_scale(checkpoint, config)
     calibration = Calibration.load(model.calibration, config, model_digest(config, checkpoint))
     sites = IntegerSites(calibration, {}, torch.float32, scale)
     sites.check_weights((2, "lm_head"), head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -427,3 +428,17 @@ def test_verified_floats_cross_without_their_bias_as_in_a_run(
     directory = saved_model("qwen2").directory
     tee = assemble(directory, policy, observer=table)
     _assert_like_a_run(tee, table, directory, policy)
+
+
+def test_a_file_is_named_where_pads_are_to_be_made_for_it(
+    config_only: Path, tmp_path: Path
+) -> None:
+    """And that prompts leave only where pads are in stock."""
+    text = (files("tee_side.policy") / "builtin/shielded-prefill.toml").read_text("utf-8")
+    stock = 'arithmetic = "int8"\nprefill = "stock"\ndecode_share = 0.25'
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace('arithmetic = "int8"', stock))
+    output = " ".join(_run(str(config_only), "--policy", str(path), columns=400).output.split())
+    assert f"(tee-runner pads make --policy {path})" in output
+    assert "Prefill of 128 tokens, where their pads are in stock" in output
+    assert "prompts only while 25% of those kept ready are left" in output

@@ -116,7 +116,7 @@ class _Recorder(Channel):
 def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...], str]:
     """Return shape and dtype of the reply that a service owes."""
     if isinstance(request, SeededRingLinearRequest):
-        request = request.expanded()
+        request = request.without_elements()
     match request:
         case EmbeddingRequest():
             return (*request.input_ids.shape, config.hidden_size), request.dtype
