@@ -37,6 +37,7 @@ from protocol.messages import (
     TensorReply,
     Timing,
 )
+from protocol.stream_wire import layout
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import validate
 
@@ -285,6 +286,14 @@ def encode_reply(
     else:
         frames[0] = REPLY.header(template, request_id, timing.queue_us, timing.compute_us)
     return frames
+
+
+def payload_place(method: str, dtype: str, shape: tuple[int, ...]) -> slice:
+    """Return where the tensor of a good framed reply stands in it, as it lies in a slot."""
+    payload_bytes = WireTensor(dtype, shape, b"").payload_bytes
+    header_bytes = REPLY.head_bytes + len(_tensor_template(method, dtype, shape))
+    (_, place), _, _ = layout((header_bytes, payload_bytes))
+    return place
 
 
 @lru_cache(MAX_KNOWN_HEADERS)

@@ -23,6 +23,7 @@ from protocol.messages import (
     Request,
     SeededRingLinearRequest,
 )
+from protocol.shared_memory import SlotMemory
 
 
 class RequestHandler:
@@ -70,14 +71,14 @@ class RequestHandler:
 
     def apply(self, request: Request) -> Result:
         """Compute one request. Raises ProtocolError."""
-        return self.prepare(request)(request)
+        return self.prepare(request)(request, None)
 
     def _checks_ids(self, kernel: Kernel) -> Kernel:
-        def checked(request: Any) -> Result:
+        def checked(request: Any, slot: SlotMemory | None) -> Result:
             # What is checked must be what is used, and a client may change memory that it shares.
             ids = replace(request.input_ids, data=bytearray(request.input_ids.data))
             self._checker.check_ids(ids)
-            return kernel(request.model_copy(update={"input_ids": ids}))
+            return kernel(request.model_copy(update={"input_ids": ids}), slot)
 
         return checked
 
@@ -86,11 +87,11 @@ class RequestHandler:
         task = self._checker.check(first)
         kernel = self._kernels.prepare(first.without_elements(), task)
 
-        def expanded(request: Any) -> Result:
-            return kernel(request.expanded())
+        def expanded(request: Any, slot: SlotMemory | None) -> Result:
+            return kernel(request.expanded(), slot)
 
         return expanded
 
-    def _init(self, _request: Request) -> Result:
+    def _init(self, _request: Request, _slot: SlotMemory | None) -> Result:
         reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)
         return reply, None

@@ -34,6 +34,7 @@ from protocol.messages import (
     TensorReply,
     tensor_reply,
 )
+from protocol.shared_memory import SlotMemory
 from protocol.tensors import ITEMSIZE, WireTensor, raw_bytes, short_name, to_torch, torch_dtype
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class TorchKernels:
         to_host, dtype, shape = self._transfer.to_host, torch_dtype(task.dtype), task.shape
         product = self._product(request, shape)
 
-        def kernel(request: Request) -> Result:
+        def kernel(request: Request, _slot: SlotMemory | None) -> Result:
             output = product(request)
             if output.shape != shape:
                 # `_rows` has doubled one.
@@ -202,10 +203,10 @@ class NullKernels:
             self._zeros = memoryview(zeros).toreadonly()
         reply = TensorReply(output=WireTensor(task.dtype, task.shape, self._zeros[:size]))
         if self._profile is None:
-            return lambda _request: (reply, None)
+            return lambda _request, _slot: (reply, None)
         duration_ns = math.ceil(request_us(self._profile, task, self._itemsize) * 1000)
 
-        def kernel(_request: Request) -> Result:
+        def kernel(_request: Request, _slot: SlotMemory | None) -> Result:
             self._free_ns = max(self._clock(), self._free_ns) + duration_ns
             return reply, _Modelled(self._free_ns)
 

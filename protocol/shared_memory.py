@@ -152,6 +152,18 @@ def require_library() -> None:
         )
 
 
+class SlotMemory(NamedTuple):
+    """What a service's device may use in place: `size` bytes from `address`, both areas of a slot.
+
+    `reply`: where the reply goes. As long as `lane` is there, the memory is.
+    """
+
+    lane: Lane
+    address: int
+    size: int
+    reply: memoryview
+
+
 class Lane:
     """One end of a segment. `slots`: how many there are. Raises as `require_library` does."""
 
@@ -181,6 +193,12 @@ class Lane:
         self._seen = array("Q", bytes(16 * areas.slots))
         self._seen_at = self._seen.buffer_info()[0]
 
+    def memory(self, slot: int) -> SlotMemory:
+        """Return a slot's memory, at the service's end."""
+        start, reply = self._in[slot], self._out[slot]
+        end = reply + self._room
+        return SlotMemory(self, self._base + start, end - start, self._memory[reply:end])
+
     def look(self, spin_us: int = 0) -> int:
         """Return a slot with a message that was not seen yet; -1 if none comes in that time."""
         slot: int = native.library.lane_look(self._their_lines, self._seen_at, self.slots, spin_us)
@@ -204,7 +222,9 @@ class Lane:
             area = self._memory[self._out[slot] :]
             for place, gap, frame in zip(places, gaps, frames, strict=True):
                 area[place.start - len(gap) : place.start] = gap
-                area[place] = frame
+                # A result that a device has left in the slot's memory lies there already.
+                if getattr(frame, "obj", None) is not self._memory.obj:
+                    area[place] = frame
         # Never 0, which a line that was not written yet says, too.
         self._put = number = (self._put + 1) & 0xFFFFFFFF or 1
         line = self._our_lines + slot * _LINE_BYTES

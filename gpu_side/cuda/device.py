@@ -60,9 +60,17 @@ class CudaDevice:
         """Return unset host memory that the device reaches."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the device's own."""
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
     def reaches(self, tensor: torch.Tensor) -> bool:
         """Say whether the device reads and writes this host memory by itself."""
         return tensor.is_pinned()
+
+    def is_idle(self) -> bool:
+        """Say whether it has done all that it was given. Raises RuntimeError where it failed."""
+        return torch.cuda.current_stream(self._device).query()
 
     def event(self) -> Event:
         """Return a new event."""
@@ -106,7 +114,11 @@ class CudaDevice:
         return statistics.median(took_ms) * 1000
 
     def register(self, address: int, size: int) -> bool:
-        """Let the device reach `size` bytes of our memory; False where the driver refuses."""
+        """Let the device reach `size` bytes of our memory; False where the driver refuses.
+
+        At the addresses that we know them by, as a discrete GPU does on 64-bit Linux (CUDA's
+        `cudaDevAttrCanUseHostPointerForRegisteredMem`).
+        """
         if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
         # The refusal stays behind as the last error, which torch would find at its next kernel.

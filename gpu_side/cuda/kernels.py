@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from gpu_side.cuda.device import CudaDevice
-from gpu_side.cuda.products import GRAPH_ROWS, Product, Products
-from gpu_side.cuda.tiles import TileChoices
+from gpu_side.cuda.products import GRAPH_ROWS, Job, Product, Products
+from gpu_side.cuda.tiles import Tile, TileChoices
+from gpu_side.encoding import payload_place
 from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
-from gpu_side.replies import Kernel, Result, Working
+from gpu_side.replies import Kernel, Result
 from gpu_side.tasks import Computed, LinearWork, Task
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
-from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
+from protocol.shared_memory import SlotMemory
+from protocol.tensors import Buffer, WireTensor, raw_bytes, to_torch, torch_dtype
 
 # For how many rows tiles are chosen at the start; for other shapes at their first request.
 _CHOSEN_ROWS = (*GRAPH_ROWS, 64, 128, 256, 512)
@@ -35,13 +37,8 @@ class CudaKernels:
         device = device or CudaDevice(weights.device)
         self._others = TorchKernels(weights, spin_us)
         self._products = Products(device, _row_bytes(weights), spin_us)
-        self.register, self.unregister = self._products.register, self._products.unregister
         self._tiles = TileChoices(device.time_us)
         if weights.integers is not None:
-            # Needs Triton, and was found to work when the weights were about to be read.
-            from gpu_side.cuda.ring import ring_product
-
-            self._ring_product = ring_product
             self._choose_tiles()
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
@@ -51,52 +48,37 @@ class CudaKernels:
         work = task.work
         if not isinstance(work, LinearWork):
             raise TypeError("a product with a weight that is none")
-        submit = self.plan(request, task)
-        rows, in_features, dtype = work.rows, work.in_features, torch_dtype(task.dtype)
-        # A result of many rows is written into the reply's memory; of few, copied there.
-        empty = self._products.pinned if rows > GRAPH_ROWS[-1] else torch.empty
-        integer = work.integer
-
-        def kernel(request: Any) -> Result:
-            tensor = request.elements if integer else request.hidden_states
-            result = empty((rows, work.out_features), dtype=dtype)
-            under_way = submit(to_torch(tensor).view(rows, in_features), result)
-            output = WireTensor(task.dtype, task.shape, raw_bytes(result))
-            return tensor_reply({"output": output}), under_way
-
-        return kernel
-
-    def plan(
-        self, request: WeightRequest, task: Task
-    ) -> Callable[[torch.Tensor, torch.Tensor], Working]:
-        """Return what fills a result, for a link that has rows and reply in memory of its own.
-
-        It takes rows [T, in_features] and result [T, out_features] in the request's dtype: see
-        `Products.submit`.
-        """
-        weight, bias = weight_of(self._weights, request)
-        dtype, wire_dtype = self._weights.dtype, torch_dtype(task.dtype)
-
-        def integers(rows: torch.Tensor) -> torch.Tensor:
-            return self._ring(rows, weight)
-
-        def floats(rows: torch.Tensor) -> torch.Tensor:
-            return linear(rows.to(dtype), weight, bias).to(wire_dtype)
-
-        is_ring = isinstance(request, RingLinearRequest | RingLMHeadRequest)
-        product: Product = integers if is_ring else floats
+        products, product = self._products, self._product(request, task)
         place: Hashable = (
             request.method,
             *(getattr(request, name, None) for name in ("layer_idx", "module_names", "bias")),
         )
-        return lambda rows, result: self._products.submit(place, product, rows, result)
+        dtype, integer = torch_dtype(task.dtype), work.integer
+        rows_shape, result_shape = (work.rows, work.in_features), (work.rows, work.out_features)
+        # A result of many rows is written into the reply's memory; of few, copied there.
+        empty = products.pinned if work.rows > GRAPH_ROWS[-1] else torch.empty
+        in_reply = payload_place(request.method, task.dtype, task.shape)
 
-    def _ring(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out_features, in_features = weight.shape
-        tile = self._tiles.choose(
-            len(rows), in_features, out_features, lambda t: self._ring_product(rows, weight, t)
-        )
-        return self._ring_product(rows, weight, tile)
+        def kernel(request: Any, slot: SlotMemory | None) -> Result:
+            tensor = request.elements if integer else request.hidden_states
+            data: Buffer
+            if slot is not None and in_reply.stop <= len(slot.reply) and products.reach(slot):
+                data = slot.reply[in_reply]
+                result = torch.frombuffer(data, dtype=dtype).view(result_shape)
+            else:
+                slot, result = None, empty(result_shape, dtype=dtype)
+                data = raw_bytes(result)
+            rows = to_torch(tensor).view(rows_shape)
+            under_way = products.submit(place, product, rows, result, slot)
+            return tensor_reply({"output": WireTensor(task.dtype, task.shape, data)}), under_way
+
+        return kernel
+
+    def _product(self, request: WeightRequest, task: Task) -> Product:
+        weight, bias = weight_of(self._weights, request)
+        if isinstance(request, RingLinearRequest | RingLMHeadRequest):
+            return _Ring(weight, self._tiles)
+        return _Floats(weight, bias, torch_dtype(task.dtype))
 
     def _choose_tiles(self) -> None:
         """Choose for all operators of a layer and the LM head, so that no request waits for it."""
@@ -106,11 +88,56 @@ class CudaKernels:
             operators.append(weights.lm_head_int8)
         for operator in operators:
             for rows in _CHOSEN_ROWS:
-                shape = rows, operator.weight.shape[1]
-                self._ring(
-                    torch.zeros(shape, dtype=torch.int32, device=operator.weight.device),
-                    operator.weight,
-                )
+                weight = operator.weight
+                shape = rows, weight.shape[1]
+                zeros = torch.zeros(shape, dtype=torch.int32, device=weight.device)
+                _Ring(weight, self._tiles)(zeros)
+
+
+class _Ring:
+    """A product in the ring: `weight` int8 [N, K]; rows and result int32."""
+
+    def __init__(self, weight: torch.Tensor, tiles: TileChoices) -> None:
+        # Needs Triton, and was found to work when the weights were about to be read.
+        from gpu_side.cuda import ring
+
+        self._ring = ring
+        self._weight = weight
+        self._tiles = tiles
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Product`."""
+        return self._ring.ring_product(rows, self._weight, self._tile(rows))
+
+    def in_place(self, job: Job, rows: int) -> None:
+        """See `Product.in_place`."""
+        tile = self._tile(self._ring.fetched_rows(job, rows, self._weight))
+        self._ring.do_job(job, rows, self._weight, tile)
+
+    def _tile(self, rows: torch.Tensor) -> Tile:
+        """Return the tile for so many rows. Their numbers are used where it is chosen now."""
+        weight, product = self._weight, self._ring.ring_product
+        out_features, in_features = weight.shape
+        return self._tiles.choose(
+            len(rows), in_features, out_features, lambda tile: product(rows, weight, tile)
+        )
+
+
+class _Floats:
+    """A product of floats, in the weight's dtype; rows and result in that of the request."""
+
+    in_place = None
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, wire_dtype: torch.dtype
+    ) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._wire_dtype = wire_dtype
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Product`."""
+        return linear(rows.to(self._weight.dtype), self._weight, self._bias).to(self._wire_dtype)
 
 
 def _row_bytes(weights: ServiceWeights) -> tuple[int, int]:

@@ -1,44 +1,123 @@
 """Products with the model's weights, each given to the device as one graph.
 
-A graph copies the rows in from host memory, multiplies, and copies the result out. It is made for
-one place in the model, one number of rows and the two addresses in host memory, when they come for
-the second time: what comes once is not worth it, and by then kernels are compiled and libraries set
-up. Numbers of rows are rounded up to `GRAPH_ROWS`; the rows in between are computed for nothing.
-More rows than that are given to the device piece by piece: that takes less than the work itself,
-and most of those numbers never come again.
+A graph is made for one place in the model, one number of rows and the lane that it runs in, when
+they come for the second time: what comes once is not worth it, and by then kernels are compiled and
+libraries set up. Numbers of rows are rounded up to `GRAPH_ROWS`; the rows in between are computed
+for nothing. More rows than that are given to the device piece by piece: that takes less than the
+work itself, and most of those numbers never come again.
 
-Where the device reaches the memory of a request and of its reply (`register`), graphs use it in
-place. Otherwise rows and result go through memory of our own, which the device reaches.
+Up to `GRAPH_ROWS`, elements of the ring are not copied. Kernels find the addresses of the rows and
+of the result in a table, fetch the rows once, and write the result and then a flag, at which the
+host looks (`gpu_side.cuda.ring`). Floats are copied in and out, and an event says when they are
+there. A slot of shared memory is used in place once the device reaches it (`reach`); what comes
+from elsewhere goes through a lane's own host memory.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import torch
 
 from gpu_side.cuda.device import CudaDevice, Event, Graph
 from gpu_side.replies import Working
 from gpu_side.transfer import Queued
+from protocol.shared_memory import SlotMemory
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
 # 126 layers of four operators, in two numbers of rows, for two requests at a time. All of them are
 # given up when there are more.
 MAX_GRAPHS = 2048
+# Of all slots that the device reaches: their pages are held, whoever their client is. A client's
+# slots have 128 MiB each at most, and it uses two.
+MAX_REACHED_BYTES = 4 * 1024**3
+# How often a flag is looked at before the device is asked whether it has failed.
+_LOOKS = 64
 
-# From rows on the device to the result on the device.
-Product = Callable[[torch.Tensor], torch.Tensor]
+
+class Job:
+    """What kernels of one request are told, and where they leave what they have fetched.
+
+    `table`: int64 [3] of host memory, set before they start: the address of the rows, that of the
+    result, and the number of rows. `flag`: int32 [1] of host memory, not 0 once the result is
+    there. Of the device: `told`, zeros int64 [3], for the kernels alone; `fetched`: int32, room for
+    the rows. All stay where they are: graphs refer to their addresses.
+    """
+
+    def __init__(
+        self, table: torch.Tensor, flag: torch.Tensor, told: torch.Tensor, fetched: torch.Tensor
+    ) -> None:
+        self.table, self.flag, self.told, self.fetched = table, flag, told, fetched
+        # Faster to read and write than tensors.
+        self._numbers, self._word = table.numpy(), flag.numpy()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+        return bool(self._word[0])
+
+    def tell(self, rows: torch.Tensor, result: torch.Tensor) -> None:
+        """Give it these rows and this result, in host memory that the device reaches."""
+        self._word[0] = 0
+        self._numbers[:] = rows.data_ptr(), result.data_ptr(), len(rows)
+
+
+class Product(Protocol):
+    """A product with one weight."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the result [T, N] for rows [T, K], both on the device."""
+        ...
+
+    @property
+    def in_place(self) -> Callable[[Job, int], None] | None:
+        """What does a job of at most so many rows without copies; None where nothing does."""
+        ...
+
+
+class _Flag:
+    """That of a job, in the place of an event."""
+
+    def __init__(self, device: CudaDevice, job: Job) -> None:
+        self._device = device
+        self._job = job
+        self._looks = 0
+
+    def record(self) -> None:
+        """Nothing: the kernels set it."""
+
+    def query(self) -> bool:
+        """Say whether it is set. Raises RuntimeError where it never will be."""
+        if self._job.is_done:
+            return True
+        self._looks += 1
+        if self._looks % _LOOKS == 0 and self._device.is_idle() and not self._job.is_done:
+            raise RuntimeError("the device has ended its work, and left no result")
+        return False
 
 
 class _Lane:
-    """What one request under way needs: an event, and host memory that the device reaches."""
+    """What one request under way needs. `number`: names it among the others.
 
-    def __init__(self, device: CudaDevice, row_bytes: tuple[int, int]) -> None:
+    `ended`: says when the device is done with what has come without copies; `event`: with others.
+    """
+
+    def __init__(self, device: CudaDevice, row_bytes: tuple[int, int], number: int) -> None:
+        self.number = number
         self.event: Event = device.event()
+        inward, outward = (GRAPH_ROWS[-1] * size for size in row_bytes)
         # Never replaced: graphs refer to their addresses.
-        self._inward, self._outward = (
-            device.pinned((GRAPH_ROWS[-1] * size,), torch.uint8) for size in row_bytes
+        self._inward = device.pinned((inward,), torch.uint8)
+        self._outward = device.pinned((outward,), torch.uint8)
+        self.job = Job(
+            table=device.pinned((3,), torch.int64),
+            flag=device.pinned((1,), torch.int32),
+            told=device.zeros((3,), torch.int64),
+            fetched=device.zeros((inward // torch.int32.itemsize,), torch.int32),
         )
+        self.ended: Event = _Flag(device, self.job)
         self._views: dict[tuple[bool, int, int, torch.dtype], torch.Tensor] = {}
 
     def view(self, inward: bool, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,45 +144,68 @@ class Products:
         self._row_bytes = row_bytes
         self._spin_us = spin_us
         self._lanes: list[_Lane] = []
-        # By what they were made for, `_key`. None: not made, to be done piece by piece.
+        self._made = 0
+        # By what they were made for, `_run`. None: not made, to be done piece by piece.
         self._graphs: dict[tuple[Hashable, ...], Graph | None] = {}
         self._came_once: set[tuple[Hashable, ...]] = set()
+        # Slots by their address: whether the device reaches them.
+        self._slots: dict[int, bool] = {}
+        self._reached_bytes = 0
 
-    def register(self, address: int, size: int) -> bool:
-        """Let the device use host memory in place from now on; False where it cannot.
+    def reach(self, slot: SlotMemory | None) -> bool:
+        """Let the device use a slot in place, if it can, from its first request on.
 
-        `unregister` it before it goes: graphs refer to it.
+        It is taken back when the client's memory goes.
         """
-        return self._device.register(address, size)
+        if slot is None:
+            return False
+        if (reached := self._slots.get(slot.address)) is None:
+            size = slot.size
+            reached = self._reached_bytes + size <= MAX_REACHED_BYTES and self._device.register(
+                slot.address, size
+            )
+            self._slots[slot.address] = reached
+            self._reached_bytes += size * reached
+            # Memory that the device reaches must not be unmapped. Before a lane goes, its memory
+            # is there.
+            weakref.finalize(slot.lane, self._forget, slot.address, size).atexit = False
+        return reached
 
-    def unregister(self, address: int, size: int) -> None:
-        """Forget host memory that was registered, and the graphs over it."""
-        self._device.synchronize()
-        memory = range(address, address + size)
-        self._graphs = {
-            key: graph
-            for key, graph in self._graphs.items()
-            if key[-1] not in memory and key[-2] not in memory
-        }
-        self._device.unregister(address)
+    def _forget(self, address: int, size: int) -> None:
+        if self._slots.pop(address):
+            # It may still write the result of a client that has gone.
+            self._device.synchronize()
+            self._device.unregister(address)
+            self._reached_bytes -= size
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for a result of many rows, which is then written in place."""
         return self._device.pinned(shape, dtype)
 
     def submit(
-        self, place: Hashable, product: Product, rows: torch.Tensor, result: torch.Tensor
+        self,
+        place: Hashable,
+        product: Product,
+        rows: torch.Tensor,
+        result: torch.Tensor,
+        slot: SlotMemory | None = None,
     ) -> Working:
         """Have `result` filled with the product of `rows`.
 
         `rows`: [T, K], `result`: [T, N], contiguous and in host memory. Both must stay until the
-        work has ended, unless they are not registered, when `rows` may go at once. `place`: names
-        the product among those of the model. Raises RuntimeError where the device fails.
+        work has ended. `place`: names the product among those of the model. `slot`: where both may
+        lie, if the device reaches it. Raises RuntimeError where the device fails.
         """
-        lane = self._lanes.pop() if self._lanes else _Lane(self._device, self._row_bytes)
+        if self._lanes:
+            lane = self._lanes.pop()
+        else:
+            lane = _Lane(self._device, self._row_bytes, self._made)
+            self._made += 1
         try:
-            target = self._give(lane, place, product, rows, result)
-            lane.event.record()
+            many = len(rows) > GRAPH_ROWS[-1]
+            give = self._give_many if many else self._give_few
+            target, event = give(lane, place, product, rows, result, slot)
+            event.record()
         except BaseException:
             self._lanes.append(lane)
             raise
@@ -113,45 +215,57 @@ class Products:
                 result.copy_(target[: len(result)])
             self._lanes.append(lane)
 
-        return Queued(lane.event, self._spin_us, ended)
+        return Queued(event, self._spin_us, ended)
 
-    def _give(
+    def _give_few(
         self,
         lane: _Lane,
         place: Hashable,
         product: Product,
         rows: torch.Tensor,
         result: torch.Tensor,
-    ) -> torch.Tensor:
-        """Give a product to the device, and return the host memory in which the result will be."""
-        device, count = self._device, len(rows)
-        many = count > GRAPH_ROWS[-1]
-        rounded = count if many else next(n for n in GRAPH_ROWS if n >= count)
+        slot: SlotMemory | None,
+    ) -> tuple[torch.Tensor, Event]:
+        """Give it to the device as a graph; return where the result will be, and what says when."""
+        device, count, in_place = self._device, len(rows), product.in_place
+        rounded = next(n for n in GRAPH_ROWS if n >= count)
         source, target = rows, result
-        # Memory of the caller has no room for more rows.
-        if rounded > count or not device.reaches(rows):
-            shape = rounded, rows.shape[1]
-            source = (
-                device.pinned(shape, rows.dtype) if many else lane.view(True, *shape, rows.dtype)
-            )
+        if in_place is None or not _lies_in(slot, rows):
+            source = lane.view(True, rounded, rows.shape[1], rows.dtype)
             # What an earlier request has left in the rows behind them is multiplied, and dropped.
             source[:count].copy_(rows)
-        if rounded > count or not device.reaches(result):
-            shape = rounded, result.shape[1]
-            target = (
-                device.pinned(shape, result.dtype)
-                if many
-                else lane.view(False, *shape, result.dtype)
-            )
+        if in_place is None or not _lies_in(slot, result):
+            target = lane.view(False, rounded, result.shape[1], result.dtype)
+        event = lane.event if in_place is None else lane.ended
 
         def work() -> None:
-            target.copy_(product(device.to_device(source)), non_blocking=True)
+            if in_place is None:
+                target.copy_(product(device.to_device(source)), non_blocking=True)
+            else:
+                in_place(lane.job, rounded)
 
-        if many:
-            work()
-        else:
-            self._run((place, rounded, rows.dtype, source.data_ptr(), target.data_ptr()), work)
-        return target
+        if in_place is not None:
+            lane.job.tell(source[:count], target)
+        self._run((lane.number, place, rounded, rows.dtype), work)
+        return target, event
+
+    def _give_many(
+        self,
+        lane: _Lane,
+        _place: Hashable,
+        product: Product,
+        rows: torch.Tensor,
+        result: torch.Tensor,
+        slot: SlotMemory | None,
+    ) -> tuple[torch.Tensor, Event]:
+        """Give it to the device piece by piece."""
+        device, source, target = self._device, rows, result
+        if not _lies_in(slot, rows):
+            source = device.pinned((len(rows), rows.shape[1]), rows.dtype).copy_(rows)
+        if not (_lies_in(slot, result) or device.reaches(result)):
+            target = device.pinned((len(rows), result.shape[1]), result.dtype)
+        target.copy_(product(device.to_device(source)), non_blocking=True)
+        return target, lane.event
 
     def _run(self, key: tuple[Hashable, ...], work: Callable[[], None]) -> None:
         """Do it, as a graph if there is one or it is worth one."""
@@ -167,3 +281,10 @@ class Products:
                 self._came_once.clear()
             self._came_once.add(key)
         work() if graph is None else graph.replay()
+
+
+def _lies_in(slot: SlotMemory | None, tensor: torch.Tensor) -> bool:
+    if slot is None:
+        return False
+    start = tensor.data_ptr() - slot.address
+    return 0 <= start <= slot.size - tensor.nbytes

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from protocol.errors import EndpointError
+from protocol.shared_memory import SlotMemory
 from protocol.tensors import Buffer
 
 
@@ -19,13 +20,14 @@ class Incoming(NamedTuple):
     `received_ns` is on the clock of `time.perf_counter_ns`. The first frame's memory is this
     message's own. That of the others is the client's where it shares memory with us: it may change
     at any time until the reply, and is another message's afterwards. `key`: the client's public key
-    (Z85), empty without keys.
+    (Z85), empty without keys. `slot`: that of shared memory it came in, if it did.
     """
 
     route: tuple[bytes, ...]
     frames: list[memoryview]
     received_ns: int
     key: bytes = b""
+    slot: SlotMemory | None = None
 
     @property
     def client(self) -> bytes:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from gpu_side.encoding import MAX_FRAMES
+from gpu_side.transport.listener import Incoming
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.memory_pool import MemoryPool
 from protocol.shared_memory import WAKE_UP, Lane, frames_in
@@ -68,6 +69,7 @@ class Client:
         self.socket = connection
         self.name = name
         self.lane = lane
+        self._slots = [] if lane is None else [lane.memory(slot) for slot in range(lane.slots)]
         # Requests in slots, and when they were seen (perf_counter_ns); slots that owe a reply.
         self.in_slots: deque[tuple[list[memoryview], int, int]] = deque()
         self._owing: set[int] = set()
@@ -124,12 +126,12 @@ class Client:
             self.note_start()
         return alive
 
-    def next_in_slot(self) -> tuple[tuple[bytes, ...], list[memoryview], int]:
-        """Return the route of the reply, the frames, and when they were seen (perf_counter_ns)."""
+    def next_in_slot(self) -> Incoming:
+        """Return the first request in its slots."""
         (header, *tensors), seen_ns, slot = self.in_slots.popleft()
         # Copied only now: what the service takes it also bounds.
         frames = [memoryview(bytearray(header)), *tensors]
-        return (self.name, bytes([slot])), frames, seen_ns
+        return Incoming((self.name, bytes([slot])), frames, seen_ns, slot=self._slots[slot])
 
     def look_at_slots(self, spin_us: int = 0) -> bool:
         """Take in the requests that are in its slots; False if there are none.

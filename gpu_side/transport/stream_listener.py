@@ -143,17 +143,17 @@ class StreamListener:
         client = self._turns.popleft()
         messages = client.reader.messages
         if client.in_slots:
-            route, frames, received_ns = client.next_in_slot()
+            incoming = client.next_in_slot()
         else:
-            route, (frames, received_ns) = (client.name,), messages.popleft()
+            incoming = Incoming((client.name,), *messages.popleft())
         if client.in_slots or messages:
             self._turns.append(client)
         else:
             client.has_turn = False
         self._handed_out += 1
-        if client.large_bytes and len(route) == 1:
-            self._count_large(client, -sum(map(len, frames)))
-        return Incoming(route, frames, received_ns)
+        if client.large_bytes and incoming.slot is None:
+            self._count_large(client, -sum(map(len, incoming.frames)))
+        return incoming
 
     def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
         """See `Listener.send`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from protocol.messages import MatmulRequest, Request, TensorReply
 from protocol.tensors import Buffer, from_torch
 
 MS = 1_000_000
+# Computes a request, wherever it came from.
+Answer = Callable[[Request], Result]
 REQUEST = MatmulRequest(a=from_torch(torch.ones(1, 1)), b=from_torch(torch.ones(1, 1)))
 RESULT: Result = (TensorReply(output=from_torch(torch.ones(1, 1))), None)
 
@@ -56,11 +58,11 @@ class Listener:
 class Handler:
     """Stands in for the weights: answers by a function of the test's."""
 
-    def __init__(self, answer: Kernel) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
 
     def prepare(self, request: Request) -> Kernel:
-        return self._answer
+        return lambda request, _slot: self._answer(request)
 
 
 def incoming_request(
@@ -95,14 +97,14 @@ def stop_signal() -> Iterator[StopSignal]:
         stop.writer.close()
 
 
-def make_loop(answer: Kernel, state: ServiceState | None = None, **settings: Any) -> Any:
+def make_loop(answer: Answer, state: ServiceState | None = None, **settings: Any) -> Any:
     handler: Any = Handler(answer)
     return RequestLoop(handler, DEFAULT_MAX_MESSAGE_BYTES, state, **settings)
 
 
 def run_loop(
     listener: Listener,
-    answer: Kernel,
+    answer: Answer,
     state: ServiceState | None = None,
     stop: StopSignal | None = None,
     **settings: Any,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpu_side.replies import Kernel, Result
+from gpu_side.replies import Result
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
@@ -19,6 +19,7 @@ from tests.unit.gpu_side.loop import (
     MS,
     RESULT,
     Accelerator,
+    Answer,
     Clock,
     Listener,
     Timed,
@@ -36,7 +37,7 @@ def stop() -> Iterator[StopSignal]:
         yield made
 
 
-def _stopping(stop: StopSignal, number: int, answer: Kernel) -> Kernel:
+def _stopping(stop: StopSignal, number: int, answer: Answer) -> Answer:
     """Answer, and stop the loop while it is at so many a request."""
     count = 0
 

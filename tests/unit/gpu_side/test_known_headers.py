@@ -44,7 +44,7 @@ class Preparing:
     def __call__(self, request: Request) -> Kernel:
         self.prepared.append(request)
         number = len(self.prepared)
-        return lambda _request: (TensorReply(output=_tensor(number)), None)
+        return lambda *_: (TensorReply(output=_tensor(number)), None)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_limit_of_a_single_frame_holds_for_a_known_header(reader: RequestReader)
 
 
 def test_a_peer_that_never_repeats_itself_fills_little_memory() -> None:
-    reader = RequestReader(LIMIT, lambda request: lambda _: (TensorReply(output=_tensor(1)), None))
+    reader = RequestReader(LIMIT, lambda request: lambda *_: (TensorReply(output=_tensor(1)), None))
     triples = itertools.product(get_args(ModuleName), repeat=3)
     messages = itertools.product(triples, range(4000, 4040))
     tracemalloc.start()

@@ -289,7 +289,7 @@ def test_a_provisioned_directory(full: Path, tmp_path: Path) -> None:
 def test_equal_requests_share_one_answer_and_zeros_are_never_written_to(light: Path) -> None:
     null = _null(light)
     kernel = null.prepare(REQUESTS["qkv"])
-    (first, _), (again, _) = kernel(REQUESTS["qkv"]), kernel(REQUESTS["qkv"])
+    (first, _), (again, _) = kernel(REQUESTS["qkv"], None), kernel(REQUESTS["qkv"], None)
     assert again is first
     assert isinstance(first, TensorReply)
     assert isinstance(first.output.data, memoryview)
@@ -313,7 +313,7 @@ def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
     task = _task(light, name)
     kernel = kernels.prepare(REQUESTS[name], task)
     took_ns = pytest.approx(request_us(PROFILE, task, 2) * 1000, abs=1)
-    (response, first), (again, second) = (kernel(REQUESTS[name]) for _ in range(2))
+    (response, first), (again, second) = (kernel(REQUESTS[name], None) for _ in range(2))
     assert first is not None
     assert second is not None
     assert first.ends_ns() - 5000 == took_ns
@@ -321,7 +321,7 @@ def test_a_model_of_an_accelerator_works_on_one_request_after_the_other(
     assert first.ends_ns() - 5000 > 9000  # three launches
     # Once it has nothing to do, it begins at once.
     now = second.ends_ns() + 7
-    _, later = kernel(REQUESTS[name])
+    _, later = kernel(REQUESTS[name], None)
     assert later is not None
     assert later.ends_ns() - now == took_ns
     assert again is response
@@ -334,7 +334,7 @@ def test_at_once_means_that_no_clock_is_read(light: Path) -> None:
         raise AssertionError
 
     kernels = NullKernels(NullDevice(), 2, clock=clock)
-    _, work = kernels.prepare(REQUESTS["qkv"], _task(light, "qkv"))(REQUESTS["qkv"])
+    _, work = kernels.prepare(REQUESTS["qkv"], _task(light, "qkv"))(REQUESTS["qkv"], None)
     assert work is None
 
 

@@ -546,7 +546,7 @@ def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: Reques
     for seed in (bytes(range(32)), bytes(reversed(range(32)))):
         drawn = torch.frombuffer(expand(seed, 3 * HIDDEN), dtype=torch.int32).view(3, HIDDEN)
         # The one kernel of a header computes every seed that comes under it.
-        reply, _ = kernel(_seeded(3, HIDDEN, *modules, seed=seed))
+        reply, _ = kernel(_seeded(3, HIDDEN, *modules, seed=seed), None)
         assert isinstance(reply, TensorReply)
         assert torch.equal(to_torch(reply.output), _apply(operators, _ring(drawn, *modules)))
 

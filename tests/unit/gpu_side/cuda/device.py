@@ -37,7 +37,9 @@ class Device:
     def __init__(self, *, captures: bool = True, registers: bool = True) -> None:
         self.done = True
         self.graphs: list[Graph] = []
-        self.attempts = self.waits = self.copies_in = 0
+        self.attempts = self.waits = self.copies_in = self.registrations = 0
+        # What it does once it is done with what it was given.
+        self.later: list[Callable[[], None]] = []
         self._captures, self._registers = captures, registers
         # Addresses and sizes of host memory that it reaches.
         self.reached: dict[int, int] = {}
@@ -52,9 +54,21 @@ class Device:
         self.reached[memory.data_ptr()] = memory.nbytes
         return memory
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def is_idle(self) -> bool:
+        return self.done
+
     def reaches(self, tensor: torch.Tensor) -> bool:
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(at <= start and end <= at + size for at, size in self.reached.items())
+        return self.reaches_address(tensor.data_ptr(), tensor.nbytes)
+
+    def reaches_address(self, start: int, length: int) -> bool:
+        return any(at <= start and start + length <= at + size for at, size in self.reached.items())
+
+    def go_on(self) -> None:
+        while self.done and self.later:
+            self.later.pop(0)()
 
     def event(self) -> Event:
         return Event(self)
@@ -74,6 +88,7 @@ class Device:
         return 1.0
 
     def register(self, address: int, size: int) -> bool:
+        self.registrations += 1
         if self._registers:
             self.reached[address] = size
         return self._registers

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,9 @@ import torch
 from gpu_side.cuda.check import check_ring
 from gpu_side.cuda.kernels import CudaKernels
 from gpu_side.handler import RequestHandler
+from gpu_side.request_loop import RequestLoop
+from gpu_side.stop_signal import StopSignal
+from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import KernelError
 from protocol.messages import (
@@ -22,6 +29,8 @@ from protocol.messages import (
     SeededRingLinearRequest,
     TensorReply,
 )
+from protocol.shared_memory import Lane
+from protocol.shm import ShmChannel
 from protocol.tensors import from_torch, to_torch
 from tests.support import SavedModel
 from tests.unit.gpu_side.cuda.device import Device
@@ -105,20 +114,55 @@ def test_other_requests_are_torch_s(
     assert device.copies_in == 0
 
 
-def test_a_link_gives_rows_and_result_in_its_own_memory(
-    weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reached", [True, False])
+def test_over_shared_memory_the_device_reads_and_writes_slots(
+    reached: bool, weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    device = Device()
+    device = Device(registers=reached)
     handler = _on_cuda(weights, device, monkeypatch)
-    (request, *_) = _requests(weights, 4)
-    rows = to_torch(request.elements).view(4, -1)
-    expected = _output(RequestHandler(weights, 2**24), request)
-    result = torch.empty(4, expected.shape[-1], dtype=torch.int32)
-    for memory in (rows, result):
-        assert handler._kernels.register(memory.data_ptr(), memory.nbytes)
-    device.done = False
-    handler._kernels.plan(request, handler._checker.check(request))(rows, result)
-    assert torch.equal(result.view(expected.shape), expected)
+    replies_in_place: list[bool] = []
+    put = Lane.put
+
+    def noted(lane: Lane, slot: int, frames: Sequence[Any]) -> bool | None:
+        # The client's puts are compiled, or not of memory that both share.
+        if lane._sleeps < lane._peer_sleeps:
+            return put(lane, slot, frames)
+        replies_in_place.extend(frame.obj is lane._memory.obj for frame in frames[1:])
+        return put(lane, slot, frames)
+
+    monkeypatch.setattr(Lane, "put", noted)
+    here, endpoint = RequestHandler(weights, 2**24), f"shm://{tmp_path}/s"
+    with _served(handler, endpoint), ShmChannel(endpoint) as channel:
+        for rows in (1, 3, 33) * 2:
+            for request in _requests(weights, rows):
+                expected = _output(here, request)
+                response = channel.call(request).response
+                assert isinstance(response, TensorReply)
+                output = to_torch(response.output)
+                if expected.dtype is torch.int32:
+                    assert torch.equal(output, expected)
+                else:
+                    torch.testing.assert_close(output, expected)
+    # Of eight slots only the one that was used; with the client it went.
+    assert device.registrations == 1
+    assert device.waits == reached
+    assert len(replies_in_place) == 36
+    assert set(replies_in_place) == {reached}
+
+
+@contextmanager
+def _served(handler: RequestHandler, endpoint: str) -> Iterator[None]:
+    listener, stop = StreamListener(endpoint), StopSignal()
+    thread = threading.Thread(target=RequestLoop(handler, 2**24).run, args=(listener, stop))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.request(signal.SIGTERM, None)
+        thread.join()
+        listener.close()
+        stop.reader.close()
+        stop.writer.close()
 
 
 def test_without_triton_int8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

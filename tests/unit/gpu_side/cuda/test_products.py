@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from gpu_side.cuda import products
-from gpu_side.cuda.products import GRAPH_ROWS, Products
+from gpu_side.cuda.products import GRAPH_ROWS, Job, Products
+from protocol.shared_memory import SlotMemory
 from tests.unit.gpu_side.cuda.device import Device
 
 K, N = 5, 3
@@ -21,8 +23,16 @@ def _products(device: Device, spin_us: float = 0.0) -> Products:
     return Products(stand_in, (K * 4, N * 4), spin_us)
 
 
-def _by_weight(rows: torch.Tensor) -> torch.Tensor:
-    return rows @ WEIGHT.t()
+class _Copied:
+    """A product that needs its rows on the device."""
+
+    in_place = None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ WEIGHT.t()
+
+
+_by_weight = _Copied()
 
 
 def _ask(made: Products, rows: int = 1, place: str = "o_proj") -> None:
@@ -102,58 +112,148 @@ def test_a_result_is_there_when_the_device_is_done_and_not_before() -> None:
     assert not result.any()  # copied once
 
 
-@pytest.mark.parametrize("rows", [4, 40])
-def test_registered_memory_is_used_in_place(rows: int) -> None:
+class _InPlace:
+    """A product of elements that does jobs, as kernels would: when the device comes to it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.jobs = 0
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ WEIGHT.t()
+
+    def in_place(self, job: Job, rows: int) -> None:
+        self.jobs += 1
+        source, target, count = job.table.tolist()
+        assert count <= rows
+        for address, width in ((source, K), (target, N)):
+            assert self._device.reaches_address(address, count * width * 4)
+        memory = (ctypes.c_char * (count * K * 4)).from_address(source)
+        given = torch.frombuffer(memory, dtype=torch.float32).view(count, K)
+        self._device.later.append(lambda: _store(target, self(given), job))
+        self._device.go_on()
+
+
+def _store(address: int, result: torch.Tensor, job: Job) -> None:
+    ctypes.memmove(address, result.contiguous().data_ptr(), result.nbytes)
+    job.flag[0] = 1
+
+
+class _Lane:
+    """Stands for a client's memory, which goes with it."""
+
+
+def _slot(rows: int = 4) -> tuple[SlotMemory, torch.Tensor, torch.Tensor]:
+    """Return a slot with room for so many rows and their result, and both."""
+    memory = torch.zeros(rows * (K + N))
+    stand_in: Any = _Lane()
+    slot = SlotMemory(stand_in, memory.data_ptr(), memory.nbytes, memoryview(b""))
+    return slot, memory[: rows * K].view(rows, K), memory[rows * K :].view(rows, N)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_a_slot_is_used_in_place(rows: int) -> None:
     device = Device()
-    made = _products(device)
-    segment = torch.zeros(rows * (K + N))
-    given, result = segment[: rows * K].view(rows, K), segment[rows * K :].view(rows, N)
-    assert made.register(segment.data_ptr(), segment.nbytes)
+    made, product = _products(device), _InPlace(device)
+    slot, given, result = _slot()
+    assert made.reach(slot)
     device.done = False
     for value in (1.0, 2.0, 3.0):
         given.fill_(value)
-        made.submit("o_proj", _by_weight, given, result)
-        # Written by the device, before we have looked.
-        assert torch.equal(result, _by_weight(given))
-    assert device.attempts == (rows == 4)
+        result.fill_(-1)
+        work = made.submit("o_proj", product, given[:rows], result[:rows], slot)
+        assert work.ends_ns() > time.perf_counter_ns() - 1
+        assert (result == -1).all()
+        device.done = True
+        device.go_on()
+        # Written by the device, before we have looked; and not a row more.
+        assert torch.equal(result[:rows], product(given[:rows]))
+        assert (result[rows:] == -1).all()
+        assert work.ends_ns() <= time.perf_counter_ns()
+        device.done = False
+    assert (device.attempts, device.copies_in) == (1, 0)
 
 
-def test_memory_without_room_for_more_rows_is_not_used_in_place() -> None:
+def test_one_graph_serves_all_slots() -> None:
     device = Device()
-    made = _products(device)
-    segment = torch.full((4 * (K + N),), 7.0)
-    made.register(segment.data_ptr(), segment.nbytes)
-    given, result = segment[: 3 * K].view(3, K), segment[3 * K : 3 * (K + N)].view(3, N)
-    for _ in range(2):
-        made.submit("o_proj", _by_weight, given, result).ends_ns()
-        assert torch.equal(result, _by_weight(given))
-    assert torch.equal(segment[3 * (K + N) :], torch.full((K + N,), 7.0))
+    made, product = _products(device), _InPlace(device)
+    slots = [_slot() for _ in range(3)]
+    for slot, given, result in slots * 2:
+        assert made.reach(slot)
+        given.normal_()
+        made.submit("o_proj", product, given, result, slot).ends_ns()
+        assert torch.equal(result, product(given))
+    assert (device.attempts, product.jobs) == (1, 6)
 
 
-def test_memory_that_the_driver_refuses_is_copied() -> None:
+def test_what_lies_in_no_slot_goes_through_memory_of_our_own() -> None:
+    device = Device()
+    made, product = _products(device), _InPlace(device)
+    slot, given, result = _slot()
+    assert made.reach(slot)
+    for rows, target in ((torch.randn(3, K), result[:3]), (given[:3], torch.empty(3, N))):
+        made.submit("o_proj", product, rows, target, slot).ends_ns()
+        assert torch.equal(target, product(rows))
+
+
+def test_many_rows_in_a_slot_are_copied_straight_to_and_from_the_device() -> None:
+    device = Device()
+    made, product = _products(device), _InPlace(device)
+    slot, given, result = _slot(40)
+    assert made.reach(slot)
+    given.normal_()
+    device.done = False
+    made.submit("o_proj", product, given, result, slot)
+    assert torch.equal(result, product(given))
+    assert (device.attempts, product.jobs, device.copies_in) == (0, 0, 1)
+
+
+def test_a_device_that_ends_without_a_result_fails_the_request() -> None:
+    device = Device()
+    made, product = _products(device), _InPlace(device)
+    slot, given, result = _slot()
+    assert made.reach(slot)
+    device.done = False
+    work = made.submit("o_proj", product, given, result, slot)
+    device.later.clear()
+    for _ in range(2 * products._LOOKS - 1):
+        work.ends_ns()
+    device.done = True
+    with pytest.raises(RuntimeError, match="left no result"):
+        work.ends_ns()
+
+
+def test_slots_that_the_driver_refuses_are_not_reached() -> None:
     device = Device(registers=False)
     made = _products(device)
-    given = torch.ones(1, K)
-    assert not made.register(given.data_ptr(), given.nbytes)
-    _ask(made)
+    slot, *_ = _slot()
+    assert not made.reach(slot)
+    assert not made.reach(slot)
+    assert device.registrations == 1
 
 
-def test_graphs_over_memory_that_goes_are_forgotten() -> None:
+def test_slots_are_reached_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     made = _products(device)
-    given, result = torch.ones(1, K), torch.empty(1, N)
-    for memory in (given, result):
-        made.register(memory.data_ptr(), memory.nbytes)
-    for _ in range(2):
-        made.submit("o_proj", _by_weight, given, result).ends_ns()
-        _ask(made)
-    assert device.attempts == 2
-    made.unregister(given.data_ptr(), given.nbytes)
+    (first, *_), (second, *_) = _slot(), _slot()
+    monkeypatch.setattr(products, "MAX_REACHED_BYTES", first.size + second.size - 1)
+    assert made.reach(first)
+    assert not made.reach(second)
+    assert not made.reach(None)
+
+
+def test_a_slot_is_taken_back_when_its_memory_goes() -> None:
+    device = Device()
+    made = _products(device)
+    slot, *_ = _slot()
+    assert made.reach(slot)
+    address, size = slot.address, slot.size
+    assert device.reaches_address(address, size)
+    del slot
+    assert not device.reaches_address(address, size)
+    # The device may have been at it.
     assert device.waits == 1
-    for _ in range(2):
-        made.submit("o_proj", _by_weight, given, result).ends_ns()
-        _ask(made)
-    assert device.attempts == 3
+    assert made._reached_bytes == 0
 
 
 def test_the_number_of_graphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +279,13 @@ def test_a_failure_fails_one_request_and_keeps_its_memory_for_the_next() -> None
     device = Device()
     made = _products(device)
 
-    def fails(rows: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("canary")
+    class Fails(_Copied):
+        def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("canary")
 
     _ask(made)
     before = dict(device.reached)
     with pytest.raises(RuntimeError, match="canary"):
-        made.submit("down_proj", fails, torch.ones(1, K), torch.empty(1, N))
+        made.submit("down_proj", Fails(), torch.ones(1, K), torch.empty(1, N))
     _ask(made)
     assert device.reached == before

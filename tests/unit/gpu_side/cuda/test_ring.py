@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_side.cuda.products import Job
+from gpu_side.cuda.tiles import Tile, tiles_for
 from protocol.errors import KernelError
 from protocol.integer import exact_product
 
@@ -53,6 +55,35 @@ def test_rows_of_a_fused_matrix_are_multiplied_where_they_lie() -> None:
     assert torch.equal(ring.every_tile(elements, part), exact_product(elements, part))
 
 
+def _job(room: int) -> Job:
+    table, told = (torch.zeros(3, dtype=torch.int64) for _ in range(2))
+    flag = torch.zeros(1, dtype=torch.int32)
+    return Job(table, flag, told, torch.full((room,), 99, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("tile", [*tiles_for(1), *tiles_for(32)], ids=str)
+def test_a_job_is_done_where_it_lies_and_touches_nothing_beside_it(tile: Tile) -> None:
+    K, N, bucket = 45, 37, 4
+    weight, job = _random(torch.int8, N, K), _job(bucket * K)
+    # Of one request after the other, as a graph repeats them: fewer rows after more.
+    for rows in (4, 3, 1):
+        elements, room = _random(torch.int32, rows, K), torch.full((bucket + 1, N), -7).int()
+        result = room[:rows]
+        job.tell(elements, result)
+        assert not job.is_done
+        ring.do_job(job, bucket, weight, tile)
+        assert job.is_done
+        assert torch.equal(result, exact_product(elements, weight))
+        assert (room[rows:] == -7).all()
+        assert job.told[2] == 0
+
+
+def test_a_job_that_leaves_no_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "do_job", lambda *_: None)
+    with pytest.raises(KernelError, match="got no flag"):
+        ring.every_tile(_random(torch.int32, 1, 8), _random(torch.int8, 4, 8))
+
+
 def test_tiles_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ring.ring_product
     monkeypatch.setattr(
@@ -68,7 +99,13 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.gpu_side.cuda.compiled"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    used = {(int(rows), instruction.split(".")[0]) for rows, instruction in lines}
-    assert used == {(1, "none"), (16, "mma"), (64, "mma"), (64, "wgmma")}
-    assert all("s32.s8.s8" in instruction for _, instruction in lines if instruction != "none")
+    lines = [line.split(", ") for line in done.stdout.splitlines()]
+    used = {(rows, instruction.split(".")[0]) for _, rows, _, instruction, _ in lines}
+    plain = {("1", "none"), ("fetch", "none")}
+    assert used == plain | {("16", "mma"), ("64", "mma"), ("64", "wgmma")}
+    assert all("s32.s8.s8" in instruction for *_, instruction, _ in lines if instruction != "none")
+    # All threads have stored their part of the result; one counts the block, for the whole system
+    # to see what came before; then it stores the count and the flag.
+    ended = "atom.global.sys.acq_rel.add bar.sync st.global.b64 st.global.wt.b32"
+    in_place = [line for line in lines if line[2] == "True" and line[1] != "fetch"]
+    assert [line[-1] for line in in_place] == [ended] * 7
