@@ -30,6 +30,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
+from tee_side.protect.pads.store import reading_threads
 from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.reply_size import largest_reply
 from tee_side.remote.services.connected import Services
@@ -86,7 +87,8 @@ class Cores(NamedTuple):
     """Which threads a run has, planned once. `usable`: the cores that it may use.
 
     `step`: compute a step; `make_pads`: make pads, while no step runs or one waits for them;
-    `read_pads`: read and decrypt pads of a bank for the next tokens, beside a step.
+    `read_pads`: draw pads for a prompt's next operator, or read and decrypt those of a bank for the
+    next tokens, beside a step.
     """
 
     usable: int
@@ -293,12 +295,12 @@ def _share_cores(settings: RunnerSettings) -> Cores:
     """Set up the kernels and their threads, and say who has which.
 
     A step's threads wait for each other after every kernel: one whose core reads pads keeps all of
-    them waiting. So reading gets a core of its own, but where there are few: it sleeps most of the
-    time. Raises KernelError.
+    them waiting. So reading a bank gets a core of its own, but where there are few: it sleeps most
+    of the time. A prompt's pads are read while the step waits for its replies. Raises KernelError.
     """
     usable, read = native.usable_cores(), int(settings.masks.bank is not None)
     native.set_up(settings.kernels, settings.threads)
     if settings.threads is None:
         native.set_threads(usable - read if usable > 3 else usable)
     step = native.threads()
-    return Cores(usable, step, step, read)
+    return Cores(usable, step, step, reading_threads())

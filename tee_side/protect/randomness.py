@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from typing import TypeAlias
 
+import numpy
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -26,6 +27,9 @@ NONCE_BYTES = 16
 BLOCK_BYTES = 16
 # The counter of one keystream has 32 bits; past them it would run into the next site's blocks.
 MAX_KEYSTREAM_BYTES = 2**32 * BLOCK_BYTES
+# Of a keystream, encrypted in one call: it stays in a core's own cache, and the call is long enough
+# for other threads to run meanwhile.
+_CHUNK_BYTES = 256 * 1024
 
 Tensor: TypeAlias = torch.Tensor
 # The type: inside the classes below, `bytes` is a method.
@@ -117,11 +121,13 @@ class Keystream:
     ones are refused. A model of 112 sites with 8 KiB each takes 2^16 blocks a token: after
     2^26 tokens the advantage of telling them from random is below 2^-44 (see the module).
 
-    An instance belongs to one thread at a time; it has no state but its cipher context.
+    An instance belongs to one thread at a time; it has no state but its cipher context. `fill` has
+    a context of its own, and any number of threads may be in it.
     """
 
     def __init__(self, key: Bytes) -> None:
         _check_length("key", key, KEY_BYTES)
+        self._key = key
         self._context = Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
 
     def bytes(self, index: int, site: int, count: int) -> bytearray:
@@ -143,14 +149,40 @@ class Keystream:
         shapes = zip(sizes.items(), words, strict=True)
         return {site: part.view(len(indices), features) for (site, features), part in shapes}
 
-    def _drawn(self, indices: range, counts: Mapping[int, int]) -> bytearray:
-        """Return `counts` bytes of each site: of consecutive indices, one after the other."""
+    def fill(self, indices: range, site: int, words_TI: Tensor) -> None:
+        """Write `rows` into int32 [T, I], contiguous; for many rows, of which it makes few calls.
+
+        Raises ValueError as `bytes`.
+        """
+        rows, features = words_TI.shape
+        self._check(indices, {site: 4 * features})
+        blocks = math.ceil(4 * features / BLOCK_BYTES)
+        step = max(1, min(rows, _CHUNK_BYTES // (BLOCK_BYTES * max(1, blocks))))
+        # Counter mode, over the counters of many rows at once.
+        context = Cipher(algorithms.AES(self._key), modes.ECB()).encryptor()  # noqa: S305
+        counters = numpy.empty((step, blocks, 2), ">u8")
+        counters[:, :, 1] = (site << 32) + numpy.arange(blocks, dtype=numpy.uint64)
+        # `update_into` asks for room for a block that is not whole.
+        drawn = numpy.empty(counters.nbytes + BLOCK_BYTES - 1, numpy.uint8)
+        words = drawn[: counters.nbytes].view(numpy.int32).reshape(step, 4 * blocks)
+        for start in range(0, rows, step):
+            part = words_TI.numpy()[start : start + step]
+            numbers = numpy.arange(len(part), dtype=numpy.uint64)[:, None]
+            counters[: len(part), :, 0] = numbers + numpy.uint64(indices[start])
+            context.update_into(counters[: len(part)].view(numpy.uint8).data.cast("B"), drawn.data)
+            part[:] = words[: len(part), :features]
+
+    def _check(self, indices: range, counts: Mapping[int, int]) -> None:
         if not 0 <= indices.start <= indices.stop <= 2**64:
             raise ValueError(f"keystream: got index {indices.start}, expected 64 bits, unsigned")
         for site, count in counts.items():
             if not (0 <= site < 2**32 and 0 <= count <= MAX_KEYSTREAM_BYTES):
                 expected = f"32 bits, and at most {MAX_KEYSTREAM_BYTES} bytes"
                 raise ValueError(f"keystream: got site {site}, {count} bytes, expected {expected}")
+
+    def _drawn(self, indices: range, counts: Mapping[int, int]) -> bytearray:
+        """Return `counts` bytes of each site: of consecutive indices, one after the other."""
+        self._check(indices, counts)
         drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
         left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
         for site, count in counts.items():

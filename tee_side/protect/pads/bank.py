@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -156,10 +156,10 @@ class BankFile(PadStore):
         self._begun = dict.fromkeys((site.number for site in layout.sites), _NONE_BEGUN)
         # The group behind the one that tokens are read of, while another thread decrypts it.
         self._ahead: tuple[int, Future[dict[int, Tensor]]] | None = None
-        self._reader = ThreadPoolExecutor(1, "pads ahead")
-        # Records on their way, of three threads: memory that is used again costs no page faults.
+        # Records on their way: memory that is used again costs no page faults. One for each thread
+        # of the store, and for the one that has the lock.
         largest = max(record_bytes(site, self.group) for site in layout.sites)
-        self._reading, self._reading_ahead = bytearray(largest), bytearray(largest)
+        self._reading = [bytearray(largest) for _ in range(self._threads + 1)]
         self._writing = bytearray(largest)
 
     @classmethod
@@ -264,17 +264,15 @@ class BankFile(PadStore):
         with refusing(self._path):
             os.fsync(self._descriptor)
 
-    def _read(self, indices: range, site: SiteShape) -> Tensor:
-        group, outs = self.group, site.out_features
-        u = torch.empty(len(indices), outs, dtype=torch.int32)
+    def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
+        group = self.group
         for first in range(indices.start - indices.start % group, indices.stop, group):
             start, stop = max(indices.start, first), min(indices.stop, first + group)
-            rows = u[start - indices.start : stop - indices.start]
+            rows = u_TO[start - indices.start : stop - indices.start]
             if stop - start == group:
-                self._open(first, site, rows, self._reading)
+                self._open(first, site, rows)
                 continue
             rows.copy_(self._begin(first, site)[start - first : stop - first])
-        return u
 
     def _read_all(self, indices: range) -> dict[int, Tensor]:
         parts = []
@@ -310,7 +308,7 @@ class BankFile(PadStore):
             self._begin(first, site)
         following = first + self.group
         if following < self._filled:
-            self._ahead = following, self._reader.submit(self._open_all, following, spare)
+            self._ahead = following, self._pool.submit(self._open_all, following, spare)
 
     def _open_all(self, first: int, spare: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return u of a group at every site; on a thread of its own. `spare`: memory for it."""
@@ -319,7 +317,7 @@ class BankFile(PadStore):
             u_GO = spare.get(number, _NONE_BEGUN[1])
             if not u_GO.numel():
                 u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
-            self._open(first, site, u_GO, self._reading_ahead)
+            self._open(first, site, u_GO)
             found[number] = u_GO
         return found
 
@@ -331,13 +329,14 @@ class BankFile(PadStore):
         if not u_GO.numel():
             u_GO = torch.empty(self.group, site.out_features, dtype=torch.int32)
         if begun != first:
-            self._open(first, site, u_GO, self._reading)  # not begun where it is not authentic
+            self._open(first, site, u_GO)  # not begun where it is not authentic
         self._begun[site.number] = first, u_GO
         return u_GO
 
-    def _open(self, first: int, site: SiteShape, u_GO: Tensor, reading: bytearray) -> None:
-        """Read the record of a group, and decrypt it into place. `reading`: of this thread."""
+    def _open(self, first: int, site: SiteShape, u_GO: Tensor) -> None:
+        """Read the record of a group, and decrypt it into place."""
         bound, offset = self._place(first, site)
+        reading = self._reading.pop()
         sealed = memoryview(reading)[: record_bytes(site, self.group)]
         try:
             read = os.preadv(self._descriptor, [sealed], offset)
@@ -358,9 +357,11 @@ class BankFile(PadStore):
                 got="another record than was written",
                 expected="its authentication tag to match",
             ) from None
+        finally:
+            self._reading.append(reading)
 
     def _let_go(self) -> None:
-        self._reader.shutdown()
+        super()._let_go()
         self._files.close()
 
     def _place(self, index: int, site: SiteShape) -> tuple[bytes, int]:

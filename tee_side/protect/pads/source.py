@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from protocol.errors import PadsExhaustedError, TsqpError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.pads.maker import PadMaker
-from tee_side.protect.pads.store import PadStore
+from tee_side.protect.pads.store import Draw, PadStore
 
 WhenOut = Literal["wait", "tee", "fail"]
 
@@ -28,6 +29,8 @@ IDLE_BATCH_TOKENS = 32
 # Rows whose factors are read for all operators of a step at once: in one go they take half the
 # time, between operators the processor has forgotten how. More rows would take more memory.
 _ROWS_READ_AHEAD = 8
+# From here on a site's factors are read by threads, while the operator before it is under way.
+MANY_ROWS = 64
 
 
 class Pads:
@@ -81,9 +84,8 @@ class Pads:
         """Return what one micro-batch draws from."""
         return PadLane(self, self._store)
 
-    def read(self, indices: range, site: int) -> Factors:
-        """Return the factors of a site for indices that were taken, once."""
-        words_TI, u_TO = self._store.factors(indices, site)
+    def made_of(self, words_TI: torch.Tensor, u_TO: torch.Tensor) -> Factors:
+        """Return the mask's factors of what the store hands out."""
         return Factors(self._mask.draw(words_TI), u_TO.view(self._dtype))
 
     def read_all(self, indices: range) -> dict[int, Factors]:
@@ -192,6 +194,10 @@ class PadLane:
         self._indices: range | None = None
         self._used: set[int] = set()
         self._ready: dict[int, Factors] = {}
+        # The next site of each that wants as many rows, and the one at most that is read ahead.
+        numbers = (site.number for site in store.layout.sites if site.operator != "lm_head")
+        self._following = dict(pairwise(numbers))
+        self._ahead: dict[int, Draw] = {}
         self._rows = 0
         self._withheld = False
 
@@ -227,14 +233,25 @@ class PadLane:
             return None
         ready = self._ready.pop(site, None)
         if ready is None:
-            return self._pads.read(self._indices[:rows], site)
+            if rows < MANY_ROWS and site not in self._ahead:
+                return self._pads.made_of(*self._store.factors(self._indices[:rows], site))
+            ready = self._read_many(self._indices, site, rows)
         return ready if rows == self._rows else ready.first(rows)
+
+    def _read_many(self, indices: range, site: int, rows: int) -> Factors:
+        """Return factors for `rows` rows at least, and have those of the next site read."""
+        draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
+        following = self._following.get(site)
+        if following is not None and following not in self._used and not self._ahead:
+            self._ahead[following] = self._store.start(indices, following)
+        return self._pads.made_of(*draw())
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""
         indices = self._indices
         # No rows: no draw asks for so few.
         self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
+        self._ahead = {}
         self._withheld = False
         if indices is not None:
             self._store.release(indices)

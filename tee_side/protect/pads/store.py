@@ -12,25 +12,40 @@ its sites is read once. What breaks these rules is a mistake of the caller, and 
 
 Threads: one thread may fill (`begin`, and the batch) while another takes; bookkeeping is under one
 lock, and the long parts of filling (making, encrypting, writing and syncing data) are outside it.
+So are those of reading many rows, which threads of the store share (`start`): they never want the
+lock, and no slot that they read is filled again before they have ended.
 Processes: a copy in a forked child would hand out what its parent does, and is refused.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Self, TypeAlias
 
+import numpy
 import torch
 
 from protocol.errors import PadsExhaustedError
+from protocol.native import usable_cores
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, Keystream
 
 Tensor: TypeAlias = torch.Tensor
 
 DEFAULT_BLOCK = 16
+
+# Waits for r and u of a draw that threads share.
+Draw: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
+
+
+def reading_threads() -> int:
+    """Return how many threads of a store draw many rows, beside the one that asks for them."""
+    return max(1, usable_cores() // 4)
 
 
 class PadStore(ABC):
@@ -72,6 +87,10 @@ class PadStore(ABC):
         self._all_sites = sum(1 << site.number for site in layout.sites)
         self._key = key
         self._keystream = Keystream(key)
+        self._threads = reading_threads()
+        self._pool = ThreadPoolExecutor(self._threads, "pads ahead")
+        # What the threads may still be reading.
+        self._parts: list[Future[None]] = []
         self._batch: Batch | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -139,6 +158,41 @@ class PadStore(ABC):
             r = self._keystream.rows(indices, site, shape.in_features)
             return r, self._read(indices, shape)
 
+    def start(self, indices: range, site: int) -> Draw:
+        """Have threads read what `factors` does, for many rows; the pairs are used up at once.
+
+        The result waits for them, and returns it. Raises as `factors`, then or now.
+        """
+        shape, rows, group = self._sites[site], len(indices), self.group
+        r_TI, u_TO = _empty(rows, shape.in_features), _empty(rows, shape.out_features)
+        head = min(rows, -indices.start % group)
+        tail = max(head, rows - indices.stop % group)
+        step = group * math.ceil(rows / group / self._threads)
+        with self._lock:
+            self.check_usable()
+            self._use_up(indices, shape)
+            # A record that other tokens share is kept for them, under the lock.
+            for part in (slice(head), slice(tail, rows)):
+                if indices[part]:
+                    self._draw(indices[part], shape, r_TI[part], u_TO[part])
+            parts = []
+            for first in range(head, tail, step):
+                part = slice(first, min(first + step, tail))
+                what = indices[part], shape, r_TI[part], u_TO[part]
+                parts.append(self._pool.submit(self._draw, *what))
+            self._parts = [part for part in self._parts if not part.done()] + parts
+
+        def result() -> tuple[Tensor, Tensor]:
+            for part in parts:
+                part.result()
+            return r_TI, u_TO
+
+        return result
+
+    def _draw(self, indices: range, site: SiteShape, r_TI: Tensor, u_TO: Tensor) -> None:
+        self._keystream.fill(indices, site.number, r_TI)
+        self._read_into(indices, site, u_TO)
+
     def all_factors(self, indices: range) -> dict[int, tuple[Tensor, Tensor]]:
         """Return what `factors` does, of every site by its number, of indices just taken.
 
@@ -175,6 +229,7 @@ class PadStore(ABC):
             if count % self.group or not 1 <= count <= self._room():
                 expected = f"{self.group} .. {self._room()}, by {self.group}"
                 raise ValueError(f"pads: got {count} to fill, expected {expected}")
+            wait(self._parts)  # some may be reading what is filled again
             indices = range(self._filled, self._filled + count)
             self._starting(indices)
             self._batch = Batch(self, indices)
@@ -213,7 +268,7 @@ class PadStore(ABC):
 
     # What a subclass says. `persist` under the lock, before any index below `reserved` is handed
     # out; `starting` under the lock, before a batch; `write` and `sync` by the filling thread
-    # without the lock; `read` under the lock.
+    # without the lock; `read_into` under the lock, or of whole groups by any thread.
 
     @abstractmethod
     def _persist(self, reserved: int, filled: int) -> None:
@@ -231,15 +286,22 @@ class PadStore(ABC):
         """Make everything written outlive a crash, or raise."""
 
     @abstractmethod
+    def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
+        """Write u into int32 [T, out_features]; whole groups without torch, for the threads."""
+
     def _read(self, indices: range, site: SiteShape) -> Tensor:
         """Return u int32 [T, out_features]."""
+        u_TO = _empty(len(indices), site.out_features)
+        self._read_into(indices, site, u_TO)
+        return u_TO
 
     def _read_all(self, indices: range) -> dict[int, Tensor]:
         """Return `_read` of every site, by its number."""
         return {number: self._read(indices, site) for number, site in self._sites.items()}
 
-    def _let_go(self) -> None:  # noqa: B027 - not every store holds anything
-        """Close files and drop locks; may be called twice."""
+    def _let_go(self) -> None:
+        """End the threads, close files and drop locks; may be called twice."""
+        self._pool.shutdown()
 
     def _room(self) -> int:
         oldest = next(iter(self._in_use), self._next)
@@ -358,13 +420,18 @@ class MemoryStore(PadStore):
         """Nothing outlives this process, and a later one has another key."""
 
     def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
-        self._u[site.number][self._slots(indices)] = u_NO
+        slots = torch.tensor(indices, dtype=torch.int64) % self.capacity
+        self._u[site.number][slots] = u_NO
 
     def _sync(self) -> None:
         """Nothing is on a disk."""
 
-    def _read(self, indices: range, site: SiteShape) -> Tensor:
-        return self._u[site.number][self._slots(indices)]
+    def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
+        slots = numpy.arange(indices.start, indices.stop) % self.capacity
+        # Unlike "raise", "clip" writes straight into place.
+        self._u[site.number].numpy().take(slots, axis=0, out=u_TO.numpy(), mode="clip")
 
-    def _slots(self, indices: range) -> Tensor:
-        return torch.tensor(indices, dtype=torch.int64) % self.capacity
+
+def _empty(rows: int, features: int) -> Tensor:
+    # numpy asks the kernel for huge pages: the faults of small ones take longer than reading.
+    return torch.from_numpy(numpy.empty((rows, features), numpy.int32))

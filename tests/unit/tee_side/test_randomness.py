@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +12,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 
+from tee_side.protect import randomness
 from tee_side.protect.randomness import (
     MAX_KEYSTREAM_BYTES,
     Keystream,
@@ -345,6 +347,31 @@ def test_rows_are_the_keystreams_of_the_indices() -> None:
         assert row.numpy().tobytes() == bytes(Keystream(KEY).bytes(index, 2, 24))
     assert torch.equal(stream.rows(range(6, 7), 2, 6), rows[1:2])
     assert stream.rows(range(0), 2, 6).shape == (0, 6)
+
+
+@pytest.mark.parametrize("features", [1, 4, 6, 33])
+@pytest.mark.parametrize("first", [0, 2**64 - 21])
+def test_many_rows_are_the_same_numbers_in_fewer_calls(
+    monkeypatch: pytest.MonkeyPatch, first: int, features: int
+) -> None:
+    """Over several chunks, the last one shorter, and by threads that share a keystream."""
+    monkeypatch.setattr(randomness, "_CHUNK_BYTES", 8 * 16 * -(-features // 4))
+    stream, indices = Keystream(KEY), range(first, first + 21)
+    expected = Keystream(KEY).rows(indices, 2**32 - 1, features)
+    filled = [torch.zeros(21, features, dtype=torch.int32) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda words: stream.fill(indices, 2**32 - 1, words), filled))
+    for words in filled:
+        assert torch.equal(words, expected)
+
+
+@pytest.mark.parametrize(
+    ("indices", "site"),
+    [(range(2**64, 2**64 + 1), 0), (range(-1, 0), 0), (range(1), 2**32), (range(1), -1)],
+)
+def test_many_rows_refuse_counters_that_would_meet(indices: range, site: int) -> None:
+    with pytest.raises(ValueError, match="keystream: got"):
+        Keystream(KEY).fill(indices, site, torch.zeros(1, 4, dtype=torch.int32))
 
 
 def test_pads_look_uniform_across_indices_and_sites() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from protocol.errors import PadBankError
-from tee_side.protect.pads import bank_format
+from tee_side.protect.pads import bank_format, store
 from tee_side.protect.pads.bank import BankFile
+from tee_side.protect.randomness import Keystream
 from tests.unit.tee_side.pads.tiny import LAYOUT, PURPOSE, fill, place, product, reopen, use
 
 GROUP = 4
@@ -179,6 +180,41 @@ def test_damage_ends_every_pad_of_its_record_and_no_other(tmp_path: Path) -> Non
                 bank.factors(indices, site.number)
             bank.factors(indices, other.number)
         use(bank, bank.take(4))
+
+
+@pytest.mark.parametrize("counts", [(16,), (1, 2, 13), (5, 11), (3, 10, 3), (2, 1, 6, 7)])
+def test_threads_read_groups_and_those_that_others_share(
+    tmp_path: Path, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "reading_threads", lambda: 3)
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        for indices in [bank.take(count) for count in counts]:
+            for site in LAYOUT.sites:
+                r, u = bank.start(indices, site.number)()
+                assert torch.equal(
+                    r, Keystream(bank._key).rows(indices, site.number, site.in_features)
+                )
+                assert torch.equal(u, product(site.number, r))
+
+
+def test_a_damaged_group_that_threads_read_is_refused_and_used_up(tmp_path: Path) -> None:
+    with create(tmp_path) as bank:
+        fill(bank, 16)
+        site, other = LAYOUT.sites
+        _, offset = bank._place(GROUP, site)
+        content = bytearray((tmp_path / "bank").read_bytes())
+        content[offset + 20] ^= 1
+        (tmp_path / "bank").write_bytes(content)
+        indices = bank.take(16)
+        draw = bank.start(indices, site.number)
+        with pytest.raises(PadBankError, match=f"pad {GROUP}, layer 0 o_proj"):
+            draw()
+        for index in indices:
+            with pytest.raises(RuntimeError, match=f"index {index}"):
+                bank.factors(range(index, index + 1), site.number)
+        r, u = bank.start(indices, other.number)()
+        assert torch.equal(u, product(other.number, r))
 
 
 def test_records_of_groups_that_changed_places_do_not_open(tmp_path: Path) -> None:

@@ -13,16 +13,18 @@ import torch
 from protocol.errors import ModelError, PadBankError, PadsExhaustedError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.pads.maker import PadMaker
 from tee_side.protect.pads.source import (
     BATCH_TOKENS,
     FIRST_BATCH_TOKENS,
     IDLE_BATCH_TOKENS,
+    MANY_ROWS,
     PadLane,
     Pads,
     WhenOut,
 )
-from tee_side.protect.pads.store import MemoryStore, PadStore
+from tee_side.protect.pads.store import Draw, MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
 from tsqp.lab.research.float_noise import FloatNoise
@@ -68,6 +70,11 @@ class Spy:
 
     def factors(self, indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._store.factors(indices, site)
+        self.read += [(index, site) for index in indices]
+        return found
+
+    def start(self, indices: range, site: int) -> Draw:
+        found = self._store.start(indices, site)
         self.read += [(index, site) for index in indices]
         return found
 
@@ -137,10 +144,10 @@ def test_a_step_of_another_size_gets_new_indices_even_if_the_last_one_was_not_fi
     assert store.taken == [range(2), range(2, 5)]
 
 
-@pytest.mark.parametrize("rows", [8, 9])
+@pytest.mark.parametrize("rows", [8, 9, MANY_ROWS])
 def test_fewer_rows_of_a_site_get_the_first_pads_of_the_step(rows: int) -> None:
     """Read ahead, or not: of the LM head fewer rows are wanted than of the layers."""
-    pads, store, _ = _pads(16)
+    pads, store, _ = _pads(rows, capacity=rows)
     lane = pads.lane()
     whole, part = lane.draw(FIRST, rows), lane.draw(SECOND, 2)
     assert whole is not None
@@ -175,10 +182,10 @@ def test_released_pads_make_room_for_new_ones() -> None:
     assert store.room >= 11
 
 
-@pytest.mark.parametrize("rows", [(1, 2), (9, 12)])
+@pytest.mark.parametrize("rows", [(1, 2), (9, 12), (MANY_ROWS, MANY_ROWS + 1)])
 def test_no_pad_is_handed_out_twice_however_steps_fail(rows: tuple[int, int]) -> None:
     """All beginnings of a step, in all orders of three, of sizes that are read ahead or not."""
-    pads, _, _ = _pads(16, "wait", capacity=16)
+    pads, _, _ = _pads(0, "wait", capacity=max(16, *rows))
     lane = pads.lane()
     handed: list[tuple[int, bytes]] = []
     for count in (*rows, *rows):
@@ -211,10 +218,10 @@ def test_factors_that_could_not_be_read_end_the_step(monkeypatch: pytest.MonkeyP
     assert torch.equal(factors.r, store.r(range(2, 3), 1))
 
 
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("rows", [1, 9, MANY_ROWS])
 def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
     """Not even factors that were read ahead before the fork: the parent will send them."""
-    pads, store, _ = _pads(12)
+    pads, store, _ = _pads(rows, capacity=rows)
     lane = pads.lane()
     lane.draw(FIRST, rows)
     reader, writer = os.pipe()
@@ -238,13 +245,63 @@ def test_a_forked_child_gets_nothing_of_its_parents_step(rows: int) -> None:
     assert torch.equal(factors.r, store.r(range(rows), 1))
 
 
-def test_a_closed_store_ends_the_step_even_where_it_was_read_ahead() -> None:
-    pads, store, _ = _pads(2)
+@pytest.mark.parametrize("rows", [1, MANY_ROWS])
+def test_a_closed_store_ends_the_step_even_where_it_was_read_ahead(rows: int) -> None:
+    pads, store, _ = _pads(rows, capacity=rows)
     lane = pads.lane()
-    lane.draw(FIRST, 1)
+    lane.draw(FIRST, rows)
     store.close()
     with pytest.raises(RuntimeError, match="closed store"):
-        lane.draw(SECOND, 1)
+        lane.draw(SECOND, rows)
+
+
+# --------------------------------------------------------------------------- many rows, ahead
+
+
+def test_of_many_rows_the_next_site_is_read_ahead_and_no_other() -> None:
+    sites = [SiteShape(layer, name, 3, 2) for layer in (0, 1) for name in ("qkv_proj", "o_proj")]
+    layout = PadLayout((*sites, SiteShape(1, "lm_head", 3, 2)))
+    store = MemoryStore(layout, MANY_ROWS)
+    with store.begin(MANY_ROWS) as batch:
+        for site in layout.sites:
+            batch.put(site.number, torch.zeros(MANY_ROWS, 2, dtype=torch.int32))
+        batch.commit()
+    spy = Spy(store)
+    lane = Pads(Pad(), cast(PadStore, spy), None, "fail").lane()
+    numbers, seen = [site.number for site in layout.sites], []
+    for number in numbers:
+        factors = lane.draw(number, 1 if number == numbers[-1] else MANY_ROWS)
+        assert factors is not None
+        expected = Keystream(store._key).rows(range(len(factors.r)), number, 3)
+        assert torch.equal(factors.r, expected)
+        seen.append(len({site for _, site in spy.read}))
+    # Of the LM head one row: all of them would take more memory than the rest of the step.
+    assert seen == [2, 3, 4, 4, 5]
+    assert spy.read == [
+        *((index, site) for site in numbers[:-1] for index in range(MANY_ROWS)),
+        (0, numbers[-1]),
+    ]
+
+
+def test_an_error_ahead_is_raised_where_its_turn_comes_and_ends_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pads, store, _ = _pads(2 * MANY_ROWS, capacity=2 * MANY_ROWS)
+    lane, read = pads.lane(), store._store._read_into
+
+    def tampered(indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
+        if site.number == SECOND and indices.start < MANY_ROWS:
+            raise PadBankError("bank", got="another record than was written", expected="its tag")
+        read(indices, site, u_TO)
+
+    monkeypatch.setattr(store._store, "_read_into", tampered)
+    assert lane.draw(FIRST, MANY_ROWS) is not None
+    with pytest.raises(PadBankError, match="another record"):
+        lane.draw(SECOND, MANY_ROWS)
+    factors = lane.draw(SECOND, MANY_ROWS)
+    assert factors is not None
+    assert torch.equal(factors.r, store.r(range(MANY_ROWS, 2 * MANY_ROWS), 1))
+    assert torch.equal(factors.u, product(SECOND, factors.r))
 
 
 def test_factors_do_not_show_in_messages() -> None:
@@ -260,10 +317,10 @@ def test_factors_do_not_show_in_messages() -> None:
 # ---------------------------------------------------------------------------- the end of a step
 
 
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("rows", [1, 9, MANY_ROWS])
 def test_after_the_end_of_a_step_nothing_of_it_is_handed_out(rows: int) -> None:
     """Neither what was read ahead nor what was not."""
-    pads, store, _ = _pads(2 * 9, capacity=2 * 9)
+    pads, store, _ = _pads(2 * rows, capacity=2 * rows)
     lane = pads.lane()
     lane.draw(FIRST, rows)
     lane.end_step()

@@ -6,11 +6,13 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from protocol.errors import PadsExhaustedError
+from protocol.errors import PadBankError, PadsExhaustedError
+from tee_side.protect.pads import store as store_module
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tests.unit.tee_side.pads.tiny import LAYOUT, create, fill, product, put_all, use
@@ -230,6 +232,7 @@ def test_copy_in_a_forked_child_is_refused(
     for call in (
         lambda: store.take(1),
         lambda: store.factors(taken, 1),
+        lambda: store.start(taken, 1),
         lambda: store.begin(1),
         store.check_usable,
     ):
@@ -296,3 +299,112 @@ def test_releasing_some_indices_leaves_the_others_to_be_read(store: PadStore) ->
     first, second = store.take(2), store.take(2)
     store.release(first)
     use(store, second)
+
+
+# ------------------------------------------------------------------------- shared by threads
+
+
+@pytest.fixture(params=["memory", "bank"])
+def shared(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PadStore]:
+    """Each kind of store, full, with three threads that draw."""
+    monkeypatch.setattr(store_module, "reading_threads", lambda: 3)
+    made: PadStore = (
+        MemoryStore(LAYOUT, CAPACITY) if request.param == "memory" else create(tmp_path, CAPACITY)
+    )
+    with made:
+        fill(made, CAPACITY)
+        yield made
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("counts", [(8,), (1, 7), (3, 5)])
+def test_threads_draw_what_one_would(
+    shared: PadStore, counts: tuple[int, ...], inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        for indices in [shared.take(count) for count in counts]:
+            draws = [shared.start(indices, site.number) for site in LAYOUT.sites]
+            for site, draw in zip(LAYOUT.sites, draws, strict=True):
+                r, u = draw()
+                assert torch.equal(
+                    r, Keystream(shared._key).rows(indices, site.number, site.in_features)
+                )
+                assert torch.equal(u, product(site.number, r))
+                assert r.is_contiguous()
+                assert u.is_contiguous()
+
+
+@pytest.fixture
+def go(shared: PadStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set the threads of the store wait before they read."""
+    event, read = threading.Event(), shared._read_into
+
+    def waits(*what: Any) -> None:
+        event.wait()
+        read(*what)
+
+    monkeypatch.setattr(shared, "_read_into", waits)
+    return event
+
+
+def test_a_draw_uses_its_pairs_up_before_anything_of_them_is_read(
+    shared: PadStore, go: threading.Event
+) -> None:
+    indices, site = shared.take(CAPACITY), LAYOUT.sites[0].number
+    draw = shared.start(indices, site)
+    for again in (shared.factors, shared.start):
+        with pytest.raises(RuntimeError, match="index 0"):
+            again(indices, site)
+    go.set()
+    r, u = draw()
+    assert torch.equal(u, product(site, r))
+
+
+def test_nothing_is_filled_again_while_a_thread_may_read_it(
+    shared: PadStore, go: threading.Event
+) -> None:
+    indices, site = shared.take(CAPACITY), LAYOUT.sites[0].number
+    draw = shared.start(indices, site)
+    shared.release(indices)
+    filler = threading.Thread(target=fill, args=(shared, CAPACITY))
+    filler.start()
+    filler.join(0.05)
+    go.set()
+    filler.join()
+    r, u = draw()
+    assert torch.equal(r, Keystream(shared._key).rows(indices, site, r.shape[1]))
+    assert torch.equal(u, product(site, r))
+
+
+def test_a_store_closes_when_its_threads_have_read(shared: PadStore, go: threading.Event) -> None:
+    indices, site = shared.take(CAPACITY), LAYOUT.sites[0].number
+    draw = shared.start(indices, site)
+    closer = threading.Thread(target=shared.close)
+    closer.start()
+    closer.join(0.05)
+    go.set()
+    closer.join()
+    r, u = draw()
+    assert torch.equal(u, product(site, r))
+    with pytest.raises(RuntimeError, match="closed store"):
+        shared.start(indices, LAYOUT.sites[1].number)
+
+
+def test_an_error_in_a_thread_is_raised_where_the_result_is_asked_for(
+    shared: PadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PadBankError("bank", got="another record than was written", expected="its tag")
+
+    indices, (first, second) = shared.take(CAPACITY), LAYOUT.sites
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "_read_into", refused)
+        draw = shared.start(indices, first.number)
+        with pytest.raises(PadBankError, match="another record"):
+            draw()
+    with pytest.raises(RuntimeError, match="index 0"):
+        shared.factors(indices, first.number)
+    r, u = shared.start(indices, second.number)()
+    assert torch.equal(u, product(second.number, r))
