@@ -222,8 +222,9 @@ class Lane:
             area = self._memory[self._out[slot] :]
             for place, gap, frame in zip(places, gaps, frames, strict=True):
                 area[place.start - len(gap) : place.start] = gap
-                # A result that a device has left in the slot's memory lies there already.
-                if getattr(frame, "obj", None) is not self._memory.obj:
+                # A result that a device has left there lies there already.
+                start = self._base + self._out[slot] + place.start
+                if not (getattr(frame, "obj", None) is self._memory.obj and _at(frame) == start):
                     area[place] = frame
         # Never 0, which a line that was not written yet says, too.
         self._put = number = (self._put + 1) & 0xFFFFFFFF or 1
@@ -281,6 +282,10 @@ class Lane:
             raise _refused(f"a message of {size} bytes", expected, ErrorCode.LIMIT_EXCEEDED)
         start = self._in[slot]
         return self._memory[start : start + size]
+
+
+def _at(frame: Buffer) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(frame))
 
 
 def frames_in(

@@ -144,6 +144,8 @@ class Runner:
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
             )
             opened.callback(assembly.close)
+            if not assembly.pads:
+                self.cores = self.cores._replace(read_pads=0)
             groups = plan_services(specs, policy, config.num_hidden_layers)
             self.assignments = tuple(
                 f"{endpoint}: {group}, {_key_words(key_of[endpoint])}"

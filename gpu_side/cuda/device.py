@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -122,10 +123,8 @@ class CudaDevice:
         if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
         # The refusal stays behind as the last error, which torch would find at its next kernel.
-        try:
+        with suppress(RuntimeError):
             torch.zeros(1, device=self._device)
-        except RuntimeError:
-            log.warning("not_registered", extra={"fields": {"bytes": size}})
         return False
 
     def unregister(self, address: int) -> None:

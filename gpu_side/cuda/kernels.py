@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from gpu_side.cuda.check import InPlaceProof
 from gpu_side.cuda.device import CudaDevice
 from gpu_side.cuda.products import GRAPH_ROWS, Job, Product, Products
 from gpu_side.cuda.tiles import Tile, TileChoices
@@ -58,11 +59,13 @@ class CudaKernels:
         # A result of many rows is written into the reply's memory; of few, copied there.
         empty = products.pinned if work.rows > GRAPH_ROWS[-1] else torch.empty
         in_reply = payload_place(request.method, task.dtype, task.shape)
+        used_in_place = product.in_place is not None or work.rows > GRAPH_ROWS[-1]
 
         def kernel(request: Any, slot: SlotMemory | None) -> Result:
             tensor = request.elements if integer else request.hidden_states
             data: Buffer
-            if slot is not None and in_reply.stop <= len(slot.reply) and products.reach(slot):
+            fits = slot is not None and used_in_place and in_reply.stop <= len(slot.reply)
+            if slot is not None and fits and products.reach(slot):
                 data = slot.reply[in_reply]
                 result = torch.frombuffer(data, dtype=dtype).view(result_shape)
             else:
@@ -81,17 +84,22 @@ class CudaKernels:
         return _Floats(weight, bias, torch_dtype(task.dtype))
 
     def _choose_tiles(self) -> None:
-        """Choose for all operators of a layer and the LM head, so that no request waits for it."""
-        weights = self._weights
+        """Choose for all operators of a layer and the LM head, so that no request waits for it.
+
+        And have the device do each in a slot, as a client's are. Raises KernelError.
+        """
+        weights, proof = self._weights, InPlaceProof(self._products, _row_bytes(self._weights))
         operators = list((weights.integers or {})[weights.held_layers[0]].values())
         if weights.lm_head_int8 is not None:
             operators.append(weights.lm_head_int8)
         for operator in operators:
             for rows in _CHOSEN_ROWS:
                 weight = operator.weight
-                shape = rows, weight.shape[1]
-                zeros = torch.zeros(shape, dtype=torch.int32, device=weight.device)
-                _Ring(weight, self._tiles)(zeros)
+                product = _Ring(weight, self._tiles)
+                given = torch.randint(-(2**31), 2**31, (rows, weight.shape[1])).to(torch.int32)
+                result = product(given.to(weight.device)).cpu()
+                if rows <= GRAPH_ROWS[-1]:
+                    proof.check(product, given, result)
 
 
 class _Ring:

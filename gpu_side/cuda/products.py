@@ -1,20 +1,22 @@
 """Products with the model's weights, each given to the device as one graph.
 
-A graph is made for one place in the model, one number of rows and the lane that it runs in, when
-they come for the second time: what comes once is not worth it, and by then kernels are compiled and
-libraries set up. Numbers of rows are rounded up to `GRAPH_ROWS`; the rows in between are computed
-for nothing. More rows than that are given to the device piece by piece: that takes less than the
-work itself, and most of those numbers never come again.
+A graph is made for one place in the model, one number of rows and the workspace that it runs in,
+when they come for the second time: what comes once is not worth it, and by then kernels are
+compiled and libraries set up. Numbers of rows are rounded up to `GRAPH_ROWS`; the rows in between
+are computed for nothing. More rows than that are given to the device piece by piece: that takes
+less than the work itself, and most of those numbers never come again.
 
 Up to `GRAPH_ROWS`, elements of the ring are not copied. Kernels find the addresses of the rows and
 of the result in a table, fetch the rows once, and write the result and then a flag, at which the
 host looks (`gpu_side.cuda.ring`). Floats are copied in and out, and an event says when they are
 there. A slot of shared memory is used in place once the device reaches it (`reach`); what comes
-from elsewhere goes through a lane's own host memory.
+from elsewhere goes through a workspace's host memory.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Protocol
@@ -24,17 +26,20 @@ import torch
 from gpu_side.cuda.device import CudaDevice, Event, Graph
 from gpu_side.replies import Working
 from gpu_side.transfer import Queued
-from protocol.shared_memory import SlotMemory
+from protocol.shared_memory import Lane, SlotMemory
+
+log = logging.getLogger("gpu_service")
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
 # 126 layers of four operators, in two numbers of rows, for two requests at a time. All of them are
 # given up when there are more.
 MAX_GRAPHS = 2048
-# Of all slots that the device reaches: their pages are held, whoever their client is. A client's
-# slots have 128 MiB each at most, and it uses two.
+# Of all slots that the device reaches, and of those of one client: their pages, 128 MiB each at
+# most, are held as long as it is there, and making them takes time.
 MAX_REACHED_BYTES = 4 * 1024**3
-# How often a flag is looked at before the device is asked whether it has failed.
-_LOOKS = 64
+MAX_REACHED_SLOTS = 2
+# When a device that has not set a flag is asked, too, whether it has failed: that takes longer.
+_ASK_AFTER_NS = 1_000_000
 
 
 class Job:
@@ -83,22 +88,23 @@ class _Flag:
     def __init__(self, device: CudaDevice, job: Job) -> None:
         self._device = device
         self._job = job
-        self._looks = 0
+        self._ask_from_ns = 0
 
     def record(self) -> None:
-        """Nothing: the kernels set it."""
+        """Begin to wait; the kernels set it."""
+        self._ask_from_ns = time.perf_counter_ns() + _ASK_AFTER_NS
 
     def query(self) -> bool:
         """Say whether it is set. Raises RuntimeError where it never will be."""
         if self._job.is_done:
             return True
-        self._looks += 1
-        if self._looks % _LOOKS == 0 and self._device.is_idle() and not self._job.is_done:
+        late = time.perf_counter_ns() >= self._ask_from_ns
+        if late and self._device.is_idle() and not self._job.is_done:
             raise RuntimeError("the device has ended its work, and left no result")
         return False
 
 
-class _Lane:
+class _Workspace:
     """What one request under way needs. `number`: names it among the others.
 
     `ended`: says when the device is done with what has come without copies; `event`: with others.
@@ -143,13 +149,14 @@ class Products:
         self._device = device
         self._row_bytes = row_bytes
         self._spin_us = spin_us
-        self._lanes: list[_Lane] = []
+        self._workspaces: list[_Workspace] = []
         self._made = 0
         # By what they were made for, `_run`. None: not made, to be done piece by piece.
         self._graphs: dict[tuple[Hashable, ...], Graph | None] = {}
         self._came_once: set[tuple[Hashable, ...]] = set()
-        # Slots by their address: whether the device reaches them.
+        # Slots by their address: whether the device reaches them; how many of each client's.
         self._slots: dict[int, bool] = {}
+        self._reached_of: weakref.WeakKeyDictionary[Lane, int] = weakref.WeakKeyDictionary()
         self._reached_bytes = 0
 
     def reach(self, slot: SlotMemory | None) -> bool:
@@ -160,23 +167,31 @@ class Products:
         if slot is None:
             return False
         if (reached := self._slots.get(slot.address)) is None:
-            size = slot.size
-            reached = self._reached_bytes + size <= MAX_REACHED_BYTES and self._device.register(
-                slot.address, size
-            )
+            size, of_client = slot.size, self._reached_of.get(slot.lane, 0)
+            fits = of_client < MAX_REACHED_SLOTS and self._reached_bytes + size <= MAX_REACHED_BYTES
+            reached = fits and self._device.register(slot.address, size)
+            if not reached:
+                fields = {"bytes": size, "reached_bytes": self._reached_bytes}
+                log.warning("not_registered", extra={"fields": fields})
             self._slots[slot.address] = reached
             self._reached_bytes += size * reached
-            # Memory that the device reaches must not be unmapped. Before a lane goes, its memory
-            # is there.
+            self._reached_of[slot.lane] = of_client + reached
+            # Called before the client's memory is unmapped.
             weakref.finalize(slot.lane, self._forget, slot.address, size).atexit = False
         return reached
 
     def _forget(self, address: int, size: int) -> None:
-        if self._slots.pop(address):
-            # It may still write the result of a client that has gone.
+        if not self._slots.pop(address, False):
+            return
+        self._reached_bytes -= size
+        # There is room again for those that had none.
+        self._slots = {other: True for other, reached in self._slots.items() if reached}
+        try:
+            # The device may still write the result of a client that has gone.
             self._device.synchronize()
             self._device.unregister(address)
-            self._reached_bytes -= size
+        except RuntimeError:
+            log.exception("not_unregistered")
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for a result of many rows, which is then written in place."""
@@ -196,30 +211,32 @@ class Products:
         work has ended. `place`: names the product among those of the model. `slot`: where both may
         lie, if the device reaches it. Raises RuntimeError where the device fails.
         """
-        if self._lanes:
-            lane = self._lanes.pop()
+        if self._workspaces:
+            workspace = self._workspaces.pop()
         else:
-            lane = _Lane(self._device, self._row_bytes, self._made)
+            workspace = _Workspace(self._device, self._row_bytes, self._made)
             self._made += 1
         try:
             many = len(rows) > GRAPH_ROWS[-1]
             give = self._give_many if many else self._give_few
-            target, event = give(lane, place, product, rows, result, slot)
+            target, event = give(workspace, place, product, rows, result, slot)
             event.record()
         except BaseException:
-            self._lanes.append(lane)
+            # A kernel that was given may still use it.
+            self._device.synchronize()
+            self._workspaces.append(workspace)
             raise
 
         def ended() -> None:
             if target is not result:
                 result.copy_(target[: len(result)])
-            self._lanes.append(lane)
+            self._workspaces.append(workspace)
 
         return Queued(event, self._spin_us, ended)
 
     def _give_few(
         self,
-        lane: _Lane,
+        workspace: _Workspace,
         place: Hashable,
         product: Product,
         rows: torch.Tensor,
@@ -231,27 +248,27 @@ class Products:
         rounded = next(n for n in GRAPH_ROWS if n >= count)
         source, target = rows, result
         if in_place is None or not _lies_in(slot, rows):
-            source = lane.view(True, rounded, rows.shape[1], rows.dtype)
+            source = workspace.view(True, rounded, rows.shape[1], rows.dtype)
             # What an earlier request has left in the rows behind them is multiplied, and dropped.
             source[:count].copy_(rows)
         if in_place is None or not _lies_in(slot, result):
-            target = lane.view(False, rounded, result.shape[1], result.dtype)
-        event = lane.event if in_place is None else lane.ended
+            target = workspace.view(False, rounded, result.shape[1], result.dtype)
+        event = workspace.event if in_place is None else workspace.ended
 
         def work() -> None:
             if in_place is None:
                 target.copy_(product(device.to_device(source)), non_blocking=True)
             else:
-                in_place(lane.job, rounded)
+                in_place(workspace.job, rounded)
 
         if in_place is not None:
-            lane.job.tell(source[:count], target)
-        self._run((lane.number, place, rounded, rows.dtype), work)
+            workspace.job.tell(source[:count], target)
+        self._run((workspace.number, place, rounded, rows.dtype), work)
         return target, event
 
     def _give_many(
         self,
-        lane: _Lane,
+        workspace: _Workspace,
         _place: Hashable,
         product: Product,
         rows: torch.Tensor,
@@ -265,7 +282,7 @@ class Products:
         if not (_lies_in(slot, result) or device.reaches(result)):
             target = device.pinned((len(rows), result.shape[1]), result.dtype)
         target.copy_(product(device.to_device(source)), non_blocking=True)
-        return target, lane.event
+        return target, workspace.event
 
     def _run(self, key: tuple[Hashable, ...], work: Callable[[], None]) -> None:
         """Do it, as a graph if there is one or it is worth one."""

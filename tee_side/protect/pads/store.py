@@ -31,7 +31,7 @@ import numpy
 import torch
 
 from protocol.errors import PadsExhaustedError
-from protocol.native import usable_cores
+from protocol.native import threads
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, Keystream
 
@@ -44,8 +44,11 @@ Draw: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
 
 
 def reading_threads() -> int:
-    """Return how many threads of a store draw many rows, beside the one that asks for them."""
-    return max(1, usable_cores() // 4)
+    """Return how many threads of a store draw many rows, beside the one that asks for them.
+
+    A fourth of the step's: they work beside it, and are done long before it.
+    """
+    return max(1, threads() // 4)
 
 
 class PadStore(ABC):

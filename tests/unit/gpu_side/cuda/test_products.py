@@ -139,14 +139,14 @@ def _store(address: int, result: torch.Tensor, job: Job) -> None:
     job.flag[0] = 1
 
 
-class _Lane:
+class _Client:
     """Stands for a client's memory, which goes with it."""
 
 
 def _slot(rows: int = 4) -> tuple[SlotMemory, torch.Tensor, torch.Tensor]:
     """Return a slot with room for so many rows and their result, and both."""
     memory = torch.zeros(rows * (K + N))
-    stand_in: Any = _Lane()
+    stand_in: Any = _Client()
     slot = SlotMemory(stand_in, memory.data_ptr(), memory.nbytes, memoryview(b""))
     return slot, memory[: rows * K].view(rows, K), memory[rows * K :].view(rows, N)
 
@@ -208,7 +208,10 @@ def test_many_rows_in_a_slot_are_copied_straight_to_and_from_the_device() -> Non
     assert (device.attempts, product.jobs, device.copies_in) == (0, 0, 1)
 
 
-def test_a_device_that_ends_without_a_result_fails_the_request() -> None:
+def test_a_device_that_ends_without_a_result_fails_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "_ASK_AFTER_NS", 0)
     device = Device()
     made, product = _products(device), _InPlace(device)
     slot, given, result = _slot()
@@ -216,23 +219,58 @@ def test_a_device_that_ends_without_a_result_fails_the_request() -> None:
     device.done = False
     work = made.submit("o_proj", product, given, result, slot)
     device.later.clear()
-    for _ in range(2 * products._LOOKS - 1):
-        work.ends_ns()
+    work.ends_ns()
     device.done = True
     with pytest.raises(RuntimeError, match="left no result"):
         work.ends_ns()
 
 
-def test_slots_that_the_driver_refuses_are_not_reached() -> None:
+def test_two_requests_under_way_have_graphs_of_their_own() -> None:
+    device = Device()
+    made, product = _products(device), _InPlace(device)
+    slots = [_slot() for _ in range(2)]
+    for _ in range(4):
+        device.done = False
+        works = []
+        for slot, given, result in slots:
+            assert made.reach(slot)
+            given.normal_()
+            works.append(made.submit("o_proj", product, given, result, slot))
+        device.done = True
+        device.go_on()
+        for work, (_, given, result) in zip(works, slots, strict=True):
+            work.ends_ns()
+            assert torch.equal(result, product(given))
+    assert device.attempts == 2
+
+
+def test_a_product_that_fails_leaves_nothing_that_uses_its_memory() -> None:
+    device = Device()
+    made = _products(device)
+
+    class Fails(_InPlace):
+        def in_place(self, job: Job, rows: int) -> None:
+            raise RuntimeError("canary")
+
+    slot, given, result = _slot()
+    with pytest.raises(RuntimeError, match="canary"):
+        made.submit("o_proj", Fails(device), given, result, slot)
+    assert device.waits == 1
+
+
+def test_slots_that_the_driver_refuses_are_not_reached(caplog: pytest.LogCaptureFixture) -> None:
     device = Device(registers=False)
     made = _products(device)
     slot, *_ = _slot()
     assert not made.reach(slot)
     assert not made.reach(slot)
     assert device.registrations == 1
+    assert [record.message for record in caplog.records] == ["not_registered"]
 
 
-def test_slots_are_reached_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_reached_up_to_a_bound_which_is_for_all_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = Device()
     made = _products(device)
     (first, *_), (second, *_) = _slot(), _slot()
@@ -240,6 +278,18 @@ def test_slots_are_reached_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made.reach(first)
     assert not made.reach(second)
     assert not made.reach(None)
+    del first
+    assert made.reach(second)
+
+
+def test_one_client_has_so_many_slots_reached() -> None:
+    device = Device()
+    made = _products(device)
+    slot, given, _ = _slot(8)
+    of_one = [slot._replace(address=slot.address + given[n].nbytes * n, size=8) for n in range(4)]
+    assert [made.reach(one) for one in of_one] == [True, True, False, False]
+    other, *_ = _slot()
+    assert made.reach(other)
 
 
 def test_a_slot_is_taken_back_when_its_memory_goes() -> None:
