@@ -1,7 +1,7 @@
-// x86-64 as avx512.cpp has it, and tiles of bytes besides: Intel Sapphire Rapids and later.
+// x86-64 as avx512.cpp has it, and tiles of bytes and bfloat16 besides: Intel Sapphire Rapids and later.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma")
-#pragma GCC target("amx-tile,amx-int8")
+#pragma GCC target("amx-tile,amx-int8,amx-bf16")
 #define WITH_AVX512
 #define WITH_AMX
 // GCC 12 warns of the undefined operand in its own intrinsics (its bug 105593).

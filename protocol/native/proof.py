@@ -108,7 +108,8 @@ class _Trial:
         scale = torch.rand(outs, generator=self._generator)
         self._call("linear8", number, x, *size[:2], weight, features, scale, bias, outs, y)
         yield y, 0.0
-        yield from self._attention(number, dtype)
+        for dim in (24, 64):  # of which tiles take the second alone
+            yield from self._attention(number, dtype, dim)
 
     def _sites(self, number: int, x: torch.Tensor) -> Iterator[Result]:
         """Yield what is around a product: x [T, I] to integers and back, with a pad and a check."""
@@ -131,8 +132,8 @@ class _Trial:
             yield torch.tensor([holds]), 0.0
             yield out.clone(), 0.0
 
-    def _attention(self, number: int, dtype: torch.dtype) -> Iterator[Result]:
-        heads, kv_heads, dim, context = 4, 2, 24, 600
+    def _attention(self, number: int, dtype: torch.dtype, dim: int) -> Iterator[Result]:
+        heads, kv_heads, context = 4, 2, 600
         bound = ATTENTION_BOUND if dtype is torch.bfloat16 else 0.0
         q = self._random(dtype, 3, heads, dim)
         keys, values = (self._random(dtype, kv_heads, context, dim) for _ in range(2))

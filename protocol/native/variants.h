@@ -33,7 +33,8 @@ static inline const Variant* variants(int* count) {
       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
   // Whether the system saves tiles (XCR0) is part of what a processor supports; it is asked last.
   static const bool amx_here = avx512_here && __builtin_cpu_supports("amx-tile") &&
-                               __builtin_cpu_supports("amx-int8") && amx::permitted();
+                               __builtin_cpu_supports("amx-int8") &&
+                               __builtin_cpu_supports("amx-bf16") && amx::permitted();
 #endif
   static const Variant all[] = {
       {&portable::table, true},

@@ -7,6 +7,9 @@
 #pragma once
 
 #include "../../protocol/native/tasks.h"
+#if defined(WITH_AMX) && defined(WITH_AVX512)
+#include "attention_tiles.h"
+#endif
 
 namespace VARIANT {
 
@@ -161,6 +164,12 @@ template <class M>
 INLINE void multiply_queries(int64_t queries, const typename M::Element* one, int64_t one_stride,
                              const typename M::Element* lanes, int64_t wide, int64_t depth,
                              float* out, int64_t out_stride, int vectors, bool add) {
+#if defined(WITH_AMX) && defined(WITH_AVX512)
+  if constexpr (M::WIDTH == 2)
+    if (depth % TILE_PAIRS == 0 && vectors % TILE_VECTORS == 0)
+      return multiply_queries_tiled(queries, one, one_stride, lanes, wide, depth, out, out_stride,
+                                    vectors, add);
+#endif
   int64_t i = 0;
   for (; i + 4 <= queries; i += 4)
     multiply_lanes<M, 4>(one + i * one_stride, one_stride, lanes, wide, depth, out + i * out_stride,

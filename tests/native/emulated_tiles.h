@@ -115,8 +115,37 @@ inline void multiply(int c, int a, int b) {
   products++;
 }
 
+// The same of pairs of bfloat16 to float: even and odd ones apart, then added to the sum.
+inline void multiply_pairs(int c, int a, int b) {
+  demand(c != a && c != b && a != b, "a register used twice");
+  Tile &sums = tile(c), &left = tile(a), &right = tile(b);
+  demand(rows(a) == rows(c), "other rows on the left than of sums");
+  demand(rows(b) == row_bytes(a) / 4, "other inputs on the left than on the right");
+  demand(row_bytes(b) == row_bytes(c), "other outputs on the right than of sums");
+  auto number = [](const uint8_t* at) {
+    uint32_t bits = uint32_t(at[0]) << 16 | uint32_t(at[1]) << 24;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  };
+  for (int m = 0; m < rows(c); m++)
+    for (int n = 0; n < row_bytes(c) / 4; n++) {
+      float sum, part[2] = {0, 0};
+      memcpy(&sum, sums.byte[m] + 4 * n, 4);
+      for (int k = 0; k < rows(b); k++)
+        for (int odd = 0; odd < 2; odd++)
+          part[odd] += number(left.byte[m] + 4 * k + 2 * odd) *
+                       number(right.byte[k] + 4 * n + 2 * odd);
+      sum += part[0] + part[1];
+      memcpy(sums.byte[m] + 4 * n, &sum, 4);
+    }
+  products++;
+}
+
 }  // namespace emulated
 
+#undef _tile_dpbf16ps
+#define _tile_dpbf16ps(c, a, b) emulated::multiply_pairs(c, a, b)
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero

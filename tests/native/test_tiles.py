@@ -1,4 +1,4 @@
-"""Products by AMX tiles, whose instructions are emulated: no processor here has them."""
+"""Products and attention by AMX tiles; emulated, as no processor here has them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ FAULTS = {
     "panel not packed": ("wide / PANEL, x.deep", "wide / PANEL - 1, x.deep"),
 }
 
+# And in that of attention.
+ATTENTION = Path("tee_side/native/attention_tiles.h")
+FAULTS_OF_ATTENTION = {
+    "rows of a register": ("= (uint8_t)queries", "= (uint8_t)(queries > 1 ? queries - 1 : 1)"),
+    "shape of others": ("here != shaped", "!shaped"),
+    "not released": ("  _tile_release();\n", ""),
+    "other sums": ("_tile_dpbf16ps(2, 4, 5)", "_tile_dpbf16ps(1, 4, 5)"),
+    "sums not kept": ("if (add) {", "if (!add) {"),
+    "pairs left out": ("k < depth", "k + TILE_PAIRS < depth"),
+    "vectors left out": ("v < vectors", "v + TILE_VECTORS < vectors"),
+}
+needs_avx512 = pytest.mark.skipif("avx512" not in VARIANTS, reason="a processor without AVX-512")
+
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
@@ -65,8 +78,8 @@ def test_products_over_portable_vectors(program: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-@pytest.mark.skipif("avx512" not in VARIANTS, reason="a processor without AVX-512")
-def test_products_over_the_vectors_of_the_variant(build: Callable[..., Path]) -> None:
+@needs_avx512
+def test_products_and_attention_over_the_vectors_of_the_variant(build: Callable[..., Path]) -> None:
     ended = run(build(ROOT, OVER_AVX512))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
@@ -75,15 +88,30 @@ def test_products_over_the_vectors_of_the_variant(build: Callable[..., Path]) ->
 def test_a_fault_of_the_kernel_is_noticed(
     fault: str, build: Callable[..., Path], tmp_path: Path
 ) -> None:
-    for folder in ("protocol/native", "tests/native"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
-    text = (tmp_path / KERNEL).read_text(encoding="utf-8")
-    old, new = FAULTS[fault]
-    assert text.count(old) == 1
-    (tmp_path / KERNEL).write_text(text.replace(old, new), encoding="utf-8")
+    _changed(tmp_path, KERNEL, *FAULTS[fault])
     ended = run(build(tmp_path))
     assert ended.returncode
     assert ended.stdout or ended.stderr
+
+
+@needs_avx512
+@pytest.mark.parametrize("fault", FAULTS_OF_ATTENTION)
+def test_a_fault_of_attention_is_noticed(
+    fault: str, build: Callable[..., Path], tmp_path: Path
+) -> None:
+    _changed(tmp_path, ATTENTION, *FAULTS_OF_ATTENTION[fault])
+    ended = run(build(tmp_path, OVER_AVX512), "attention")
+    assert ended.returncode
+    assert ended.stdout or ended.stderr
+
+
+def _changed(root: Path, kernel: Path, old: str, new: str) -> None:
+    """Copy the sources, with one thing changed."""
+    for folder in ("protocol/native", "tee_side/native", "tests/native"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("*.so"))
+    text = (root / kernel).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (root / kernel).write_text(text.replace(old, new), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -115,5 +143,12 @@ def test_the_library_has_the_instructions() -> None:
         pytest.skip("no objdump")
     command = [objdump, "--disassemble", "--no-show-raw-insn", native.library.__file__]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for instruction in ("ldtilecfg", "tileloadd", "tdpbssd", "tilestored", "tilerelease"):
+    for instruction in (
+        "ldtilecfg",
+        "tileloadd",
+        "tdpbssd",
+        "tdpbf16ps",
+        "tilestored",
+        "tilerelease",
+    ):
         assert f"\t{instruction} " in listing or f"\t{instruction}\n" in listing

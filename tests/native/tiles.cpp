@@ -1,6 +1,9 @@
-// Products by tiles that are emulated, against their definition: odd shapes, random and extreme
-// values, threads, in buffers with not one byte to spare. Built under sanitizers, over the portable
-// vectors or (`-DWITH_AVX512`) those that the variant has. `tiles NAME` misuses an instruction.
+// Products and attention by tiles that are emulated, against their definition: odd shapes, random
+// and extreme values, threads, in buffers with not one byte to spare. Built under sanitizers, over
+// the portable vectors (products alone) or (`-DWITH_AVX512`) those that the variant has. `tiles
+// attention` compares that alone; `tiles NAME` misuses an instruction.
+#include <math.h>
+
 #include <string>
 #include <vector>
 
@@ -14,6 +17,9 @@
 #define WITH_AMX
 #define VARIANT tiled
 #include "protocol/native/product.h"
+#if defined(WITH_AVX512)
+#include "tee_side/native/attention.h"
+#endif
 
 namespace {
 
@@ -83,9 +89,82 @@ bool all_right(Pool* alone, Pool* three) {
          !differs(16, 131071, 2, 0, 2, LOWEST, LOWEST, alone);  // a sum that wraps
 }
 
-int compare() {
+#if defined(WITH_AVX512)
+using tiled::bf16;
+float fraction() { return static_cast<float>(number() % 2001) / 1000 - 1; }
+bf16 narrowed(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return {static_cast<uint16_t>(bits >> 16)};
+}
+double wide(bf16 value) {
+  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float number;
+  memcpy(&number, &bits, 4);
+  return number;
+}
+
+// Whether attention is that of its definition, by tiles where it should be, and of one row alone
+// the same bits as among others.
+bool attends(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t context,
+             int64_t window, bool meant, Pool* pool) {
+  const int64_t capacity = context + 3;
+  std::vector<bf16> q(rows * heads * dim), keys(kv_heads * capacity * dim), values(keys.size());
+  std::vector<bf16> out(q.size()), last(heads * dim);
+  for (auto* some : {&q, &keys, &values})
+    for (bf16& one : *some) one = narrowed(2 * fraction());
+  const int64_t before = emulated::products, stride = heads * dim;
+  auto attend = [&](int64_t first, int64_t count, bf16* to) {
+    tiled::attention(Float::bf16, q.data() + first * stride, stride, count, heads, kv_heads, dim,
+                     keys.data(), values.data(), capacity, context, window, to, pool);
+  };
+  attend(0, rows, out.data());
+  attend(rows - 1, 1, last.data());
+  if (emulated::state.in_use()) return printf("attention: left in use\n"), false;
+  if (pool_threads(pool) == 1 && (emulated::products > before) != meant)
+    return printf("attention: %d by tiles\n", !meant), false;
+  if (memcmp(last.data(), out.data() + (rows - 1) * stride, stride * sizeof(bf16)))
+    return printf("attention: a row differs from itself among %d\n", int(rows)), false;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t head = 0; head < heads; head++) {
+      const int64_t end = context - rows + row + 1, kv = head / (heads / kv_heads);
+      const int64_t begin = window && end > window ? end - window : 0;
+      const bf16* query = q.data() + row * stride + head * dim;
+      std::vector<double> weight(end), sum(dim);
+      double total = 0;
+      for (int64_t s = begin; s < end; s++) {
+        double score = 0;
+        for (int64_t k = 0; k < dim; k++)
+          score += wide(query[k]) * wide(keys[(kv * capacity + s) * dim + k]);
+        total += weight[s] = exp(score / sqrt(static_cast<double>(dim)));
+      }
+      for (int64_t s = begin; s < end; s++)
+        for (int64_t k = 0; k < dim; k++)
+          sum[k] += weight[s] / total * wide(values[(kv * capacity + s) * dim + k]);
+      for (int64_t k = 0; k < dim; k++)
+        if (double got = wide(out[row * stride + head * dim + k]); !(fabs(got - sum[k]) < 0.02))
+          return printf("attention: %g, not %g, of [%d, %d of %d, %d], %d, %d\n", got, sum[k],
+                        int(rows), int(heads), int(kv_heads), int(dim), int(context), int(window)),
+                 false;
+    }
+  return true;
+}
+
+bool all_attend(Pool* alone, Pool* three) {
+  for (int64_t rows : {1, 3, 16, 17, 40})
+    for (int64_t window : {0, 33})
+      if (!attends(rows, 4, 2, 64, 100, window, true, alone)) return false;
+  return attends(5, 3, 1, 128, 70, 0, true, alone) && attends(5, 4, 4, 80, 70, 0, false, alone) &&
+         attends(5, 2, 1, 32, 70, 0, true, alone) && attends(2, 8, 2, 64, 1200, 0, true, alone) &&
+         attends(90, 6, 2, 64, 700, 0, true, three);
+}
+#else
+bool all_attend(Pool*, Pool*) { return true; }
+#endif
+
+int compare(bool attention) {
   Pool *alone = pool_new(1, 0), *three = pool_new(3, 20);
-  const bool right = all_right(alone, three);
+  const bool right = (attention || all_right(alone, three)) && all_attend(alone, three);
   pool_free(three);
   pool_free(alone);
   return right ? 0 : 1;
@@ -113,5 +192,7 @@ int misuse(const std::string& kind) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  return count > 1 ? misuse(arguments[1]) : compare();
+  if (count < 2) return compare(false);
+  const std::string kind = arguments[1];
+  return kind == "attention" ? compare(true) : misuse(kind);
 }

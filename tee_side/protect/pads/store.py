@@ -30,8 +30,8 @@ from typing import Self, TypeAlias
 import numpy
 import torch
 
+from protocol import native
 from protocol.errors import PadsExhaustedError
-from protocol.native import threads
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.randomness import KEY_BYTES, Keystream
 
@@ -48,7 +48,7 @@ def reading_threads() -> int:
 
     A fourth of the step's: they work beside it, and are done long before it.
     """
-    return max(1, threads() // 4)
+    return max(1, native.threads() // 4)
 
 
 class PadStore(ABC):

@@ -639,8 +639,8 @@ def test_a_generation_counts_only_its_own_waits(
 @pytest.mark.parametrize(
     ("usable", "given", "bank", "expected"),
     [
-        (16, None, True, (16, 15, 15, 1)),
-        (16, None, False, (16, 16, 16, 0)),
+        (16, None, True, (16, 15, 15, 3)),
+        (16, None, False, (16, 16, 16, 4)),
         (16, 6, True, (16, 6, 6, 1)),
         (2, None, True, (2, 2, 2, 1)),
     ],
@@ -653,7 +653,10 @@ def test_cores_are_shared_once(
     bank: bool,
     expected: tuple[int, ...],
 ) -> None:
-    """Reading a bank has a core of its own where there are more than three."""
+    """Reading a bank has a core of its own where there are more than three.
+
+    A prompt's pads are drawn by a fourth of the step's threads.
+    """
     place = BankPlace.at(tmp_path / "bank", beside_bank=True) if bank else None
     masks = MaskSettings(bank=place)
     settings = RunnerSettings(tmp_path, load_policy("shielded"), masks=masks, threads=given)
