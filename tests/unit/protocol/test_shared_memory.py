@@ -13,6 +13,7 @@ import pytest
 from protocol import native, shared_memory
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.shared_memory import MAX_AREA_BYTES, SLOTS, Areas, Lane, adopt, create, frames_in
+from protocol.tensors import Buffer
 from tests.unit.protocol.segments import PAGE, memfd, message, write_line
 
 AREAS = Areas(2, PAGE, 2 * PAGE)
@@ -259,3 +260,18 @@ def test_frames_are_views_that_end_where_the_first_reading_said() -> None:
     memory[4:20] = b"\xff" * 16
     assert [len(frame) for frame in frames] == [6, 200]
     assert bytes(frames[1]) == FRAMES[1]
+
+
+def test_what_lies_in_the_slot_is_put_where_it_belongs(ends: tuple[Lane, Lane]) -> None:
+    client, service = ends
+    client.put(0, [b"request", b"tensor"])
+    assert service.look() == 0
+    reply = service.memory(0).reply
+    # Where the second frame goes, as a device leaves it, and elsewhere.
+    for start in (64 + 64, 1024):
+        reply[start : start + 5] = b"right"
+        frames: list[Buffer] = [b"header", reply[start : start + 5]]
+        assert service.put(0, frames) is not None
+        assert client.look() == 0
+        assert _read(client, 0) == [b"header", b"right"]
+        reply[128 : 128 + 5] = b"wrong"
