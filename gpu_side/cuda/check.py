@@ -22,7 +22,7 @@ class InPlaceProof:
 
     A slot of our own segment: a device that does not reach it at our addresses fails here, and not
     at a client's request. `row_bytes`: see `Products`. Without compiled kernels nobody shares
-    memory; then kernels are compared alone.
+    memory; then kernels are compared alone, as where the driver lets no memory be reached.
     """
 
     def __init__(self, products: Products, row_bytes: tuple[int, int]) -> None:
@@ -37,7 +37,6 @@ class InPlaceProof:
                 self._slot = adopt(file, os.geteuid()).memory(0)
             finally:
                 os.close(file)
-            products.reach(self._slot)
 
     def check(self, product: Product, given: torch.Tensor, expected: torch.Tensor) -> None:
         """Compute `expected` int32 [T, N] in place, of `given` int32 [T, K]. Raises KernelError."""

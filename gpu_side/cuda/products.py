@@ -209,8 +209,9 @@ class Products:
 
         `rows`: [T, K], `result`: [T, N], contiguous and in host memory. Both must stay until the
         work has ended. `place`: names the product among those of the model. `slot`: where both may
-        lie, if the device reaches it. Raises RuntimeError where the device fails.
+        lie; used in place if the device reaches it. Raises RuntimeError where the device fails.
         """
+        slot = slot if self.reach(slot) else None
         if self._workspaces:
             workspace = self._workspaces.pop()
         else:

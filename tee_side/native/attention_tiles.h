@@ -11,6 +11,7 @@ namespace VARIANT {
 
 constexpr int64_t TILE_PAIRS = 16;
 constexpr int TILE_VECTORS = 4;
+static_assert(PANEL == LANES, "sums of queries lie as those of rows");
 
 // Registers for 1 to 16 queries. Constant, as `SHAPES` is.
 struct QueryShapes {
@@ -48,20 +49,15 @@ static __attribute__((noinline)) void multiply_queries_tiled(
     const int64_t here = queries - i < TILE ? queries - i : TILE;
     if (here != shaped) _tile_loadconfig(&QUERY_SHAPES.of[shaped = here]);
     for (int v = 0; v < vectors; v += TILE_VECTORS) {
-      float* sums = out + i * out_stride + v * LANES;
-      zero_sums<2>();
-      if (add) {
-        _tile_loadd(0, sums, out_bytes);
-        _tile_loadd(1, sums + LANES, out_bytes);
-        _tile_loadd(2, sums + 2 * LANES, out_bytes);
-        _tile_loadd(3, sums + 3 * LANES, out_bytes);
-      }
+      // Only moved there: registers know no type.
+      int32_t* sums = (int32_t*)(out + i * out_stride + v * LANES);
+      if (add)
+        load_sums<2>(sums, sums + 2 * PANEL, out_bytes);
+      else
+        zero_sums<2>();
       for (int64_t k = 0; k < depth; k += TILE_PAIRS)
         multiply_pairs(one + i * one_stride + k, one_bytes, lanes + k * wide + v * LANES, lanes_bytes);
-      _tile_stored(0, sums, out_bytes);
-      _tile_stored(1, sums + LANES, out_bytes);
-      _tile_stored(2, sums + 2 * LANES, out_bytes);
-      _tile_stored(3, sums + 3 * LANES, out_bytes);
+      store_sums<2>(sums, sums + 2 * PANEL, out_bytes);
     }
   }
   _tile_release();

@@ -46,7 +46,7 @@ FAULTS_OF_ATTENTION = {
     "shape of others": ("here != shaped", "!shaped"),
     "not released": ("  _tile_release();\n", ""),
     "other sums": ("_tile_dpbf16ps(2, 4, 5)", "_tile_dpbf16ps(1, 4, 5)"),
-    "sums not kept": ("if (add) {", "if (!add) {"),
+    "sums not kept": ("if (add)", "if (!add)"),
     "pairs left out": ("k < depth", "k + TILE_PAIRS < depth"),
     "vectors left out": ("v < vectors", "v + TILE_VECTORS < vectors"),
 }

@@ -258,6 +258,19 @@ def test_a_product_that_fails_leaves_nothing_that_uses_its_memory() -> None:
     assert device.waits == 1
 
 
+@pytest.mark.parametrize("rows", [4, 40])
+def test_a_slot_that_is_not_reached_is_copied(rows: int) -> None:
+    device = Device(registers=False)
+    made, product = _products(device), _InPlace(device)
+    slot, given, result = _slot(rows)
+    given.normal_()
+    for _ in range(3):
+        # The stand-in's copies and jobs ask whether they reach what they are given.
+        made.submit("o_proj", product, given, result, slot).ends_ns()
+        assert torch.equal(result, product(given))
+        result.zero_()
+
+
 def test_slots_that_the_driver_refuses_are_not_reached(caplog: pytest.LogCaptureFixture) -> None:
     device = Device(registers=False)
     made = _products(device)
