@@ -1,0 +1,109 @@
+"""What the engine is asked for, and what comes back, token by token.
+
+A `Request` may have several samples; each is a sequence of the engine. What came of them in one
+step arrives together, as one `Delivery`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from protocol.errors import TsqpError
+from tee_side.engine.sampling import SamplingSettings
+
+FinishReason = Literal["stop", "length"]
+Pooling = Literal["last", "mean"]
+
+
+class Matcher(Protocol):
+    """Where one sequence is in its grammar."""
+
+    def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf for every token that the grammar does not allow next."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Take a token that was sampled."""
+        ...
+
+
+class Grammar(Protocol):
+    """What a text must follow: compiled once a request, one matcher a sample."""
+
+    def matcher(self) -> Matcher:
+        """Start at the beginning."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt and what is wanted of it.
+
+    `max_new_tokens`: 0 for what reads a prompt only. `samples`: how many sequences, each with a
+    generator of its own: of `sampling.seed` + its index. `stop`: strings that end a text;
+    `stop_ids`: tokens that do, None for the model's own. `logprobs`: of each new token, with so
+    many of the likeliest; `prompt_logprobs`: of each token of the prompt, None for none. `pooling`:
+    the hidden state behind the last layer and its norm, of the last token or the mean of all.
+    `owner`: whose it is, for fairness; with `salt`, whose earlier keys and values may be reused.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    samples: int = 1
+    sampling: SamplingSettings = SamplingSettings()
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    pooling: Pooling | None = None
+    owner: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithm of a token's probability, before any sampling setting changes it.
+
+    `top`: (token id, logprob) of the likeliest, likeliest first; the token's own number is the same
+    float where it is among them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token of a sample; `finish_reason` with its last one."""
+
+    sample: int
+    token_id: int
+    logprob: Logprob | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRead:
+    """What reading the prompt gave. `logprobs`: of its tokens from the second on."""
+
+    logprobs: tuple[Logprob, ...] = ()
+    pooled_D: torch.Tensor | None = None
+    reused_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one step gave to one request, in the order of its samples' tokens.
+
+    `prompt`: once, with the first delivery. `ended`: the request is over, well or by `error`.
+    """
+
+    tokens: tuple[NewToken, ...] = ()
+    prompt: PromptRead | None = None
+    error: TsqpError | None = None
+    ended: bool = False
