@@ -272,8 +272,8 @@ def _tokens(runner: Runner, channels: Sequence[Channel], rounds: int) -> list[li
     lanes = [runner._assembly.lanes(partial(_only, channel)) for channel in channels]
 
     def step(index: int) -> None:
-        runner._engine.lanes = lanes[index]
-        runner._engine.step()
+        runner.engine.lanes = lanes[index]
+        runner.engine.step()
 
     work = [partial(step, index) for index in range(len(channels))]
     times: list[list[float]] = []
@@ -281,13 +281,13 @@ def _tokens(runner: Runner, channels: Sequence[Channel], rounds: int) -> list[li
         part = min(most, rounds - len(times))
         # Zeros are what a null device computes: the model's own end must not end it.
         tokens = len(channels) * (part + _WARM_UP) + 1
-        sequence = runner._engine.add(
+        sequence = runner.engine.add(
             [1] * _PROMPT, max_new_tokens=tokens, eos_token_ids=frozenset()
         )
         while not sequence.token_ids:
-            runner._engine.step()
+            runner.engine.step()
         times += in_turns(work, part)
-        runner._engine.remove(sequence)
+        runner.engine.remove(sequence)
     return times
 
 

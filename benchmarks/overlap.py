@@ -42,6 +42,7 @@ from protocol.errors import SettingsError, TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import ITEMSIZE
+from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Phase
@@ -175,7 +176,7 @@ class Contender:
             threads=threads,
             micro_batches=micro_batches,
             # One step for the prompts, whatever their length: all begin to decode in the same one.
-            step_tokens=case.tokens * case.batch,
+            engine=EngineSettings(step_tokens=case.tokens * case.batch),
         )
         self._runner = runner = closing.enter_context(Runner(settings))
         generator = torch.Generator().manual_seed(0)

@@ -27,13 +27,15 @@ from protocol.model.weights import CPU
 from tee_side.model.layers import TeeModel
 from tee_side.model.local_operators import (
     LocalOperators,
+    Product,
     load_local_operators,
+    load_site,
     not_here,
     sites_here,
     sites_under,
     sites_where,
 )
-from tee_side.model.operators import Call, MicroBatchOperators, place, staying
+from tee_side.model.operators import MicroBatchOperators, place, tables_of
 from tee_side.observer import Observer, Observers, timed
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
@@ -74,7 +76,7 @@ from tee_side.remote.registered import (
     find_registered,
     registered_name,
 )
-from tee_side.words import Operator, Phase, Site, Verify, is_projection, layer_of
+from tee_side.words import Operator, Phase, Site, Verify, is_projection
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
@@ -206,7 +208,7 @@ class Assembly:
         only: Collection[Operator] | None = None,
         timeout_s: float | None = None,
     ) -> list[MicroBatchOperators]:
-        """Build the tables for each micro-batch of a step.
+        """Build the tables for each micro-batch of a step, and spares for parts beside it.
 
         `channels_at`: the services of each layer. `only`: what the observers are told of, where it
         runs in the TEE; None for everything. `timeout_s`: for a result, however many are asked for
@@ -215,8 +217,14 @@ class Assembly:
         """
         randomness = randomness or Randomness()
         settings = CallSettings(channels_at, timeout_s, None)
-        told = [observers.lane(n) if observers is not None else None for n in range(micro_batches)]
-        return [self._lane(settings, randomness, observer, only) for observer in told]
+
+        def lane(index: int) -> MicroBatchOperators:
+            observer = None if observers is None else observers.lane(index)
+            return self._lane(settings, randomness, observer, only)
+
+        lanes = [lane(index) for index in range(micro_batches)]
+        spares = range(micro_batches, micro_batches + len(tables_of(lanes[0])) - 1)
+        return [*lanes, *(replace(lane(index), spare=True) for index in spares)]
 
     def _lane(
         self,
@@ -261,14 +269,15 @@ class Assembly:
                 linear=linear,
                 padded=padded,
                 bias_leaves=bias_leaves,
-                without_factors=staying(local.get((layer_of(site), site[1]), not_here)),
                 one_rpc_per_module=policy.one_rpc_per_module,
             )
 
-        def stays(operator: Operator, layer: int | None) -> Call:
-            function = local[layer, operator]
+        def stays(operator: Operator, layer: int | None) -> Product:
+            function = local.get((layer, operator), not_here)
+            if function is not_here and operator == "lm_head":
+                function = self._head
             told = observer if only is None or operator in only else None
-            return staying(timed(function, told, operator, layer))
+            return timed(function, told, operator, layer)
 
         def leaves(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
             if is_projection(operator) and operator in policy.projections:
@@ -277,9 +286,22 @@ class Assembly:
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 
-        tables = place(policy, self._parts.config.num_hidden_layers, stays, leaves)
+        layers = self._parts.config.num_hidden_layers
+        tables = place(policy, layers, stays, leaves)
+        withheld = place(policy, layers, stays, leaves, withheld=True) if pads else tables
         model = self._model.observed(settings.observer)
-        return MicroBatchOperators(model, tables, tuple(pads.values()))
+        return MicroBatchOperators(model, tables, withheld, pads)
+
+    def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
+        """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.
+
+        All else that it computes, it has from the start.
+        """
+        site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
+        if (None, "lm_head") not in self._local:
+            read = load_site(self._parts, site, self._integers, self._held)
+            self._local[None, "lm_head"] = read
+        return self._local[None, "lm_head"](h_ND)
 
     def close(self) -> None:
         """Let go of the pad bank."""

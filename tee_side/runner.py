@@ -14,7 +14,6 @@ from protocol.channel import ChannelWrapper, Traffic
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, one_for_each
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import PromptError
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
@@ -23,9 +22,10 @@ from protocol.pending import PendingChannel
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
+from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, PadTotals
 from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.stats import Totals
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model
 from tee_side.observer import Observers
@@ -54,8 +54,7 @@ class RunnerSettings:
     `micro_batches`: into how many parts a step is cut that overlap. `spin_us`: how long to look for
     a reply before sleeping, where the last one came as soon. `link`: what each channel is wrapped
     in, such as the model of a slower link.
-    `manifest`: what the model directory must hold, None: as it is. `max_kv_bytes`: for the KV
-    caches of all sequences, None: 80 % of the memory available once the weights are loaded.
+    `manifest`: what the model directory must hold, None: as it is.
     `keys`: none, one for all services, or one for each in the order of `gpu`.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
@@ -69,7 +68,7 @@ class RunnerSettings:
     dtype: str | None = None
     kernels: str | None = None
     threads: int | None = None
-    step_tokens: int = DEFAULT_STEP_TOKENS
+    engine: EngineSettings = field(default_factory=EngineSettings)
     micro_batches: int = 1
     spin_us: float = 0.0
     link: ChannelWrapper | None = None
@@ -79,7 +78,6 @@ class RunnerSettings:
     keys: tuple[ClientKeys, ...] = ()
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     manifest: Manifest | None = None
-    max_kv_bytes: int | None = None
     shares_in_the_clear: bool = False
 
 
@@ -140,7 +138,7 @@ class Runner:
                 checkpoint,
                 model,
                 settings.masks,
-                step_tokens=settings.step_tokens,
+                step_tokens=settings.engine.step_tokens,
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
             )
             opened.callback(assembly.close)
@@ -152,7 +150,7 @@ class Runner:
                 for group in groups
                 for endpoint in group.endpoints
             )
-            reply_bytes = largest_reply(policy, config, settings.step_tokens, dtype)
+            reply_bytes = largest_reply(policy, config, settings.engine.step_tokens, dtype)
             # Made for the first reply: it reads some rows of every tensor, which digests cover.
             check = cache(
                 lambda: ServiceCheck(
@@ -179,12 +177,7 @@ class Runner:
                 micro_batches=settings.micro_batches,
                 timeout_s=settings.request_timeout_s,
             )
-            self._engine = Engine(
-                model,
-                self._lanes(observer),
-                step_tokens=settings.step_tokens,
-                max_kv_bytes=settings.max_kv_bytes,
-            )
+            self.engine = Engine(model, self._lanes(observer), settings.engine, tokenizer)
             self._closing = opened.pop_all()
 
     def __enter__(self) -> Runner:
@@ -199,6 +192,11 @@ class Runner:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self._settings.model, self._settings.manifest)
         return self._tokenizer
+
+    @property
+    def model_directory(self) -> Path:
+        """Where the model is."""
+        return self._settings.model
 
     @property
     def model_digest(self) -> str:
@@ -222,6 +220,11 @@ class Runner:
             in_tee=sum(pads.in_tee for pads in found),
         )
 
+    def totals(self) -> Totals:
+        """Return what services and pads have done, for the stats of an engine."""
+        made = sum(pads.made for pads in self._assembly.pads.values())
+        return Totals(self.traffic, self.pads, made, self._services.connected)
+
     def idle(self) -> AbstractContextManager[object]:
         """Return a context for the time in which nothing is generated: pads are made in it."""
         idle = ExitStack()
@@ -234,11 +237,11 @@ class Runner:
 
         `only`: of these operators where they run in the TEE, and of nothing else.
         """
-        self._engine.lanes = self._lanes(observer, only=only)
+        self.engine.lanes = self._lanes(observer, only=only)
 
     def step(self) -> None:
         """Run one step of every running sequence, and hand the tokens to their generations."""
-        for sampled in self._engine.step():
+        for sampled in self.engine.step():
             sampled.sequence.arrived.append(sampled)
 
     def generate(
@@ -255,17 +258,17 @@ class Runner:
         `with_text` False needs no tokenizer, and allows no stop strings. Raises PromptError, and
         LimitError where the memory for keys and values does not suffice.
         """
-        if stop and not with_text:
-            raise PromptError("stop strings", got="no tokenizer", expected="one to compare text")
-        tokenizer = self.tokenizer if with_text else None
-        sequence = self._engine.add(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        tokenizer = self.engine.tokenizer = self.tokenizer if with_text else None
+        sequence = self.engine.add(
+            prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
+        )
         return Generation(
             sequence,
             tokenizer,
             stop,
             run_step=self.step,
             totals=lambda: (self.traffic, self.pads),
-            forget=self._engine.remove,
+            forget=self.engine.remove,
             policy=self.policy.name,
         )
 

@@ -30,8 +30,8 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
-from tee_side.engine.step import run_step
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine, EngineSettings
+from tee_side.engine.step import Part, run_step
 from tee_side.model.batch import Batch, Chunk
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import TeeModel, load_tee_model
@@ -283,7 +283,7 @@ class Tee:
 
     def engine(self, step_tokens: int = DEFAULT_STEP_TOKENS) -> Engine:
         """Return an engine of its own."""
-        return Engine(self.model, self.lanes, step_tokens=step_tokens)
+        return Engine(self.model, self.lanes, EngineSettings(step_tokens=step_tokens))
 
     def cache(self, capacity: int) -> KVCache:
         """Return an empty KV cache."""
@@ -305,9 +305,9 @@ class Tee:
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
-        logits = run_step(batch, self.lanes, phase)
-        batch.commit()
-        return logits
+        (result,) = run_step([Part(batch, phase)], self.lanes)
+        cache.commit(count)
+        return result.logits_NV
 
     def greedy(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
         """Return `new_tokens` greedy token ids."""

@@ -190,9 +190,13 @@ def operators_here(local: LocalOperators, layers: int) -> Operators:
 
     return Operators(
         embedding=call(None, "embedding"),
-        **{name: [call(layer, name) for layer in range(layers)] for name in FUSED_MODULES},
+        qkv_proj=[call(layer, "qkv_proj") for layer in range(layers)],
+        o_proj=[call(layer, "o_proj") for layer in range(layers)],
+        gate_up_proj=[call(layer, "gate_up_proj") for layer in range(layers)],
+        down_proj=[call(layer, "down_proj") for layer in range(layers)],
         products=[None] * layers,
         lm_head=call(None, "lm_head"),
+        masks=frozenset(),
         head_apart=False,
     )
 

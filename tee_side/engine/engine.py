@@ -2,110 +2,131 @@
 
 A sequence's *pending* tokens are those that its cache does not hold yet: the prompt at first, then
 the token sampled last. A step takes some pending tokens of every sequence, so prefill in chunks,
-decode, and several sequences at once are one code path. Where a policy places prefill and decode
-differently, a step holds sequences of one phase only, and the phases take turns.
+decode, and several sequences at once are one code path. What the rows run on is settled before: the
+table of their phase, or the one that draws no pads.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from collections.abc import Sequence as Lanes
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from protocol.errors import PromptError
-from tee_side.engine.sampling import Sampler, SamplingSettings
-from tee_side.engine.step import run_step
-from tee_side.model.batch import Batch
+from protocol.errors import LimitError, PromptError, TsqpError
+from tee_side.engine.composer import Rows, compose
+from tee_side.engine.drafts import Drafts
+from tee_side.engine.logprobs import logprobs_of
+from tee_side.engine.prefix_pool import PrefixPool
+from tee_side.engine.reading import PromptReader
+from tee_side.engine.request import Logprob, Request
+from tee_side.engine.sampling import (
+    Sampler,
+    SamplingSettings,
+    require_known_ids,
+    settings_of_sample,
+)
+from tee_side.engine.sequence import Sampled, Sequence
+from tee_side.engine.step import PartResult, run_step
+from tee_side.engine.text_stream import TextStream
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.engine.waiting import WaitingQueue
 from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes, kv_refused, mib
 from tee_side.model.layers import TeeModel
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import timed
-from tee_side.words import PHASES, Phase
 
 DEFAULT_STEP_TOKENS = 512
 
-FinishReason = Literal["stop", "length"]
+# What a step gave one sequence: logits [N, V] and hidden states [R, D].
+_Given: TypeAlias = tuple[Rows, torch.Tensor, torch.Tensor]
 
 
-@dataclass(eq=False)
-class Sequence:
-    """One prompt and what has been generated from it; create with `Engine.add`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Bounds and habits of an engine.
 
-    `ids`: of both; `prompt_tokens`: how many are the prompt's. `arrived`: tokens that `Runner.step`
-    has put here for the `Generation` of this sequence.
+    `step_tokens`: rows of one step at most. `max_model_len`: tokens of a prompt and its answer;
+    None: the model's context. `max_kv_bytes`: what the KV caches of all running sequences may have
+    together, kept prefixes included; None: 80 % of the memory available now. `max_sequences`: that
+    run at a time; `max_waiting`: requests that wait. `speculative_tokens`: guessed for each step of
+    a sequence (0: none). `prefix_reuse`: whether caches are kept for later prompts. Both show in
+    what the GPU host sees of lengths and timing.
     """
 
-    ids: list[int]
-    prompt_tokens: int
-    cache: KVCache
-    sampler: Sampler
-    max_new_tokens: int
-    eos_token_ids: frozenset[int]
-    finish_reason: FinishReason | None = None
-    arrived: deque[Sampled] = field(default_factory=deque)
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """Token ids of the prompt."""
-        return self.ids[: self.prompt_tokens]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Token ids generated so far, EOS included."""
-        return self.ids[self.prompt_tokens :]
-
-    @property
-    def phase(self) -> Phase:
-        """Prefill while tokens of the prompt are pending, decode afterwards."""
-        return "prefill" if self.cache.length < self.prompt_tokens else "decode"
-
-    def append(self, token_id: int) -> None:
-        """Take a token, and finish on EOS or at the length limit."""
-        self.ids.append(token_id)
-        if token_id in self.eos_token_ids:
-            self.finish_reason = "stop"
-        elif len(self.ids) - self.prompt_tokens >= self.max_new_tokens:
-            self.finish_reason = "length"
-
-    def stop(self) -> None:
-        """Finish now, because a stop string was found."""
-        self.finish_reason = "stop"
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    max_model_len: int | None = None
+    max_kv_bytes: int | None = None
+    max_sequences: int = 64
+    max_waiting: int = 256
+    speculative_tokens: int = 0
+    prefix_reuse: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A token that a step produced, and the logits [V] that it was sampled from."""
+@dataclass(slots=True)
+class Counts:
+    """What an engine has done since it was made; tokens, but for `steps`."""
 
-    sequence: Sequence
-    token_id: int
-    logits_V: torch.Tensor
+    steps: int = 0
+    prompt: int = 0
+    generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Engine:
     """Holds the running sequences. One thread; errors of the channel pass through `step`.
 
-    `lanes`: operators for as many micro-batches as a step may be cut into. `max_kv_bytes`: what the
-    KV caches of all running sequences may have together; None: 80 % of the memory available now.
+    `lanes`: operators for as many micro-batches as a step may be cut into. `tokenizer`: for stop
+    strings, which are refused without one. `refuse`: told of a sequence that gets no pads, while
+    the others go on, and removes none before the step has ended; None: `step` raises instead.
     """
 
     def __init__(
         self,
         model: TeeModel,
         lanes: Lanes[MicroBatchOperators],
-        *,
-        step_tokens: int = DEFAULT_STEP_TOKENS,
-        max_kv_bytes: int | None = None,
+        settings: EngineSettings | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._model = model
-        self.max_kv_bytes = available_kv_bytes() if max_kv_bytes is None else max_kv_bytes
+        self.settings = settings or EngineSettings()
+        given, context = self.settings.max_kv_bytes, model.config.context_length
+        self.max_kv_bytes = available_kv_bytes() if given is None else given
+        self.context = min(context, self.settings.max_model_len or context)
         self.lanes = lanes
-        self._step_tokens = step_tokens
+        self.tokenizer = tokenizer
+        self.refuse: Callable[[Sequence, TsqpError], None] | None = None
+        self.waiting: WaitingQueue[Request] = WaitingQueue(self.settings.max_waiting)
+        self.prefixes = PrefixPool()
+        self.counts = Counts()
         self._running: list[Sequence] = []
-        self._last_phase: Phase = "decode"
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
+        require_known_ids(request.sampling, self._model.config.vocab_size)
+        prompt, context = len(request.prompt_ids), self.context
+        vocabulary = self._model.config.vocab_size
+        if not prompt:
+            raise PromptError("prompt", got="no tokens", expected="at least one")
+        if not all(0 <= token_id < vocabulary for token_id in request.prompt_ids):
+            got, expected = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
+            raise PromptError("prompt token ids", got=got, expected=expected)
+        if prompt >= context + (request.max_new_tokens == 0):
+            expected = f"fewer than the context of {context} tokens"
+            raise PromptError("prompt", got=f"{prompt} tokens", expected=expected)
+        if request.max_new_tokens < (not _reads(request)):
+            got = str(request.max_new_tokens)
+            raise PromptError("max_new_tokens", got=got, expected="at least 1")
+        if request.prompt_logprobs is not None and request.pooling is not None:
+            got = "both"
+            raise PromptError("log-probabilities and pooling", got=got, expected="one of them")
+        if request.stop and self.tokenizer is None:
+            raise PromptError("stop strings", got="no tokenizer", expected="one to compare text")
+        self._require_kv(request, self.max_kv_bytes)
 
     def add(
         self,
@@ -114,115 +135,232 @@ class Engine:
         max_new_tokens: int,
         sampling: SamplingSettings | None = None,
         eos_token_ids: frozenset[int] | None = None,
+        stop: Ids[str] = (),
     ) -> Sequence:
-        """Admit a prompt and count its whole KV cache as taken, before any work is done for it.
+        """Admit one sequence now, as `admit` does."""
+        (sequence,) = self.admit(
+            Request(
+                prompt_ids=tuple(prompt_ids),
+                max_new_tokens=max_new_tokens,
+                sampling=sampling or SamplingSettings(),
+                stop_ids=eos_token_ids,
+                stop=tuple(stop),
+            )
+        )
+        return sequence
+
+    def admit(self, request: Request) -> list[Sequence]:
+        """Take a request in, and count all of its KV caches as taken, before any work is done.
 
         Generation ends at the model's context length even if `max_new_tokens` would allow more.
         Raises PromptError: empty, too long for the context, or ids outside the vocabulary; and
-        LimitError where its KV cache does not fit beside those of the running sequences, or the
-        machine refuses to give as much.
+        LimitError where its KV caches do not fit beside those of the running sequences, or the
+        machine refuses to give as much; retrying helps if other sequences are what is in the way.
         """
-        config, prompt = self._model.config, len(prompt_ids)
-        context, vocabulary = config.context_length, config.vocab_size
-        if not prompt_ids:
-            raise PromptError("prompt", got="no tokens", expected="at least one")
-        if not all(0 <= token_id < vocabulary for token_id in prompt_ids):
-            got, expected = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
-            raise PromptError("prompt token ids", got=got, expected=expected)
-        if prompt >= context:
-            expected = f"fewer than the context of {context} tokens"
-            raise PromptError("prompt", got=f"{prompt} tokens", expected=expected)
-        if max_new_tokens < 1:
-            raise PromptError("max_new_tokens", got=str(max_new_tokens), expected="at least 1")
-        new_tokens = min(max_new_tokens, context - prompt)
-        # The last token is never fed back, so it needs no place in the cache.
-        capacity = prompt + new_tokens - 1
-        self._require_kv(capacity)
-        sequence = Sequence(
-            list(prompt_ids),
+        self.check(request)
+        self._remove_finished()
+        running = sum(sequence.cache.nbytes for sequence in self._running)
+        left = self.max_kv_bytes - running
+        needed = self._require_kv(request, left)
+        self.prefixes.make_room(needed + self.prefixes.nbytes - left)
+        sequences: list[Sequence] = []
+        try:
+            while len(sequences) < request.samples:
+                sequences.append(self._new_sequence(request, len(sequences)))
+        except LimitError:
+            for sequence in sequences:
+                sequence.cache.release()
+            raise
+        first, *others = sequences
+        first.followers = others
+        for other in others:
+            other.follows = True
+        if self.settings.prefix_reuse and first.reader is None:
+            whose = request.owner, request.salt
+            first.reused_tokens = self.prefixes.fill(whose, request.prompt_ids, first.cache)
+        self._running += sequences
+        return sequences
+
+    def _new_sequence(self, request: Request, sample: int) -> Sequence:
+        config, prompt = self._model.config, len(request.prompt_ids)
+        sampling = settings_of_sample(request.sampling, sample)
+        matcher = request.grammar.matcher() if request.grammar is not None else None
+        stop = request.stop
+        watch = TextStream(self.tokenizer, stop) if self.tokenizer and stop else None
+        guesses = self.settings.speculative_tokens and request.max_new_tokens
+        return Sequence(
+            request,
+            sample,
+            list(request.prompt_ids),
             prompt,
-            KVCache(config, capacity, self._model.dtype),
-            Sampler(sampling or SamplingSettings()),
-            new_tokens,
-            config.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            KVCache(config, self._capacity(request), self._model.dtype),
+            Sampler(sampling, prompt, matcher),
+            min(request.max_new_tokens, self.context - prompt),
+            config.eos_token_ids if request.stop_ids is None else request.stop_ids,
+            watch,
+            Drafts(request.prompt_ids, tokens=guesses) if guesses else None,
+            PromptReader(request) if _reads(request) and not sample else None,
         )
-        self._running.append(sequence)
-        return sequence
+
+    def _capacity(self, request: Request) -> int:
+        prompt = len(request.prompt_ids)
+        new_tokens = min(request.max_new_tokens, self.context - prompt)
+        # The last token is never fed back, so it needs no place in the cache.
+        return prompt + max(0, new_tokens - 1)
+
+    def _require_kv(self, request: Request, left: int) -> int:
+        """Return how many bytes a request's caches have; LimitError if they are more than `left`.
+
+        This counts; it does not take: the kernel gives pages as a cache grows, and one that was
+        admitted finds them unless something else has taken the memory meanwhile.
+        """
+        capacity = self._capacity(request)
+        needed = request.samples * kv_bytes(self._model.config, capacity, self._model.dtype)
+        if needed > left:
+            where = f"KV memory, of which {mib(self.max_kv_bytes)} may be used (--max-kv-mib)"
+            expected = f"at most {mib(left)}, which is what is left"
+            raise kv_refused(where, needed, capacity, expected, most=self.max_kv_bytes)
+        return needed
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that the program does not wait for any more."""
+        """Forget a sequence that the program does not wait for any more, or that has ended."""
+        if sequence not in self._running:
+            return
         self._running = [running for running in self._running if running is not sequence]
-        sequence.cache.release()
+        request, cache = sequence.request, sequence.cache
+        if self.settings.prefix_reuse and sequence.finish_reason is not None and cache.nbytes:
+            self.prefixes.keep((request.owner, request.salt), sequence.ids, cache)
+        else:
+            cache.release()
 
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Sequences that are not finished."""
         return tuple(s for s in self._running if s.finish_reason is None)
 
+    @property
+    def kv_bytes(self) -> int:
+        """What the KV caches have, kept prefixes included."""
+        return sum(sequence.cache.nbytes for sequence in self._running) + self.prefixes.nbytes
+
     def _remove_finished(self) -> None:
-        for sequence in self._running:
+        for sequence in tuple(self._running):
             if sequence.finish_reason is not None:
                 self.remove(sequence)
 
-    def _require_kv(self, capacity: int) -> None:
-        """Refuse a sequence whose KV cache does not fit beside those that are running.
+    def admit_waiting(self) -> list[list[Sequence]]:
+        """Admit requests that wait, in the order of their turns, while there is room for them."""
+        admitted = []
+        while (request := self.waiting.first()) is not None:
+            if len(self.running) + request.samples > self.settings.max_sequences and self.running:
+                break
+            try:
+                admitted.append(self.admit(request))
+            except LimitError:
+                if not self._running:
+                    raise
+                break
+            self.waiting.pop()
+            self.waiting.serve(request.owner, len(request.prompt_ids))
+        return admitted
 
-        This counts; it does not take: the kernel gives pages as a cache grows, and one that was
-        admitted finds them unless something else has taken the memory meanwhile. Raises LimitError;
-        retrying helps if other sequences are what is in the way.
-        """
-        self._remove_finished()
-        needed = kv_bytes(self._model.config, capacity, self._model.dtype)
-        left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self._running)
-        if needed > left:
-            where = f"KV memory, of which {mib(self.max_kv_bytes)} may be used (--max-kv-mib)"
-            expected = f"at most {mib(left)}, which is what is left"
-            raise kv_refused(where, needed, capacity, expected, most=self.max_kv_bytes)
-
-    def step(self) -> list[Sampled]:
+    def step(self, only: Iterable[Sequence] | None = None) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
 
-        A step that raises has changed nothing and can be repeated.
+        `only`: of these sequences. A step that raises has changed nothing and can be repeated.
         """
-        parts: list[tuple[KVCache, list[int], int]] = []
-        complete: list[Sequence] = []
-        budget = self._step_tokens
-        phase, candidates = self._next()
-        # Decode tokens first: one row each, and a reader is waiting for every one of them.
-        for sequence in sorted(candidates, key=lambda s: len(s.ids) - s.cache.length):
-            pending = sequence.ids[sequence.cache.length :]
-            if taken := pending[:budget]:
-                parts.append((sequence.cache, taken, len(pending) - len(taken)))
-                budget -= len(taken)
-                if len(taken) == len(pending):
-                    complete.append(sequence)
-        if not parts:
+        composed = compose(
+            self.running if only is None else only,
+            self.lanes[0],
+            step_tokens=self.settings.step_tokens,
+            speculative_tokens=self.settings.speculative_tokens,
+        )
+        for sequence, error in composed.refused:
+            if self.refuse is None:
+                raise error
+            self.refuse(sequence, error)
+        if not composed.parts:
             return []
-        batch = Batch.of(parts)
-        withhold = phase == "prefill" and not self._in_stock(self._step_tokens - budget)
-        logits_NV = run_step(batch, self.lanes, phase, withhold=withhold)
-        observer = self.lanes[0].model.observer
-        sampled = []
-        for sequence, logits_V in zip(complete, logits_NV, strict=True):
-            sample = timed(sequence.sampler.sample, observer, "sample", None)
-            sampled.append(Sampled(sequence, sample(logits_V, sequence.ids), logits_V))
+        results = run_step(composed.parts, self.lanes)
+        given = [
+            given
+            for rows, result in zip(composed.rows, results, strict=True)
+            for given in self._given(rows, result)
+        ]
+        read = [self._read(*one) for one in given]
         # From here on nothing can fail: the step counts for every sequence, or for none.
-        batch.commit()
-        self._last_phase = phase
-        for one in sampled:
-            one.sequence.append(one.token_id)
+        sampled: list[Sampled] = []
+        for (rows, logits_NV, hidden_RD), logprobs in zip(given, read, strict=True):
+            try:
+                sampled += self._count(rows, logits_NV, hidden_RD, logprobs)
+            except TsqpError as error:  # a grammar whose next mask would be too costly
+                if self.refuse is None:
+                    raise
+                self.refuse(rows.sequence, error)
+        self.counts.steps += 1
         self._remove_finished()
         return sampled
 
-    def _in_stock(self, rows: int) -> bool:
-        """Say whether pads for a prompt's step are in stock: by counts, not by its tokens."""
-        return all(pads.in_stock(rows) for pads in self.lanes[0].pads)
+    def _given(self, rows: Lanes[Rows], result: PartResult) -> Iterator[_Given]:
+        """Cut what came of a part into what came of each sequence."""
+        logits = result.logits_NV.split([one.outputs for one in rows]) if rows else ()
+        hidden = result.hidden_RD.split([len(one.read) for one in rows])
+        yield from zip(rows, logits, hidden, strict=True)
 
-    def _next(self) -> tuple[Phase, Ids[Sequence]]:
-        """Return the next step's phase and the sequences that may join it."""
-        running, tables = self.running, self.lanes[0].tables
-        if tables["prefill"] is tables["decode"]:
-            return "decode", running
-        first, second = sorted(PHASES, key=lambda phase: phase == self._last_phase)
-        found = [s for s in running if s.phase == first]
-        return (first, found) if found else (second, running)
+    def _read(self, rows: Rows, _logits_NV: torch.Tensor, hidden_RD: torch.Tensor) -> list[Logprob]:
+        reader, start = rows.sequence.reader, rows.sequence.cache.length
+        if reader is None:
+            return []
+        lane = self.lanes[0]
+        ops = lane.withheld[rows.sequence.phase]
+        return reader.read(hidden_RD, start + rows.read.start, lane.model, ops)
+
+    def _count(
+        self,
+        rows: Rows,
+        logits_NV: torch.Tensor,
+        hidden_RD: torch.Tensor,
+        logprobs: list[Logprob],
+    ) -> list[Sampled]:
+        """Take what a step gave one sequence; return its tokens, and those of its followers."""
+        sequence, followers = rows.sequence, rows.sequence.followers
+        was_prefill = sequence.phase == "prefill"
+        # What rows are changes with what is counted.
+        prompt_ended, outputs = was_prefill and rows.complete, rows.outputs
+        if was_prefill:
+            self.counts.prompt += rows.tokens
+        if sequence.reader is not None and was_prefill:
+            sequence.reader.keep(logprobs, hidden_RD, self._model)
+        sampled: list[Sampled] = []
+        for logits_V, guess in zip(logits_NV, (*rows.drafts, None), strict=False):
+            sampled.append(self._sample(sequence, logits_V))
+            if sampled[-1].token_id != guess or sequence.finish_reason is not None:
+                break
+        accepted = max(0, len(sampled) - 1)
+        sequence.cache.commit(rows.tokens + accepted)
+        self.counts.drafted += len(rows.drafts)
+        self.counts.accepted += accepted
+        if prompt_ended:
+            for other in followers:
+                other.follows = False
+                other.cache.copy_from(sequence.cache, sequence.prompt_tokens)
+                if outputs:
+                    sampled.append(self._sample(other, logits_NV[0]))
+            for one in (sequence, *followers) if not outputs else ():
+                one.finish_reason = "length"
+            sequence.followers = []
+        return sampled
+
+    def _sample(self, sequence: Sequence, logits_V: torch.Tensor) -> Sampled:
+        request, observer = sequence.request, self.lanes[0].model.observer
+        sample = timed(sequence.sampler.sample, observer, "sample", None)
+        token_id = sample(logits_V, sequence.ids)
+        wanted = request.logprobs
+        logprob = None if wanted is None else logprobs_of(logits_V, token_id, wanted)
+        sequence.append(token_id)
+        self.counts.generated += 1
+        return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
+
+
+def _reads(request: Request) -> bool:
+    return request.prompt_logprobs is not None or request.pooling is not None

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from protocol.channel import Traffic
-from tee_side.engine.engine import FinishReason, Sampled
-from tee_side.engine.engine import Sequence as EngineSequence
+from tee_side.engine.request import FinishReason
+from tee_side.engine.sequence import Sampled
+from tee_side.engine.sequence import Sequence as EngineSequence
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
 
@@ -105,7 +106,7 @@ class Generation:
             yield text
 
     def steps(self) -> Iterator[Sampled]:
-        """Yield every token as it is sampled; only stop strings make it decode text on the way.
+        """Yield every token as it is sampled; only stop strings make the engine decode text.
 
         Every token takes the same work from here to the next request, whatever its text is.
         Raises RuntimeError if it was iterated over or closed before: its sequence is gone.
@@ -113,7 +114,6 @@ class Generation:
         if self._begun:
             raise RuntimeError("a generation that was iterated over or closed before")
         self._begun = True
-        watch = self.text_stream() if self._stop else None
         try:
             while (arrived := self._sequence.arrived) or not self._sequence.finish_reason:
                 if not arrived:
@@ -123,15 +123,7 @@ class Generation:
                 self._last = time.perf_counter()
                 if self._first is None:
                     self._first = self._last
-                if watch is not None:
-                    watch.feed(sampled.token_id)
-                    if self._sequence.finish_reason and not arrived:
-                        watch.flush()
-                    if watch.found:
-                        self._sequence.stop()
                 yield sampled
-                if watch is not None and watch.found:
-                    return
         finally:
             self.close()
 

@@ -6,7 +6,7 @@ step arrives together, as one `Delivery`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Grammar(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt and what is wanted of it.
 
@@ -53,7 +53,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     samples: int = 1
-    sampling: SamplingSettings = SamplingSettings()
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] | None = None
     logprobs: int | None = None

@@ -6,10 +6,13 @@ Reads `tokenizer.json`, and for chat the template in `chat_template.jinja` or
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +42,14 @@ _MAX_TEXT = 16 * 1024 * 1024
 # Of a number that a template computes, in bits; arithmetic on larger ones is one step of Python's
 # that may last for hours.
 _MAX_BITS = 4096
+
+# How byte-level BPE writes bytes: those that print as themselves, the others from U+0100 on.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF |= {chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)}
+# How sentencepiece names the token of a byte.
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -88,17 +99,88 @@ class Tokenizer:
             text: str = self._raw.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's next turn.
+    def to_json(self) -> str:
+        """Return what `tokenizer.json` says, as the library has read it."""
+        return str(self._raw.to_str())
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are, added ones included."""
+        return int(self._raw.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Text to id of the tokens that decoding leaves out."""
+        added = self._raw.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    def info(self) -> dict[str, str | None]:
+        """Return what the model's files name, as in `tokenizer_config.json`.
+
+        `tokenizer_class`, `chat_template` (None for none) and the special tokens. Raises ModelError
+        where a file is damaged.
+        """
+        _, template, special = self._find_template()
+        named = self._config()[1].get("tokenizer_class")
+        found = {"tokenizer_class": named, "chat_template": template, **special}
+        return {name: text if isinstance(text, str) else None for name, text in found.items()}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, which may be part of a character.
+
+        They are those inside of a text: a tokenizer that begins a text with a space of its own
+        leaves that one out when it decodes. A special token stands for its name, an id that is no
+        token's (a padded row of the embedding) for nothing. Raises ModelError.
+        """
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        token = self._raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        if "ByteLevel" in self._decoders and all(c in _BYTE_OF for c in token):
+            return bytes(_BYTE_OF[c] for c in token)
+        if "ByteFallback" in self._decoders and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if self._decoders & {"ByteFallback", "Metaspace"}:
+            return token.replace("▁", " ").encode()
+        return self.decode([token_id]).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of `token_bytes`, with U+FFFD for what is part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {i: token.content for i, token in self._raw.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """Names of the library's decoders that this tokenizer has; its state is their JSON."""
+        decoder = self._raw.decoder
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        return frozenset(part.get("type") for part in state.get("decoders", [state]))
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the token ids of `render_chat`; raises what it raises."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as the model reads it, by default up to the assistant's next turn.
 
         Raises ModelError if the model has no chat template, a damaged one, or one that does not end
         in time, PromptError if it refuses the messages.
         """
         path, template, special = self._chat_template()
-        values = {"messages": list(messages), "add_generation_prompt": True, **special}
+        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        values |= special
         where = f"{self._directory}: chat template"
         try:
-            text = _render(path, template, values)
+            return _render(path, template, values)
         except _EndlessTemplate as error:
             expected = "a template that ends, with a prompt"
             raise ModelError(where, got=str(error), expected=expected) from None
@@ -109,12 +191,21 @@ class Tokenizer:
             got = f"{type(error).__name__} (a template's own words are not shown)"
             expected = "a conversation that the template accepts"
             raise PromptError(where, got=got, expected=expected) from None
-        return self.encode(text, add_special_tokens=False)
+
+    def _config(self) -> tuple[Path | None, dict[str, Any]]:
+        path = find_file(self._directory, CONFIG_FILE, self._manifest)
+        return path, {} if path is None else read_json(path, self._manifest)
 
     def _chat_template(self) -> tuple[Path, str, dict[str, Any]]:
         """Return the file with the template, the template, and the special tokens for it."""
-        path = find_file(self._directory, CONFIG_FILE, self._manifest)
-        config = {} if path is None else read_json(path, self._manifest)
+        path, template, special = self._find_template()
+        if path is None or not isinstance(template, str):
+            expected = f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)"
+            raise ModelError(str(self._directory), got="no chat template", expected=expected)
+        return path, template, special
+
+    def _find_template(self) -> tuple[Path | None, object, dict[str, Any]]:
+        path, config = self._config()
         template = config.get("chat_template")
         if isinstance(template, list):
             # Several named templates, of which "default" is the one for chat.
@@ -127,9 +218,6 @@ class Tokenizer:
             except UnicodeDecodeError:
                 got = "bytes that are not UTF-8"
                 raise ModelError(str(path), got=got, expected="a template") from None
-        if path is None or not isinstance(template, str):
-            expected = f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)"
-            raise ModelError(str(self._directory), got="no chat template", expected=expected)
         special = {name: config.get(name) for name in _SPECIAL_TOKENS}
         texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
         return path, template, {name: text for name, text in texts.items() if text is not None}

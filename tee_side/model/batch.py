@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -45,29 +46,57 @@ class Chunk:
         return self.start + self.tokens
 
 
+class Take(NamedTuple):
+    """What a step takes of one sequence.
+
+    `ids`: its next token ids; `left`: how many pending ones are left for later. With none left the
+    logits behind the last one are wanted, and those behind each of the `drafts` last, which are
+    guesses: every one is a row that sees what decoding it alone would see. `read`: rows whose
+    hidden states are wanted, counted from the first.
+    """
+
+    cache: KVCache
+    ids: Rows[int]
+    left: int
+    drafts: int = 0
+    read: range = range(0)
+    logits: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`token_ids_T`: int64 [T]; `output_rows`: rows whose logits are wanted, in order."""
+    """`token_ids_T`: int64 [T]; `output_rows`: rows whose logits are wanted, in order.
+
+    `read_rows`: rows whose hidden states are.
+    """
 
     token_ids_T: torch.Tensor
     chunks: tuple[Chunk, ...]
     output_rows: tuple[int, ...]
+    read_rows: tuple[int, ...] = ()
 
     @staticmethod
-    def of(parts: Rows[tuple[KVCache, Rows[int], int]]) -> Batch:
-        """Lay (cache, next token ids, how many pending ids are left for later) side by side."""
+    def of(parts: Rows[tuple[KVCache, Rows[int], int] | Take]) -> Batch:
+        """Lay what is taken of each sequence side by side."""
         token_ids: list[int] = []
         chunks: list[Chunk] = []
         output_rows: list[int] = []
-        for cache, ids, left in parts:
+        read_rows: list[int] = []
+        for cache, ids, left, drafts, read, logits in (Take(*part) for part in parts):
             start = len(token_ids)
             token_ids.extend(ids)
-            chunks.append(
-                Chunk(cache, slice(start, len(token_ids)), cache.length + len(ids) + left)
-            )
-            if left == 0:
-                output_rows.append(len(token_ids) - 1)
-        return Batch(torch.tensor(token_ids, dtype=torch.int64), tuple(chunks), tuple(output_rows))
+            known, end = len(ids) - drafts, len(token_ids)
+            rows = slice(start, start + known)
+            chunks.append(Chunk(cache, rows, cache.length + known + left))
+            for behind in range(known, len(ids)):
+                row = start + behind
+                one = Chunk(cache, slice(row, row + 1), cache.length + behind + 1, behind)
+                chunks.append(one)
+            if left == 0 and logits:
+                output_rows += range(end - 1 - drafts, end)
+            read_rows += (start + row for row in read)
+        ids_T = torch.tensor(token_ids, dtype=torch.int64)
+        return Batch(ids_T, tuple(chunks), tuple(output_rows), tuple(read_rows))
 
     def split(self, parts: int) -> list[Batch]:
         """Cut into consecutive micro-batches of about equal sizes; fewer if there are few rows.
@@ -86,10 +115,8 @@ class Batch:
             if start < stop:
                 rows, behind = slice(start - first, stop - first), start - chunk.rows.start
                 chunks.append(Chunk(chunk.cache, rows, chunk.known_length, chunk.behind + behind))
-        output_rows = tuple(row - first for row in self.output_rows if first <= row < last)
-        return Batch(self.token_ids_T[first:last], tuple(chunks), output_rows)
-
-    def commit(self) -> None:
-        """Make the rows that this step wrote into the caches count."""
-        for chunk in self.chunks:
-            chunk.cache.commit(chunk.tokens)
+        output_rows, read_rows = (
+            tuple(row - first for row in rows if first <= row < last)
+            for rows in (self.output_rows, self.read_rows)
+        )
+        return Batch(self.token_ids_T[first:last], tuple(chunks), output_rows, read_rows)

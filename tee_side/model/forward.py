@@ -25,7 +25,9 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 async def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
-    """Run the layers of one step, or of a micro-batch of it; return [N, D] for `logits`.
+    """Run the layers of one step, or of a micro-batch of it; return [N + R, D].
+
+    The hidden states of `batch.output_rows`, for `logits`, and of `batch.read_rows`.
 
     With `logits`, equal to `transformers`' *ForCausalLM of the same architecture. The caches hold
     the new rows but do not count them before the caller commits the batch. Errors of `ops` pass
@@ -38,7 +40,7 @@ async def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor
         h_TD = layer.residual(h_TD, await attention(layer, normed_TD, rope, batch, model, ops))
         normed_TD = layer.post_attention_layernorm(h_TD)
         h_TD = layer.residual(h_TD, await mlp(layer, normed_TD, ops))
-    return h_TD[list(batch.output_rows)]
+    return h_TD[[*batch.output_rows, *batch.read_rows]]
 
 
 async def attention(
@@ -72,7 +74,9 @@ async def logits(h_ND: torch.Tensor, model: TeeModel, ops: Operators) -> torch.T
     if not h_ND.shape[0]:
         return h_ND.new_empty(0, 0)
     logits_NV = await ops.lm_head(model.norm(h_ND))
-    if not logits_NV.sum(dtype=torch.float32).isfinite():
+    # Of bfloat16 in its own range, which is float32's: a copy of that would cost more than the sum.
+    wide = logits_NV.dtype if logits_NV.dtype == torch.bfloat16 else torch.float32
+    if not logits_NV.sum(dtype=wide).isfinite():
         # A service may send anything, and float16 may overflow. A sum is a tenth of the work of
         # looking at each. It refuses finite logits, too, whose sum overflows float32; those are
         # larger than 1e33 on average, and no model's.

@@ -95,6 +95,11 @@ class KVCache:
         self._layers = []
         self.nbytes = 0
 
+    def end(self) -> None:
+        """Count what was written alone: the kernel has given no more, and nothing will be added."""
+        self.nbytes = self.nbytes * self.length // self.capacity
+        self.capacity = self.length
+
     def begin_step(self) -> None:
         """Forget what has been written behind `length`, by a step that failed."""
         self._written = [0] * len(self._written)
@@ -128,9 +133,16 @@ class KVCache:
         return keys.narrow(1, 0, end), values.narrow(1, 0, end)
 
     def commit(self, tokens: int) -> None:
-        """Count the rows that every layer has written."""
+        """Count the first rows that every layer has written; the others are forgotten."""
         self.length += tokens
         self.begin_step()
+
+    def copy_from(self, other: KVCache, tokens: int) -> None:
+        """Begin with the first tokens of another cache."""
+        for mine, others in zip(self._layers, other._layers, strict=True):
+            for x_KSC, y_KSC in zip(mine, others, strict=True):
+                x_KSC.narrow(1, 0, tokens).copy_(y_KSC.narrow(1, 0, tokens))
+        self.length = tokens
 
 
 def _append(x_TKC: torch.Tensor, cache_KSC: torch.Tensor, start: int) -> None:

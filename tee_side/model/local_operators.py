@@ -73,23 +73,28 @@ def load_local_operators(
             weight = load_tensor(checkpoint, lm_head_name(config), vocabulary, dtype=dtype)
         local[None, "lm_head"] = partial(linear, weight=weight)
     for site in sites:
-        product: Product
-        _, operator = site
-        if policy.arithmetic == "float":
-            product = load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
-        else:
-            weights = load_quantized(checkpoint, config, *site)
-            if integers is not None:
-                held[site] = weights
-                integers.check_weights(site, weights)
-            if integers is None or operator == "lm_head":
-                bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
-                dynamic = DynamicSite(weights.scale, bias_O, dtype)
-                product = partial(_dynamic_product, weights, dynamic)
-            else:
-                product = partial(_integer_product, weights, IntegerSite(integers, site))
-        local[layer_of(site), operator] = product
+        local[layer_of(site), site[1]] = load_site(parts, site, integers, held)
     return local
+
+
+def load_site(
+    parts: RunParts,
+    site: Site,
+    integers: IntegerSites | None,
+    held: dict[Site, QuantizedLinear],
+) -> Product:
+    """Read the weights of one site. Raises ModelError, CalibrationError."""
+    config, checkpoint, dtype = parts.config, parts.checkpoint, parts.dtype
+    if parts.policy.arithmetic == "float":
+        return load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
+    weights = load_quantized(checkpoint, config, *site)
+    if integers is not None:
+        held[site] = weights
+        integers.check_weights(site, weights)
+    if integers is not None and site[1] != "lm_head":
+        return partial(_integer_product, weights, IntegerSite(integers, site))
+    bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
+    return partial(_dynamic_product, weights, DynamicSite(weights.scale, bias_O, dtype))
 
 
 def not_here(_x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Local operators, which never leave the TEE. Numerics are those of `modeling_llama.py`.
 
-Shape suffixes as in `tee_side.model.forward`.
+A row's bits depend on that row, on the keys and values before it and on torch alone, not on the
+rows beside it, on how a prompt is cut, or on the number of threads. Shape suffixes as in
+`tee_side.model.forward`.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-# Query rows that the fused kernel gets at a time, with the keys that any of them may look at: it
-# computes what is hidden, too, which would be half of a long prompt.
-_QUERY_BLOCK = 128
+# Positions whose query rows the fused kernel gets at a time, with the keys that any of them may
+# look at: it computes what is hidden, too, which would be half of a long prompt.
+_BLOCK = 64
+# A product has a multiple of so many rows: of others, sums depend on alignment and threads.
+_PRODUCT_ROWS = 4
 # In steps of so many keys: a growing context seldom needs another bias.
 _BIAS_KEYS = 1024
 
@@ -20,22 +24,20 @@ _BIAS_KEYS = 1024
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last axis, in float32 inside; equals `LlamaRMSNorm`."""
     h32 = h.to(torch.float32)
-    # The norm is one pass without a temporary as large as the input; eps + norm^2 / D another.
+    # One pass without a temporary as large as the input.
     norm = torch.linalg.vector_norm(h32, dim=-1, keepdim=True)
-    scale = torch.addcmul(_constant(eps), norm, norm, value=1 / h.shape[-1]).rsqrt_()
+    scale = norm.square_().div_(h.shape[-1]).add_(eps).rsqrt_()
     scaled = h32 * scale if h32 is h else h32.mul_(scale).to(h.dtype)
     return scaled.mul_(weight)
 
 
-@lru_cache(maxsize=4)
-def _constant(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
-
-
 def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up."""
-    # In place where there is room already: fresh memory for a long prompt costs more than the sum.
-    return silu(gate_TF).mul_(up_TF)
+    # torch's silu computes the last few elements of each thread another way; of its exp, none. In
+    # place where there is room already: fresh memory for a long prompt costs more than the sum.
+    gate32_TF = gate_TF.to(torch.float32)
+    divisor_TF = gate32_TF.neg().exp_().add_(1.0)
+    return torch.div(gate32_TF, divisor_TF, out=divisor_TF).to(gate_TF.dtype).mul_(up_TF)
 
 
 def residual(h_TD: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
@@ -72,15 +74,14 @@ def causal_mask(tokens: int, context: int, window: int | None) -> torch.Tensor |
 
 # One, and no more: with a long context it is megabytes, and all layers of a step ask for the same.
 @lru_cache(maxsize=1)
-def _causal_bias(keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def _causal_bias(keys: int, window: int | None) -> torch.Tensor:
     """Return what the fused kernel adds to the scores of a whole block of queries.
 
-    0, or -inf where `causal_mask` hides: [_QUERY_BLOCK, keys]. What is hidden depends on the
-    distance alone, so that fewer rows with fewer keys get the lower right corner. Do not write to
-    it.
+    0, or -inf where `causal_mask` hides: [_BLOCK, keys]. What is hidden depends on the distance
+    alone, so that fewer keys get the right part. Do not write to it.
     """
-    hidden = causal_mask(_QUERY_BLOCK, keys, window)
-    bias = torch.zeros(_QUERY_BLOCK, keys, dtype=dtype)
+    hidden = causal_mask(_BLOCK, keys, window)
+    bias = torch.zeros(_BLOCK, keys)
     return bias if hidden is None else bias.masked_fill_(hidden, float("-inf"))
 
 
@@ -89,35 +90,38 @@ def attention(
 ) -> torch.Tensor:
     """Causal grouped-query attention of a sequence's last T rows: [T, H * C].
 
-    softmax(q k^T / sqrt C) v, with float32 between the products. `window`: as in `causal_mask`.
+    softmax(q k^T / sqrt C) v, in float32. `window`: as in `causal_mask`.
+
+    A matrix product's sums depend on its shape. So rows go in items of `size` positions, counted
+    from the sequence's first one, with the G query heads that share a key/value head, and with keys
+    up to the end of their block: what an item's products are, its position says. Zeros stand for
+    rows and keys that are not there.
     """
     T, H, C = q_THC.shape
     K, S, _ = k_KSC.shape
-    if window is not None and window + T <= S:
-        # Nobody looks at what is before the first row's window.
-        S = window + T - 1
-        k_KSC, v_KSC = k_KSC[:, -S:], v_KSC[:, -S:]
-    if T == 1:
-        # The G query heads that share a key/value head are rows of one product with it: a quarter
-        # of the time that the kernel takes for a row a head.
-        q_KGC = q_THC.reshape(1, K, H // K, C)
-        out_KGC = scaled_dot_product_attention(q_KGC, k_KSC.unsqueeze(0), v_KSC.unsqueeze(0))
-        return out_KGC.reshape(1, H * C)
-    q_KGTC = q_THC.reshape(T, K, H // K, C).permute(1, 2, 0, 3)
-    # One key/value head for G query heads, without a copy.
-    k_KGSC, v_KGSC = (x_KSC.unsqueeze(1).expand(K, H // K, S, C) for x_KSC in (k_KSC, v_KSC))
-    out_THC = torch.empty(T, H, C, dtype=q_THC.dtype)
-    out_KGTC = out_THC.view(T, K, H // K, C).permute(1, 2, 0, 3)
-    most = S if window is None else min(S, window - 1 + _QUERY_BLOCK)
-    bias = _causal_bias(most + -most % _BIAS_KEYS, window, q_THC.dtype)
-    for start in range(0, T, _QUERY_BLOCK):
-        end = min(start + _QUERY_BLOCK, T)
-        first = 0 if window is None else max(0, S - T + start - window + 1)
-        seen = S - T + end
-        out_KGTC[:, :, start:end] = scaled_dot_product_attention(
-            q_KGTC[:, :, start:end],
-            k_KGSC[:, :, first:seen],
-            v_KGSC[:, :, first:seen],
-            attn_mask=bias[start - end :, first - seen :],
-        )
-    return out_THC.view(T, H * C)
+    G, start = H // K, S - T
+    size = 1 if G % _PRODUCT_ROWS == 0 else _PRODUCT_ROWS
+    # Two items or heads at least: of one, torch's matrix library would share out the sums.
+    unit = size if K > 1 else 2 * size
+    begin, end = start - start % unit, S + -S % unit
+    q_PHC = pad(q_THC.to(torch.float32), (0, 0, 0, 0, start - begin, end - S))
+    q_nKgC = q_PHC.view(-1, size, K, G, C).permute(0, 2, 3, 1, 4).reshape(-1, K, G * size, C)
+    # Each block with the first key that its window leaves, at a block's beginning.
+    blocks = [
+        (block, 0 if window is None else max(0, block - window + 1) // _BLOCK * _BLOCK)
+        for block in range(begin // _BLOCK * _BLOCK, end, _BLOCK)
+    ]
+    dropped, behind = blocks[0][1], (0, 0, 0, -S % _BLOCK)
+    k_KSC, v_KSC = (pad(x_KSC[:, dropped:].to(torch.float32), behind) for x_KSC in (k_KSC, v_KSC))
+    most = max(block + _BLOCK - first for block, first in blocks)
+    bias = _causal_bias(most + -most % _BIAS_KEYS, window)
+    outputs = []
+    for block, first in blocks:
+        low, high = max(begin, block), min(end, block + _BLOCK)
+        q = q_nKgC[(low - begin) // size : (high - begin) // size]
+        seen = slice(first - dropped, block + _BLOCK - dropped)
+        k, v = (x_KSC[:, seen].expand(len(q), -1, -1, -1) for x_KSC in (k_KSC, v_KSC))
+        part = bias[low - block : high - block, first - block - _BLOCK :].view(len(q), 1, size, -1)
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=part.repeat(1, 1, G, 1)))
+    out_nsKGC = torch.cat(outputs).view(-1, K, G, size, C).permute(0, 3, 1, 2, 4)
+    return out_nsKGC.reshape(-1, H * C)[start - begin : S - begin].to(q_THC.dtype)

@@ -17,7 +17,7 @@ from protocol.messages import FUSED_MODULES
 from tee_side.model.batch import Batch
 from tee_side.model.layers import Layer, TeeModel
 from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
 from tee_side.remote.overlap import turn
 from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase
@@ -41,8 +41,8 @@ class Operators:
     included, of each layer: `qkv_proj` [T, D] -> [T, (H + 2 K) * C], all heads of q, of k, of v
     side by side; `o_proj` [T, H * C] -> [T, D]; `gate_up_proj` [T, D] -> [T, 2 F], gate and up;
     `down_proj` [T, F] -> [T, D]. `products`: of each layer the attention whose products leave, None
-    where both stay. `head_apart`: whether each micro-batch asks for its own logits, because it
-    draws pads for them.
+    where both stay. `masks`: that pads are drawn for. `head_apart`: whether each micro-batch asks
+    for its own logits, because it draws pads for them.
     """
 
     embedding: Call
@@ -52,6 +52,7 @@ class Operators:
     down_proj: Sequence[Call]
     products: Sequence[RemoteAttention | None]
     lm_head: Call
+    masks: frozenset[Mask]
     head_apart: bool
 
     async def attention(
@@ -80,54 +81,90 @@ class MicroBatchOperators:
     """What one micro-batch of a step runs on.
 
     `model`: with the observer of this micro-batch. `tables`: of the phases, one and the same where
-    a step may hold both. `pads`: what the operators draw from.
+    rows of both run alike. `withheld`: the same with all that would draw pads in the TEE, to the
+    same bits. `pads`: what the operators draw from, by mask. `spare`: only for a step with rows of
+    several tables, which run side by side.
     """
 
     model: TeeModel
     tables: Mapping[Phase, Operators]
-    pads: tuple[PadLane, ...]
+    withheld: Mapping[Phase, Operators]
+    pads: Mapping[Mask, PadLane]
+    spare: bool = False
 
 
 def place(
     policy: Policy,
     layers: int,
-    local: Callable[[Operator, int | None], Call],
+    local: Callable[[Operator, int | None], Callable[[Tensor], Tensor]],
     remote: Callable[[Operator, int, Phase], Callable[..., Any]],
+    *,
+    withheld: bool = False,
 ) -> Mapping[Phase, Operators]:
     """Build the tables of prefill and decode, which is one table where phases do not differ.
 
     `local`: returns how an operator of a layer, or of none, is called where it stays; `remote`:
     where it leaves. The service of layer 0 has the embedding, that of the last layer the LM head.
+    `withheld`: what is under pads stays.
     """
 
     def table(phase: Phase) -> Operators:
+        drawn: set[Mask] = set()
+        # Rows for which the TEE computes much, while others' are under way.
+        beside = withheld or (phase == "prefill" and policy.splits_phases)
+        stays = yielding if beside else staying
+
         def call(operator: Operator, layer: int) -> Call:
             alone = operator in LAYERLESS
-            if policy.at(operator, 0 if alone else layer, phase).place == "gpu":
+            placed = policy.at(operator, 0 if alone else layer, phase)
+            padded = isinstance(placed.mask, AdditiveMask)
+            if placed.place == "gpu" and not (padded and withheld):
+                drawn.update([placed.mask] if padded and placed.mask else [])
                 return remote(operator, layer, phase)
-            return local(operator, None if alone else layer)
+            return stays(local(operator, None if alone else layer))
 
         def products(layer: int) -> RemoteAttention | None:
             if all(policy.at(product, layer, phase).place == "tee" for product in PRODUCTS):
                 return None
             return remote("attn_scores", layer, phase)
 
+        calls: dict[str, Any] = {
+            name: [call(name, layer) for layer in range(layers)] for name in FUSED_MODULES
+        }
+        head_apart = isinstance(policy.at("lm_head", 0, phase).mask, AdditiveMask)
         return Operators(
             embedding=call("embedding", 0),
-            **{name: [call(name, layer) for layer in range(layers)] for name in FUSED_MODULES},
+            **calls,
             products=[products(layer) for layer in range(layers)],
             lm_head=call("lm_head", layers - 1),
-            head_apart=isinstance(policy.at("lm_head", 0, phase).mask, AdditiveMask),
+            masks=frozenset(drawn),
+            head_apart=head_apart and not withheld,
         )
 
     decode = table("decode")
     return {"decode": decode, "prefill": table("prefill") if policy.splits_phases else decode}
 
 
+def tables_of(lane: MicroBatchOperators) -> list[Operators]:
+    """Return every table of a lane, once."""
+    found = (*lane.tables.values(), *lane.withheld.values())
+    return list({id(table): table for table in found}.values())
+
+
 def staying(function: Callable[[Tensor], Tensor]) -> Call:
     """Return a function that is computed in the TEE as an operator that could leave."""
 
     async def call(x: Tensor) -> Tensor:
+        return function(x)
+
+    return call
+
+
+def yielding(function: Callable[[Tensor], Tensor]) -> Call:
+    """Return the same, for rows beside which others are under way: they have their turn first."""
+
+    async def call(x: Tensor) -> Tensor:
+        await turn()
         return function(x)
 
     return call

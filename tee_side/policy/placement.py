@@ -335,9 +335,9 @@ class Policy(BaseModel):
 
     @property
     def splits_phases(self) -> bool:
-        """Whether prefill and decode are placed differently, and so cannot share a step."""
+        """Whether prefill and decode are placed differently: rows of both have other operators."""
         placed = chain.from_iterable(self.operators.values())
-        return self.prefill == "stock" or any(placement.phase for placement in placed)
+        return any(placement.phase for placement in placed)
 
     @property
     def masks(self) -> list[Mask]:

@@ -30,8 +30,8 @@ from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
 from tee_side.words import Operator, Site, is_linear
 
-# Hides the input of one linear operator; None where no factors are left.
-Hide: TypeAlias = Callable[[torch.Tensor], Masked | None]
+# Hides the input of one linear operator.
+Hide: TypeAlias = Callable[[torch.Tensor], Masked]
 # Returns how the input of a site is hidden.
 HideAt: TypeAlias = Callable[[Site], Hide]
 
@@ -76,9 +76,8 @@ def linear_masking(
 def _padding(mask: AdditiveMask, pads: PadLane, site: Site) -> Hide:
     number = site_number(*site)
 
-    def hide(x_TI: torch.Tensor) -> Masked | None:
-        factors = pads.draw(number, x_TI.shape[0])
-        return None if factors is None else mask.mask(x_TI, factors)
+    def hide(x_TI: torch.Tensor) -> Masked:
+        return mask.mask(x_TI, pads.draw(number, x_TI.shape[0]))
 
     return hide
 

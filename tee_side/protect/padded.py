@@ -59,14 +59,12 @@ class PaddedSite:
     pads: PadLane
     check: ExactCheck | None
 
-    def hide(self, x_TI: Tensor) -> Padded | None:
-        """Quantise x and add its pad; None where no pads are left.
+    def hide(self, x_TI: Tensor) -> Padded:
+        """Quantise x and add its pad.
 
         GPU sees: uniform ring elements. Raises ActivationRangeError, and as `PadLane.draw`.
         """
         factors = self.pads.draw(self.number, x_TI.shape[0])
-        if factors is None:
-            return None
         site, check = self.site, self.check
         q_TI, sent_TI, norm, scale_T = compiled.encode(x_TI, site.step, factors.r)
         if not norm <= site.row_limit:

@@ -9,7 +9,7 @@ where a result is refused, is in `tee_side.remote.fault_attribution`.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from tee_side.protect.masks.mask import Masked, Seed
 from tee_side.protect.padded import Padded, PaddedSite
 from tee_side.protect.verifier import ResultCheck, Unverified
 from tee_side.remote.fault_attribution import Answer, Refused, refuse, time_left
-from tee_side.remote.overlap import ask, turn
+from tee_side.remote.overlap import ask
 from tee_side.words import Operator
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
@@ -36,8 +36,7 @@ class CallPlan:
     """How an operator leaves the TEE, for one number of rows.
 
     `channels`: one for each share. `encode`: turns an input into what is multiplied; `decode`: a
-    product, and the input, into the output. `hide`: masks the encoded input, and returns None where
-    no factors are left; `without_factors` then computes the operator in the TEE. `requests`: checks
+    product, and the input, into the output. `hide`: masks the encoded input. `requests`: checks
     what the mask sends, and returns the prepared requests for it: one, or one for each module that
     travels alone. `shape`: of the unmasked result, whose dtype is that of the replies. `check`: of
     its numbers, or `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own
@@ -50,13 +49,12 @@ class CallPlan:
     layer: int | None
     channels: tuple[Channel, ...]
     encode: Callable[[Operand], Operand]
-    hide: Callable[[Operand], Masked | None]
+    hide: Callable[[Operand], Masked]
     requests: Callable[[Operand, Masked], tuple[PreparedRequest, ...]]
     rules: MaskRules
     shape: tuple[int, ...]
     check: ResultCheck | Unverified
     decode: Callable[[torch.Tensor, Operand], torch.Tensor]
-    without_factors: Callable[[Operand], Awaitable[torch.Tensor]]
     timeout_s: float
     clock: StageClock | Untimed
     padded: PaddedSite | None = None
@@ -74,25 +72,18 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
     clock = plan.clock
     clock.called()
     padded = plan.padded
-    masked: Masked | Padded | None
+    masked: Masked | Padded
     if padded is not None:
         masked = padded.hide(x)
-        encoded = x if masked is None else masked.encoded
+        encoded = masked.encoded
         requests = plan.prepared
     else:
         clock.mark("tee")
         encoded = plan.encode(x)
         clock.mark("mask")
         masked = plan.hide(encoded)
-        requests = () if masked is None else plan.requests(encoded, masked)
+        requests = plan.requests(encoded, masked)
     clock.mark(None)
-    if masked is None:
-        # Other micro-batches may be waiting for nothing but their turn to send.
-        await turn()
-        clock.mark("tee")
-        output = await plan.without_factors(x)
-        clock.mark(None)
-        return output
     until = time.monotonic() + plan.timeout_s
     left_s: float | None = None  # the channel's own deadline, which is as far away
     while True:

@@ -60,7 +60,7 @@ class RemoteLinear:
 
     `hide`: masks what `linear` has encoded. `bias_leaves`: the service adds the bias, as nothing is
     masked or checked. `one_rpc_per_module`: q, k, v, gate and up travel alone, as in the published
-    schema, instead of together with what shares their input. `without_factors`: see `CallPlan`.
+    schema, instead of together with what shares their input.
 
     GPU sees: the input, as the mask leaves it. Raises as `carry_out` does.
     """
@@ -76,13 +76,12 @@ class RemoteLinear:
         check: ResultCheck | Unverified,
         linear: LinearSite,
         bias_leaves: bool,
-        without_factors: Callable[[torch.Tensor], Awaitable[torch.Tensor]],
         one_rpc_per_module: bool = False,
         padded: PaddedSite | None = None,
     ) -> None:
         self._site, self._settings = site, settings
         self._hide, self._rules, self._check, self._linear = hide, rules, check, linear
-        self._bias_leaves, self._without_factors = bias_leaves, without_factors
+        self._bias_leaves = bias_leaves
         _, operator = site
         rows, (self._outputs, _) = row_layout(config, operator)
         modules = tuple(rows)
@@ -125,7 +124,6 @@ class RemoteLinear:
             shape=shape,
             check=self._check,
             decode=self._linear.decode,
-            without_factors=self._without_factors,
             timeout_s=settings.longest_s,
             clock=self._clock,
             padded=self._padded,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.e2e.reference import greedy
@@ -25,7 +26,11 @@ def test_greedy_tokens_and_logits_equal_transformers(kind: str, tmp_path: Path) 
     with running_service(tmp_path, f"ipc://{tmp_path}/s", "--threads", "1") as service:
         for policy in ("tsqp", "attention-in-tee"):
             settings = RunnerSettings(
-                tmp_path, load_policy(policy), (service.endpoint,), dtype="float32", step_tokens=4
+                tmp_path,
+                load_policy(policy),
+                (service.endpoint,),
+                dtype="float32",
+                engine=EngineSettings(step_tokens=4),
             )
             with Runner(settings) as runner:
                 generation = runner.generate(PROMPT, max_new_tokens=TOKENS, with_text=False)

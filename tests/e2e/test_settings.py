@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from gpu_side.service import ServiceSettings
 from protocol.errors import SettingsError
 from tee_side.assembly import MaskSettings
+from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import RunnerSettings
@@ -349,7 +350,7 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         dtype="float16",
         kernels="portable",
         threads=3,
-        step_tokens=4,
+        engine=EngineSettings(step_tokens=4, max_kv_bytes=11 * 2**20),
         micro_batches=5,
         spin_us=6.5,
         link=Link.of(7.5, 8.5),
@@ -358,7 +359,6 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         max_message_bytes=12 * 2**20,
         keys=settings.keys,
         heartbeat_timeout_s=1.5,
-        max_kv_bytes=11 * 2**20,
         shares_in_the_clear=True,
     )
     default, _ = _runner_settings()

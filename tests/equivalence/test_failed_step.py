@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from protocol import messages
 from protocol.channel import Exchange
-from protocol.errors import DeadlineExceededError
-from protocol.messages import Request
+from protocol.errors import DeadlineExceededError, ReplyError
+from tee_side.engine.request import Logprob, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.store import PadStore
@@ -32,7 +33,7 @@ class FailingChannel(LoopbackChannel):
     fail_at: int | None = None
     lost = ""
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+    def submit(self, request: messages.Request, timeout_s: float | None = None) -> int:
         """Lose the chosen one before it is sent."""
         if self.lost == "request":
             self._lose(len(self.requests))
@@ -122,21 +123,25 @@ def test_either_of_two_services_may_fail(saved_model: Models, lost: str) -> None
         assert torch.equal(actual, expected), f"after a failure at RPC {fail_at}"
 
 
-def test_a_step_that_failed_in_sampling_counts_for_no_sequence(
+def test_a_step_that_failed_in_reading_a_prompt_counts_for_no_sequence(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = assemble(saved_model("llama").directory, "tee-only").engine()
-    first, second = (engine.add(token_ids(4, seed=s), max_new_tokens=2) for s in (1, 2))
+    first = engine.add(token_ids(4, seed=1), max_new_tokens=2)
+    wanted = Request(prompt_ids=tuple(token_ids(4, seed=2)), max_new_tokens=2, prompt_logprobs=1)
+    (second,) = engine.admit(wanted)
 
-    def fail(*_: object) -> int:
-        raise MemoryError
+    def fail(*_: object) -> list[Logprob]:
+        raise ReplyError("logits", got="values that are not finite", expected="finite numbers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(second.sampler, "sample", fail)
-        with pytest.raises(MemoryError):
+        patch.setattr(second.reader, "read", fail)
+        with pytest.raises(ReplyError):
             engine.step()
     assert [(len(s.token_ids), s.cache.length) for s in (first, second)] == [(0, 0)] * 2
     assert [one.sequence for one in engine.step()] == [first, second]
+    assert second.reader is not None
+    assert len(second.reader.result().logprobs) == 3
 
 
 # ---------------------------------------------------------------------------- what pads are left

@@ -335,27 +335,24 @@ def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
         assert (len(drawn), pads.in_tee) == (13 * 36, 0)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("tokens", [9, 14, 20])
-def test_a_prompt_whose_parts_find_no_pads_is_the_same_prompt(
-    saved_model: Models, tokens: int, alone: bool
+@pytest.mark.parametrize("tokens", [0, 9, 28, 29])
+def test_a_prompt_without_pads_for_all_of_its_rows_is_computed_here_to_the_same_bits(
+    saved_model: Models, tokens: int
 ) -> None:
-    """The first part of it computed elsewhere, the second here, where nothing is waited for.
-
-    `alone`: with one request a module, the first part waits more often, and is not overtaken.
-    """
     model, ids = saved_model("llama"), token_ids(29)
-    expected = model.tee("quantized-clear", micro_batches=2).logits(ids)
-    policy = load_policy("shielded-prefill").model_copy(update={"one_rpc_per_module": alone})
-    tee = model.tee(policy, micro_batches=2, when_out="tee")
-    _stock(tee, tokens)
-    assert torch.equal(tee.logits(ids), expected)
+    _, expected = _run(model.tee("quantized-clear").engine(), [(ids, 1)])
+    tee = model.tee("shielded-prefill", micro_batches=2, when_out="tee")
     (pads,) = tee.assembly.pads.values()
-    assert pads.in_tee == (2 if tokens < 14 else 1)
+    if tokens:
+        _stock(tee, tokens)
+    _, found = _run(tee.engine(), [(ids, 1)])
+    assert torch.equal(found[0], expected[0])
+    assert (pads.in_tee, pads._store.available) == ((0, 0) if tokens == 29 else (1, tokens))
+    assert bool(tee.channels[0].requests) == (tokens == 29)
 
 
-def test_pads_that_are_out_end_the_step_and_leave_nothing_under_way(saved_model: Models) -> None:
-    """The part that has pads has sent its second request by then, and waits for nothing more."""
+def test_pads_that_are_out_end_the_step_before_anything_is_sent(saved_model: Models) -> None:
+    """Though one of its parts would have had enough."""
     model, ids = saved_model("llama"), token_ids(9)
     tee = model.tee("shielded-prefill", micro_batches=2, when_out="fail")
     engine = tee.engine()
@@ -363,8 +360,7 @@ def test_pads_that_are_out_end_the_step_and_leave_nothing_under_way(saved_model:
     _stock(tee, 6)
     with pytest.raises(PadsExhaustedError):
         engine.step()
-    assert len(tee.channels[0].requests) == 2
-    assert tee.channels[0].pending == 0
+    assert tee.channels[0].requests == []
     assert (sequence.cache.length, sequence.token_ids) == (0, [])
     _stock(tee, 30)
     while engine.running:

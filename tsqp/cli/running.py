@@ -29,14 +29,16 @@ from tsqp.cli.trust import (
 if TYPE_CHECKING:
     import torch
 
+    from protocol.channel import ChannelWrapper
     from protocol.model.manifest import Manifest
+    from tee_side.engine.engine import EngineSettings
     from tee_side.engine.generation import Generation, GenerationResult
     from tee_side.engine.sampling import SamplingSettings
     from tee_side.engine.tokenizer import Tokenizer
     from tee_side.policy.placement import Policy
     from tee_side.runner import Runner
-    from tsqp.lab.link import Link
     from tsqp.operator_table import OperatorTable
+    from tsqp.page.feed import Feed
 
 MIB = 1024 * 1024
 # Settings of the runner and of its masks that have the names of their options.
@@ -47,7 +49,6 @@ _SAME = (
         "dtype",
         "kernels",
         "threads",
-        "step_tokens",
         "micro_batches",
         "spin_us",
     ),
@@ -58,7 +59,7 @@ _BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _OTHERS = (
     *("policy", "identity", "service_key", "manifest", "manifest_digest", "max_new_tokens", "stop"),
-    *("link_gbps", "link_rtt_us", "max_kv_mib", "max_message_mib", "stats", "json"),
+    *("link_gbps", "link_rtt_us", "step_tokens", "max_kv_mib", "max_message_mib", "stats", "json"),
 )
 RUN_OPTIONS = tuple(
     name.replace("_", "-") for name in (*_OTHERS, *_SAME, *_MASKS, *_BANK, *_SAMPLING)
@@ -92,10 +93,26 @@ def load(settings: dict[str, Any], *, text_needed: bool) -> Loaded:
     return Loaded(manifest, policy, Tokenizer(directory, manifest) if there else None)
 
 
+def engine_settings(settings: dict[str, Any], **more: Any) -> EngineSettings:
+    """Return the bounds that options give an engine."""
+    from tee_side.engine.engine import EngineSettings
+
+    most = settings["max_kv_mib"]
+    return EngineSettings(
+        step_tokens=settings["step_tokens"], max_kv_bytes=most and most * MIB, **more
+    )
+
+
 def open_runner(
-    settings: dict[str, Any], loaded: Loaded, table: OperatorTable | None, *, idles: bool = False
+    settings: dict[str, Any],
+    loaded: Loaded,
+    table: OperatorTable | None,
+    *,
+    idles: bool = False,
+    engine: EngineSettings | None = None,
+    feed: Feed | None = None,
 ) -> Runner:
-    """Connect to the services, and say on stderr what they will see."""
+    """Connect to the services, and say on stderr what they will see. `feed`: sees it, too."""
     from tee_side.assembly import MaskSettings
     from tee_side.runner import Runner, RunnerSettings
 
@@ -114,8 +131,8 @@ def open_runner(
             masks=MaskSettings(
                 bank=bank_place(settings), **{name: settings[name] for name in _MASKS}
             ),
-            link=_modelled_link(settings),
-            max_kv_bytes=settings["max_kv_mib"] and settings["max_kv_mib"] * MIB,
+            link=_wrapper(settings, feed),
+            engine=engine or engine_settings(settings),
             max_message_bytes=settings["max_message_mib"] * MIB,
             keys=keys,
             **{name: settings[name] for name in _SAME},
@@ -134,13 +151,16 @@ def open_runner(
     return runner
 
 
-def _modelled_link(settings: dict[str, Any]) -> Link | None:
-    """Return the slower link to model, which is the lab's; None if no option asks for one."""
+def _wrapper(settings: dict[str, Any], feed: Feed | None) -> ChannelWrapper | None:
+    """Return what channels are wrapped in: the lab's model of a slower link, the page's feed."""
     if settings["link_gbps"] is None and not settings["link_rtt_us"]:
-        return None
+        return feed
     from tsqp.lab.link import Link
 
-    return Link.of(settings["link_gbps"], settings["link_rtt_us"])
+    link = Link.of(settings["link_gbps"], settings["link_rtt_us"])
+    if feed is None or link is None:
+        return link
+    return lambda channel, traffic: feed(link(channel, traffic), traffic)
 
 
 def _check_use(policy: Policy, settings: dict[str, Any], *, idles: bool) -> None:

@@ -36,11 +36,12 @@ MANY_ROWS = 64
 class Pads:
     """The pads of a run, for one additive mask.
 
-    Micro-batches draw from a `PadLane` each. `when_out`: make more while the run waits, let the TEE
-    compute the step's linear operators itself, or raise PadsExhaustedError. `maker`: None in a TEE
-    without linear weights, which cannot make any. `ahead`: tokens that `filling` keeps pads ready
-    for, None for all that the store has room for. `decode_share`: of these, what a prompt leaves to
-    decode; None where it need not. `on_wait` is told how many are missing.
+    Micro-batches draw from a `PadLane` each, once `ready` has said that there are enough.
+    `when_out`: make more while the run waits, have the TEE compute rows that get none, or refuse
+    them. `maker`: None in a TEE without linear weights, which cannot make any. `ahead`: tokens that
+    `filling` keeps pads ready for, None for all that the store has room for. `decode_share`: of
+    these, what a prompt leaves to decode; None where it need not. `on_wait` is told how many are
+    missing.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Pads:
         self._dtype = torch.int32 if mask.arithmetic == "int8" else torch.float32
         self._store = store
         self._maker = maker
-        self._when_out = when_out
+        self.when_out: WhenOut = when_out
         self._ahead = store.capacity if ahead is None else ahead
         self._decode_share = decode_share
         self._on_wait = on_wait
@@ -75,10 +76,19 @@ class Pads:
         """Tokens that pads are ready for after this run, as `tee-runner pads status` counts."""
         return self._store.left
 
+    @property
+    def made(self) -> int:
+        """Tokens that pads were made for by this run."""
+        return self._store.made
+
     def in_stock(self, rows: int) -> bool:
         """Say whether a prompt's step of so many rows leaves decode its share."""
         share, most = self._decode_share, min(self._ahead, self._store.capacity)
         return share is None or self._store.available - rows >= share * most
+
+    def plenty(self, rows: int) -> bool:
+        """Say whether half of the pads that are kept ready are left after so many rows."""
+        return self._store.available - rows >= min(self._ahead, self._store.capacity) / 2
 
     def lane(self) -> PadLane:
         """Return what one micro-batch draws from."""
@@ -93,24 +103,34 @@ class Pads:
         pairs, draw, dtype = self._store.all_factors(indices), self._mask.draw, self._dtype
         return {site: Factors(draw(r_TI), u_TO.view(dtype)) for site, (r_TI, u_TO) in pairs.items()}
 
-    def take(self, rows: int) -> range | None:
-        """Take indices for a micro-batch's rows; None where the TEE shall compute.
+    def ready(self, rows: int) -> int:
+        """Return for how many of a step's rows there are pads, having made more if runs wait.
 
-        Raises as `PadLane.draw`.
+        Before a step is composed: what it then draws is there. Raises PadsExhaustedError where runs
+        wait and none can be made, PadBankError and ModelError for what making them meets.
         """
-        if self._store.available < rows:
-            if self._when_out == "fail":
-                failure = f"; making more failed: {self._failure}" if self._failure else ""
-                raise PadsExhaustedError(
-                    "pads",
-                    got=f"{self._store.available} left{failure}",
-                    expected=f"{rows} (tee-runner pads make, or --when-out wait or tee)",
-                ) from self._failure
-            if self._when_out == "tee":
-                self.in_tee += 1
-                return None
+        available = self._store.available
+        if available < rows and self.when_out == "wait":
             self.waited += 1
             self._make(rows)
+            return rows
+        return min(rows, available)
+
+    def exhausted(self, rows: int) -> PadsExhaustedError:
+        """Return the error for rows that get no pads."""
+        failure = f"; making more failed: {self._failure}" if self._failure else ""
+        error = PadsExhaustedError(
+            "pads",
+            got=f"{self._store.available} left{failure}",
+            expected=f"{rows} (tee-runner pads make, or --when-out wait or tee)",
+        )
+        error.__cause__ = self._failure
+        return error
+
+    def take(self, rows: int) -> range:
+        """Take indices for a micro-batch's rows. Raises as `PadLane.draw`."""
+        if self._store.available < rows and self.ready(rows) < rows:
+            raise self.exhausted(rows)
         return self._store.take(rows)
 
     def _make(self, rows: int) -> None:
@@ -189,7 +209,7 @@ class PadLane:
     """
 
     def __init__(self, pads: Pads, store: PadStore) -> None:
-        self._pads = pads
+        self.source = pads
         self._store = store
         self._indices: range | None = None
         self._used: set[int] = set()
@@ -199,19 +219,9 @@ class PadLane:
         self._following = dict(pairwise(numbers))
         self._ahead: dict[int, Draw] = {}
         self._rows = 0
-        self._withheld = False
 
-    def in_stock(self, rows: int) -> bool:
-        """See `Pads.in_stock`."""
-        return self._pads.in_stock(rows)
-
-    def withhold(self) -> None:
-        """Draw nothing until the step ends: the TEE computes it."""
-        self._withheld = True
-        self._pads.in_tee += 1
-
-    def draw(self, site: int, rows: int) -> Factors | None:
-        """Return factors for `rows` rows of a site (its number); None where the TEE shall compute.
+    def draw(self, site: int, rows: int) -> Factors:
+        """Return factors for `rows` rows of a site (its number).
 
         Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
         in a process that was forked, or after the store was closed.
@@ -219,23 +229,20 @@ class PadLane:
         # Factors that were read ahead are in a forked child, too, and the store is not asked for
         # them again.
         self._store.check_usable()
-        if self._withheld:
-            return None
-        if site in self._used or rows > self._rows:
+        indices = self._indices
+        if indices is None or site in self._used or rows > self._rows:
             # Where the rest fails the step is over, and the next draw starts one.
             self.end_step()
-            self._indices = self._pads.take(rows)
-            if self._indices is not None and rows <= _ROWS_READ_AHEAD:
-                self._ready = self._pads.read_all(self._indices)
+            self._indices = indices = self.source.take(rows)
+            if rows <= _ROWS_READ_AHEAD:
+                self._ready = self.source.read_all(indices)
             self._rows = rows
         self._used.add(site)
-        if self._indices is None:
-            return None
         ready = self._ready.pop(site, None)
         if ready is None:
             if rows < MANY_ROWS and site not in self._ahead:
-                return self._pads.made_of(*self._store.factors(self._indices[:rows], site))
-            ready = self._read_many(self._indices, site, rows)
+                return self.source.made_of(*self._store.factors(indices[:rows], site))
+            ready = self._read_many(indices, site, rows)
         return ready if rows == self._rows else ready.first(rows)
 
     def _read_many(self, indices: range, site: int, rows: int) -> Factors:
@@ -244,7 +251,7 @@ class PadLane:
         following = self._following.get(site)
         if following is not None and following not in self._used and not self._ahead:
             self._ahead[following] = self._store.start(indices, following)
-        return self._pads.made_of(*draw())
+        return self.source.made_of(*draw())
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""
@@ -252,6 +259,5 @@ class PadLane:
         # No rows: no draw asks for so few.
         self._indices, self._rows, self._used, self._ready = None, 0, set(), {}
         self._ahead = {}
-        self._withheld = False
         if indices is not None:
             self._store.release(indices)

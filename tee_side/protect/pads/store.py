@@ -83,7 +83,7 @@ class PadStore(ABC):
         self._sites = layout.by_number
         self._block = block
         self._first = self._next = self._reserved = first
-        self._filled = filled
+        self._filled = self._filled_before = filled
         # Index -> sites not yet read; in the order of the indices, complete ones removed.
         self._in_use: dict[int, int] = {}
         # One bit for each site's number: sets of sites are integers.
@@ -104,6 +104,11 @@ class PadStore(ABC):
         """How many tokens could be taken now."""
         with self._lock:
             return self._filled - self._next
+
+    @property
+    def made(self) -> int:
+        """For how many tokens this store was filled since it was opened."""
+        return self._filled - self._filled_before
 
     @property
     def left(self) -> int:

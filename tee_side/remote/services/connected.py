@@ -58,6 +58,12 @@ class Services:
         ]
         return Replicas(members, timeout_s=self._options.timeout_s, traffic=self.traffic)
 
+    @property
+    def connected(self) -> int:
+        """How many services are connected."""
+        members = [member for group in self._groups for member in group.members]
+        return sum(member.session is not None for member in members)
+
     def at(self, layer: int) -> tuple[Channel, ...]:
         """Return the channels of a layer, one for each share."""
         return self._at[layer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,6 @@ class Remote:
         hide: HideAt | None = None,
         check: Any = UNVERIFIED,
         sites: Sites | None = None,
-        without_factors: Callable[[torch.Tensor], Awaitable[torch.Tensor]] | None = None,
         one_rpc_per_module: bool = False,
         timeout_s: float | None = None,
     ) -> None:
@@ -93,7 +92,6 @@ class Remote:
         self._randomness = Randomness(bytes(32))
         self._hide = hide or linear_masking(mask, self._randomness)
         self._sites, self._alone = sites, one_rpc_per_module
-        self._without_factors = without_factors or _never
 
     def linear(self, layer: int, operator: LinearOperator, x: torch.Tensor) -> Any:
         site = (layer, operator)
@@ -106,7 +104,6 @@ class Remote:
             check=self._check,
             linear=FloatSite() if self._sites is None else self._sites[site],
             bias_leaves=self._sites is None,
-            without_factors=self._without_factors,
             one_rpc_per_module=self._alone,
         )(x)
 
@@ -120,10 +117,6 @@ class Remote:
             return lambda layer, p, v: product_call(operator, layer, *given)((p, v))
         make = embedding_call if operator == "embedding" else lm_head_call
         return make(self._config, torch.float32, 0, *given)
-
-
-async def _never(_: torch.Tensor) -> torch.Tensor:
-    raise LookupError("no unmasking factors, and nothing to compute with instead")
 
 
 def remote_under(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from protocol.model.config import ModelConfig, read_config
-from tee_side.model.batch import Batch
+from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache
 from tests.support import SavedModel
 
@@ -153,10 +153,32 @@ def test_the_parts_are_the_batch_in_order(
     assert len(logits) == len(batch.output_rows)
 
 
-def test_only_the_whole_batch_counts(config: ModelConfig) -> None:
+def test_laying_out_and_cutting_a_batch_counts_nothing(config: ModelConfig) -> None:
     one, two = _caches(config, 6, 2)
     batch = Batch.of([(one, [9], 0), (two, [1, 2, 3, 4, 5], 3)])
     batch.split(3)
     assert (one.length, two.length) == (6, 2)
-    batch.commit()
-    assert (one.length, two.length) == (7, 7)
+
+
+def test_guesses_are_rows_of_their_own_that_see_what_decoding_alone_would(
+    config: ModelConfig,
+) -> None:
+    one, two = _caches(config, 6, 2)
+    batch = Batch.of([Take(one, [9, 4, 7], 0, drafts=2), Take(two, [1, 2], 3)])
+    assert [(c.cache, c.rows, c.start, c.context, c.known_length) for c in batch.chunks] == [
+        (one, slice(0, 1), 6, 7, 7),
+        (one, slice(1, 2), 7, 8, 8),
+        (one, slice(2, 3), 8, 9, 9),
+        (two, slice(3, 5), 2, 4, 7),
+    ]
+    assert batch.output_rows == (0, 1, 2)
+
+
+def test_rows_that_are_read_are_counted_from_the_first_of_their_sequence(
+    config: ModelConfig,
+) -> None:
+    one, two, three = _caches(config, 6, 2, 0)
+    taken = [Take(one, [9], 0), Take(two, [1, 2, 3], 2, read=range(1, 3))]
+    batch = Batch.of([*taken, Take(three, [5, 6], 0, read=range(1, 2), logits=False)])
+    assert (batch.output_rows, batch.read_rows) == ((0,), (2, 3, 5))
+    assert [part.read_rows for part in batch.split(2)] == [(2,), (0, 2)]

@@ -7,12 +7,12 @@ from collections.abc import Sequence as Lanes
 from pathlib import Path
 
 import pytest
-import torch
 
+from protocol import messages
 from protocol.errors import DeadlineExceededError, LimitError, PromptError
-from protocol.messages import Request
-from tee_side.engine.engine import Engine, Sequence
-from tee_side.engine.step import run_step
+from tee_side.engine.engine import Engine, EngineSettings, Sequence
+from tee_side.engine.request import Request
+from tee_side.engine.step import Part, PartResult, run_step
 from tee_side.model.batch import Batch
 from tee_side.model.kv_cache import kv_bytes
 from tee_side.model.operators import MicroBatchOperators
@@ -180,7 +180,7 @@ def test_removing_a_sequence_twice_is_harmless(tee: Tee) -> None:
 def _limited(tee: Tee, tokens: int) -> Engine:
     """An engine with room for the KV caches of so many tokens."""
     limit = kv_bytes(tee.model.config, tokens, tee.model.dtype)
-    return Engine(tee.model, tee.lanes, max_kv_bytes=limit)
+    return Engine(tee.model, tee.lanes, EngineSettings(max_kv_bytes=limit))
 
 
 def test_a_request_that_does_not_fit_is_refused_before_anything_runs(tee: Tee) -> None:
@@ -246,12 +246,20 @@ def test_looking_at_what_runs_gives_nothing_back(tee: Tee) -> None:
     assert other.cache.nbytes == 0
 
 
+def test_all_that_end_in_one_step_give_their_memory_back(tee: Tee) -> None:
+    engine = tee.engine()
+    sequences = [engine.add(PROMPT, max_new_tokens=2) for _ in range(4)]
+    while engine.running:
+        engine.step()
+    assert [sequence.cache.nbytes for sequence in sequences] == [0] * 4
+
+
 def test_without_a_limit_it_is_what_the_machine_has(
     tee: Tee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tee_side.engine.engine.available_kv_bytes", lambda: 12345)
     assert Engine(tee.model, tee.lanes).max_kv_bytes == 12345
-    assert Engine(tee.model, tee.lanes, max_kv_bytes=0).max_kv_bytes == 0
+    assert Engine(tee.model, tee.lanes, EngineSettings(max_kv_bytes=0)).max_kv_bytes == 0
 
 
 def test_a_step_without_sequences_gives_nothing(tee: Tee) -> None:
@@ -284,7 +292,8 @@ def test_a_long_prefill_never_keeps_a_decoding_sequence_waiting(tee: Tee) -> Non
     engine.step()
     long = engine.add(token_ids(40), max_new_tokens=2)
     # Also when the one that decodes was admitted later than the one that is prefilled.
-    late = engine.add(PROMPT[:1], max_new_tokens=20)
+    another = Request(prompt_ids=tuple(PROMPT[:1]), max_new_tokens=20, owner="another")
+    (late,) = engine.admit(another)
     for _ in range(6):
         before = len(decoding.token_ids), len(late.token_ids)
         engine.step()
@@ -296,7 +305,7 @@ def test_a_long_prefill_never_keeps_a_decoding_sequence_waiting(tee: Tee) -> Non
 
 # -------------------------------------------------------------------------------- phases
 
-# Prefill and decode are placed differently, so no step may hold both.
+# Prefill and decode are placed differently, so each has a table of its own.
 SPLIT = Policy.model_validate(
     {
         "name": "split",
@@ -313,22 +322,21 @@ SPLIT = Policy.model_validate(
 
 
 class _Steps:
-    """Notes, for every step of an engine, its phase and the rows of each sequence in it."""
+    """Notes, for every step of an engine, the rows of each sequence in each of its parts."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = engine
-        self.phases: list[str] = []
-        self.rows: list[dict[int, int]] = []
+        self.parts: list[list[tuple[Phase, dict[int, int]]]] = []
         self._by_cache: dict[int, int] = {}
 
-        def noted(
-            batch: Batch, lanes: Lanes[MicroBatchOperators], phase: Phase, *, withhold: bool
-        ) -> torch.Tensor:
-            self.phases.append(phase)
-            self.rows.append({self._by_cache[id(c.cache)]: c.tokens for c in batch.chunks})
-            return run_step(batch, lanes, phase, withhold=withhold)
+        def noted(parts: Lanes[Part], lanes: Lanes[MicroBatchOperators]) -> list[PartResult]:
+            self.parts.append([(part.phase, self._rows(part.batch)) for part in parts])
+            return run_step(parts, lanes)
 
         monkeypatch.setattr("tee_side.engine.engine.run_step", noted)
+
+    def _rows(self, batch: Batch) -> dict[int, int]:
+        return {self._by_cache[id(chunk.cache)]: chunk.tokens for chunk in batch.chunks}
 
     def add(self, number: int, prompt: list[int], new_tokens: int) -> Sequence:
         sequence = self.engine.add(prompt, max_new_tokens=new_tokens, eos_token_ids=frozenset())
@@ -336,7 +344,7 @@ class _Steps:
         return sequence
 
 
-def test_a_step_holds_one_phase_where_the_policy_splits_them(
+def test_rows_of_both_phases_share_a_step_each_on_its_own_table(
     model: SavedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=4), monkeypatch)
@@ -346,78 +354,59 @@ def test_a_step_holds_one_phase_where_the_policy_splits_them(
     while steps.engine.running:
         before = {number: s.cache.length for number, s in enumerate(sequences)}
         steps.engine.step()
-        for number, rows in steps.rows[-1].items():
-            prefill = before[number] < lengths[number]
-            assert steps.phases[-1] == ("prefill" if prefill else "decode")
-            if not prefill:
-                assert rows == 1
-        assert sum(steps.rows[-1].values()) <= 4
-        if len(steps.phases) == 6 and not late:
+        for phase, rows in steps.parts[-1]:
+            for number, count in rows.items():
+                prefill = before[number] < lengths[number]
+                assert phase == ("prefill" if prefill else "decode")
+                assert prefill or count == 1
+        assert sum(sum(rows.values()) for _, rows in steps.parts[-1]) <= 4
+        if len(steps.parts) == 6 and not late:
             late = True
             sequences.append(steps.add(3, token_ids(9, 3), 5))
             lengths[3] = 9
     assert late
-    assert set(steps.phases) == {"prefill", "decode"}
+    phases = {tuple(phase for phase, _ in parts) for parts in steps.parts}
+    assert phases == {("prefill",), ("decode", "prefill"), ("decode",)}
     for number, sequence in enumerate(sequences):
         assert sequence.token_ids == model.greedy(token_ids(lengths[number], number), 5)
 
 
-def test_without_phases_a_step_holds_both(
+def test_without_phases_a_step_is_one_part(
     model: SavedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the test above: the same requests do share steps where they may."""
     steps = _Steps(assemble(model.directory, "attention-in-tee").engine(4), monkeypatch)
     first = steps.add(0, token_ids(3), 5)
     steps.engine.step()
     steps.add(1, token_ids(9), 5)
     steps.engine.step()
     assert len(first.token_ids) == 2
-    assert steps.rows[-1] == {0: 1, 1: 3}
-
-
-def test_phases_take_turns_while_both_have_work(
-    model: SavedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=2), monkeypatch)
-    decoding = steps.add(0, token_ids(2), 9)
-    steps.engine.step()
-    steps.add(1, token_ids(12), 1)
-    for _ in range(12):
-        steps.engine.step()
-    assert steps.phases == ["prefill", *(["decode", "prefill"] * 6)]
-    assert len(decoding.token_ids) == 7
+    assert [rows for _, rows in steps.parts[-1]] == [{0: 1, 1: 3}]
 
 
 def test_neither_phase_starves_the_other_while_requests_keep_coming(
     model: SavedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new prompt before every step: those that decode go on at every second one."""
-    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=8), monkeypatch)
-    sequences = [steps.add(0, token_ids(4), 12)]
-    for number in range(1, 24):
-        sequences.append(steps.add(number, token_ids(4, number), 12))
+    """A new prompt before every step: those that decode go on at each, and prompts beside them."""
+    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=16), monkeypatch)
+    sequences: list[Sequence] = []
+    for number in range(24):
+        sequences.append(steps.add(number, token_ids(4, number), 8))
         steps.engine.step()
-    assert steps.phases == ["prefill", "decode"] * 11 + ["prefill"]
-    assert len(sequences[0].token_ids) == 12
-    # Prefill goes on as well, two prompts a step.
-    assert sum(1 for sequence in sequences if sequence.cache.length >= 4) == 24
+        assert [len(s.token_ids) for s in sequences] == [
+            min(8, number - at + 1) for at in range(number + 1)
+        ]
+    assert [phase for phase, _ in steps.parts[-1]] == ["decode", "prefill"]
 
 
-def test_a_phase_that_is_alone_does_not_wait_for_its_turn(
-    model: SavedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = _Steps(assemble(model.directory, SPLIT).engine(step_tokens=3), monkeypatch)
-    steps.add(0, token_ids(9), 4)
-    while steps.engine.running:
-        assert steps.engine.step() or steps.phases[-1] == "prefill"
-    assert steps.phases == ["prefill"] * 3 + ["decode"] * 3
-
-
-def test_a_step_that_fails_keeps_its_turn(model: SavedModel) -> None:
-    """It counted for nothing, so the same phase is tried again."""
-
+def test_a_step_that_fails_counts_for_neither_phase(model: SavedModel) -> None:
     class Down(LoopbackChannel):
-        def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        def submit(
+            self,
+            request: messages.Request,
+            timeout_s: float | None = None,
+            *,
+            send_within_s: float | None = None,
+        ) -> int:
             raise DeadlineExceededError("it", got="nothing", expected="a connection")
 
     down = Down(model.directory)

@@ -16,14 +16,18 @@ from tests.unit.tee_side.policy_texts import CLEAR
 LAYERS = 4
 
 
+def _here(*words: object) -> Any:
+    return lambda *_: " ".join(str(word) for word in words if word is not None)
+
+
 def _saying(*words: object) -> Any:
     async def call(*_: Any) -> str:
-        return " ".join(str(word) for word in words if word is not None)
+        return str(_here(*words)())
 
     return call
 
 
-def _placed(operators: dict[str, Any]) -> Mapping[Phase, Operators]:
+def _placed(operators: dict[str, Any], *, withheld: bool = False) -> Mapping[Phase, Operators]:
     policy = Policy.model_validate(
         {
             "name": "n",
@@ -39,7 +43,7 @@ def _placed(operators: dict[str, Any]) -> Mapping[Phase, Operators]:
         named = placement.mask.name if placement.mask else "clear"
         return _saying(named, "verified" if placement.verify != "none" else None, layer)
 
-    return place(policy, LAYERS, lambda _, layer: _saying("tee", layer), remote)
+    return place(policy, LAYERS, lambda _, layer: _here("tee", layer), remote, withheld=withheld)
 
 
 def _called(table: Operators, operator: str, layer: int = 0) -> str:
@@ -105,12 +109,53 @@ def test_phases_have_tables_of_their_own() -> None:
     assert {_called(ops[phase], "attn_scores") for phase in PHASES} == {"row-permutation 0"}
 
 
+PAD = {"place": "gpu", "mask": "pad", "verify": "none"}
+
+
+def test_what_is_under_pads_stays_where_they_are_withheld_and_nothing_else_does() -> None:
+    operators = {"embedding": CLEAR, "lm_head": PAD, "o_proj": PAD, "down_proj": CLEAR}
+    leaves, stays = (_placed(operators, withheld=withheld)["decode"] for withheld in (False, True))
+    names = ("embedding", "lm_head", "o_proj", "down_proj")
+    assert [_called(leaves, name) for name in names] == ["clear 0", "pad 3", "pad", "clear"]
+    assert [_called(stays, name) for name in names] == ["clear 0", "tee", "tee", "clear"]
+    assert [mask.name for mask in leaves.masks] == ["pad"]
+    assert not stays.masks
+    assert (leaves.head_apart, stays.head_apart) == (True, False)
+
+
+def test_a_table_draws_for_the_masks_of_its_own_phase_only() -> None:
+    ops = _placed({"o_proj": [{"place": "tee", "phase": "prefill"}, {**PAD, "phase": "decode"}]})
+    assert [mask.name for mask in ops["decode"].masks] == ["pad"]
+    assert not ops["prefill"].masks
+
+
+@pytest.mark.parametrize(
+    ("phase", "split", "withheld", "turns"),
+    [
+        ("prefill", True, False, 1),
+        ("decode", True, False, 0),
+        ("prefill", False, False, 0),
+        ("decode", False, True, 1),
+    ],
+)
+def test_rows_beside_which_others_are_under_way_let_them_have_their_turn_first(
+    phase: Phase, split: bool, withheld: bool, turns: int
+) -> None:
+    placed = [{"place": "tee", "phase": "prefill"}, {**PAD, "phase": "decode"}]
+    table = _placed({"o_proj": placed if split else PAD}, withheld=withheld)[phase]
+    running = cast(Any, table.down_proj[0]("x"))
+    for _ in range(turns):
+        assert running.send(None) is None
+    with pytest.raises(StopIteration):
+        running.send(None)
+
+
 def test_the_lm_head_goes_where_the_last_layer_is() -> None:
     remote = lambda operator, layer, _phase: _saying(operator, layer)  # noqa: E731
     policy = Policy.model_validate(
         {"name": "n", "summary": "s", "operators": dict.fromkeys(OPERATORS, CLEAR)}
     )
-    decode = place(policy, LAYERS, lambda *_: _saying("tee"), remote)["decode"]
+    decode = place(policy, LAYERS, lambda *_: _here("tee"), remote)["decode"]
     assert _called(decode, "lm_head") == f"lm_head {LAYERS - 1}"
     assert _called(decode, "embedding") == "embedding 0"
 

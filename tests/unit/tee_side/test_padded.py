@@ -14,7 +14,7 @@ from tee_side.native import sites as native_sites
 from tee_side.protect.calibration import Calibration, SiteScales
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.masks.pad import Pad
-from tee_side.protect.padded import Padded, PaddedSite
+from tee_side.protect.padded import PaddedSite
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
@@ -28,10 +28,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 class Once:
     """Stands where a `PadLane` would."""
 
-    def __init__(self, factors: Factors | None) -> None:
+    def __init__(self, factors: Factors) -> None:
         self.factors = factors
 
-    def draw(self, site: int, rows: int) -> Factors | None:
+    def draw(self, site: int, rows: int) -> Factors:
         assert site == 7
         return self.factors
 
@@ -59,15 +59,9 @@ def _parts(
 
 
 def _padded(
-    site: IntegerSite | DynamicSite, check: ExactCheck | None, factors: Factors | None
+    site: IntegerSite | DynamicSite, check: ExactCheck | None, factors: Factors
 ) -> PaddedSite:
     return PaddedSite(site, 7, cast("PadLane", Once(factors)), check)
-
-
-def _hide(site: PaddedSite, x: torch.Tensor) -> Padded:
-    found = site.hide(x)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +72,7 @@ def test_both_passes_equal_the_stages(
     compiled: str, dtype: torch.dtype, rows: int, bias: bool, checked: bool
 ) -> None:
     site, check, factors, x, weight = _parts(dtype, rows, bias)
-    hidden = _hide(_padded(site, check if checked else None, factors), x)
+    hidden = _padded(site, check if checked else None, factors).hide(x)
     encoded = site.encode(x)
     (sent,) = Pad().mask(encoded, factors).sent
     assert torch.equal(hidden.encoded, encoded)
@@ -101,14 +95,14 @@ def _without_kernels(site: IntegerSite) -> IntegerSite:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_wrong_product_is_not_revealed(compiled: str, dtype: torch.dtype) -> None:
     site, check, factors, x, weight = _parts(dtype, 4, bias=False)
-    hidden = _hide(_padded(site, check, factors), x)
+    hidden = _padded(site, check, factors).hide(x)
     right = ring_product(hidden.sent[0], weight)
     assert hidden.reveal([right]) is not None
     for row, column, error in ((0, 0, 1), (3, 74, -(2**31)), (2, 16, 256)):
         wrong = right.clone()
         wrong[row, column] += error
         assert hidden.reveal([wrong]) is None
-        assert _hide(_padded(site, None, factors), x).reveal([wrong]) is not None
+        assert _padded(site, None, factors).hide(x).reveal([wrong]) is not None
 
 
 @pytest.mark.parametrize("value", [1e9, float("nan"), float("inf")])
@@ -125,20 +119,15 @@ def test_the_limit_is_that_of_the_ring(compiled: str) -> None:
     for share in (0.99, 1.01):
         larger = x * (site.scales.row_limit / norm * share)
         if share < 1:
-            _hide(_padded(site, check, factors), larger)
+            _padded(site, check, factors).hide(larger)
         else:
             with pytest.raises(ActivationRangeError):
                 _padded(site, check, factors).hide(larger)
 
 
-def test_without_pads_the_tee_computes(compiled: str) -> None:
-    site, check, _, x, _ = _parts(torch.float32, 1, bias=False)
-    assert _padded(site, check, None).hide(x) is None
-
-
 def test_nothing_secret_is_shown(compiled: str) -> None:
     site, check, factors, x, _ = _parts(torch.float32, 1, bias=False)
-    text = repr(_hide(_padded(site, check, factors), x))
+    text = repr(_padded(site, check, factors).hide(x))
     assert "encoded" not in text
     assert "u_TO" not in text
 
@@ -161,7 +150,7 @@ def test_rows_under_scales_of_their_own_are_the_same_wherever_they_are_multiplie
     site, check, weight, factors = _head(dtype, rows)
     x = (torch.randn(rows, 130) * 10.0 ** torch.arange(rows)[:, None]).to(dtype)
     x[0] = 0.0 if rows > 1 else x[0]
-    hidden = _hide(_padded(site, check, factors), x)
+    hidden = _padded(site, check, factors).hide(x)
     (sent,) = hidden.sent
     assert torch.equal(sent - factors.r, site.encode(x))
     assert int(site.encode(x).abs().max()) == 127

@@ -24,9 +24,7 @@ from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.model.operators import staying
 from tee_side.protect.masking import MaskRules, linear_masking
-from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.shares import Shares
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import FloatSite, FloatSites, load_biases
@@ -265,26 +263,6 @@ def test_where_one_service_fails_the_other_is_not_waited_for(
     assert [channel.pending for channel in channels] == [0, 0]
 
 
-def test_without_factors_the_tee_computes_and_nothing_is_sent(saved_model: Models) -> None:
-    model = saved_model("llama")
-    channel = LoopbackChannel(model.directory)
-
-    async def here(x_TI: torch.Tensor) -> torch.Tensor:
-        return torch.full((len(x_TI), 48), 2.0)
-
-    settings: dict[str, Any] = {
-        "sites": OneSite(torch.int32),
-        "hide": lambda _site: lambda _x_TI: None,
-    }
-    remote = remote_under(model, [channel], Pad(), without_factors=here, **settings)
-    assert torch.equal(run(remote.o_proj(2, torch.ones(3, 96))), torch.full((3, 48), 2.0))
-    assert not channel.requests
-    alone = remote_under(model, [channel], Pad(), **settings)
-    with pytest.raises(LookupError, match="no unmasking factors"):
-        run(alone.o_proj(2, torch.ones(3, 96)))
-    assert not channel.requests
-
-
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_operator_under_a_row_mask_is_what_it_is_without(
@@ -333,7 +311,6 @@ def test_how_an_operator_is_protected_has_to_be_said(saved_model: Models, missin
         "check": UNVERIFIED,
         "linear": FloatSite(),
         "bias_leaves": False,
-        "without_factors": None,
     }
     calls = CallSettings(lambda _layer: [], None, None)
     site: Site = (0, "o_proj")
@@ -365,7 +342,6 @@ def test_plans_are_made_once_for_a_row_count_and_their_number_is_bounded(
         check=UNVERIFIED,
         linear=FloatSite(),
         bias_leaves=True,
-        without_factors=staying(lambda x: x),
     )
     for rows in (1, 2, 1, 2, 3, 3, 1):
         x = torch.randn(rows, 96)

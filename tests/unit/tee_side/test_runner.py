@@ -30,6 +30,7 @@ from protocol.errors import (
 from tee_side import assembly
 from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
+from tee_side.engine.engine import EngineSettings
 from tee_side.engine.generation import GenerationResult, PadTotals
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
@@ -229,7 +230,7 @@ def test_services_are_reached_as_the_settings_say_and_bounded_by_what_is_asked_f
         max_message_bytes=2**24,
         heartbeat_timeout_s=0.75,
         spin_us=3.0,
-        step_tokens=24,
+        engine=EngineSettings(step_tokens=24),
     )
     with Runner(given) as runner:
         assert len(_generate(runner).token_ids) == 6

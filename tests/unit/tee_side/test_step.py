@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from tee_side.engine import step
-from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, run_step
-from tee_side.model.batch import Batch
-from tee_side.model.forward import forward
-from tests.support import SavedModel, Tee, assemble, token_ids
+from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, Part, PartResult, run_step
+from tee_side.model.batch import Batch, Take
+from tee_side.model.forward import forward, logits
+from tee_side.remote.overlap import run
+from tee_side.words import Phase
+from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 
@@ -30,6 +32,12 @@ def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
             for seed, (rows, left) in enumerate(parts)
         ]
     )
+
+
+def _run(tee: Tee, batch: Batch, phase: Phase = "prefill") -> torch.Tensor:
+    """Run a step of one part; return its logits."""
+    (result,) = run_step([Part(batch, phase)], tee.lanes)
+    return result.logits_NV
 
 
 def _noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
@@ -62,7 +70,7 @@ def test_a_step_is_cut_into_as_many_parts_as_have_enough_rows(
     tee: Tee, rows: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = _noting(monkeypatch)
-    run_step(_batch(tee, (rows, 0)), tee.lanes, "prefill")
+    _run(tee, _batch(tee, (rows, 0)))
     assert [count for count, _ in seen] == sizes
     for (_, ops), lane in zip(seen, tee.lanes, strict=False):
         assert ops is lane.tables["prefill"]
@@ -72,7 +80,7 @@ def test_a_step_that_is_not_cut_runs_the_batch_itself(
     tee: Tee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Batch, "split", lambda *_: pytest.fail("cut"))
-    logits = run_step(_batch(tee, (5, 0)), tee.lanes, "prefill")
+    logits = _run(tee, _batch(tee, (5, 0)))
     assert logits.shape == (1, 320)
 
 
@@ -80,8 +88,8 @@ def test_the_phase_chooses_the_table(saved_model: Models, monkeypatch: pytest.Mo
     tee, seen = saved_model("llama").tee("shielded", micro_batches=2), _noting(monkeypatch)
     for phase in ("prefill", "decode"):
         seen.clear()
-        run_step(_batch(tee, (9, 0)), tee.lanes, phase)
-        assert [ops for _, ops in seen] == [lane.tables[phase] for lane in tee.lanes]
+        _run(tee, _batch(tee, (9, 0)), phase)
+        assert [ops for _, ops in seen] == [lane.tables[phase] for lane in tee.lanes[:2]]
     tables = tee.lanes[0].tables
     assert tables["prefill"] is not tables["decode"]
 
@@ -100,27 +108,106 @@ def test_logits_stand_in_the_order_of_the_batch(
     tee: Tee, parts: list[tuple[int, int]], wanted: int
 ) -> None:
     batch, same = _batch(tee, *parts), _batch(tee, *parts)
-    found = run_step(batch, tee.lanes, "prefill")
-    expected = run_step(same, tee.lanes[:1], "prefill")
+    found = _run(tee, batch)
+    (expected,) = run_step([Part(same, "prefill")], tee.lanes[:1])
     assert found.shape == (wanted, 320)
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(found, expected.logits_NV, rtol=0, atol=5e-5)
 
 
 def test_a_step_of_which_nobody_wants_logits_has_none(tee: Tee) -> None:
-    logits = run_step(_batch(tee, (13, 5)), tee.lanes, "prefill")
+    logits = _run(tee, _batch(tee, (13, 5)))
     assert len(logits) == 0
 
 
 def test_caches_hold_a_step_in_parts_and_do_not_count_it(tee: Tee) -> None:
     batch = _batch(tee, (13, 0))
-    run_step(batch, tee.lanes, "prefill")
+    _run(tee, batch)
     (chunk,) = batch.chunks
     assert chunk.cache.length == 0
-    batch.commit()
+    chunk.cache.commit(13)
     assert chunk.cache.length == 13
 
 
 def test_a_step_records_no_gradients(tee: Tee) -> None:
-    logits = run_step(_batch(tee, (13, 0)), tee.lanes, "prefill")
+    logits = _run(tee, _batch(tee, (13, 0)))
     assert logits.is_inference()
     assert not logits.requires_grad
+
+
+# ---------------------------------------------------------------------------------- several parts
+
+
+def _mixed(tee: Tee) -> list[Part]:
+    """Rows of every table: two that decode, ten of a prompt, one that gets no pads."""
+    decode, prompt, withheld = (_batch(tee, *p) for p in ([(1, 0)] * 2, [(10, 0)], [(1, 0)]))
+    return [Part(decode, "decode"), Part(prompt, "prefill"), Part(withheld, "decode", True)]
+
+
+def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tee, seen = saved_model("llama").tee("shielded", micro_batches=2), _noting(monkeypatch)
+    run_step(_mixed(tee), tee.lanes)
+    one, two, three, four, *_ = tee.lanes
+    assert [lane.spare for lane in tee.lanes[:4]] == [False, False, True, True]
+    assert sorted(seen, key=lambda one: one[0]) == [
+        (1, four.withheld["decode"]),
+        (2, one.tables["decode"]),
+        (5, two.tables["prefill"]),
+        (5, three.tables["prefill"]),
+    ]
+
+
+def test_parts_side_by_side_give_what_each_gives_alone(saved_model: Models) -> None:
+    tee = saved_model("llama").tee("shielded", micro_batches=2)
+    together = run_step(_mixed(tee), tee.lanes)
+    for part, found in zip(_mixed(tee), together, strict=True):
+        (alone,) = run_step([part], tee.lanes)
+        assert torch.equal(found.logits_NV, alone.logits_NV)
+    assert [len(found.logits_NV) for found in together] == [2, 1, 1]
+
+
+def test_rows_that_decode_are_sent_before_the_prompt_is_computed(saved_model: Models) -> None:
+    """And the service has work while the TEE computes the prompt, from the first layer on."""
+    told: list[str] = []
+
+    class Telling(LoopbackChannel):
+        def submit(self, request: Any, *arguments: Any, **more: Any) -> int:
+            told.append("sent")
+            return super().submit(request, *arguments, **more)
+
+    class Notes:
+        def lane(self, index: int) -> Notes:
+            return self
+
+        def called(self, operator: str, layer: int | None, place: str) -> None:
+            told.extend([operator] if operator == "o_proj" and place == "tee" else [])
+
+        def spent(self, *_: Any) -> None: ...
+
+        def exchanged(self, *_: Any) -> None: ...
+
+    model = saved_model("llama")
+    channel = Telling(model.directory)
+    tee = model.tee("shielded", channels=[channel], observer=Notes())
+    run_step(_mixed(tee)[:2], tee.lanes)
+    assert told.count("o_proj") == 3
+    assert told[0] == "sent"
+    first, *_, last = (at for at, one in enumerate(told) if one == "o_proj")
+    assert "sent" in told[first:last]
+
+
+def test_a_step_gives_the_hidden_states_of_the_rows_that_are_read(tee: Tee) -> None:
+    """However it is cut; the logits of all of them are what the LM head makes of them."""
+    ids = token_ids(13)
+
+    def read(rows: range, wanted: bool) -> PartResult:
+        batch = Batch.of([Take(tee.cache(13), ids, 0, read=rows, logits=wanted)])
+        (result,) = run_step([Part(batch, "prefill")], tee.lanes)
+        return result
+
+    whole, part = read(range(13), wanted=True), read(range(2, 9), wanted=False)
+    assert (whole.hidden_RD.shape, len(part.logits_NV)) == ((13, 48), 0)
+    torch.testing.assert_close(part.hidden_RD, whole.hidden_RD[2:9], rtol=0, atol=1e-5)
+    logits_TV = run(logits(whole.hidden_RD, tee.model, tee.lanes[0].tables["prefill"]))
+    torch.testing.assert_close(logits_TV, tee.logits(ids), rtol=0, atol=5e-5)

@@ -15,14 +15,14 @@ import hypothesis.strategies as st
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
 from tee_side.engine import tokenizer as module
 from tee_side.engine.text_stream import TextStream
 from tee_side.engine.tokenizer import Tokenizer
-from tsqp.cli.program import run
+from tsqp.cli.program import model_directory, run
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 CORPUS = ["the cat sat on the mat", "naïve café 日本語 🙂 the end"]
@@ -180,6 +180,96 @@ def test_two_streams_of_one_tokenizer_are_independent(tokenizer: Tokenizer) -> N
     assert texts == ["日本", "日本"]
 
 
+@pytest.fixture(scope="module")
+def sentencepiece_bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As Llama 2's: pieces with "▁" for a space, which the normalizer also puts in front."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "t", "h", "e", "c", "a", "é", "th", "the", "▁the"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    raw = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    path = tmp_path_factory.mktemp("sentencepiece-bpe")
+    raw.save(str(path / "tokenizer.json"))
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer(model_directory("demo"))
+
+
+# Short of "▁" itself, which these tokenizers take for a space.
+TEXT = st.text(max_size=20).map(lambda text: text.replace("▁", "_"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXT)
+@pytest.mark.parametrize("name", ["demo", "tokenizer", "byte_fallback", "sentencepiece_bpe"])
+def test_the_bytes_of_a_texts_tokens_are_the_texts(
+    request: pytest.FixtureRequest, name: str, text: str
+) -> None:
+    """But for the space that sentencepiece begins a text with."""
+    found: Tokenizer = request.getfixturevalue(name)
+    ids = found.encode(text, add_special_tokens=False)
+    joined = b"".join(found.token_bytes(token_id) for token_id in ids).decode()
+    begins_with_space = name in ("byte_fallback", "sentencepiece_bpe")
+    assert joined.removeprefix(" " if begins_with_space else "") == text.removeprefix(
+        " " if name == "byte_fallback" else ""
+    )
+
+
+def test_every_token_of_the_demo_model_has_the_text_that_the_library_decodes(
+    demo: Tokenizer,
+) -> None:
+    for token_id in range(demo.vocabulary_size):
+        text = demo._raw.decode([token_id], skip_special_tokens=False)
+        assert demo.token_text(token_id) == text
+        assert demo.token_bytes(token_id)
+    every_byte = {demo.token_bytes(token_id) for token_id in range(demo.vocabulary_size)}
+    assert {bytes([byte]) for byte in range(256)} <= every_byte
+
+
+def test_bytes_of_special_added_and_missing_tokens(
+    tokenizer: Tokenizer, sentencepiece_bpe: Tokenizer, directory: Path, tmp_path: Path
+) -> None:
+    assert tokenizer.vocabulary_size == 290
+    assert tokenizer.special_tokens == {text: token_id for token_id, text in enumerate(SPECIAL)}
+    assert tokenizer.token_bytes(2) == b"<|user|>"
+    # Of a character that has two bytes, the first.
+    assert tokenizer.token_bytes(tokenizer.encode("\u0141")[1]) == "\u0141".encode()[:1]
+    assert tokenizer.token_text(tokenizer.encode("\u0141")[1]) == "\ufffd"
+    assert tokenizer.token_bytes(290) == b""
+    assert sentencepiece_bpe.token_bytes(3 + 0x0A) == b"\n"
+    assert sentencepiece_bpe.token_text(268) == " the"
+    assert sentencepiece_bpe.token_bytes(1) == b"<s>"
+    raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    raw.add_tokens(["café au lait"])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).token_bytes(290) == "café au lait".encode()
+    assert "café au lait" not in Tokenizer(tmp_path).special_tokens
+
+
+def test_bytes_of_a_tokenizer_that_is_neither_are_what_it_decodes(tmp_path: Path) -> None:
+    raw = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).token_bytes(2) == b"##b"
+    raw.decoder = decoders.WordPiece()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert [Tokenizer(tmp_path).token_bytes(token_id) for token_id in (1, 2)] == [b"a", b"##b"]
+
+
 def test_the_chat_template_gives_the_ids_of_transformers(
     tokenizer: Tokenizer, directory: Path
 ) -> None:
@@ -204,6 +294,21 @@ def test_a_template_file_wins_over_the_one_in_the_configuration(
     tokenizer = Tokenizer(copy)
     assert tokenizer.apply_chat_template(MESSAGES) == expected
     assert tokenizer.decode(expected) == "be brief"
+
+
+def test_a_conversation_is_rendered_with_and_without_the_assistants_next_turn(
+    tokenizer: Tokenizer, directory: Path
+) -> None:
+    reference = PreTrainedTokenizerFast.from_pretrained(directory)
+    for add in (True, False):
+        expected = reference.apply_chat_template(
+            MESSAGES, add_generation_prompt=add, tokenize=False
+        )
+        assert tokenizer.render_chat(MESSAGES, add_generation_prompt=add) == expected
+        assert tokenizer.encode(expected, add_special_tokens=False) == (
+            tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=add)
+        )
+    assert tokenizer.render_chat(MESSAGES).endswith("<|assistant|>")
 
 
 def test_messages_that_the_template_refuses_are_a_prompt_error(tokenizer: Tokenizer) -> None:

@@ -28,6 +28,7 @@ from protocol.channel import Exchange
 from protocol.errors import TsqpError
 from protocol.model.config import ModelConfig
 from tee_side.assembly import MaskSettings
+from tee_side.engine.engine import EngineSettings
 from tee_side.engine.generation import Generation as Running
 from tee_side.observer import AnyOperator
 from tee_side.policy.placement import load_policy
@@ -71,7 +72,7 @@ def measure(job: Job, tell: Callable[[Answer], None]) -> None:
         dtype=job.dtype,
         kernels=job.kernels,
         threads=job.threads,
-        step_tokens=job.step_tokens,
+        engine=EngineSettings(step_tokens=job.step_tokens),
         micro_batches=job.micro_batches,
         spin_us=job.spin_us,
         link=Link.of(job.link_gbps, job.link_rtt_us),

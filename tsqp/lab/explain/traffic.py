@@ -156,10 +156,6 @@ async def _awaited(asked: Awaitable[torch.Tensor]) -> torch.Tensor:
     return await asked
 
 
-async def _never(_: torch.Tensor) -> torch.Tensor:
-    raise LookupError("pads of zeros do not run out")
-
-
 class StepTraffic:
     """Runs steps of a policy over recorders, and adds up what each operator and layer costs."""
 
@@ -278,7 +274,6 @@ class StepTraffic:
             check=UNVERIFIED,
             linear=_ZeroSite(self._dtype) if integers else FloatSite(),
             bias_leaves=not integers and mask is None and verify == "none",
-            without_factors=_never,
             one_rpc_per_module=self._policy.one_rpc_per_module,
         )
 

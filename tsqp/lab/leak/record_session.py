@@ -18,7 +18,7 @@ from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
 from tee_side.engine.sampling import SamplingSettings
-from tee_side.engine.step import run_step
+from tee_side.engine.step import Part, run_step
 from tee_side.model.batch import Batch, Chunk
 from tee_side.model.kv_cache import KVCache
 from tee_side.model.layers import TeeModel, load_tee_model
@@ -131,7 +131,8 @@ def logits_of(
             cache = KVCache(stage.model.config, len(ids), stage.model.dtype)
             chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
             batch = Batch(torch.tensor(list(ids)), chunks, tuple(range(len(ids))))
-            found.append(run_step(batch, stage.lanes, "prefill").float())
+            (result,) = run_step([Part(batch, "prefill")], stage.lanes)
+            found.append(result.logits_NV.float())
     return found
 
 

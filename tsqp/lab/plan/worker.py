@@ -32,7 +32,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.engine.engine import Engine
+from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.layers import load_tee_model
 from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.bank_files import BankPlace
@@ -163,7 +163,8 @@ class _Bench:
     # -------------------------------------------------------------------------------- running
 
     def _engine(self, lanes: int) -> Engine:
-        return Engine(self._model, self._lanes[:lanes], step_tokens=self._job.step_tokens)
+        settings = EngineSettings(step_tokens=self._job.step_tokens)
+        return Engine(self._model, self._lanes[:lanes], settings)
 
     def _ids(self, tokens: int) -> list[int]:
         """Return random token ids: what they say makes no difference to time."""

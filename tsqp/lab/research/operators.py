@@ -250,7 +250,6 @@ def _rows_call(
             shape=shape,
             check=check,
             decode=_as_it_is,
-            without_factors=_never,
             timeout_s=settings.longest_s,
             clock=clock,
         )
@@ -324,7 +323,6 @@ def product_call(
             shape=shape,
             check=check,
             decode=_as_it_is,
-            without_factors=_never,
             timeout_s=settings.longest_s,
             clock=clock,
         )
@@ -537,7 +535,3 @@ def _same(x: Any) -> Any:
 
 def _as_it_is(y: Tensor, _x: Any) -> Tensor:
     return y
-
-
-async def _never(_: Any) -> Tensor:
-    raise LookupError("no row mask runs out of factors")

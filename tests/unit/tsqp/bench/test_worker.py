@@ -115,7 +115,7 @@ def test_the_last_decode_step_still_has_every_sequence(
 
     def counted(self: Runner) -> None:
         step(self)
-        rows.append(len(self._engine.running))
+        rows.append(len(self.engine.running))
 
     monkeypatch.setattr(Runner, "step", counted)
     # Prompts that take several steps: the first sequences decode meanwhile.

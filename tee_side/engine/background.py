@@ -1,0 +1,304 @@
+"""Runs steps in a thread of its own, for an event loop that serves many requests.
+
+Requests come and are cancelled between two steps. What a step gives is handed to the event loop in
+one call, whatever the number of requests. While nothing runs, pads are made.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from protocol.errors import ActivationRangeError, LimitError, MaskError, ReplyError, TsqpError
+from tee_side.engine.engine import Engine
+from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.sequence import Sampled, Sequence
+from tee_side.engine.stats import EngineStats, Totals
+
+log = logging.getLogger("tee_side")
+
+State: TypeAlias = Literal["starting", "ready", "failed"]
+Deliver: TypeAlias = Callable[[Delivery], None]
+
+# Errors that a row of one sequence may be the cause of: the others are run again without it.
+_OF_ONE = (ActivationRangeError, MaskError, ReplyError)
+# Between two attempts to make a token, while none can be made.
+_PROBE_S = 2.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request under way; `deliver` is called on the event loop."""
+
+    request: Request
+    deliver: Deliver
+    sequences: list[Sequence] = field(default_factory=list)
+    read: bool = False
+    cancelled: bool = False
+
+
+class BackgroundEngine:
+    """Runs an engine's steps in a thread, from `start` to `close`.
+
+    `idle`: a context for the time in which nothing runs. `totals`: of the rest of the run. `call`:
+    runs a function on the event loop, from any thread. `state`: ready while a token could be made;
+    failed after an error that was no single request's, until a token could be made again. `tell`:
+    told of each change of it, on the event loop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        call: Callable[[Callable[[], None]], object],
+        idle: Callable[[], AbstractContextManager[object]] = nullcontext,
+        totals: Callable[[], Totals] = Totals,
+        tell: Callable[[State], None] = lambda _state: None,
+    ) -> None:
+        self.state: State = "starting"
+        self._tell = tell
+        self._engine, self._call, self._idle, self._totals = engine, call, idle, totals
+        # Sequences that cannot go on, and why: their requests end with the step.
+        self._refused: list[tuple[Sequence, TsqpError]] = []
+        # Guards the queue and the tickets; the engine's own state is its thread's.
+        self._changed = threading.Condition()
+        self._tickets: dict[Request, Ticket] = {}
+        self._cancelled: list[Ticket] = []
+        self._out: dict[Ticket, list[Delivery]] = defaultdict(list)
+        self._closing = self._died = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin; `state` becomes ready once a first token was made."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the step under way; what has not ended gets no delivery any more."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: Request, deliver: Deliver) -> Ticket:
+        """Put a request in the queue.
+
+        Raises PromptError and LimitError for what could never run, LimitError (a retry helps) where
+        too many wait.
+        """
+        self._engine.check(request)
+        ticket = Ticket(request, deliver)
+        with self._changed:
+            if self._died or self._closing:
+                raise LimitError("engine", got="one that has ended", expected="one that runs")
+            self._engine.waiting.add(request.owner, request)
+            self._tickets[request] = ticket
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request, if it has not ended, and give its place back; deliver nothing more."""
+        ticket.cancelled = True
+        with self._changed:
+            if self._tickets.pop(ticket.request, None) is None:
+                return
+            self._engine.waiting.remove(ticket.request.owner, ticket.request)
+            self._cancelled.append(ticket)
+            self._changed.notify()
+
+    def stats(self) -> EngineStats:
+        """Return how the engine stands."""
+        engine, counts = self._engine, self._engine.counts
+        totals = self._totals()
+        traffic, pads = totals.traffic, totals.pads
+        return EngineStats(
+            running=len(engine.running),
+            waiting=len(engine.waiting),
+            kv_usage=engine.kv_bytes / max(1, engine.max_kv_bytes),
+            steps=counts.steps,
+            prompt_tokens=counts.prompt,
+            generation_tokens=counts.generated,
+            prefix_queries=engine.prefixes.queries,
+            prefix_hits=engine.prefixes.hits,
+            draft_tokens=counts.drafted,
+            accepted_tokens=counts.accepted,
+            pads_ready=None if pads is None else pads.available,
+            pads_made=totals.pads_made,
+            pads_waited=0 if pads is None else pads.waited,
+            pads_in_tee=0 if pads is None else pads.in_tee,
+            round_trips=traffic.round_trips,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            services=totals.services,
+        )
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:  # noqa: BLE001 - a mistake of ours: its text may quote a prompt
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+            fields = {"error": type(error).__name__, "at": place}
+            log.error("engine_died", extra={"fields": fields})
+            with self._changed:
+                self._died = True
+            self._become("failed")
+            self._fail_all(LimitError("engine", got="an internal error", expected="none"))
+
+    def _turn(self) -> None:
+        """Wait for work, take requests in, and run a step."""
+        if self.state != "ready" and not self._probe():
+            with self._idle(), self._changed:
+                self._changed.wait_for(lambda: self._closing, _PROBE_S)
+            return
+        if not self._has_work():
+            with self._idle(), self._changed:
+                self._changed.wait_for(self._has_work)
+        self._admit()
+        try:
+            self._take(self._engine.step())
+        except TsqpError as error:
+            self._step_failed(error)
+        self._end_refused()
+        self._hand_out()
+
+    def _has_work(self) -> bool:
+        engine = self._engine
+        return bool(self._closing or self._cancelled or engine.running or len(engine.waiting))
+
+    def _probe(self) -> bool:
+        """Say whether a token can be made: by making one, which belongs to nobody."""
+        request = Request(prompt_ids=(0,), max_new_tokens=2, sampling=SamplingSettings(seed=0))
+        sequences: list[Sequence] = []
+        with self._changed:
+            self._drop_cancelled()
+        self._engine.refuse = None
+        try:
+            sequences = self._engine.admit(request)
+            while any(sequence.finish_reason is None for sequence in sequences):
+                self._engine.step(sequences)
+        except TsqpError as error:
+            log.warning("no_token", extra={"fields": {"detail": str(error)}})
+            self._fail_all(error)
+            return False
+        finally:
+            for sequence in sequences:
+                self._engine.remove(sequence)
+            self._engine.refuse = self._refuse
+        self._become("ready")
+        return True
+
+    def _become(self, state: State) -> None:
+        if state != self.state:
+            self.state = state
+            self._call(lambda: self._tell(state))
+
+    def _admit(self) -> None:
+        with self._changed:
+            self._drop_cancelled()
+            try:
+                admitted = self._engine.admit_waiting()
+            except LimitError as error:
+                request = self._engine.waiting.pop()
+                self._end(self._tickets[request], error)
+                return
+            for sequences in admitted:
+                self._tickets[sequences[0].request].sequences = sequences
+
+    def _drop_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, []
+        for ticket in cancelled:
+            for sequence in ticket.sequences:
+                self._engine.remove(sequence)
+
+    def _take(self, sampled: Iterable[Sampled]) -> None:
+        """Note what a step gave, for each request."""
+        tokens: dict[Request, list[NewToken]] = defaultdict(list)
+        for one in sampled:
+            request = one.sequence.request
+            new = NewToken(one.sequence.sample, one.token_id, one.logprob, one.finish_reason)
+            tokens[request].append(new)
+            self._engine.waiting.serve(request.owner, 1)
+        with self._changed:
+            for ticket in list(self._tickets.values()):
+                if not ticket.sequences:
+                    continue
+                ended = all(s.finish_reason is not None for s in ticket.sequences)
+                found = tuple(tokens.get(ticket.request, ()))
+                if found or ended:
+                    delivery = Delivery(found, self._prompt_read(ticket), ended=ended)
+                    self._out[ticket].append(delivery)
+                if ended:
+                    del self._tickets[ticket.request]
+
+    def _prompt_read(self, ticket: Ticket) -> PromptRead | None:
+        if ticket.read:
+            return None
+        ticket.read = True
+        first = ticket.sequences[0]
+        if first.reader is not None:
+            return first.reader.result()
+        return PromptRead(reused_tokens=first.reused_tokens)
+
+    def _step_failed(self, error: TsqpError) -> None:
+        """Find the sequence that a step failed for, or end all of them."""
+        running = self._engine.running
+        if not isinstance(error, _OF_ONE):
+            log.warning("step_failed", extra={"fields": {"detail": str(error)}})
+            self._become("failed")
+            self._fail_all(error)
+            return
+        for sequence in running:
+            try:
+                self._take(self._engine.step([sequence]))
+            except _OF_ONE as its:
+                self._refuse(sequence, its)
+            except TsqpError as its:
+                self._step_failed(its)
+                return
+
+    def _refuse(self, sequence: Sequence, error: TsqpError) -> None:
+        """Note what cannot go on: other samples of its request may be in the step under way."""
+        self._refused.append((sequence, error))
+
+    def _end_refused(self) -> None:
+        refused, self._refused = self._refused, []
+        with self._changed:
+            for sequence, error in refused:
+                if (ticket := self._tickets.get(sequence.request)) is not None:
+                    self._end(ticket, error)
+
+    def _fail_all(self, error: TsqpError) -> None:
+        with self._changed:
+            for ticket in list(self._tickets.values()):
+                self._end(ticket, error)
+        self._hand_out()
+
+    def _end(self, ticket: Ticket, error: TsqpError) -> None:
+        request = ticket.request
+        del self._tickets[request]
+        self._engine.waiting.remove(request.owner, request)
+        for sequence in ticket.sequences:
+            self._engine.remove(sequence)
+        self._out[ticket].append(Delivery(error=error, ended=True))
+
+    def _hand_out(self) -> None:
+        out, self._out = self._out, defaultdict(list)
+        if not out:
+            return
+
+        def deliver() -> None:
+            for ticket, deliveries in out.items():
+                for delivery in deliveries:
+                    if not ticket.cancelled:
+                        ticket.deliver(delivery)
+
+        self._call(deliver)

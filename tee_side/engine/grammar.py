@@ -1,0 +1,185 @@
+"""Texts that must follow a grammar: a mask over the vocabulary for every token, by llguidance.
+
+A grammar is compiled once a request, within limits on its text, on work and on memory; a sample
+starts with a copy of it. No error quotes the grammar, nor the text that it is applied to.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from protocol.errors import ModelError, PromptError
+from tee_side.engine import grammar_trial
+from tee_side.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+
+# A small model would go on with spaces until its last token. Forty are an indentation.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
+# What of a schema costs more than its size says, up to a quote: `pattern` and `patternProperties`.
+_COSTLY = ('"pattern', '"multipleOf', '"x-guidance')
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary.
+
+    `vocab_size`: of the logits, which may have more rows than the tokenizer has tokens; those rows
+    are never allowed. `eos_token_ids`: what is allowed when a grammar is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._raw = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    def compile(
+        self,
+        kind: Kind,
+        source: str | Mapping[str, Any] | Sequence[str] = "",
+        *,
+        where: str = "response_format",
+    ) -> CompiledGrammar:
+        """Return a grammar. It may take a second: never call it where others wait.
+
+        `source`: a schema as text or object, unused for `json_object`; a regular expression of the
+        whole text; a grammar in Lark's syntax as llguidance has it; or a list of texts. Raises
+        PromptError with `where` for one that is malformed, unsupported, too large, too costly or
+        that nothing can follow; ModelError where the model's tokenizer is not supported.
+        """
+        read, form = _READERS[kind]
+        try:
+            size, grammar, costly = read(source)
+        except (ValueError, TypeError, AttributeError, RecursionError):  # their words may quote it
+            raise PromptError(where, got=f"a {kind} of another form", expected=form) from None
+        if size > MAX_GRAMMAR_BYTES:
+            expected = f"at most {MAX_GRAMMAR_BYTES}"
+            raise PromptError(where, got=f"a {kind} of {size} bytes", expected=expected)
+        # In this process only what a process of its own could compile.
+        fits = not costly or _is_affordable(grammar)
+        matcher = grammar_trial.compiled(self._tokenizer, grammar) if fits else None
+        if matcher is None or matcher.is_error():
+            expected = "one that llguidance supports, within its limits"
+            raise PromptError(where, got=f"a {kind} that is not compiled", expected=expected)
+        return CompiledGrammar(matcher, where)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """The library's own reading of the vocabulary; a second of work for a large one."""
+        from llguidance import LLTokenizer
+
+        size = max(self._vocab_size, self._raw.vocabulary_size)
+        try:
+            return LLTokenizer(self._raw.to_json(), n_vocab=size, eos_token=self._eos_token_ids)
+        except ValueError as error:
+            got, expected = str(error)[:160], "one that llguidance can read, and an EOS token"
+            raise ModelError("tokenizer", got=got, expected=expected) from None
+
+
+class CompiledGrammar:
+    """A grammar of one request (request.Grammar)."""
+
+    def __init__(self, matcher: LLMatcher, where: str) -> None:
+        self._matcher = matcher
+        self._where = where
+
+    def matcher(self) -> GrammarMatcher:
+        """Start at the beginning."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._where)
+
+
+class GrammarMatcher:
+    """Where one sample is in its grammar (request.Matcher).
+
+    Both methods raise PromptError where the text so far makes the next mask too costly.
+    """
+
+    def __init__(self, matcher: LLMatcher, where: str) -> None:
+        self._matcher = matcher
+        self._where = where
+
+    def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf for every token that is not allowed next."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._require(not self._matcher.is_error())
+        allowed_V = np.unpackbits(mask, bitorder="little")[: len(scores_V)]
+        return scores_V.masked_fill(torch.from_numpy(allowed_V == 0), float("-inf"))
+
+    def advance(self, token_id: int) -> None:
+        """Take a token that `hide` allowed."""
+        self._require(self._matcher.consume_token(token_id))
+
+    def _require(self, well: bool) -> None:
+        if not well:
+            got = "a grammar that cannot go on"
+            raise PromptError(self._where, got=got, expected="one within the limits of a token")
+
+
+def _is_affordable(grammar: str) -> bool:
+    """Compile in a process that has limits of its own."""
+    trial = [sys.executable, "-I", str(Path(grammar_trial.__file__))]
+    done = subprocess.run(trial, input=grammar.encode(), capture_output=True, check=False)
+    return done.returncode == 0
+
+
+# Readers of a source: bytes of it, the library's text for it, and whether it needs a trial.
+
+
+def _read_schema(source: Any) -> tuple[int, str, bool]:
+    from llguidance import LLMatcher
+
+    schema = json.loads(source) if isinstance(source, str) else source
+    text = json.dumps(schema, allow_nan=False)
+    if not isinstance(schema, dict):
+        raise TypeError("a schema is an object")
+    grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    return len(text), grammar, any(word in text for word in _COSTLY)
+
+
+def _read_object(_source: Any) -> tuple[int, str, bool]:
+    return _read_schema({"type": "object"})
+
+
+def _read_regex(source: Any) -> tuple[int, str, bool]:
+    from llguidance import LLMatcher
+
+    return len(source.encode()), LLMatcher.grammar_from_regex(source), True
+
+
+def _read_lark(source: Any) -> tuple[int, str, bool]:
+    return len(source.encode()), _lark(source), True
+
+
+def _read_choice(source: Any) -> tuple[int, str, bool]:
+    texts = list(source)
+    if isinstance(source, str) or not all(isinstance(text, str) for text in texts) or not texts:
+        raise TypeError("a choice is a list of texts")
+    size = sum(len(text.encode()) for text in texts)
+    return size, _lark("start: " + " | ".join(json.dumps(text) for text in texts)), False
+
+
+def _lark(text: str) -> str:
+    """Wrap a Lark grammar, which the library would otherwise take for JSON if it looked like it."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+_READERS = {
+    "json_schema": (_read_schema, "a JSON object"),
+    "json_object": (_read_object, "anything"),
+    "regex": (_read_regex, "Unicode text"),
+    "grammar": (_read_lark, "Unicode text"),
+    "choice": (_read_choice, "a list of Unicode texts"),
+}

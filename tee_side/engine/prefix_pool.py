@@ -1,0 +1,86 @@
+"""Keys and values of sequences that have ended, for a later prompt that begins as they did.
+
+Reuse shows in the time to the first token: whoever shares an entry can test what others have said.
+So entries are of one owner and salt, and never found by another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from tee_side.model.kv_cache import KVCache
+
+# Fewer are computed in one step anyway.
+MIN_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    whose: tuple[str, str]
+    ids: tuple[int, ...]
+    cache: KVCache
+
+    def shared(self, ids: Sequence[int]) -> int:
+        """Return how many tokens at their beginnings are the same."""
+        most = min(len(ids), len(self.ids))
+        if tuple(ids[:most]) == self.ids[:most]:
+            return most
+        return next(at for at in range(most) if ids[at] != self.ids[at])
+
+
+class PrefixPool:
+    """The caches that are kept, least recently used first. `queries`, `hits`: in tokens."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._numbers = count()
+        self.queries = 0
+        self.hits = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the caches have. Any thread may ask."""
+        return sum(entry.cache.nbytes for entry in tuple(self._entries.values()))
+
+    def keep(self, whose: tuple[str, str], ids: Sequence[int], cache: KVCache) -> None:
+        """Keep the cache of a sequence that has ended, instead of those that it goes on from."""
+        entry = _Entry(whose, tuple(ids[: cache.length]), cache)
+        if len(entry.ids) < MIN_TOKENS:
+            cache.release()
+            return
+        cache.end()
+        for number, old in list(self._entries.items()):
+            if old.whose == whose and old.shared(entry.ids) == len(old.ids):
+                self._drop(number)
+        self._entries[next(self._numbers)] = entry
+
+    def fill(self, whose: tuple[str, str], prompt_ids: Sequence[int], cache: KVCache) -> int:
+        """Copy what an entry has of a prompt into its cache; return how many tokens that are.
+
+        At least one token is left: its logits are wanted.
+        """
+        self.queries += len(prompt_ids)
+        best, number = 0, -1
+        for at, entry in self._entries.items():
+            if entry.whose == whose:
+                shared = min(entry.shared(prompt_ids), len(prompt_ids) - 1)
+                best, number = max((best, number), (shared, at))
+        if best < MIN_TOKENS:
+            return 0
+        self._entries.move_to_end(number)
+        cache.copy_from(self._entries[number].cache, best)
+        self.hits += best
+        return best
+
+    def make_room(self, needed: int) -> None:
+        """Let the least recently used go until they have given `needed` bytes back."""
+        while needed > 0 and self._entries:
+            number = next(iter(self._entries))
+            needed -= self._entries[number].cache.nbytes
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        self._entries.pop(number).cache.release()

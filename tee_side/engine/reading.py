@@ -1,0 +1,78 @@
+"""What is wanted of a prompt besides its continuation: log-probabilities, or an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tee_side.engine.logprobs import prompt_logprobs
+from tee_side.engine.request import Logprob, PromptRead, Request
+from tee_side.model.forward import logits
+from tee_side.model.layers import TeeModel
+from tee_side.model.operators import Operators
+from tee_side.remote.overlap import run
+
+# Rows whose logits are held at a time: 16 MiB with a vocabulary of 128,000.
+_HEAD_ROWS = 32
+
+
+class PromptReader:
+    """Reads the hidden states of one prompt, a chunk at a time, in order.
+
+    Row p of the prompt says how likely token p + 1 is. The LM head is the TEE's own: how many rows
+    are read is not the GPU side's to know. However the prompt is cut, each row is computed alone
+    and added in order, so what is found has the same bits.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._count, self._pooling = request.prompt_logprobs, request.pooling
+        self._ids = request.prompt_ids
+        self._logprobs: list[Logprob] = []
+        self._sum_D: torch.Tensor | None = None
+
+    def rows(self, start: int, count: int) -> range:
+        """Return which of `count` rows from position `start` on are wanted, from the first of them.
+
+        Those of log-probabilities have a next token in the prompt.
+        """
+        last = len(self._ids) - 1
+        if self._count is not None:
+            return range(max(0, min(count, last - start)))
+        if self._pooling == "mean":
+            return range(count)
+        return range(max(0, last - start), count)
+
+    @torch.inference_mode()
+    def read(
+        self, hidden_RD: torch.Tensor, start: int, model: TeeModel, ops: Operators
+    ) -> list[Logprob]:
+        """Return the log-probabilities that rows from position `start` on give; none for pooling.
+
+        Changes nothing: the step may still fail. Raises as `logits`.
+        """
+        found: list[Logprob] = []
+        if self._count is None:
+            return found
+        for first in range(0, len(hidden_RD), _HEAD_ROWS):
+            logits_NV = run(logits(hidden_RD[first : first + _HEAD_ROWS], model, ops))
+            at = start + len(found) + 1
+            ids = self._ids[at : at + len(logits_NV)]
+            found += prompt_logprobs(logits_NV, ids, self._count)
+        return found
+
+    @torch.inference_mode()
+    def keep(self, found: Sequence[Logprob], hidden_RD: torch.Tensor, model: TeeModel) -> None:
+        """Take what `read` returned, once the step has come to its end."""
+        self._logprobs += found
+        if self._pooling is None:
+            return
+        for row_D in model.norm(hidden_RD).double():
+            self._sum_D = row_D.clone() if self._sum_D is None else self._sum_D.add_(row_D)
+
+    def result(self) -> PromptRead:
+        """Return what was read, once the prompt has been."""
+        pooled_D = self._sum_D
+        if pooled_D is not None and self._pooling == "mean":
+            pooled_D = pooled_D / len(self._ids)
+        return PromptRead(tuple(self._logprobs), pooled_D)

@@ -1,0 +1,148 @@
+"""What was kept of earlier requests, or comes of another sample's prompt, changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tee_side.engine.engine import Engine, EngineSettings
+from tee_side.engine.request import Request
+from tee_side.engine.sampling import SamplingSettings
+from tests.support import SavedModel, Tee, token_ids
+
+Models = Callable[..., SavedModel]
+
+POLICIES = ("quantized-clear", "shielded", "shielded-prefill")
+SHARED = token_ids(40)
+WARM = SamplingSettings(temperature=1.5, top_k=50, seed=11)
+
+
+def _engine(tee: Tee, **settings: object) -> Engine:
+    return Engine(tee.model, tee.lanes, EngineSettings(step_tokens=16, **settings))  # type: ignore[arg-type]
+
+
+def _request(ids: list[int], **settings: object) -> Request:
+    wanted: dict[str, object] = {"max_new_tokens": 5, "stop_ids": frozenset(), **settings}
+    return Request(prompt_ids=tuple(ids), **wanted)  # type: ignore[arg-type]
+
+
+def _answers(engine: Engine, request: Request) -> list[tuple[list[int], torch.Tensor]]:
+    """Return tokens and logits of each sample."""
+    sequences = engine.admit(request)
+    seen: list[list[torch.Tensor]] = [[] for _ in sequences]
+    while engine.running:
+        for sampled in engine.step():
+            seen[sequences.index(sampled.sequence)].append(sampled.logits_V)
+    return [(s.token_ids, torch.stack(found)) for s, found in zip(sequences, seen, strict=True)]
+
+
+def _assert_same(
+    found: list[tuple[list[int], torch.Tensor]], expected: list[tuple[list[int], torch.Tensor]]
+) -> None:
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    for (_, logits), (_, others) in zip(found, expected, strict=True):
+        assert torch.equal(logits, others)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_and_without_reuse_answers_are_the_same(saved_model: Models, policy: str) -> None:
+    tee = saved_model("llama").tee(policy)
+    texts = [SHARED, [*SHARED[:30], 5, 6, 7], [*SHARED, 9], SHARED]
+    engine, reused = _engine(tee, prefix_reuse=True), []
+    for ids in texts:
+        (expected,) = _answers(_engine(tee), _request(ids))
+        before = engine.prefixes.hits
+        _assert_same(_answers(engine, _request(ids)), [expected])
+        reused.append(engine.prefixes.hits - before)
+    # The last answer but one began with all of the first prompt; a prompt keeps a token for itself.
+    assert reused == [0, 30, 40, 39]
+    assert engine.counts.prompt == sum(map(len, texts)) - sum(reused)
+
+
+def test_a_conversation_finds_what_was_said_in_it(saved_model: Models) -> None:
+    """Prompt and answer, but for the last token, which is never fed back."""
+    tee = saved_model("llama").tee("quantized-clear")
+    engine = _engine(tee, prefix_reuse=True)
+    ((first, _),) = _answers(engine, _request(SHARED))
+    longer = _request([*SHARED, *first, 1, 2, 3])
+    found = _answers(engine, longer)
+    assert engine.prefixes.hits == len(SHARED) + len(first) - 1
+    _assert_same(found, _answers(_engine(tee), longer))
+
+
+def test_what_is_read_of_a_prompt_is_not_left_out(saved_model: Models) -> None:
+    tee = saved_model("llama").tee("quantized-clear")
+    engine = _engine(tee, prefix_reuse=True)
+    _answers(engine, _request(SHARED))
+    (sequence,) = engine.admit(_request(SHARED, prompt_logprobs=0))
+    while engine.running:
+        engine.step()
+    assert (sequence.reused_tokens, engine.prefixes.hits) == (0, 0)
+    assert sequence.reader is not None
+    assert len(sequence.reader.result().logprobs) == len(SHARED) - 1
+
+
+def test_what_is_kept_makes_room_for_what_runs(saved_model: Models) -> None:
+    tee = saved_model("llama").tee("quantized-clear")
+    one = _engine(tee).admit(_request(SHARED))[0].cache.nbytes
+    engine = _engine(tee, prefix_reuse=True, max_kv_bytes=2 * one)
+    for seed in range(4):
+        ids = token_ids(40, seed)
+        _assert_same(_answers(engine, _request(ids)), _answers(_engine(tee), _request(ids)))
+        assert engine.kv_bytes <= 2 * one
+    assert engine.prefixes.nbytes == 2 * one
+    _answers(engine, _request(SHARED, samples=2))
+
+
+def test_a_sequence_that_has_ended_is_kept_once(saved_model: Models) -> None:
+    """However often it is removed: whoever waits for it does so as well as the engine."""
+    tee = saved_model("llama").tee("quantized-clear")
+    engine = _engine(tee, prefix_reuse=True)
+    (sequence,) = engine.admit(_request(SHARED))
+    while engine.running:
+        engine.step()
+    engine.remove(sequence)
+    assert engine.prefixes.nbytes == sequence.cache.nbytes > 0
+    _assert_same(_answers(engine, _request(SHARED)), _answers(_engine(tee), _request(SHARED)))
+    assert engine.prefixes.hits == 39
+
+
+# --------------------------------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 40])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_samples_are_the_same_requests_alone_with_seeds_of_their_own(
+    saved_model: Models, policy: str, prompt: int
+) -> None:
+    tee = saved_model("llama").tee(policy)
+    ids = token_ids(prompt, seed=3)
+    found = _answers(_engine(tee), _request(ids, samples=3, sampling=WARM))
+    assert WARM.seed is not None
+    for index, one in enumerate(found):
+        seeded = WARM.model_copy(update={"seed": WARM.seed + index})
+        alone = _request(ids, sampling=seeded)
+        _assert_same([one], _answers(_engine(tee), alone))
+    assert len({tuple(tokens) for tokens, _ in found}) == 3
+
+
+def test_a_prompt_is_computed_once_for_all_samples(saved_model: Models) -> None:
+    tee = saved_model("llama").tee("quantized-clear")
+    engine = _engine(tee)
+    _answers(engine, _request(SHARED, samples=4))
+    assert (engine.counts.prompt, engine.counts.generated) == (40, 4 * 5)
+    # Three steps for the prompt, whose last gives each its first token.
+    assert engine.counts.steps == 3 + 4
+
+
+def test_one_that_only_reads_ends_with_the_prompt(saved_model: Models) -> None:
+    engine = _engine(saved_model("llama").tee("quantized-clear"))
+    sequences = engine.admit(replace(_request(SHARED), max_new_tokens=0, pooling="mean"))
+    while engine.running:
+        engine.step()
+    (only,) = sequences
+    assert (only.token_ids, only.finish_reason) == ([], "length")
+    assert engine.counts.steps == 3

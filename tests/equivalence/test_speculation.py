@@ -1,0 +1,197 @@
+"""Guessed tokens change how many steps an answer takes, and no bit of it under integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tee_side.engine.engine import Counts, Engine, EngineSettings
+from tee_side.engine.request import Request
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.sequence import Sequence as Running
+from tee_side.engine.tokenizer import Tokenizer
+from tests.equivalence.tolerances import FLOAT32_STEPS, Tolerance
+from tests.support import SavedModel, Tee, token_ids
+
+Models = Callable[..., SavedModel]
+
+# What is guessed is what followed the last tokens before.
+REPEATED = token_ids(6) * 4
+NEW_TOKENS = 40
+POLICIES = ("shielded", "quantized-clear", "tee-only")
+SAMPLINGS = {
+    "greedy": SamplingSettings(),
+    "seed": SamplingSettings(temperature=0.4, top_p=0.9, repetition_penalty=1.1, seed=3),
+}
+
+
+@dataclass
+class Answer:
+    """What came of one request, and what it cost."""
+
+    sequence: Running
+    logits_NV: torch.Tensor
+    counts: Counts
+
+    @property
+    def ids(self) -> list[int]:
+        return self.sequence.token_ids
+
+
+def _tee(models: Models, policy: str, **overrides: Any) -> Tee:
+    """Return a trusted side whose pads are plenty."""
+    tee = models("llama", **overrides).tee(policy)
+    for pads in tee.assembly.pads.values():
+        assert pads._maker is not None
+        pads._maker.fill(pads._store, pads._store.capacity)
+    return tee
+
+
+def _answers(
+    tee: Tee,
+    guesses: int,
+    prompts: Sequence[list[int]] = (REPEATED,),
+    *,
+    tokenizer: Tokenizer | None = None,
+    **wanted: Any,
+) -> list[Answer]:
+    settings = EngineSettings(step_tokens=64, speculative_tokens=guesses)
+    engine = Engine(tee.model, tee.lanes, settings, tokenizer)
+    request: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_ids": frozenset(), **wanted}
+    sequences = [engine.admit(Request(prompt_ids=tuple(ids), **request))[0] for ids in prompts]
+    seen: dict[Running, list[torch.Tensor]] = {sequence: [] for sequence in sequences}
+    while engine.running:
+        for sampled in engine.step():
+            seen[sampled.sequence].append(sampled.logits_V)
+        for sequence in engine.running:
+            # What was guessed wrong is forgotten: one token is pending, as without guesses.
+            if sequence.phase == "decode":
+                assert sequence.pending == 1
+                assert sequence.cache.length == len(sequence.ids) - 1
+    return [Answer(one, torch.stack(logits), engine.counts) for one, logits in seen.items()]
+
+
+def _assert_same(found: Answer, expected: Answer, tolerance: Tolerance | None = None) -> None:
+    """`tolerance`: of logits whose products are of floats; None for the same bits."""
+    assert found.ids == expected.ids
+    assert found.sequence.finish_reason == expected.sequence.finish_reason
+    if tolerance is None:
+        assert torch.equal(found.logits_NV, expected.logits_NV)
+    else:
+        tolerance.check(found.logits_NV, expected.logits_NV)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_and_without_guesses_answers_are_the_same(
+    saved_model: Models, policy: str, sampling: str
+) -> None:
+    prompts = [REPEATED, token_ids(9, seed=4) * 3, token_ids(7, seed=5)]
+    for prompt in prompts:
+        expected, found = (
+            _answers(_tee(saved_model, policy), guesses, [prompt], sampling=SAMPLINGS[sampling])[0]
+            for guesses in (0, 4)
+        )
+        # Products of more rows add floats in another order.
+        _assert_same(found, expected, FLOAT32_STEPS if policy == "tee-only" else None)
+        assert expected.counts.drafted == 0
+
+
+def test_right_guesses_save_steps_and_wrong_ones_are_made(saved_model: Models) -> None:
+    tee = _tee(saved_model, "quantized-clear")
+    (alone,), (found,) = _answers(tee, 0), _answers(tee, 4)
+    assert 0 < found.counts.accepted < found.counts.drafted
+    assert alone.counts.steps - found.counts.steps == found.counts.accepted
+    assert found.counts.generated == alone.counts.generated == NEW_TOKENS
+
+
+def test_several_at_once_keep_their_answers(saved_model: Models) -> None:
+    tee = _tee(saved_model, "quantized-clear")
+    prompts = [REPEATED, *(token_ids(3 + n, seed=n) * 3 for n in range(4))]
+    expected = [_answers(tee, 0, [prompt])[0] for prompt in prompts]
+    found = _answers(tee, 4, prompts)
+    assert found[0].counts.accepted > 0
+    for one, other in zip(found, expected, strict=True):
+        _assert_same(one, other)
+
+
+def test_positions_may_depend_on_the_length(saved_model: Models) -> None:
+    """Each guess turns as if it were decoded alone: the frequencies change at 32 tokens."""
+    dynamic = {
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    }
+    tee = _tee(saved_model, "quantized-clear", **dynamic)
+    context = tee.model.config.context_length
+    assert context > 32
+    (expected,), (found,) = (
+        _answers(tee, guesses, max_new_tokens=context - len(REPEATED)) for guesses in (0, 4)
+    )
+    assert found.counts.accepted > 0
+    _assert_same(found, expected)
+
+
+# ------------------------------------------------------------------------------ where it ends
+
+
+def _inside(tee: Tee) -> list[int]:
+    """Return after how many tokens an answer may end within what was guessed right."""
+    settings = EngineSettings(step_tokens=64, speculative_tokens=4)
+    engine = Engine(tee.model, tee.lanes, settings)
+    sequence = engine.add(REPEATED, max_new_tokens=NEW_TOKENS, eos_token_ids=frozenset())
+    inside: list[int] = []
+    while engine.running:
+        before = len(sequence.token_ids)
+        engine.step()
+        # Not the last of a step: more would have come.
+        inside += range(before + 1, len(sequence.token_ids))
+    assert inside
+    return inside
+
+
+def test_the_length_limit_holds_within_guesses(saved_model: Models) -> None:
+    tee = _tee(saved_model, "quantized-clear")
+    for limit in _inside(tee):
+        (expected,), (found,) = (_answers(tee, n, max_new_tokens=limit) for n in (0, 4))
+        assert (len(found.ids), found.sequence.finish_reason) == (limit, "length")
+        _assert_same(found, expected)
+
+
+def test_a_stop_token_ends_within_guesses(saved_model: Models) -> None:
+    tee = _tee(saved_model, "quantized-clear")
+    (whole,) = _answers(tee, 0)
+    for place in _inside(tee):
+        stop_ids = frozenset({whole.ids[place - 1]})
+        (expected,), (found,) = (_answers(tee, n, stop_ids=stop_ids) for n in (0, 4))
+        assert found.sequence.finish_reason == "stop"
+        assert found.ids[-1] in stop_ids
+        _assert_same(found, expected)
+
+
+def test_a_stop_string_ends_within_guesses(saved_model: Models, tmp_path: Path) -> None:
+    tokenizer = _words(tmp_path)
+    tee = _tee(saved_model, "quantized-clear")
+    (whole,) = _answers(tee, 0)
+    for place in _inside(tee):
+        stop = (tokenizer.decode(whole.ids[place - 1 : place]),)
+        (expected,), (found,) = (_answers(tee, n, stop=stop, tokenizer=tokenizer) for n in (0, 4))
+        assert found.sequence.finish_reason == "stop"
+        assert len(found.ids) <= place
+        _assert_same(found, expected)
+
+
+def _words(directory: Path) -> Tokenizer:
+    """Return a tokenizer whose every token is a word."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    words = {f"w{number:03}": number for number in range(320)}
+    raw = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w000"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)

@@ -1,0 +1,347 @@
+"""Whatever a model says, the text follows its grammar; what cannot be compiled is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Raw
+from tokenizers import decoders, models, normalizers
+
+from protocol.errors import ModelError, PromptError
+from tee_side.engine import grammar, grammar_trial
+from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, CompiledGrammar, GrammarCompiler, Kind
+from tee_side.engine.sampling import Sampler, SamplingSettings
+from tee_side.engine.tokenizer import Tokenizer
+from tests.tables import each_row
+from tsqp.cli.program import model_directory
+
+# The demo model's tokenizer has 1024 tokens: the other rows are padding.
+VOCABULARY = 1100
+EOS = {1, 4}
+CANARY = "canary-5309"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(model_directory("demo"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, VOCABULARY, EOS)
+
+
+def _random_text(
+    tokenizer: Tokenizer, compiled: CompiledGrammar, seed: int, longest: int = 400
+) -> str:
+    """Sample from random logits until the grammar is complete: a model without any sense."""
+    generator = torch.Generator().manual_seed(seed)
+    sampler = Sampler(SamplingSettings(temperature=1, seed=seed), 0, compiled.matcher())
+    ids: list[int] = []
+    ends = EOS & set(tokenizer.special_tokens.values())
+    while not ids or ids[-1] not in ends:
+        assert len(ids) < longest
+        ids.append(sampler.sample(4 * torch.randn(VOCABULARY, generator=generator), ids))
+    assert all(token_id < tokenizer.vocabulary_size for token_id in ids)
+    return b"".join(tokenizer.token_bytes(token_id) for token_id in ids[:-1]).decode()
+
+
+def _allowed(compiled: CompiledGrammar, ids: list[int]) -> list[int]:
+    matcher = compiled.matcher()
+    for token_id in ids:
+        matcher.advance(token_id)
+    return [int(i) for i in matcher.hide(torch.zeros(VOCABULARY)).isfinite().nonzero()]
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog", None]},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]?$"},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "code", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("source", [SCHEMA, json.dumps(SCHEMA)], ids=["object", "text"])
+def test_any_sample_under_a_json_schema_is_json_that_obeys_it(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, source: dict[str, Any] | str
+) -> None:
+    compiled = compiler.compile("json_schema", source)
+    for seed in range(25):
+        found = json.loads(_random_text(tokenizer, compiled, seed, longest=1000))
+        assert set(found) == set(SCHEMA["properties"])
+        assert isinstance(found["name"], str)
+        assert len(found["name"]) <= 5
+        assert type(found["age"]) is int
+        assert 0 <= found["age"] <= 150
+        assert found["kind"] in ("cat", "dog", None)
+        assert re.fullmatch("[A-Z]{2}[0-9]?", found["code"])
+        assert len(found["tags"]) <= 3
+        assert all(isinstance(tag, bool) for tag in found["tags"])
+
+
+def test_a_json_object_is_any_object_and_spaces_have_an_end(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    compiled = compiler.compile("json_object")
+    ids = tokenizer.encode('{"a": [1, {"b": null}],\n  "c": "é"}', add_special_tokens=False)
+    assert _allowed(compiled, ids) == sorted(EOS)
+    assert all(tokenizer.token_bytes(i).startswith(b"{") for i in _allowed(compiled, []))
+    space = tokenizer.encode(" ", add_special_tokens=False)
+    brace = tokenizer.encode("{", add_special_tokens=False)
+    assert space[0] in _allowed(compiled, brace + 39 * space)
+    assert space[0] not in _allowed(compiled, brace + 40 * space)
+
+
+TEXTS: list[tuple[Kind, Any, str]] = [
+    ("regex", r"[a-z]{1,8}@[a-z]{1,8}\.(com|org)", r"[a-z]{1,8}@[a-z]{1,8}\.(com|org)"),
+    ("regex", r"^[0-9]{4}-[0-9]{2}$", r"[0-9]{4}-[0-9]{2}"),
+    (
+        "grammar",
+        'start: item ("," item){0,3}\nitem: /[0-9]{1,2}/ | "x"',
+        r"([0-9]{1,2}|x)(,([0-9]{1,2}|x)){0,3}",
+    ),
+    ("choice", ["yes", "no", "yesterday", '日本 "🙂" \\n'], r'yes|no|yesterday|日本 "🙂" \\n'),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "expected"), TEXTS, ids=[t[0] for t in TEXTS])
+def test_any_sample_is_a_text_of_the_grammar(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, kind: Kind, source: Any, expected: str
+) -> None:
+    compiled = compiler.compile(kind, source)
+    found = {_random_text(tokenizer, compiled, seed) for seed in range(30)}
+    assert len(found) > 2
+    for text in found:
+        assert re.fullmatch(expected, text)
+
+
+def test_every_choice_can_be_taken(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    compiled = compiler.compile("choice", ["a", "ab", ""])
+    assert {_random_text(tokenizer, compiled, seed) for seed in range(40)} == {"a", "ab", ""}
+
+
+def test_behind_a_complete_text_only_the_end_is_allowed_however_often(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    compiled = compiler.compile("choice", ["ab"])
+    ids = tokenizer.encode("ab", add_special_tokens=False)
+    assert _allowed(compiled, ids) == sorted(EOS)
+    assert _allowed(compiled, [*ids, 4]) == sorted(EOS)
+    assert _allowed(compiled, [*ids, 4, 1, 4]) == sorted(EOS)
+
+
+def test_padded_rows_and_special_tokens_are_never_allowed(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    allowed = _allowed(compiler.compile("regex", r"(.|\n)*"), [])
+    special = set(tokenizer.special_tokens.values())
+    assert max(allowed) < tokenizer.vocabulary_size == 1024
+    assert special & set(allowed) == EOS
+
+
+def test_a_model_with_fewer_rows_than_its_tokenizer_has_tokens_has_masks_of_its_rows(
+    tokenizer: Tokenizer,
+) -> None:
+    matcher = GrammarCompiler(tokenizer, 1000, EOS).compile("choice", ["a"]).matcher()
+    assert matcher.hide(torch.zeros(1000)).isfinite().sum() == 1
+
+
+def test_scores_are_kept_as_they_are_and_the_argument_is_not_changed(
+    compiler: GrammarCompiler,
+) -> None:
+    scores = torch.arange(VOCABULARY, dtype=torch.float32)
+    hidden = compiler.compile("regex", "[a-z]+").matcher().hide(scores)
+    assert torch.equal(scores, torch.arange(VOCABULARY, dtype=torch.float32))
+    kept = hidden.isfinite()
+    assert kept.any()
+    assert torch.equal(hidden[kept], scores[kept])
+    assert (hidden[~kept] == -torch.inf).all()
+
+
+def test_samples_of_one_grammar_do_not_know_of_each_other(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    compiled = compiler.compile("choice", ["ab", "cd"])
+    first, second = compiled.matcher(), compiled.matcher()
+    beginning = second.hide(torch.zeros(VOCABULARY))
+    for token_id in tokenizer.encode("ab", add_special_tokens=False):
+        first.advance(token_id)
+        assert torch.equal(second.hide(torch.zeros(VOCABULARY)), beginning)
+    assert torch.equal(compiled.matcher().hide(torch.zeros(VOCABULARY)), beginning)
+
+
+def test_a_token_that_was_not_allowed_is_an_error(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile("choice", ["ab"], where="guided_choice").matcher()
+    with pytest.raises(PromptError, match="guided_choice: got a grammar that cannot go on"):
+        matcher.advance(9)
+    with pytest.raises(PromptError):
+        matcher.hide(torch.zeros(VOCABULARY))
+
+
+REFUSED: list[tuple[Kind, Any]] = [
+    ("json_schema", f'{{"type": "{CANARY}"}}'),
+    ("json_schema", f'{{"{CANARY}'),
+    ("json_schema", [CANARY]),
+    ("json_schema", f'"{CANARY}"'),
+    ("json_schema", {"type": "string", "pattern": f"({CANARY}"}),
+    ("json_schema", {"oneOf": [{"minProperties": 1}, {CANARY: 2}], "if": {}}),
+    ("json_schema", {"const": float("nan"), "title": CANARY}),
+    ("json_schema", "[" * 60_000 + CANARY),
+    ("json_schema", {"$ref": f"https://{CANARY}/x"}),
+    ("regex", f"({CANARY}"),
+    ("regex", f"{CANARY}\ud800"),
+    ("regex", 5309),
+    ("grammar", f'start: "a" {CANARY}'),
+    ("grammar", f"start: {'(' * 9000}{CANARY}"),
+    ("grammar", '{"grammars": [{"json_schema": {}}]}'),
+    ("choice", CANARY),
+    ("choice", []),
+    ("choice", [CANARY, 1]),
+    ("choice", 5),
+]
+
+
+@each_row(("kind", "source"), REFUSED)
+def test_what_is_malformed_or_not_supported_is_refused_and_quoted_nowhere(
+    compiler: GrammarCompiler,
+    capfd: pytest.CaptureFixture[str],
+    kind: Kind,
+    source: Any,
+) -> None:
+    with pytest.raises(PromptError) as caught:
+        compiler.compile(kind, source, where="response_format.json_schema")
+    assert caught.value.where == "response_format.json_schema"
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+    assert "".join(capfd.readouterr()) == ""
+
+
+@each_row(
+    ("kind", "source"),
+    [
+        ("regex", "a" * (MAX_GRAMMAR_BYTES + 1)),
+        ("grammar", 'start: "' + "é" * (MAX_GRAMMAR_BYTES // 2) + '"'),
+        ("choice", ["a" * 1000] * 66),
+        ("json_schema", {"title": "a" * MAX_GRAMMAR_BYTES}),
+    ],
+)
+def test_what_is_too_long_is_refused_with_its_size(
+    compiler: GrammarCompiler, kind: Kind, source: Any
+) -> None:
+    with pytest.raises(PromptError, match=r"of \d{5} bytes, expected at most 65536"):
+        compiler.compile(kind, source)
+
+
+# Of the size of a page, and minutes or gigabytes of work to the library.
+BOMBS: list[tuple[Kind, Any]] = [
+    (
+        "json_schema",
+        {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(1, 60)]},
+    ),
+    (
+        "grammar",
+        "start: R0\n" + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(2500)) + 'R2500: "a"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "source"), BOMBS, ids=["patterns", "terminals"])
+def test_what_costs_more_than_its_size_says_ends_in_a_process_of_its_own(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, kind: Kind, source: Any
+) -> None:
+    """Were it compiled here, this test would not end."""
+    monkeypatch.setattr(
+        grammar_trial, "compiled", lambda *_: pytest.fail("compiled in this process")
+    )
+    with pytest.raises(PromptError, match="that is not compiled"):
+        compiler.compile(kind, source)
+
+
+@each_row(
+    ("kind", "source", "tried"),
+    [
+        ("regex", "a", True),
+        ("grammar", 'start: "a"', True),
+        ("json_schema", {"properties": {"a": {"type": "string", "pattern": "a"}}}, True),
+        ("json_schema", {"type": "object", "patternProperties": {"a": {}}}, True),
+        ("json_schema", '{"type": "integer", "multiple\\u004ff": 1000003}', True),
+        ("json_schema", {"x-guidance": {"whitespace_pattern": "a"}}, True),
+        ("json_schema", {"type": "object", "properties": {"a": {"type": "string"}}}, False),
+        ("json_object", "", False),
+        ("choice", ["a"], False),
+    ],
+)
+def test_what_may_cost_more_than_its_size_says_is_tried_in_a_process_of_its_own(
+    compiler: GrammarCompiler, kind: Kind, source: Any, tried: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar, "_is_affordable", lambda _grammar: False)
+        if tried:
+            with pytest.raises(PromptError, match="that is not compiled"):
+                compiler.compile(kind, source)
+        else:
+            compiler.compile(kind, source)
+
+
+def test_a_text_that_makes_the_next_mask_too_costly_ends_with_an_error(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    costly = compiler.compile("regex", "[a-z]{3}((([a-z ]{1,1000}){1000}){1000}){1000}")
+    with pytest.raises(PromptError, match="got a grammar that cannot go on"):
+        _random_text(tokenizer, costly, 0)
+
+
+def test_a_schema_that_nothing_can_follow_is_refused_at_once(compiler: GrammarCompiler) -> None:
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    with pytest.raises(PromptError, match="a json_schema that is not compiled"):
+        compiler.compile("json_schema", endless)
+
+
+def test_a_model_without_an_end_or_with_another_tokenizer_cannot_have_grammars(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="EOS"):
+        GrammarCompiler(tokenizer, VOCABULARY, ()).compile("choice", ["a"])
+    Raw(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelError, match="tokenizer: got"):
+        GrammarCompiler(Tokenizer(tmp_path), 10, {0}).compile("choice", ["a"])
+
+
+def test_sentencepiece_tokens_with_their_bytes_follow_a_grammar(tmp_path: Path) -> None:
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "é"]
+    raw = Raw(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("▁", "a")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    raw.add_special_tokens(["<unk>", "</s>"])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    compiled = GrammarCompiler(tokenizer, VOCABULARY, {1}).compile("regex", "(é a|日){3}")
+    for seed in range(20):
+        assert re.fullmatch("(é a|日){3}", _random_text(tokenizer, compiled, seed))
+
+
+def test_the_library_is_imported_with_the_first_grammar_and_not_before() -> None:
+    code = "import sys, tee_side.engine.grammar; sys.exit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
