@@ -139,7 +139,6 @@ def one_for_each(
 
 def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> bytes:
     text, status = read_text(path, MAX_KEY_FILE_BYTES, check)
-    mode = stat.S_IMODE(status.st_mode)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
     lines = text.split("\n")
@@ -147,13 +146,7 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> byt
     if lines[0] == other:
         got = f"a {'public' if secret else 'secret'} key"
         raise KeyFileError(str(path), got=got, expected=wants)
-    if secret and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise KeyFileError(
-            str(path),
-            got=f"mode {mode:04o}",
-            expected=f"{SECRET_MODE:04o}: for its owner alone (chmod 600)",
-        )
-    require_only_we_write(path, status)
+    (require_only_we_read if secret else require_only_we_write)(path, status)
     if lines[0] != wanted:
         got = "another first line" if text else "an empty file"
         raise KeyFileError(str(path), got=got, expected=f"{wants}, {wanted!r} in its first line")
@@ -161,6 +154,15 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> byt
         got = f"{len(lines) - 1} lines after the first"
         raise KeyFileError(str(path), got=got, expected=f"one: {_A_KEY}")
     return checked_key(lines[1], f"{path}: line 2")
+
+
+def require_only_we_read(path: Path, status: os.stat_result) -> None:
+    """Refuse a secret that group or others may use at all. Raises as `require_only_we_write`."""
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        got = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        wants = f"{SECRET_MODE:04o}: for its owner alone (chmod 600)"
+        raise KeyFileError(str(path), got=got, expected=wants)
+    require_only_we_write(path, status)
 
 
 def require_only_we_write(path: Path, status: os.stat_result) -> None:

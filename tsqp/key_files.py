@@ -29,9 +29,9 @@ def new_key_pair(name: Path) -> tuple[Path, Path, str]:
     public, secret = (key.decode() for key in zmq.curve_keypair())
     secret_path = name.with_name(f"{name.name}.key")
     public_path = name.with_name(f"{name.name}.pub")
-    _write_new(secret_path, f"{SECRET_HEADER}\n{secret}\n", SECRET_MODE)
+    write_new(secret_path, f"{SECRET_HEADER}\n{secret}\n", SECRET_MODE)
     try:
-        _write_new(public_path, f"{PUBLIC_HEADER}\n{public}\n", 0o644)
+        write_new(public_path, f"{PUBLIC_HEADER}\n{public}\n", 0o644)
     except BaseException:
         secret_path.unlink()
         raise
@@ -46,7 +46,8 @@ def public_key_of(path: Path) -> bytes:
     return read_public_key(path)
 
 
-def _write_new(path: Path, text: str, mode: int) -> None:
+def write_new(path: Path, text: str, mode: int) -> None:
+    """Write a new file, or leave nothing after a failure. Raises KeyFileError."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except OSError as error:

@@ -24,12 +24,17 @@ from tsqp.extras import needing
 
 _EXTRA = "the extra demo: pip install '.[demo]'"
 _NAMED_SO = (
-    *("bench", "calibrate", "doctor", "explain", "health", "keys"),
+    *("audit", "bench", "calibrate", "doctor", "explain", "health", "keys"),
     *("leak", "manifest", "plan", "provision"),
 )
 # Commands that make keys, or read a text that may be private.
-_WITH_SECRETS = {"calibrate", "keys", "provision"}
-_MODULES = {"policies": "catalogue", "masks": "catalogue", **{name: name for name in _NAMED_SO}}
+_WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "provision"}
+_MODULES = {
+    "policies": "catalogue",
+    "masks": "catalogue",
+    "api-key": "api_key",
+    **{name: name for name in _NAMED_SO},
+}
 
 
 @click.group("tsqp", cls=Commands, modules=_MODULES, context_settings=CONTEXT)

@@ -64,8 +64,8 @@ class Commands(click.Group):
         """Return a command, or None."""
         if (module := self._modules.get(cmd_name)) is None:
             return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(import_module(f"tsqp.cli.{module}"), cmd_name)
-        return command
+        found = import_module(f"tsqp.cli.{module}")
+        return cast("click.Command", getattr(found, cmd_name.replace("-", "_")))
 
 
 class Model(click.types.StringParamType):

@@ -13,7 +13,7 @@ from tsqp.cli.settings import CONTEXT, Commands, config_option, version_option
 @click.group(
     "tee-runner",
     cls=Commands,
-    modules={"generate": "generate", "chat": "chat", "pads": "pads"},
+    modules={"generate": "generate", "chat": "chat", "pads": "pads", "serve": "serve"},
     context_settings=CONTEXT,
 )
 @config_option

@@ -44,4 +44,4 @@ def test_the_readme_is_a_page_and_the_documentation_says_each_thing_once() -> No
         return len(page.read_text(encoding="utf-8").splitlines())
 
     assert lines(ROOT / "README.md") <= 150
-    assert sum(lines(page) for page in PAGES if page.is_relative_to(ROOT / "docs")) <= 2800
+    assert sum(lines(page) for page in PAGES if page.is_relative_to(ROOT / "docs")) <= 3000

@@ -1,0 +1,1 @@
+"""The server: HTTP, and what surrounds a request of it."""

@@ -1,0 +1,225 @@
+"""Answers of text, streamed or whole, of completions and chats alike.
+
+JSON is put together from pieces that are rendered once: a stream has hundreds of tokens a second,
+and a model of pydantic for each would cost more than the token.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from tee_side.engine.request import Delivery, FinishReason, Logprob, PromptRead, Request
+from tee_side.serve.serving import Counts, ServedModel
+from tee_side.serve.texts import SampleText, offsets
+from tee_side.serve.token_names import TokenNames
+
+# Log-probabilities of one token, as pieces of JSON.
+Entry: TypeAlias = tuple[str, ...]
+_FINISH: dict[FinishReason | None, str] = {None: "null", "stop": '"stop"', "length": '"length"'}
+
+
+class Form(Protocol):
+    """How an endpoint writes what all of them have. Everything is JSON; `logprobs` may be null."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def entry(
+        self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
+    ) -> Entry:
+        """Write a token's; None for the first token of a prompt, which has none."""
+        ...
+
+    def logprobs(self, entries: Sequence[Entry]) -> str:
+        """Write those of several tokens."""
+        ...
+
+    def opening(self) -> str | None:
+        """Write the delta that a stream's choice begins with, behind its index."""
+        ...
+
+    def delta(self, text: str) -> str:
+        """Write the text of a chunk's choice, behind its index."""
+        ...
+
+    def whole(self, text: str) -> str:
+        """Write the text of a whole choice, behind its index."""
+        ...
+
+
+@dataclass(slots=True)
+class _Choice:
+    """`written`, `entries`: of the whole so far; a stream does not collect them."""
+
+    index: int
+    text: SampleText
+    finish: FinishReason | None = None
+    written: list[str] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+
+class WholeAnswer:
+    """Collects the choices, and writes one JSON object at the end.
+
+    `requests`: one a prompt; choices are numbered prompt by prompt. `echo`: what each choice begins
+    with, by prompt.
+    """
+
+    content_type = "application/json"
+
+    def __init__(
+        self,
+        form: Form,
+        model: ServedModel,
+        requests: Sequence[Request],
+        echo: Sequence[str] | None = None,
+    ) -> None:
+        self._form, self._model, self._requests, self._echo = form, model, requests, echo
+        ends = model.config.eos_token_ids
+        count = 0
+        self._choices: list[list[_Choice]] = []
+        for prompt, request in enumerate(requests):
+            stop_ids = ends if request.stop_ids is None else request.stop_ids
+            begun = 0 if echo is None else len(echo[prompt])
+            texts = (
+                SampleText(model.tokenizer, request.stop, stop_ids, begun)
+                for _ in range(request.samples)
+            )
+            self._choices.append([_Choice(count + at, text) for at, text in enumerate(texts)])
+            count += request.samples
+
+    def add(self, prompt: int, delivery: Delivery) -> str:
+        """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
+        return "".join(self._pieces(prompt, delivery))
+
+    def finish(self, counts: Counts) -> str:
+        """Return the end of the answer."""
+        choices = ",".join(
+            self._written(c, self._form.whole("".join(c.written)), c.entries, c.finish)
+            for choices in self._choices
+            for c in choices
+        )
+        begin = head(self._form.id_prefix, self._form.whole_object, self._model)
+        return f'{begin}"choices":[{choices}],"usage":{usage(counts)}}}'
+
+    def _pieces(self, prompt: int, delivery: Delivery) -> Iterator[str]:
+        choices, form, names = self._choices[prompt], self._form, self._model.names
+        if delivery.prompt is not None:
+            yield from self._begin(prompt, delivery.prompt)
+        for token in delivery.tokens:
+            choice, entries = choices[token.sample], list[Entry]()
+            if (logprob := token.logprob) is not None:
+                entries = [form.entry(names, token.token_id, logprob, choice.text.offset)]
+            choice.finish = token.finish_reason
+            yield self._write(choice, choice.text.feed(token), entries, token.finish_reason)
+        if delivery.ended:
+            # Where a prompt was read only.
+            for choice in choices:
+                if choice.finish is None:
+                    choice.finish = "length"
+                    yield self._write(choice, "", (), choice.finish)
+
+    def _begin(self, prompt: int, read: PromptRead) -> Iterator[str]:
+        """Write what stands in front of the first token."""
+        for choice in self._choices[prompt]:
+            yield self._open(choice)
+        if self._echo is None:
+            return
+        form, names, request = self._form, self._model.names, self._requests[prompt]
+        entries: list[Entry] = []
+        if request.prompt_logprobs is not None:
+            ids = request.prompt_ids
+            places = offsets(self._model.tokenizer, ids)
+            found = (None, *read.logprobs)
+            rows = zip(ids, found, places, strict=True)
+            entries = [form.entry(names, *row) for row in rows]
+        for choice in self._choices[prompt]:
+            yield self._write(choice, self._echo[prompt], entries, None)
+
+    def _written(
+        self, choice: _Choice, content: str, entries: Sequence[Entry], finish: FinishReason | None
+    ) -> str:
+        logprobs = self._form.logprobs(entries) if entries else "null"
+        return (
+            f'{{"index":{choice.index},{content},"logprobs":{logprobs},'
+            f'"finish_reason":{_FINISH[finish]}}}'
+        )
+
+    def _open(self, choice: _Choice) -> str:
+        return ""
+
+    def _write(
+        self, choice: _Choice, text: str, entries: Sequence[Entry], finish: FinishReason | None
+    ) -> str:
+        choice.written.append(text)
+        choice.entries.extend(entries)
+        return ""
+
+
+class StreamedAnswer(WholeAnswer):
+    """Writes an event for each token. `with_usage`: and one for the counts, at the end."""
+
+    content_type = "text/event-stream"
+
+    def __init__(
+        self,
+        form: Form,
+        model: ServedModel,
+        requests: Sequence[Request],
+        echo: Sequence[str] | None = None,
+        *,
+        with_usage: bool = False,
+    ) -> None:
+        super().__init__(form, model, requests, echo)
+        self._with_usage = with_usage
+        self._head = f"data: {head(form.id_prefix, form.chunk_object, model)}"
+        self._tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
+
+    def finish(self, counts: Counts) -> str:
+        """Return the end of the answer."""
+        last = f'{self._head}"choices":[],"usage":{usage(counts)}}}\n\n'
+        return f"{last if self._with_usage else ''}data: [DONE]\n\n"
+
+    def _open(self, choice: _Choice) -> str:
+        opening = self._form.opening()
+        return "" if opening is None else self._event(choice, opening, (), None)
+
+    def _write(
+        self, choice: _Choice, text: str, entries: Sequence[Entry], finish: FinishReason | None
+    ) -> str:
+        return self._event(choice, self._form.delta(text), entries, finish)
+
+    def _event(
+        self, choice: _Choice, content: str, entries: Sequence[Entry], finish: FinishReason | None
+    ) -> str:
+        written = self._written(choice, content, entries, finish)
+        return f'{self._head}"choices":[{written}]{self._tail}'
+
+
+def head(id_prefix: str, kind: str, model: ServedModel) -> str:
+    """Return the beginning of a JSON object, with a new id."""
+    fields = {
+        "id": f"{id_prefix}{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model.name,
+        "system_fingerprint": model.system_fingerprint,
+    }
+    return f"{json.dumps(fields, separators=(',', ':'))[:-1]},"
+
+
+def usage(counts: Counts) -> str:
+    """Write the counts of an answer."""
+    fields = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+    }
+    return json.dumps(fields, separators=(",", ":"))

@@ -1,0 +1,171 @@
+"""The web application: its paths, who may use them, and what holds for every request."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute, APIRouter
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tee_side.serve.chat import chat_completions
+from tee_side.serve.completions import completions
+from tee_side.serve.embeddings import embeddings
+from tee_side.serve.errors import ApiError, ErrorBody, answer_errors
+from tee_side.serve.exchange import require_ready
+from tee_side.serve.prompts import require_model
+from tee_side.serve.serving import ServedModel, Serving, serving_of
+from tee_side.serve.tokens import detokenize, tokenize, tokenizer_info
+
+log = logging.getLogger("tee_side")
+
+# Of a context of 131,072 tokens as ids it is a tenth.
+DEFAULT_MAX_BODY_BYTES = 8 * 2**20
+_SSE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Error"}}
+_TELEMETRY = ("tracing", "metrics", "logs", "operation_spans", "auto_configure")
+
+
+class Guarded(APIRoute):
+    """A path for those that `authorise` lets in; it is asked before the body is read."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler with the question in front of it."""
+        handler = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            request.state.owner = serving_of(request).authorise(request)
+            return await handler(request)
+
+        return guarded
+
+
+class Bounds:
+    """Bounds bodies, and ends what fails unforeseen without a word of the request in the log."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._most = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length, read, started = Headers(scope=scope).get("content-length", ""), 0, False
+        too_large = ApiError(413, f"a body may have {self._most} bytes", code="body_too_large")
+
+        async def bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._most:
+                raise too_large
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        if length.isdigit() and (len(length) > 18 or int(length) > self._most):
+            await too_large.response()(scope, receive, send)
+            return
+        try:
+            await self._app(scope, bounded, noted)
+        except Exception as error:  # noqa: BLE001 - whose message may hold the prompt
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            fields = {"error": type(error).__name__, "at": f"{frame.filename}:{frame.lineno}"}
+            log.error("request_failed", extra={"fields": fields})
+            if not started:
+                await ApiError(500, "internal error").response()(scope, receive, send)
+
+
+def create_app(
+    serving: Serving,
+    *,
+    allow_origins: Sequence[str] = (),
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+) -> FastAPI:
+    """Return the application. `allow_origins`: of web pages that may use it ("*" for all)."""
+    app = FastAPI(
+        title="tee-runner",
+        version=serving.version,
+        # Their pages load scripts of a third party.
+        docs_url=None,
+        redoc_url=None,
+        # Spans would hold what it must not let out, if a library switched them on.
+        telemetry=dict.fromkeys(_TELEMETRY, False),  # type: ignore[arg-type]
+    )
+    app.state.serving = serving
+    answer_errors(app)
+    app.add_middleware(Bounds, max_body_bytes=max_body_bytes)
+    if allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    guarded = APIRouter(route_class=Guarded, responses=_ERRORS)
+    for method, path, endpoint, responses in _GUARDED:
+        guarded.add_api_route(path, endpoint, methods=[method], responses=responses)
+    app.include_router(guarded)
+    app.add_api_route("/health", health, methods=["GET"], responses=_ERRORS)
+    app.add_api_route("/version", version, methods=["GET"])
+    return app
+
+
+async def models(request: Request) -> dict[str, Any]:
+    """List the one model that is served."""
+    return {"object": "list", "data": [_described(serving_of(request).model)]}
+
+
+async def model_of(name: str, request: Request) -> dict[str, Any]:
+    """Describe the model of a name."""
+    model = serving_of(request).model
+    require_model(model, name)
+    return _described(model)
+
+
+async def health(request: Request) -> dict[str, str]:
+    """Say that a token could be made; 503 else."""
+    require_ready(serving_of(request))
+    return {"status": "ok"}
+
+
+async def version(request: Request) -> dict[str, str]:
+    """Name the version."""
+    return {"version": serving_of(request).version}
+
+
+def _described(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tsqp",
+        "max_model_len": model.max_model_len,
+        "policy": model.policy,
+        "system_fingerprint": model.system_fingerprint,
+    }
+
+
+_GUARDED: tuple[tuple[str, str, Callable[..., Any], dict[int | str, dict[str, Any]]], ...] = (
+    ("POST", "/v1/completions", completions, _SSE),
+    ("POST", "/v1/chat/completions", chat_completions, _SSE),
+    ("POST", "/v1/embeddings", embeddings, {}),
+    ("POST", "/tokenize", tokenize, {}),
+    ("POST", "/detokenize", detokenize, {}),
+    ("GET", "/tokenizer_info", tokenizer_info, {}),
+    ("GET", "/v1/models", models, {}),
+    ("GET", "/v1/models/{name:path}", model_of, {}),
+)

@@ -1,0 +1,310 @@
+"""The audit log: who was served when, how much and with which outcome, sealed against the host.
+
+A record is a map of short fields, never of text of a prompt or an answer. The file:
+
+    FILE      segment ...                 one of each run of the program
+    segment   magic | salt (32) | chunk ...
+    chunk     length (4, big endian) | AES-256-GCM of one record (msgpack), tag at the end
+
+- The key of a segment comes from the log's key and the salt by HKDF-SHA256; nonces count from 0.
+- `chain` is SHA-256 of itself and the next bytes of the file, salts and chunks alike. Each chunk is
+  bound to the chain before it (as associated data), so a chunk that is changed, removed, repeated,
+  moved or put in from another log is noticed, by it or by the one that follows.
+- What a crash left of the last write is a torn tail: it is told apart, and cut off by the next run,
+  which records that.
+
+The host can cut whole records off the end, or put an old copy back: the file alone does not show
+it. `records` and `chain` do, compared with values that were noted elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import msgpack
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from protocol.curve import SECRET_MODE, read_text, require_only_we_read
+from protocol.errors import InputError, KeyFileError
+from tee_side.protect.randomness import KEY_BYTES, derive_key
+
+Field = str | int | float | bytes | None
+
+KEY_LINE = "tsqp-audit-key 1 "
+_KEY = re.compile(f"{KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n?")
+_MAGIC = b"TSQPAUD1"
+_HEADER_BYTES = len(_MAGIC) + 32
+_LENGTH_BYTES = 4
+_TAG_BYTES = 16
+# No length looks like the magic bytes.
+_MAX_CHUNK_BYTES = 2**16
+# Kept while the disk takes nothing: some thousand records.
+_MAX_PENDING_BYTES = 2**20
+_SYNC_EVERY_S = 1.0
+
+
+class AuditLogError(InputError):
+    """An audit log that cannot be opened, is in use, is none, or was changed."""
+
+
+class AuditLog:
+    """Writes a log, of one thread; a new file, or behind what there is.
+
+    `clock`: monotonic seconds, for `sync`. `utc`: the time of a record. `errors`: how often the
+    disk refused; the records are kept for the next try. `lost`: records for which there was no
+    room; one that follows says how many. Raises AuditLogError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        key: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        utc: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._clock, self._utc = clock, utc
+        self._file = _open_locked(path)
+        try:
+            reader = AuditReader(self._file, key, str(path))
+            for _ in reader:
+                pass
+            if reader.torn_bytes:
+                os.ftruncate(self._file.fileno(), reader.end)
+        except OSError as error:
+            self._file.close()
+            raise _refused(path, error) from None
+        except BaseException:
+            self._file.close()
+            raise
+        self.records, self.chain = reader.records, reader.chain
+        self.errors = self.lost = self._lost_untold = 0
+        # Sealed and not on the disk yet. A nonce is used once, whatever becomes of a write.
+        self._pending = bytearray()
+        self._end = reader.end
+        self._synced_s, self._dirty = clock(), False
+        self._salt = os.urandom(32)
+        self._cipher, self._nonce = _cipher(key, self._salt), 0
+        if reader.torn_bytes:
+            self.record("torn", bytes=reader.torn_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def record(self, kind: str, **fields: Field) -> None:
+        """Seal a record and append it; it is in the file unless `errors` has grown.
+
+        It gets the `kind`, the `time` and these fields, below 64 KiB together (ValueError).
+        """
+        told, self._lost_untold = self._lost_untold, 0
+        if told and not self._seal("lost", {"records": told}):
+            self._lost_untold = told
+        if self._lost_untold or not self._seal(kind, fields):
+            self.lost += 1
+            self._lost_untold += 1
+        self._write()
+
+    def sync(self) -> None:
+        """Bring the file to the disk where the last time is a second ago and there is more.
+
+        Takes as long as the disk does. It may run on a thread of its own while records are made.
+        """
+        now_s = self._clock()
+        if self._dirty and now_s - self._synced_s >= _SYNC_EVERY_S:
+            self._synced_s = now_s
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, bring it to the disk, close the file; the second time: nothing."""
+        if not self._file.closed:
+            self._write()
+            self._flush()
+            self._file.close()
+
+    def _seal(self, kind: str, fields: dict[str, Field]) -> bool:
+        stamp = self._utc().isoformat(timespec="milliseconds")
+        packed: bytes = msgpack.packb({"kind": kind, "time": stamp} | fields)
+        length = len(packed) + _TAG_BYTES
+        if length > _MAX_CHUNK_BYTES:
+            raise ValueError(f"audit log: got {length} bytes, expected {_MAX_CHUNK_BYTES} at most")
+        if len(self._pending) + length > _MAX_PENDING_BYTES:
+            self._write()
+        if len(self._pending) + length > _MAX_PENDING_BYTES:
+            return False
+        if self._nonce == 0:
+            self._append(_MAGIC + self._salt)
+        sealed = self._cipher.encrypt(self._nonce.to_bytes(12), packed, self.chain)
+        self._nonce += 1
+        self.records += 1
+        self._append(length.to_bytes(_LENGTH_BYTES) + sealed)
+        return True
+
+    def _append(self, content: bytes) -> None:
+        self._pending += content
+        self.chain = _next(self.chain, content)
+
+    def _write(self) -> None:
+        try:
+            while self._pending:
+                written = os.pwrite(self._file.fileno(), self._pending, self._end)
+                # What a full disk took of a record stays: the rest follows behind it.
+                self._end += written
+                del self._pending[:written]
+                self._dirty = True
+        except OSError:
+            self.errors += 1
+
+    def _flush(self) -> None:
+        self._dirty = False
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._dirty = True
+            self.errors += 1
+
+
+class AuditReader:
+    """Iterates over the records of a log, each checked before it is given; of one pass.
+
+    Afterwards `records` and `chain` are those of the whole file, `end` is where its last whole
+    record ends, and `torn_bytes` what follows, left by a write that a crash ended. Raises
+    AuditLogError where the log was changed, and OSError.
+    """
+
+    def __init__(self, file: BinaryIO, key: bytes, where: str) -> None:
+        self._file, self._key, self._where = file, key, where
+        self.records = self.end = self.torn_bytes = 0
+        self.chain = bytes(32)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Return the records, the oldest first."""
+        chain, cipher, nonce, start = self.chain, None, 0, 0
+        while head := self._file.read(_LENGTH_BYTES):
+            if head == _MAGIC[:_LENGTH_BYTES]:
+                head += self._file.read(_HEADER_BYTES - len(head))
+                whole = len(head) == _HEADER_BYTES
+                if not whole or not head.startswith(_MAGIC):
+                    return self._stop(start, head, torn=not whole)
+                cipher, nonce = _cipher(self._key, head[len(_MAGIC) :]), 0
+                chain, start = _next(chain, head), start + _HEADER_BYTES
+                continue
+            length = int.from_bytes(head)
+            if length > _MAX_CHUNK_BYTES or cipher is None:
+                return self._stop(start, head, torn=len(head) < _LENGTH_BYTES)
+            sealed = self._file.read(length)
+            if len(sealed) < length:
+                return self._stop(start, head + sealed, torn=True)
+            try:
+                packed = cipher.decrypt(nonce.to_bytes(12), sealed, chain)
+            except (InvalidTag, ValueError):
+                return self._stop(start, head + sealed, torn=False)
+            record = msgpack.unpackb(packed)
+            nonce += 1
+            chain, start = _next(chain, head + sealed), start + len(head) + length
+            self.records, self.chain, self.end = self.records + 1, chain, start
+            yield record
+        self.torn_bytes = start - self.end
+        return None
+
+    def _stop(self, start: int, content: bytes, *, torn: bool) -> None:
+        """End at what is no whole record. `torn`: the file ends in it. Raises AuditLogError."""
+        rest = content + self._file.read()
+        # After a loss of power, blocks that were not written read as zeros.
+        if torn or len(rest.rstrip(b"\0")) < len(content):
+            self.torn_bytes = start - self.end + len(rest)
+            return
+        raise AuditLogError(
+            f"{self._where}: record {self.records + 1}, at byte {start}",
+            got="other bytes than were written there",
+            expected="the log as it was written, and its key",
+        )
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log to read. Raises AuditLogError."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise _refused(path, error) from None
+
+
+def encode_key(key: bytes) -> str:
+    """Return the content of a key file."""
+    return f"{KEY_LINE}{key.hex()}\n"
+
+
+def read_key(path: Path) -> bytes:
+    """Read a key file, which is for its owner alone. Raises KeyFileError."""
+    text, status = read_text(path, len(KEY_LINE) + 2 * KEY_BYTES + 1)
+    require_only_we_read(path, status)
+    return _parse_key(text, str(path))
+
+
+def read_key_from(descriptor: int) -> bytes:
+    """Read a key from an open descriptor, such as a pipe, to its end, and close it.
+
+    Raises KeyFileError.
+    """
+    where = f"descriptor {descriptor}"
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            return _parse_key(file.read(1024).decode("ascii", "replace"), where)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise KeyFileError(where, got=got, expected="an open one with a key") from None
+
+
+def _parse_key(text: str, where: str) -> bytes:
+    if (found := _KEY.fullmatch(text)) is None:
+        # Never quoted: it may be the key.
+        raise KeyFileError(where, got="another content", expected="a key of tsqp audit new-key")
+    return bytes.fromhex(found[1])
+
+
+def _cipher(key: bytes, salt: bytes) -> AESGCM:
+    return AESGCM(derive_key(key, b"tsqp audit segment", salt))
+
+
+def _next(chain: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(chain + content).digest()
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Open a log to write, for this process alone."""
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.fdopen(os.open(path, flags, SECRET_MODE), "r+b")
+    except OSError as error:
+        raise _refused(path, error) from None
+    try:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise AuditLogError(str(path), got="no regular file", expected="an audit log")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno == errno.EWOULDBLOCK:
+            got = "a log that another process writes"
+            raise AuditLogError(str(path), got=got, expected="one of its own") from None
+        raise _refused(path, error) from None
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _refused(path: Path, error: OSError) -> AuditLogError:
+    got = error.strerror or type(error).__name__
+    return AuditLogError(str(path), got=got, expected="an audit log")

@@ -1,0 +1,195 @@
+"""One HTTP request of the model: from its admission to the last byte, or the client's leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import TsqpError
+from tee_side.engine.background import Ticket
+from tee_side.engine.request import Delivery, Request
+from tee_side.serve.errors import ApiError, of_engine
+from tee_side.serve.serving import Counts, Serving
+
+
+class Answer(Protocol):
+    """Writes what the engine delivers."""
+
+    content_type: str
+
+    def add(self, prompt: int, delivery: Delivery) -> str:
+        """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
+        ...
+
+    def finish(self, counts: Counts) -> str:
+        """Return the end of the answer."""
+        ...
+
+
+class Exchange(Response):
+    """A response that asks the engine when it is sent.
+
+    The status is sent with the first bytes of the answer: what goes wrong before them is an HTTP
+    error, and later an event of the stream, its last one. When the client closes the connection,
+    its requests are cancelled at once.
+    """
+
+    def __init__(
+        self, serving: Serving, owner: str, requests: Sequence[Request], answer: Answer
+    ) -> None:
+        super().__init__()
+        self._serving, self._owner = serving, owner
+        self._requests, self._answer = requests, answer
+        self._open: dict[int, Ticket] = {}
+        self._arrived: list[tuple[int, Delivery]] = []
+        self._news = asyncio.Event()
+        self._left = asyncio.Event()
+        self._started = False
+        self._outcome = "cancelled"
+        self._watched = serving.watch.request()
+        self._next_s = 0.0
+        self._counts = Counts(sum(len(request.prompt_ids) for request in requests))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. Raises ApiError as long as nothing was sent."""
+        require_ready(self._serving)
+        most = sum(request.samples * request.max_new_tokens for request in self._requests)
+        try:
+            self._watched.begin(self._owner, self._counts.prompt, most)
+        except TsqpError as error:
+            raise of_engine(error) from None
+        leaving = asyncio.ensure_future(_leaving(receive))
+        leaving.add_done_callback(self._leave)
+        try:
+            await self._run(send)
+        except Exception as error:
+            cause = error.__cause__ or error
+            self._outcome = type(cause).__name__
+            raise
+        finally:
+            leaving.remove_done_callback(self._leave)
+            leaving.cancel()
+            self._cancel()
+            self._watched.end(self._outcome, self._counts.prompt, self._counts.completion)
+
+    async def _run(self, send: Send) -> None:
+        try:
+            for prompt, request in enumerate(self._requests):
+                deliver = partial(self._deliver, prompt)
+                self._open[prompt] = self._serving.engine.submit(request, deliver)
+            outcome = "stop"
+            while self._open:
+                await self._news.wait()
+                arrived = await self._due()
+                if self._left.is_set():
+                    return
+                if any(token.finish_reason == "length" for _, d in arrived for token in d.tokens):
+                    outcome = "length"
+                if text := "".join([await self._take(*one) for one in arrived]):
+                    await self._send(send, text, more=True)
+            await self._tick()
+            text = self._answer.finish(self._counts.rounded(self._serving.round_usage))
+        except TsqpError as error:
+            refused = of_engine(error)
+            if not self._started:
+                raise refused from error
+            text, outcome = f"data: {refused.body}\n\n", type(error).__name__
+        if self._left.is_set():
+            return
+        # Settled before the last byte: a client that has all may leave.
+        self._outcome = outcome
+        await self._send(send, text, more=False)
+
+    def _deliver(self, prompt: int, delivery: Delivery) -> None:
+        self._arrived += [(prompt, one) for one in self._paced(delivery)]
+        self._news.set()
+
+    def _paced(self, delivery: Delivery) -> list[Delivery]:
+        """Return a delivery for each token, where they are sent on a clock of their own."""
+        tokens = delivery.tokens
+        if not self._serving.tempo_s or len(tokens) < 2:
+            return [delivery]
+        parts = [Delivery((token,)) for token in tokens]
+        parts[0] = replace(parts[0], prompt=delivery.prompt)
+        parts[-1] = replace(parts[-1], error=delivery.error, ended=delivery.ended)
+        return parts
+
+    async def _due(self) -> list[tuple[int, Delivery]]:
+        """Return what is to be sent now: all that has arrived, or the next at the clock's tick."""
+        await self._tick()
+        due = len(self._arrived) if not self._serving.tempo_s else 1
+        arrived, self._arrived = self._arrived[:due], self._arrived[due:]
+        if not self._arrived:
+            self._news.clear()
+        return arrived
+
+    async def _tick(self) -> None:
+        """Wait for the answer's clock, whose ticks do not depend on what arrives when."""
+        tempo_s, now_s = self._serving.tempo_s, asyncio.get_running_loop().time()
+        if not tempo_s:
+            return
+        behind_s = now_s - self._next_s if self._next_s else 0.0
+        self._next_s = (self._next_s or now_s) + (behind_s // tempo_s + 1) * tempo_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._left.wait(), self._next_s - now_s)
+
+    async def _take(self, prompt: int, delivery: Delivery) -> str:
+        """Count what was delivered, and return what is to be sent of it."""
+        if delivery.error is not None:
+            raise delivery.error
+        if delivery.ended:
+            self._open.pop(prompt, None)
+        if delivery.prompt is not None:
+            self._counts.cached += delivery.prompt.reused_tokens
+        self._watched.token(len(delivery.tokens))
+        self._counts.completion += len(delivery.tokens)
+        read = delivery.prompt
+        if read is not None and (read.logprobs or read.pooled_D is not None):
+            # Of a long prompt, this takes as long as many tokens of others.
+            return await asyncio.to_thread(self._answer.add, prompt, delivery)
+        return self._answer.add(prompt, delivery)
+
+    async def _send(self, send: Send, text: str, *, more: bool) -> None:
+        body = text.encode()
+        if not self._started:
+            self._started = True
+            fields = {"content-type": self._answer.content_type, **self._watched.headers()}
+            fields |= {"cache-control": "no-cache"} if more else {"content-length": str(len(body))}
+            headers = _encoded(fields.items())
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _leave(self, _leaving: asyncio.Future[None]) -> None:
+        self._left.set()
+        self._cancel()
+        self._news.set()
+
+    def _cancel(self) -> None:
+        for ticket in self._open.values():
+            self._serving.engine.cancel(ticket)
+        self._open = {}
+
+
+def require_ready(serving: Serving) -> None:
+    """Raise ApiError (503) unless the engine could make a token."""
+    state = serving.engine.state
+    if state == "starting":
+        raise ApiError(503, "the model is being loaded", code=state, headers={"retry-after": "5"})
+    if state == "failed":
+        raise ApiError(503, "the engine has failed", code=state)
+
+
+async def _leaving(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _encoded(fields: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), text.encode("latin-1")) for name, text in fields]

@@ -1,0 +1,146 @@
+"""What completions and chats ask of the engine: settings, limits, grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import TsqpError
+from tee_side.engine.request import Grammar, Request
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.serve.answers import Form, StreamedAnswer, WholeAnswer
+from tee_side.serve.errors import of_engine, wrong
+from tee_side.serve.exchange import Exchange
+from tee_side.serve.prompts import require_room
+from tee_side.serve.schema import Generating
+from tee_side.serve.serving import GrammarKind, ServedModel, Serving
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What an endpoint wants beside the common fields.
+
+    `param`: the field that the prompts came from. `max_tokens`: of each sample. `logprobs`: of new
+    tokens, with so many of the likeliest; `echo`: what each prompt's choices begin with, with
+    logprobs too if those of new tokens are wanted.
+    """
+
+    prompts: Sequence[tuple[int, ...]]
+    param: str
+    max_tokens: int
+    logprobs: int | None
+    echo: Sequence[str] | None = None
+
+
+def check_fields(body: Generating) -> None:
+    """Raise ApiError for fields that do not go together."""
+    if body.stream_options is not None and not body.stream:
+        raise wrong("body.stream_options", "stream to be true")
+    if len(list(_grammars(body))) > 1:
+        raise wrong("body", "one grammar (response_format, structured_outputs or guided_*)")
+    form = body.response_format
+    if form is not None and form.type == "json_schema" and form.json_schema is None:
+        raise wrong("body.response_format.json_schema", "a value")
+
+
+def exchange(
+    serving: Serving, owner: str, form: Form, body: Generating, wanted: Wanted
+) -> Exchange:
+    """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while."""
+    requests = engine_requests(serving, owner, body, wanted)
+    model, echo = serving.model, wanted.echo
+    if not body.stream:
+        return Exchange(serving, owner, requests, WholeAnswer(form, model, requests, echo))
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
+    return Exchange(serving, owner, requests, answer)
+
+
+def engine_requests(
+    serving: Serving, owner: str, body: Generating, wanted: Wanted
+) -> list[Request]:
+    """Return a request for each prompt. Raises ApiError."""
+    model = serving.model
+    rooms = [
+        require_room(model, ids, wanted.param, for_new=wanted.max_tokens) for ids in wanted.prompts
+    ]
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    sampling, grammar = _sampling(model, body), _grammar(serving, body)
+    return [
+        Request(
+            prompt_ids=ids,
+            max_new_tokens=room,
+            samples=body.n or 1,
+            sampling=sampling,
+            stop=tuple(stop),
+            stop_ids=_stop_ids(model, body),
+            logprobs=wanted.logprobs,
+            prompt_logprobs=None if wanted.echo is None else wanted.logprobs,
+            grammar=grammar,
+            owner=owner,
+            salt=body.cache_salt or "",
+        )
+        for ids, room in zip(wanted.prompts, rooms, strict=True)
+    ]
+
+
+def _sampling(model: ServedModel, body: Generating) -> SamplingSettings:
+    """Return the settings, of which OpenAI's defaults hold: temperature 1."""
+    names = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+    settings: dict[str, Any] = {name: getattr(body, name) for name in (*names, "seed")}
+    settings["top_k"] = None if body.top_k is None else max(0, body.top_k)
+    if body.logit_bias:
+        settings["logit_bias"] = _bias(model, body.logit_bias)
+    given = {name: value for name, value in settings.items() if value is not None}
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return SamplingSettings(temperature=temperature, **given)
+
+
+def _bias(model: ServedModel, bias: dict[str, float]) -> dict[int, float]:
+    size = model.config.vocab_size
+    # Nine digits: Python's own conversion takes longer for more.
+    ids = [int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size for key in bias]
+    if max(ids) >= size:
+        raise wrong("body.logit_bias", f"token ids below {size} as its keys")
+    return dict(zip(ids, bias.values(), strict=True))
+
+
+def _stop_ids(model: ServedModel, body: Generating) -> frozenset[int] | None:
+    own = frozenset(body.stop_token_ids or ())
+    if own and max(own) >= model.config.vocab_size:
+        raise wrong("body.stop_token_ids", f"token ids below {model.config.vocab_size}")
+    if body.ignore_eos:
+        return own
+    return own | model.config.eos_token_ids if own else None
+
+
+def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
+    """Yield what a text has to follow: the field, the kind, and the grammar itself."""
+    form, outputs = body.response_format, body.structured_outputs
+    if form is not None and form.type == "json_object":
+        yield "response_format", "json_object", {}
+    if form is not None and form.type == "json_schema" and form.json_schema is not None:
+        yield "response_format", "json_schema", form.json_schema.schema_
+    if outputs is not None and outputs.json_object:
+        yield "structured_outputs", "json_object", {}
+    fields: tuple[tuple[str, GrammarKind, Any, Any], ...] = (
+        ("json", "json_schema", body.guided_json, outputs and outputs.json_),
+        ("regex", "regex", body.guided_regex, outputs and outputs.regex),
+        ("grammar", "grammar", body.guided_grammar, outputs and outputs.grammar),
+        ("choice", "choice", body.guided_choice, outputs and outputs.choice),
+    )
+    for name, kind, guided, structured in fields:
+        if guided is not None:
+            yield f"guided_{name}", kind, guided
+        if structured is not None:
+            yield f"structured_outputs.{name}", kind, structured
+
+
+def _grammar(serving: Serving, body: Generating) -> Grammar | None:
+    for field, kind, content in _grammars(body):
+        try:
+            return serving.compile_grammar(kind, content)
+        except TsqpError as error:
+            raise of_engine(error, f"body.{field}") from None
+    return None

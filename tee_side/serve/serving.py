@@ -1,0 +1,127 @@
+"""What the server is put together from: the engine, what is known of the model, and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from starlette.requests import Request as HttpRequest
+
+from protocol.model.config import ModelConfig
+from tee_side.engine.background import BackgroundEngine
+from tee_side.engine.request import Grammar, Pooling
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.token_names import TokenNames
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Tokens of an HTTP request; `cached`: of the prompt, those that were not computed again."""
+
+    prompt: int
+    completion: int = 0
+    cached: int = 0
+
+    def rounded(self, to: int) -> Counts:
+        """Return them as multiples of `to`, rounded up."""
+        prompt, completion, cached = (
+            n + -n % to for n in (self.prompt, self.completion, self.cached)
+        )
+        return Counts(prompt, completion, min(cached, prompt))
+
+
+class Watched(Protocol):
+    """An HTTP request of the model, from its arrival to its end."""
+
+    def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Admit it, all its prompts and samples together.
+
+        Raises LimitError, whose `headers`, if it has some, are sent (`errors.of_engine`).
+        """
+        ...
+
+    def headers(self) -> Mapping[str, str]:
+        """Return what the answer says of the limits (`x-ratelimit-*`)."""
+        ...
+
+    def token(self, count: int) -> None:
+        """Note that so many tokens were delivered at once."""
+        ...
+
+    def end(self, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """Note the end, once: stop, length (of any choice), cancelled (by the client), or an error.
+
+        Of an error it is the name of its type.
+        """
+        ...
+
+
+class Watch(Protocol):
+    """What every HTTP request of the model passes: limits, the audit log, metrics."""
+
+    def request(self) -> Watched:
+        """Return what accounts for a request that arrives now."""
+        ...
+
+
+def anyone(_request: HttpRequest) -> str:
+    """Let everyone in, where no keys are used."""
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The model as clients see it.
+
+    `max_model_len`: tokens of a prompt and its completion. `default_max_tokens`: of a chat's answer
+    where the client names no limit. `created`: seconds since 1970. `pooling`: of embeddings.
+    """
+
+    name: str
+    policy: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    max_model_len: int
+    default_max_tokens: int
+    system_fingerprint: str
+    created: int
+    pooling: Pooling = "last"
+    names: TokenNames = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", TokenNames(self.tokenizer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Everything that an endpoint needs.
+
+    `compile_grammar`: of a kind and its text, schema or list of choices; raises PromptError.
+    `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
+    which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
+    told as multiples of it.
+    """
+
+    engine: BackgroundEngine
+    model: ServedModel
+    compile_grammar: Callable[[GrammarKind, Any], Grammar]
+    version: str
+    watch: Watch
+    authorise: Callable[[HttpRequest], str] = anyone
+    tempo_s: float = 0.0
+    round_usage: int = 1
+
+
+def serving_of(request: HttpRequest) -> Serving:
+    """Return what the app of a request was made with."""
+    serving: Serving = request.app.state.serving
+    return serving
+
+
+def owner_of(request: HttpRequest) -> str:
+    """Return whose request it is, as `authorise` said."""
+    owner: str = request.state.owner
+    return owner

@@ -1,0 +1,349 @@
+"""An engine that says what a test wants, an HTTP client without a network, and a served model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from fastapi import FastAPI
+
+from protocol.errors import PromptError
+from protocol.model.config import read_config
+from tee_side.engine.background import State
+from tee_side.engine.request import (
+    Delivery,
+    FinishReason,
+    Grammar,
+    Logprob,
+    NewToken,
+    PromptRead,
+    Request,
+)
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.app import create_app
+from tee_side.serve.serving import (
+    GrammarKind,
+    ServedModel,
+    Serving,
+)
+from tsqp.cli.program import model_directory
+
+SAID = "The cat sat on the mat, and looked at a bird."
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(model_directory("demo"))
+
+
+@cache
+def model(**changes: Any) -> ServedModel:
+    config = read_config(model_directory("demo"))
+    fields = {
+        "name": "demo",
+        "policy": "shielded",
+        "config": config,
+        "tokenizer": tokenizer(),
+        "max_model_len": config.context_length,
+        "default_max_tokens": 64,
+        "system_fingerprint": "fp-avx2",
+        "created": 1_700_000_000,
+    }
+    return ServedModel(**(fields | changes))
+
+
+@dataclass(eq=False)
+class FakeTicket:
+    request: Request
+    deliver: Callable[[Delivery], None]
+
+
+def logprob(token_id: int, count: int) -> Logprob:
+    """Make up numbers that depend on the token alone; those of a prompt are as good as others."""
+    top = tuple((other, -1.0 - at / 7) for at, other in enumerate(range(300, 300 + count)))
+    return Logprob(token_id, dict(top).get(token_id, -5.0 - token_id / 3), top)
+
+
+@dataclass
+class FakeEngine:
+    """Delivers `says` to every sample, a token a turn of the event loop.
+
+    `hold`: deliveries wait until the test calls `step`. `fail_after`: tokens before `error`.
+    """
+
+    says: Sequence[int] = field(default_factory=lambda: tokenizer().encode(SAID)[1:])
+    finish: FinishReason = "stop"
+    state: State = "ready"
+    hold: bool = False
+    at_once: bool = False
+    refuse: Exception | None = None
+    error: Exception | None = None
+    fail_after: int = 0
+    reused: int = 0
+    open: list[FakeTicket] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    cancelled: list[FakeTicket] = field(default_factory=list)
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    was_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def submit(self, request: Request, deliver: Callable[[Delivery], None]) -> FakeTicket:
+        if self.refuse is not None:
+            raise self.refuse
+        ticket = FakeTicket(request, deliver)
+        self.requests.append(request)
+        self.open.append(ticket)
+        self.submitted.set()
+        script = self._script(request)
+        if self.at_once:
+            for delivery in script:
+                self._give(ticket, delivery)
+        elif not self.hold:
+            asyncio.get_running_loop().call_soon(self._next, ticket, iter(script))
+        return ticket
+
+    def cancel(self, ticket: FakeTicket) -> None:
+        if ticket in self.open:
+            self.open.remove(ticket)
+            self.cancelled.append(ticket)
+            self.was_cancelled.set()
+
+    def step(self, delivery: Delivery, ticket: int = 0) -> None:
+        self._give(self.open[ticket], delivery)
+
+    def _next(self, ticket: FakeTicket, script: Any) -> None:
+        if ticket in self.open and (delivery := next(script, None)) is not None:
+            self._give(ticket, delivery)
+            asyncio.get_running_loop().call_soon(self._next, ticket, script)
+
+    def _give(self, ticket: FakeTicket, delivery: Delivery) -> None:
+        if delivery.ended:
+            self.open.remove(ticket)
+        ticket.deliver(delivery)
+
+    def _script(self, request: Request) -> list[Delivery]:
+        ids = list(self.says[: request.max_new_tokens])
+        found = [
+            Delivery(
+                tuple(self._token(request, sample, ids, at) for sample in range(request.samples))
+            )
+            for at in range(len(ids))
+        ]
+        if self.error is not None:
+            found = found[: self.fail_after]
+        first = found[0] if found else Delivery()
+        found[:1] = [Delivery(first.tokens, self._read(request))]
+        if self.error is not None:
+            if self.fail_after == 0:
+                found = []
+            return [*found, Delivery(error=self.error, ended=True)]
+        last = found[-1]
+        return [*found[:-1], Delivery(last.tokens, last.prompt, ended=True)]
+
+    def _token(self, request: Request, sample: int, ids: Sequence[int], at: int) -> NewToken:
+        last = at + 1 == len(ids)
+        cut = len(ids) < len(self.says)
+        number = None if request.logprobs is None else logprob(ids[at], request.logprobs)
+        return NewToken(
+            sample, ids[at], number, ("length" if cut else self.finish) if last else None
+        )
+
+    def _read(self, request: Request) -> PromptRead:
+        count = request.prompt_logprobs
+        rest = request.prompt_ids[1:]
+        numbers = () if count is None else tuple(logprob(one, count) for one in rest)
+        pooled = None
+        if request.pooling is not None:
+            pooled = torch.tensor([float(len(request.prompt_ids)), 2.0, -2.0])
+        return PromptRead(numbers, pooled, self.reused)
+
+
+@dataclass
+class FakeWatch:
+    """Admits everything and keeps account, or refuses with `refusal`."""
+
+    refusal: Exception | None = None
+    begun: list[tuple[str, int, int]] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    ended: list[tuple[str, int, int]] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def running(self) -> int:
+        return len(self.begun) - len(self.ended)
+
+    def request(self) -> FakeWatch:
+        return self
+
+    def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.begun.append((owner, prompt_tokens, max_tokens))
+
+    def headers(self) -> Mapping[str, str]:
+        return {"x-ratelimit-limit-requests": "9"}
+
+    def token(self, count: int) -> None:
+        self.events.append(count)
+
+    def end(self, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+        self.ended.append((outcome, prompt_tokens, completion_tokens))
+        self.over.set()
+
+
+class FakeGrammar:
+    def __init__(self, kind: GrammarKind, content: Any) -> None:
+        self.kind, self.content = kind, content
+
+    def matcher(self) -> Any:
+        raise NotImplementedError
+
+
+def compile_grammar(kind: GrammarKind, content: Any) -> Grammar:
+    if content == "(":
+        raise PromptError("grammar", got="an open bracket", expected="a regular expression")
+    return FakeGrammar(kind, content)
+
+
+def serving(engine: FakeEngine | None = None, **changes: Any) -> Serving:
+    fields: dict[str, Any] = {
+        "watch": FakeWatch(),
+        "engine": engine or FakeEngine(),
+        "model": model(),
+        "compile_grammar": compile_grammar,
+        "version": "1.2.3",
+    }
+    return Serving(**(fields | changes))
+
+
+@dataclass
+class Reply:
+    """What came back; `writes`: the non-empty pieces of the body, as they were sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    writes: list[bytes] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.writes).decode()
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+    def error(self) -> dict[str, Any]:
+        body = self.json()
+        assert list(body) == ["error"]
+        found: dict[str, Any] = body["error"]
+        assert {"message", "type", "param", "code"} <= found.keys()
+        return found
+
+    def events(self) -> list[Any]:
+        """Return the JSON of each event; the last one is [DONE] as a string, if it is there."""
+        lines = self.text.split("\n\n")
+        assert lines.pop() == ""
+        assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+        texts = [line.removeprefix("data: ") for line in lines]
+        return [text if text == "[DONE]" else json.loads(text) for text in texts]
+
+
+class Connection:
+    """One request to an app; the test may leave before it is answered."""
+
+    def __init__(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], chunk: int
+    ) -> None:
+        self.reply = Reply()
+        self.changed = asyncio.Event()
+        self._left = asyncio.Event()
+        parts = [body[at : at + chunk] for at in range(0, len(body), chunk)] or [b""]
+        self._messages = [
+            {"type": "http.request", "body": part, "more_body": at + 1 < len(parts)}
+            for at, part in enumerate(parts)
+        ]
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+        }
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def receive(self) -> Any:
+        if self._messages:
+            return self._messages.pop(0)
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert not self.reply.status
+            self.reply.status = message["status"]
+            self.reply.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+        elif message["body"]:
+            self.reply.writes.append(message["body"])
+        self.changed.set()
+
+
+def connection(
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    chunk: int = 2**30,
+) -> Connection:
+    """Open a request; a body that is no bytes is sent as JSON."""
+    kind = {} if body is None or isinstance(body, bytes) else {"content-type": "application/json"}
+    content = (
+        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    )
+    return Connection(method, path, content, {**kind, **(headers or {})}, chunk)
+
+
+async def ask(app: FastAPI, *parts: Any, **more: Any) -> Reply:
+    """Send a request and wait for all of its answer."""
+    found = connection(*parts, **more)
+    await app(found.scope, found.receive, found.send)
+    return found.reply
+
+
+def call(app: FastAPI | Serving, *parts: Any, **more: Any) -> Reply:
+    """Send one request in an event loop of its own."""
+    served = create_app(app) if isinstance(app, Serving) else app
+    return asyncio.run(ask(served, *parts, **more))
+
+
+def complete(engine: FakeEngine | None = None, **body: Any) -> Reply:
+    return call(serving(engine), "POST", "/v1/completions", {"prompt": "Hello"} | body)
+
+
+def chat(engine: FakeEngine | None = None, **body: Any) -> Reply:
+    messages = [{"role": "user", "content": "Hello"}]
+    return call(serving(engine), "POST", "/v1/chat/completions", {"messages": messages} | body)
+
+
+@asynccontextmanager
+async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Connection]:
+    """Send a request and go on while it is answered."""
+    found = connection(*parts, **more)
+    task = asyncio.create_task(app(found.scope, found.receive, found.send))
+    try:
+        yield found
+    finally:
+        found.leave()
+        await task

@@ -1,0 +1,155 @@
+"""Tests of the API key file: who is let in, what is refused, and what is never quoted."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import KeyFileError
+from tee_side.serve.keys import ApiKey, ApiKeys, hash_of
+from tests.tables import each_row
+
+ALICE, BOB = "tsqp-alice", "tsqp-bob"
+ENTRIES = (
+    ApiKey(name="alice", sha256=hash_of(ALICE), requests_per_minute=60, concurrent=2).entry()
+    + ApiKey(name="bob", sha256=hash_of(BOB), tokens_per_minute=1000, max_tokens=16).entry()
+)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "keys.toml", ENTRIES)
+
+
+def test_a_key_is_found_with_its_limits(file: Path) -> None:
+    keys = ApiKeys(file)
+    alice, bob = keys.find(f"Bearer {ALICE}"), keys.find(f"bearer  {BOB} ")
+    assert alice is not None
+    assert bob is not None
+    assert (alice.name, alice.requests_per_minute, alice.concurrent) == ("alice", 60, 2)
+    assert (alice.tokens_per_minute, alice.max_tokens) == (None, None)
+    assert (bob.name, bob.tokens_per_minute, bob.max_tokens) == ("bob", 1000, 16)
+    assert keys.of("alice") is alice
+
+
+@each_row(
+    "header",
+    [
+        None,
+        "",
+        ALICE,
+        "Bearer",
+        "Bearer ",
+        f"Basic {ALICE}",
+        f"Bearer {ALICE}x",
+        "Bearer \udcff\u00e9",
+    ],
+)
+def test_others_are_not_let_in(header: str | None) -> None:
+    keys = ApiKeys.__new__(ApiKeys)
+    keys._keys = {"alice": ApiKey(name="alice", sha256=hash_of(ALICE))}
+    assert keys.find(header) is None
+
+
+def test_the_hash_itself_is_no_key(file: Path) -> None:
+    assert ApiKeys(file).find(f"Bearer {hash_of(ALICE)}") is None
+
+
+def test_every_entry_is_compared_whichever_it_is(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, compared = ApiKeys(file), []
+    compare = hmac.compare_digest
+
+    def counted(a: str, b: str) -> bool:
+        compared.append(b)
+        return compare(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", counted)
+    for key in (ALICE, BOB, "tsqp-nobody"):
+        compared.clear()
+        keys.find(f"Bearer {key}")
+        assert len(compared) == 2
+
+
+SECRET = "tsqp-do-not-quote-me-0123456789abcdef0123456789"
+GOOD = f'sha256 = "{"0" * 64}"'
+
+
+@each_row(
+    ("text", "message"),
+    [
+        ("", "got no key"),
+        ("[keys]", "got no key"),
+        ("keys = 3", "got no key"),
+        (f"{SECRET} = 1\n[keys.a]\n{GOOD}", "got other keys or tables"),
+        (f"[keys.a]\n{GOOD}\n[keys.a]\n{GOOD}", "got invalid TOML (at line 3"),
+        (f"[keys.a]\nsha256 = {SECRET}", "got invalid TOML (at line 2"),
+        (f"[keys.{SECRET}]\n{GOOD}\n[keys.{SECRET}]", "got invalid TOML (at line 3"),
+        (f"[keys.{SECRET}]\n{GOOD}", "name of a key: got 47 characters"),
+        (f"[keys.tsqp-a]\n{GOOD}", "name of a key: got 6 characters"),
+        (f"[keys.'a b']\n{GOOD}", "name of a key: got 3 characters"),
+        (f"[keys.{'a' * 33}]\n{GOOD}", "name of a key: got 33 characters"),
+        ("[keys]\na = 3", "a: got an unknown field, expected a table of sha256"),
+        (f"[keys.a]\n{GOOD}\n{SECRET} = 3", "a: got an unknown field, expected a table of sha256"),
+        (f"[keys.a]\n{GOOD}\nname = '{SECRET}'", "a: got an unknown field"),
+        ("[keys.a]\nconcurrent = 1", "a: sha256: got nothing, expected the 64 hex digits"),
+        (f"[keys.a]\nsha256 = '{SECRET}'", "a: sha256: got another value, expected the 64 hex"),
+        (f"[keys.a]\nsha256 = '{'0' * 63}'", "a: sha256: got another value"),
+        (f"[keys.a]\nsha256 = '{'A' * 64}'", "a: sha256: got another value"),
+        ("[keys.a]\nsha256 = 3", "a: sha256: got another value"),
+        (f"[keys.a]\n{GOOD}\nconcurrent = 0", "a: concurrent: got another value, expected greater"),
+        (f"[keys.a]\n{GOOD}\nmax_tokens = true", "a: max_tokens: got another value"),
+        (f"[keys.a]\n{GOOD}\nmax_tokens = '{SECRET}'", "a: max_tokens: got another value"),
+        (f"[keys.a]\n{GOOD}\n[keys.b]\n{GOOD}", "b: sha256: got the key of a"),
+    ],
+)
+def test_a_bad_file_is_refused_and_not_quoted(
+    tmp_path_factory: pytest.TempPathFactory, text: str, message: str
+) -> None:
+    path = write(tmp_path_factory.mktemp("keys") / "keys.toml", text)
+    with pytest.raises(KeyFileError) as refused:
+        ApiKeys(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert message in str(refused.value)
+    assert SECRET[5:] not in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o602])
+def test_a_file_that_others_may_use_is_refused(file: Path, mode: int) -> None:
+    file.chmod(mode)
+    with pytest.raises(KeyFileError, match=f"got mode {mode:04o}, expected 0600"):
+        ApiKeys(file)
+
+
+def test_reading_again_adds_and_removes(file: Path) -> None:
+    keys = ApiKeys(file)
+    write(file, ApiKey(name="carol", sha256=hash_of("tsqp-carol")).entry())
+    assert keys.find(f"Bearer {ALICE}") is not None
+    assert keys.reload()
+    assert keys.find(f"Bearer {ALICE}") is None
+    assert keys.find("Bearer tsqp-carol") is not None
+
+
+def test_a_bad_file_changes_nothing_and_is_logged(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(file)
+    for text in ("", f"[keys.a]\nsha256 = '{SECRET}'"):
+        write(file, text)
+        with caplog.at_level(logging.ERROR, "tee_side"):
+            assert not keys.reload()
+        assert caplog.messages.pop() == "api_keys_unchanged"
+        assert str(file) in caplog.records[-1].fields["detail"]  # type: ignore[attr-defined]
+        assert SECRET not in str(caplog.records[-1].__dict__)
+        caplog.clear()
+        assert keys.find(f"Bearer {ALICE}") is not None

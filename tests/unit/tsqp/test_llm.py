@@ -1,0 +1,104 @@
+"""A model in Python: what comes back, and by which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import tsqp
+from protocol.errors import LimitError, PromptError, SettingsError
+from tests.support import run, running_service
+from tsqp import LLM, SamplingParams
+
+PROMPT = "Once upon a time"
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", policy="tee-only-int8", max_num_seqs=4, threads=1) as made:
+        yield made
+
+
+def test_the_package_offers_these_names() -> None:
+    assert sorted(tsqp.__all__) == ["LLM", "RequestOutput", "SamplingParams"]
+    with pytest.raises(AttributeError):
+        _ = tsqp.nothing
+
+
+def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
+    prompts = [PROMPT, "The cat", [5, 6, 7], "Tom", "A small house", "They"]
+    together = llm.generate(prompts, GREEDY)
+    assert [output.prompt for output in together] == [*prompts[:2], None, *prompts[3:]]
+    assert together[2].prompt_token_ids == [5, 6, 7]
+    for prompt, output in zip(prompts, together, strict=True):
+        alone = llm.generate([prompt], GREEDY)[0]  # type: ignore[list-item]
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        assert alone.outputs[0].text == output.outputs[0].text
+    assert llm.stats.running == llm.stats.waiting == 0
+
+
+def test_samples_logprobs_and_the_prompt_s(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=7, max_tokens=5, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate(PROMPT, params)
+    assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    assert len({sample.text for sample in output.outputs}) > 1
+    for sample in output.outputs:
+        assert [one.token_id for one in sample.logprobs or []] == sample.token_ids
+        assert all(len(one.top) == 2 for one in sample.logprobs or [])
+    first, *others = output.prompt_logprobs or []
+    assert first is None
+    assert [one.token_id for one in others if one] == output.prompt_token_ids[1:]
+
+
+def test_a_stream_is_the_same_text(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPT, GREEDY)
+    pieces = list(llm.stream(PROMPT, GREEDY))
+    assert "".join(pieces) == output.outputs[0].text
+    assert len(pieces) > 3
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = llm.chat(messages, GREEDY)
+    assert "".join(llm.stream(messages, GREEDY)) == chat.outputs[0].text
+
+
+def test_a_stream_that_is_given_up_frees_its_place(llm: LLM) -> None:
+    for _ in range(6):  # more than run at a time
+        stream = llm.stream(PROMPT, SamplingParams(max_tokens=200))
+        next(stream)
+        stream.close()
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_stop_string_and_the_end_of_the_text(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPT, GREEDY)
+    word = whole.outputs[0].text.split()[2]
+    (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0, stop=word))
+    assert output.outputs[0].finish_reason == "stop"
+    assert word not in output.outputs[0].text
+    assert whole.outputs[0].text.startswith(output.outputs[0].text)
+
+
+def test_what_cannot_be_is_refused(llm: LLM) -> None:
+    for prompts in ([], [[]], [[10**6]], ["word " * 5000]):
+        if not prompts:
+            assert llm.generate(prompts) == []
+            continue
+        with pytest.raises((PromptError, LimitError)):
+            llm.generate(prompts, GREEDY)
+    with pytest.raises(SettingsError, match="the option 'colour'"):
+        LLM("demo", colour="red")
+    with pytest.raises(SettingsError, match="--threads"):
+        LLM("demo", threads=0)
+
+
+def test_under_a_service_it_is_the_command_s_text() -> None:
+    options = ("--temperature", "0.8", "--seed", "5", "--max-new-tokens", "10")
+    with running_service("demo", "tcp://127.0.0.1:*", "--threads", "1") as service:
+        with LLM("demo", gpu=[service.endpoint], policy="shielded", threads=1) as llm:
+            params = SamplingParams(max_tokens=10, temperature=0.8, seed=5)
+            (output,) = llm.generate(PROMPT, params)
+            assert llm.stats.round_trips > 0
+        command = ("generate", "demo", "--prompt", PROMPT, "--gpu", service.endpoint, *options)
+        said = run("tee-runner", *command, "--no-stats")
+    assert said.stdout.rstrip("\n") == output.outputs[0].text

@@ -1,0 +1,55 @@
+"""`tsqp api-key`: make a key by which a client of `tee-runner serve` is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tsqp.cli.settings import CONTEXT, config_option
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+_COUNT = click.IntRange(1, 10**9)
+
+
+def _limit(name: str, text: str) -> Callable[[C], C]:
+    # Of one key each time, and no setting.
+    return click.option(name, type=_COUNT, allow_from_autoenv=False, metavar="N", help=text)
+
+
+@click.command("api-key", context_settings=CONTEXT)
+@click.argument("name")
+@_limit("--requests-per-minute", "Let in so many requests a minute.")
+@_limit("--tokens-per-minute", "So many tokens a minute, of prompts and answers together.")
+@_limit("--concurrent", "So many requests at a time.")
+@_limit("--max-tokens", "So many tokens in the answer to one request, all samples together.")
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="New file for the key (mode 0600); default: stderr.",
+)
+@config_option
+def api_key(*, name: str, to: Path | None, **limits: int | None) -> None:
+    """Make an API key. Its entry, which is no secret, is printed: append it to the key file.
+
+    The key itself is shown once, and kept nowhere: give it to the client.
+    """
+    import secrets
+
+    from protocol.curve import SECRET_MODE
+    from tee_side.serve.keys import PREFIX, ApiKey, check_name, hash_of
+    from tsqp.key_files import write_new
+
+    check_name(name, "NAME")
+    key = PREFIX + secrets.token_urlsafe(32)
+    entry = ApiKey(name=name, sha256=hash_of(key), **limits).entry()
+    if to is None:
+        click.echo(key, err=True)
+    else:
+        write_new(to, f"{key}\n", SECRET_MODE)
+    click.echo(entry, nl=False)

@@ -1,0 +1,166 @@
+"""`tee-runner serve`: many clients, over HTTP."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from protocol.errors import SettingsError
+from tsqp.cli.options import use
+from tsqp.cli.running import RUN_OPTIONS, engine_settings, load, open_runner
+from tsqp.cli.settings import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
+
+if TYPE_CHECKING:
+    from tee_side.policy.placement import Policy
+
+# Of one generation only.
+_OF_A_PROMPT = {
+    *("max-new-tokens", "stop", "stats", "json"),
+    *("temperature", "top-k", "top-p", "min-p", "repetition-penalty", "seed"),
+}
+_RUN = tuple(name for name in RUN_OPTIONS if name not in _OF_A_PROMPT)
+_COUNT = click.IntRange(min=1)
+
+
+@click.command(context_settings=CONTEXT)
+@model_argument()
+@click.option("--host", default="127.0.0.1", help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: one that is free.")
+@click.option("--tls-certificate", type=PATH, metavar="FILE", help="PEM, with its chain.")
+@click.option("--tls-key", type=PATH, metavar="FILE", help="PEM, of the certificate.")
+@click.option(
+    "--api-keys",
+    type=PATH,
+    metavar="FILE",
+    help="Who may ask, and how much (tsqp api-key); read again on SIGHUP. Without it: everyone.",
+)
+@click.option(
+    "--allow-origin",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Of web pages that may ask, * for all; repeatable.",
+)
+@click.option("--served-model-name", metavar="NAME", help="Default: the name of MODEL.")
+@click.option(
+    "--max-model-len", type=_COUNT, help="Prompt and answer; default: the model's context."
+)
+@click.option(
+    "--default-max-tokens", type=_COUNT, default=1024, help="Of an answer without max_tokens."
+)
+@click.option("--max-sequences", type=_COUNT, default=64, help="That run at a time; others wait.")
+@click.option("--max-waiting", type=_COUNT, default=256, help="Requests that wait; others get 503.")
+@click.option(
+    "--speculative",
+    type=click.Choice(["none", "ngram"]),
+    default="none",
+    help="Guess tokens from what the text repeats. Same text, fewer round trips; more pads.",
+)
+@click.option(
+    "--speculative-tokens", type=click.IntRange(1, 16), default=4, help="Guessed at a time."
+)
+@click.option(
+    "--prefix-reuse/--no-prefix-reuse",
+    default=None,
+    show_default="on, but off where pads or shares hide what leaves",
+    help="Keep keys and values of earlier turns, for later ones of the same API key.",
+)
+@click.option(
+    "--fixed-tempo-ms",
+    type=FiniteFloatRange(0, 60_000),
+    default=0.0,
+    help="Send a token at most so often, on a clock of its own; 0: as they come.",
+)
+@click.option(
+    "--round-usage", type=_COUNT, default=1, help="Tell token counts as multiples of this number."
+)
+@click.option(
+    "--pooling", type=click.Choice(["last", "mean"]), default="last", help="Of /v1/embeddings."
+)
+@click.option(
+    "--audit-log", type=PATH, metavar="FILE", help="Sealed log: who, when, how much; no text."
+)
+@click.option("--audit-key", type=PATH, metavar="FILE", help="Its key (tsqp audit new-key).")
+@click.option("--audit-key-fd", type=click.IntRange(0), help="An open file that has its key.")
+@click.option("--page", is_flag=True, help="For development: a page to chat at /, with what left.")
+@use(*_RUN)
+@config_option
+def serve(**settings: Any) -> None:
+    """Serve a model to clients of OpenAI's API.
+
+    MODEL is a Hugging Face directory, or "demo". What the GPU side can see of prompts and answers
+    is the policy's, and the first line on stderr says it.
+    """
+    from tsqp.extras import require
+
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        require(module, "tee-runner serve", "the extra serve: pip install '.[serve]'")
+    from tsqp.server import serve_forever
+
+    began = time.monotonic()
+    _require_both(settings, "tls_certificate", "tls_key")
+    loaded = load(settings, text_needed=True)
+    policy = loaded.policy
+    if settings["prefix_reuse"] is None:
+        settings["prefix_reuse"] = not _hides(policy)
+    guesses = settings["speculative"] == "ngram"
+    engine = engine_settings(
+        settings,
+        max_model_len=settings["max_model_len"],
+        max_sequences=settings["max_sequences"],
+        max_waiting=settings["max_waiting"],
+        speculative_tokens=settings["speculative_tokens"] if guesses else 0,
+        prefix_reuse=settings["prefix_reuse"],
+    )
+    _say(began, f"loading {settings['model']} under policy {policy.name}")
+    feed = None
+    if settings["page"]:
+        from tsqp.page.feed import Feed
+
+        feed = Feed()
+    with open_runner(settings, loaded, None, idles=True, engine=engine, feed=feed) as runner:
+        _say(began, f"{runner.config.num_hidden_layers} layers are ready; making a first token")
+        for line in _added_leakage(settings, policy):
+            click.echo(line, err=True)
+        serve_forever(runner, settings, lambda text: _say(began, text), feed)
+
+
+def _say(began: float, text: str) -> None:
+    click.echo(f"{time.monotonic() - began:6.1f} s  {text}", err=True)
+
+
+def _hides(policy: Policy) -> bool:
+    """Say whether the GPU side is to learn nothing but lengths and timing."""
+    return any(mask.uniform for mask in policy.masks)
+
+
+def _added_leakage(settings: dict[str, Any], policy: Policy) -> list[str]:
+    """Say what was switched on that a policy which hides everything has off."""
+    if not _hides(policy):
+        return []
+    found = []
+    if settings["speculative"] != "none":
+        found.append(
+            "--speculative adds to lengths and timing: the GPU side sees how many guessed tokens a"
+            " text takes a step, so how repetitive it is"
+        )
+    if settings["prefix_reuse"]:
+        found.append(
+            "--prefix-reuse adds to lengths and timing: the GPU side sees how much of a prompt an"
+            " earlier one of the same API key began with"
+        )
+    return found
+
+
+def _require_both(settings: dict[str, Any], *names: str) -> None:
+    given = [name for name in names if settings[name] is not None]
+    if given and len(given) < len(names):
+        options = [f"--{name.replace('_', '-')}" for name in names]
+        raise SettingsError(" and ".join(options), got="one of them", expected="both or none")
+
+
+def model_name(settings: dict[str, Any]) -> str:
+    """Return under which name the model is served."""
+    return settings["served_model_name"] or Path(settings["model"]).resolve().name

@@ -1,0 +1,279 @@
+"""A model in Python: `LLM("demo", gpu=["unix:///tmp/gpu.sock"]).generate(["Once upon a time"])`.
+
+Names are those of vLLM's `LLM`, as far as they mean the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import click
+
+from protocol.errors import SettingsError
+from tee_side.engine.background import BackgroundEngine, Ticket
+from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.stats import EngineStats
+from tee_side.engine.text_stream import TextStream
+from tsqp.cli.options import use
+from tsqp.cli.running import RUN_OPTIONS, engine_settings, load, open_runner
+from tsqp.cli.settings import model_argument
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample, and what to return.
+
+    `n`: samples of each prompt. `logprobs`, `prompt_logprobs`: of each token, with so many of the
+    likeliest. `seed`: None for a fresh one. `ignore_eos`: go on after the end of the text.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+_SAMPLING = tuple(SamplingSettings.model_fields)
+
+
+@dataclass
+class CompletionOutput:
+    """One sample. `logprobs`: of each token, None where they were not asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its samples. `prompt_logprobs`: None for the first token, and for nothing."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[Logprob | None] | None = None
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A model, ready to generate, in this process: the TEE's side. Use as a context manager.
+
+    `model`: a Hugging Face directory, or "demo". `gpu`: services. `options`: those of `tee-runner
+    generate`, by their names with `_`: `policy`, `bank`, `identity`, `service_key`, `calibration`,
+    `threads`, ... What the GPU side learns is printed on stderr, once.
+
+    `max_num_seqs`: sequences that run at a time; `max_num_batched_tokens`: rows of a step.
+    `speculative_tokens`, `enable_prefix_caching`: see `EngineSettings`; both are off. Raises as
+    `Runner`, and SettingsError for options that there are not.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        gpu: Sequence[str] = (),
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        speculative_tokens: int = 0,
+        enable_prefix_caching: bool = False,
+        **options: Any,
+    ) -> None:
+        settings = _settings(model, options | {"gpu": gpu, "step_tokens": max_num_batched_tokens})
+        loaded = load(settings, text_needed=True)
+        engine = engine_settings(
+            settings,
+            max_model_len=max_model_len,
+            max_sequences=max_num_seqs,
+            max_waiting=sys.maxsize,
+            speculative_tokens=speculative_tokens,
+            prefix_reuse=enable_prefix_caching,
+        )
+        with ExitStack() as opened:
+            runner = opened.enter_context(
+                open_runner(settings, loaded, None, idles=True, engine=engine)
+            )
+            self._tokenizer = runner.tokenizer
+            self._engine = BackgroundEngine(
+                runner.engine,
+                call=lambda deliver: deliver(),
+                idle=runner.idle,
+                totals=runner.totals,
+            )
+            self._engine.start()
+            opened.callback(self._engine.close)
+            self._closing = opened.pop_all()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs, and disconnect from the services."""
+        self._closing.close()
+
+    @property
+    def stats(self) -> EngineStats:
+        """How the engine stands, and what it has done."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """Return what follows each prompt, a text or token ids, all of them side by side.
+
+        Raises PromptError, LimitError, and what the engine met.
+        """
+        given = [prompts] if isinstance(prompts, str) else prompts
+        running = [self._start(prompt, sampling_params) for prompt in given]
+        try:
+            return [one.result() for one in running]
+        finally:
+            for one in running:
+                one.close()
+
+    def chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Return the assistant's next turn of a conversation. Raises as `generate`."""
+        (output,) = self.generate([self._tokenizer.apply_chat_template(messages)], sampling_params)
+        return output
+
+    def stream(
+        self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Yield one sample's text as it comes; of a conversation, too. Raises as `generate`."""
+        conversation = [one for one in prompt if isinstance(one, Mapping)]
+        ids = self._tokenizer.apply_chat_template(conversation) if conversation else prompt
+        running = self._start(ids, params)  # type: ignore[arg-type]
+        try:
+            yield from running
+        finally:
+            running.close()
+
+    def _start(self, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
+        params = params or SamplingParams()
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+        request = Request(
+            prompt_ids=tuple(ids),
+            max_new_tokens=params.max_tokens,
+            samples=params.n,
+            sampling=SamplingSettings(**{name: getattr(params, name) for name in _SAMPLING}),
+            stop=stop,
+            stop_ids=frozenset() if params.ignore_eos else None,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+        text = prompt if isinstance(prompt, str) else None
+        streams = [TextStream(self._tokenizer, stop) for _ in range(params.n)]
+        return _Running(self._engine, request, text, streams)
+
+
+class _Running:
+    """A request under way; iterate over it for the text of its first sample."""
+
+    def __init__(
+        self,
+        engine: BackgroundEngine,
+        request: Request,
+        prompt: str | None,
+        streams: Sequence[TextStream],
+    ) -> None:
+        self._engine, self._streams = engine, streams
+        self._deliveries: SimpleQueue[Delivery] = SimpleQueue()
+        outputs = [CompletionOutput(index) for index in range(request.samples)]
+        for output in outputs:
+            output.logprobs = None if request.logprobs is None else []
+        self._output = RequestOutput(prompt, list(request.prompt_ids), outputs)
+        self._wanted = request.prompt_logprobs is not None
+        self._ticket: Ticket = engine.submit(request, self._deliveries.put)
+
+    def __iter__(self) -> Iterator[str]:
+        first = self._output.outputs[0]
+        ended, shown = False, 0
+        while not ended:
+            ended = self._take(self._deliveries.get())
+            if len(first.text) > shown:
+                yield first.text[shown:]
+                shown = len(first.text)
+
+    def result(self) -> RequestOutput:
+        """Wait for the end."""
+        while not self._take(self._deliveries.get()):
+            pass
+        return self._output
+
+    def close(self) -> None:
+        """Give up, if it has not ended."""
+        self._engine.cancel(self._ticket)
+
+    def _take(self, delivery: Delivery) -> bool:
+        if delivery.error is not None:
+            raise delivery.error
+        if delivery.prompt is not None:
+            self._read(delivery.prompt)
+        for token in delivery.tokens:
+            self._add(token)
+        return delivery.ended
+
+    def _read(self, prompt: PromptRead) -> None:
+        self._output.cached_tokens = prompt.reused_tokens
+        if self._wanted:
+            self._output.prompt_logprobs = [None, *prompt.logprobs]
+
+    def _add(self, token: NewToken) -> None:
+        output, stream = self._output.outputs[token.sample], self._streams[token.sample]
+        output.token_ids.append(token.token_id)
+        output.text += stream.feed(token.token_id)
+        if token.logprob is not None and output.logprobs is not None:
+            output.logprobs.append(token.logprob)
+        if token.finish_reason is not None:
+            output.text += stream.flush()
+            output.finish_reason = token.finish_reason
+
+
+def _settings(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run, as the command line would read them. Raises SettingsError."""
+    command = use(*RUN_OPTIONS)(model_argument()(click.Command("LLM")))
+    known = {parameter.name: parameter for parameter in command.params}
+    arguments = [model]
+    for name, value in options.items():
+        if (parameter := known.get(name)) is None:
+            raise SettingsError("LLM", got=f"the option {name!r}", expected="one of tee-runner's")
+        option = parameter.opts[0]
+        if isinstance(value, bool):
+            arguments += [option] if value else []
+        else:
+            several = value if isinstance(value, list | tuple) else [value]
+            arguments += [f"{option}={one}" for one in several if one is not None]
+    try:
+        return dict(command.make_context("LLM", arguments, auto_envvar_prefix=None).params)
+    except click.ClickException as error:
+        raise SettingsError("LLM", got=error.format_message(), expected="options of LLM") from None

@@ -1,0 +1,243 @@
+"""Puts the HTTP server together: engine, keys, limits, audit log, metrics, page."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from protocol import native
+from protocol.errors import EndpointError, SettingsError
+from tee_side.engine.background import BackgroundEngine, State
+from tee_side.engine.grammar import GrammarCompiler
+from tee_side.protect.calibration import calibration_path
+from tee_side.runner import Runner
+from tee_side.serve.app import Guarded, create_app
+from tee_side.serve.audit_log import AuditLog, read_key, read_key_from
+from tee_side.serve.errors import ApiError
+from tee_side.serve.keys import ApiKeys
+from tee_side.serve.limits import Limits
+from tee_side.serve.metrics import Metrics
+from tee_side.serve.serving import ServedModel, Serving
+from tee_side.serve.watch import Watch
+from tsqp.cli.running import policy_digest
+from tsqp.cli.serve import model_name
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from tsqp.page.feed import Feed
+
+log = logging.getLogger("tee_side")
+
+_SHUTDOWN_S = 5
+_SYNC_S = 1.0
+
+
+def serve_forever(
+    runner: Runner, settings: dict[str, Any], say: Callable[[str], None], feed: Feed | None
+) -> None:
+    """Serve until a signal ends it. `say`: tells a person what happens.
+
+    Raises EndpointError, SettingsError, KeyFileError and AuditLogError, before a client is heard.
+    """
+    with ExitStack() as opened:
+        keys = None if settings["api_keys"] is None else ApiKeys(settings["api_keys"])
+        audit = _audit_log(settings)
+        if audit is not None:
+            opened.enter_context(audit)
+            audit.record("start", policy=runner.policy.name)
+        listening = opened.enter_context(_listen(settings["host"], settings["port"]))
+        # What uvicorn's own command takes: the loop of libuv, where there is one.
+        config = uvicorn.Config("", loop="auto", log_config=None)
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
+            loop.run(_serve(runner, settings, say, feed, keys, audit, listening))
+
+
+async def _serve(
+    runner: Runner,
+    settings: dict[str, Any],
+    say: Callable[[str], None],
+    feed: Feed | None,
+    keys: ApiKeys | None,
+    audit: AuditLog | None,
+    listening: socket.socket,
+) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(note_failure)
+    scheme = "https" if settings["tls_certificate"] else "http"
+    host, port = listening.getsockname()[:2]
+    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def tell(state: State) -> None:
+        say(f"ready: {address}/v1" if state == "ready" else "the engine has failed")
+
+    engine = BackgroundEngine(
+        runner.engine,
+        call=loop.call_soon_threadsafe,
+        idle=runner.idle,
+        totals=runner.totals,
+        tell=tell,
+    )
+    app = _app(runner, settings, feed, keys, audit, engine)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            # Nothing of a request is logged: paths and headers may hold what a client says.
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ssl_certfile=settings["tls_certificate"],
+            ssl_keyfile=settings["tls_key"],
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+    )
+    if keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    syncing = asyncio.create_task(_sync(audit)) if audit is not None else None
+    engine.start()
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        await asyncio.to_thread(engine.close)
+        if syncing is not None:
+            syncing.cancel()
+            with suppress(asyncio.CancelledError):
+                await syncing
+
+
+def note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log where a callback or a task failed; asyncio's own words hold the error's, so a prompt."""
+    error: BaseException | None = context.get("exception")
+    fields = {"error": type(error).__name__}
+    if error is not None and error.__traceback__ is not None:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        fields["at"] = f"{frame.filename}:{frame.lineno}"
+    log.error("callback_failed", extra={"fields": fields})
+
+
+def _app(
+    runner: Runner,
+    settings: dict[str, Any],
+    feed: Feed | None,
+    keys: ApiKeys | None,
+    audit: AuditLog | None,
+    engine: BackgroundEngine,
+) -> FastAPI:
+    config, policy = runner.config, runner.policy
+    name = model_name(settings)
+    model = ServedModel(
+        name=name,
+        policy=policy.name,
+        config=config,
+        tokenizer=runner.tokenizer,
+        max_model_len=runner.engine.context,
+        default_max_tokens=settings["default_max_tokens"],
+        system_fingerprint=_fingerprint(runner, settings["calibration"]),
+        created=int(time.time()),
+        pooling=settings["pooling"],
+    )
+    compiler = GrammarCompiler(runner.tokenizer, config.vocab_size, config.eos_token_ids)
+    limits = Limits(keys.of if keys is not None else lambda _: None)
+    metrics = Metrics(
+        name, engine.stats, None if audit is None else lambda: (audit.errors, audit.lost)
+    )
+    serving = Serving(
+        engine=engine,
+        model=model,
+        compile_grammar=compiler.compile,
+        version=version("tsqp"),
+        watch=Watch(limits, metrics, audit, policy.name),
+        authorise=_everyone if keys is None else partial(_authorise, keys),
+        tempo_s=settings["fixed_tempo_ms"] / 1e3,
+        round_usage=settings["round_usage"],
+    )
+    app = create_app(serving, allow_origins=settings["allow_origin"])
+
+    async def scrape(request: HttpRequest) -> Response:
+        content, content_type = metrics.page(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
+
+    route = Guarded("/metrics", scrape, methods=["GET"], include_in_schema=False)
+    app.router.routes.append(route)
+    if feed is not None:
+        from tsqp.page.routes import PageRequests, Tee, page_routes
+
+        directory = Path(runner.model_directory)
+        tee = Tee(directory, policy, config, runner.dtype, lambda: runner.pads)
+        app.router.routes.extend(page_routes(feed, tee))
+        app.add_middleware(PageRequests, feed=feed)
+    return app
+
+
+def _fingerprint(runner: Runner, calibration: Path | None) -> str:
+    """Name what the bits of an answer depend on beside the request.
+
+    The version and the kernels' variant as they are; the rest as a digest: model, policy,
+    calibration, dtype, and the version of torch, which samples.
+    """
+    said = [runner.model_digest, policy_digest(runner.policy), str(runner.dtype), version("torch")]
+    if runner.policy.arithmetic == "int8":
+        path = calibration_path(runner.model_directory, calibration)
+        said.append(hashlib.sha256(path.read_bytes()).hexdigest())
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    return f"tsqp-{version('tsqp')}-{native.choice().variant}-{digest[:16]}"
+
+
+def _authorise(keys: ApiKeys, request: HttpRequest) -> str:
+    key = keys.find(request.headers.get("authorization"))
+    if key is None:
+        raise ApiError(
+            401,
+            "an API key that is known is needed: Authorization: Bearer KEY",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+    return key.name
+
+
+def _everyone(_request: HttpRequest) -> str:
+    return ""
+
+
+def _audit_log(settings: dict[str, Any]) -> AuditLog | None:
+    path, file, descriptor = (settings[f"audit_{name}"] for name in ("log", "key", "key_fd"))
+    given = [one is not None for one in (file, descriptor)]
+    if (path is not None) != (sum(given) == 1):
+        expected = "--audit-log with one of --audit-key and --audit-key-fd, or none of them"
+        raise SettingsError("--audit-log", got="another combination", expected=expected)
+    if path is None:
+        return None
+    return AuditLog(path, read_key(file) if file is not None else read_key_from(descriptor))
+
+
+async def _sync(audit: AuditLog) -> None:
+    while True:
+        await asyncio.sleep(_SYNC_S)
+        await asyncio.to_thread(audit.sync)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise EndpointError(f"{host}:{port}", got=got, expected="a free address") from None
