@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tsqp.demo.intercepting_proxy import Seen
@@ -73,17 +74,22 @@ class Feed:
 
     def bytes(self) -> ByteSummary | None:
         """Sum up all bytes seen so far; None if there were none."""
-        total = int(self._bytes.sum())
-        if total == 0:
-            return None
-        shares = [count / total for count in self._bytes.tolist()]
-        entropy = -sum(share * math.log2(share) for share in shares if share)
-        g = 2 * total * math.log(2) * (8 - entropy)
-        return ByteSummary(
-            total=total,
-            values=sum(share > 0 for share in shares),
-            rarest=min(shares),
-            commonest=max(shares),
-            entropy_bits=entropy,
-            even=total >= 256 * _EXPECTED and g < _G_LIMIT,
-        )
+        return summarise(self._bytes)
+
+
+def summarise(counts: npt.NDArray[np.int64]) -> ByteSummary | None:
+    """Sum up how often each of the 256 byte values was sent; None if none was."""
+    total = int(counts.sum())
+    if total == 0:
+        return None
+    shares = [count / total for count in counts.tolist()]
+    entropy = -sum(share * math.log2(share) for share in shares if share)
+    g = 2 * total * math.log(2) * (8 - entropy)
+    return ByteSummary(
+        total=total,
+        values=sum(share > 0 for share in shares),
+        rarest=min(shares),
+        commonest=max(shares),
+        entropy_bits=entropy,
+        even=total >= 256 * _EXPECTED and g < _G_LIMIT,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -28,16 +29,32 @@ class Reading:
 
 
 class Matcher:
-    """Reads the demo model's tokens. Raises ModelError."""
+    """Reads tokens of the model in a directory; None: of the demo model. Raises ModelError.
 
-    def __init__(self) -> None:
-        directory = model_directory("demo")
-        config, checkpoint = read_config(directory), Checkpoint(directory)
-        self._tokenizer = Tokenizer(directory)
-        gain = torch.empty(config.hidden_size)
-        checkpoint.copy_into(norm_names(config, 0)["input_layernorm"], gain)
-        table_VD = checkpoint.rows(EMBEDDING, 0, config.vocab_size).float() * gain
-        self._directions_VD = torch.nn.functional.normalize(table_VD, dim=-1)
+    `width`: of a row. `tokenizer`: the model's.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        directory = model_directory("demo") if directory is None else directory
+        config, self._checkpoint = read_config(directory), Checkpoint(directory)
+        self.tokenizer = Tokenizer(directory)
+        self._tokens, self.width = config.vocab_size, config.hidden_size
+        self._gain_D = torch.empty(self.width)
+        self._checkpoint.copy_into(norm_names(config, 0)["input_layernorm"], self._gain_D)
+
+    def nearest(self, inputs: Sequence[torch.Tensor]) -> list[int]:
+        """Return the token whose direction is nearest to each row of inputs [.., D], any dtype."""
+        rows_TD = torch.cat([tensor.reshape(-1, self.width).float() for tensor in inputs])
+        best_T = torch.full((len(rows_TD),), -torch.inf)
+        ids_T = torch.zeros(len(rows_TD), dtype=torch.long)
+        # Some of the table after the other: in float32, of a large model, all of it is a gigabyte.
+        for tokens, block in self._checkpoint.blocks(EMBEDDING, (self._tokens, self.width)):
+            directions_ND = torch.nn.functional.normalize(block.float() * self._gain_D, dim=-1)
+            found_T, at_T = (rows_TD @ directions_ND.T).max(-1)
+            ids_T = torch.where(found_T > best_T, at_T + tokens.start, ids_T)
+            best_T = torch.maximum(best_T, found_T)
+        ids: list[int] = ids_T.tolist()
+        return ids
 
     def read(self, inputs: Sequence[torch.Tensor], truth: Sequence[int]) -> Reading | None:
         """Match rows [.., D] of the first layer's inputs, of whatever dtype.
@@ -47,11 +64,9 @@ class Matcher:
         """
         if not inputs:
             return None
-        width = self._directions_VD.shape[1]
-        rows_TD = torch.cat([tensor.reshape(-1, width).float() for tensor in inputs])
-        ids: list[int] = (rows_TD @ self._directions_VD.T).argmax(-1).tolist()
+        ids = self.nearest(inputs)
         expected = list(truth)[-len(ids) :]
         right = None
         if len(expected) == len(ids):
             right = sum(a == b for a, b in zip(ids, expected, strict=True))
-        return Reading(self._tokenizer.decode(ids), len(ids), right)
+        return Reading(self.tokenizer.decode(ids), len(ids), right)

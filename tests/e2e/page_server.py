@@ -1,0 +1,102 @@
+"""A small server for the tests of the chat page: a real runner, behind the few paths it asks for.
+
+It speaks of the OpenAI protocol what the page needs, and three messages of the test's own.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.policy.placement import load_policy
+from tee_side.runner import Runner, RunnerSettings
+from tsqp.cli.program import model_directory
+from tsqp.page.feed import Feed
+from tsqp.page.routes import PageRequests, Tee, page_routes
+
+DEMO = model_directory("demo")
+REFUSE, BREAK, ENDLESS = "refuse this", "break off with an error", "never end"
+
+
+@contextmanager
+def running(policy: str, endpoint: str) -> Iterator[tuple[str, Feed, list[dict[str, Any]]]]:
+    """Serve the page on a free port; yield its address, the feed, and the bodies that come in."""
+    feed, bodies = Feed(), list[dict[str, Any]]()
+    settings = RunnerSettings(
+        model=DEMO, policy=load_policy(policy), gpu=(endpoint,), link=feed, dtype="float32"
+    )
+    with Runner(settings) as runner:
+        tee = Tee(DEMO, runner.policy, runner.config, runner.dtype, lambda: runner.pads)
+
+        async def complete(request: Request) -> Response:
+            bodies.append(body := await request.json())
+            if body["messages"][-1]["content"] == REFUSE:
+                error = {"message": "body.messages: refused", "type": "invalid_request_error"}
+                return JSONResponse({"error": error}, 400)
+            return StreamingResponse(_events(runner, body), media_type="text/event-stream")
+
+        def models(_: Request) -> Response:
+            return JSONResponse({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+
+        routes = [
+            Route("/v1/models", models),
+            Route("/v1/chat/completions", complete, methods=["POST"]),
+            *page_routes(feed, tee),
+        ]
+        app = Starlette(routes=routes, middleware=[Middleware(PageRequests, feed=feed)])
+        with _serving(app) as address:
+            yield address, feed, bodies
+
+
+def _events(runner: Runner, body: dict[str, Any]) -> Iterator[str]:
+    said = body["messages"][-1]["content"]
+    yield _event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+    while said == ENDLESS:
+        yield _event({"choices": [{"index": 0, "delta": {"content": "on "}}]})
+        time.sleep(0.01)  # the pace of a model
+    if said == BREAK:
+        error = {"message": "the service was lost", "type": "server_error"}
+        yield _event({"error": error})
+        return
+    prompt_ids = runner.tokenizer.apply_chat_template(body["messages"])
+    sampling = SamplingSettings(temperature=body["temperature"], seed=0)
+    generation = runner.generate(prompt_ids, max_new_tokens=body["max_tokens"], sampling=sampling)
+    for piece in generation:
+        yield _event({"choices": [{"index": 0, "delta": {"content": piece}}]})
+    result = generation.result()
+    ended = {"index": 0, "delta": {}, "finish_reason": result.finish_reason}
+    yield _event({"choices": [ended]})
+    yield _event({"choices": [], "usage": result.usage.model_dump()})
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+@contextmanager
+def _serving(app: Starlette) -> Iterator[str]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()  # who connects from now on waits
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()

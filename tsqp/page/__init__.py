@@ -1,0 +1,1 @@
+"""The chat page of `tee-runner serve --page`, for development only."""

@@ -1,0 +1,218 @@
+"""What services received for each answer of the chat page, as it was sent to them.
+
+A `Feed` wraps the runner's channels (`RunnerSettings.link`), and is told which answers are under
+way. What crosses while one page alone is answered belongs to that page; while others are answered
+too, it is counted, and neither kept nor shown.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protocol.channel import Channel, Exchange
+from protocol.errors import TsqpError
+from protocol.messages import FUSED_MODULES, Request
+from protocol.prepared import PreparedRequest
+from tsqp.demo.feed import summarise
+from tsqp.demo.intercepting_proxy import Seen, describe_request
+
+HEAD_BYTES = 64
+MAX_PAGES = 8  # whose last answer is kept
+_MAX_SAMPLES = 32
+_MAX_ROWS = 1024  # of the first layer, for the attack
+# For so long a request that was broken off may still have a step under way.
+_SETTLING_S = 1.0
+_OPERATORS = {
+    **{" ".join(modules): operator for operator, modules in FUSED_MODULES.items()},
+    **dict.fromkeys(("LMHead", "RingLMHead"), "lm_head"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The beginning of one request: `head`, up to 64 bytes in hex. `ms`: since its answer began.
+
+    `rows` of `width` numbers each: of its first tensor.
+    """
+
+    number: int
+    ms: float
+    operator: str
+    layer: int | None
+    rows: int
+    width: int
+    dtype: str
+    head: str
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """What crossed for one request to the server. `page`: whose, None for another client's.
+
+    `others`: requests that crossed while others were answered too. `inputs`: what the first layer
+    was given, up to 1024 rows; `rows`: how many there were. `until`: when it is certainly over.
+    """
+
+    number: int
+    page: str | None
+    began: float = field(default_factory=time.monotonic)
+    until: float = float("inf")
+    running: bool = True
+    requests: int = 0
+    others: int = 0
+    rows: int = 0
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, dtype=np.int64))
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    inputs: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, seen: Seen) -> None:
+        """Take note of a request, of whose tensors only copies are kept."""
+        self.requests += 1
+        raw = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in seen.tensors]
+        for part in raw:
+            self.counts += np.bincount(part, minlength=256)
+        first = seen.first
+        self.samples.append(
+            Sample(
+                number=self.requests,
+                ms=round((time.monotonic() - self.began) * 1e3, 1),
+                operator=_OPERATORS.get(seen.what, seen.what),
+                layer=seen.layer,
+                rows=first.numel() // first.shape[-1],
+                width=first.shape[-1],
+                dtype=str(first.dtype).removeprefix("torch."),
+                head=raw[0][:HEAD_BYTES].tobytes().hex(),
+            )
+        )
+        # A seed has no rows.
+        if seen.layer == 0 and seen.what.startswith("q_proj") and first.dim() > 1:
+            rows_TD = first.reshape(-1, first.shape[-1])
+            if (room := _MAX_ROWS - self.rows) > 0:
+                self.inputs.append(rows_TD[:room].clone())
+            self.rows += len(rows_TD)
+
+    def described(self, since: int) -> dict[str, Any]:
+        """Return all of it as JSON has it, with the samples that came after one."""
+        summary = summarise(self.counts)
+        return {
+            "answer": self.number,
+            "running": self.running,
+            "requests": self.requests,
+            "others": self.others,
+            "rows": self.rows,
+            "bytes": None if summary is None else asdict(summary),
+            "histogram": self.counts.tolist(),
+            "samples": [asdict(sample) for sample in self.samples if sample.number > since],
+        }
+
+
+class Feed:
+    """The last answer of each page; wraps channels (`protocol.channel.ChannelWrapper`).
+
+    Channels write from the engine's thread, pages are answered from others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[Answer] = []
+        self._last: dict[str, Answer] = {}
+        self._answers = 0
+
+    def __call__(self, channel: Channel, timeout_s: float) -> TappedChannel:
+        """Return the channel with this feed looking on."""
+        return TappedChannel(channel, self._saw)
+
+    @contextmanager
+    def answering(self, page: str | None) -> Iterator[Callable[[], None]]:
+        """Attribute what crosses in the block to a page; None for a client that has none.
+
+        Call what it gives once the answer is complete: else a step may still be under way.
+        """
+        with self._lock:
+            self._answers += 1
+            answer = Answer(self._answers, page)
+            self._running.append(answer)
+            if page is not None:
+                self._last.pop(page, None)
+                self._last[page] = answer
+                if len(self._last) > MAX_PAGES:
+                    del self._last[next(iter(self._last))]
+        complete = threading.Event()
+        try:
+            yield complete.set
+        finally:
+            with self._lock:
+                answer.running = False
+                answer.until = time.monotonic() + (0 if complete.is_set() else _SETTLING_S)
+
+    def described(self, page: str, since: int) -> dict[str, Any] | None:
+        """Return the page's last answer, see `Answer.described`; None if it has none."""
+        with self._lock:
+            answer = self._last.get(page)
+            return None if answer is None else answer.described(since)
+
+    def inputs(self, page: str) -> list[torch.Tensor]:
+        """Return what the first layer was given for the page's last answer."""
+        with self._lock:
+            return list(self._last[page].inputs) if page in self._last else []
+
+    def _saw(self, request: Request) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._running = [answer for answer in self._running if now < answer.until]
+            pages = {answer.page for answer in self._running}
+            if not pages or (seen := describe_request(request)) is None:
+                return
+            if len(pages) == 1 and None not in pages:
+                self._running[-1].add(seen)
+                return
+            for answer in self._running:
+                answer.others += 1
+
+
+class TappedChannel(Channel):
+    """A `Channel` of which each request is shown once it is sent, before its reply is taken."""
+
+    def __init__(self, channel: Channel, saw: Callable[[Request], None]) -> None:
+        self.endpoint, self.traffic = channel.endpoint, channel.traffic
+        self._channel, self._saw = channel, saw
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """See `Channel.submit`."""
+        request_id = self._channel.submit(request, timeout_s)
+        self._saw(request)
+        return request_id
+
+    def start(
+        self, prepared: PreparedRequest, payload: torch.Tensor, timeout_s: float | None = None
+    ) -> int:
+        """See `Channel.start`."""
+        request_id = self._channel.start(prepared, payload, timeout_s)
+        self._saw(prepared.request(payload))
+        return request_id
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        return self._channel.wait(request_id)
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._channel.abandon(request_id)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`."""
+        self._channel.distrust(exchange, error)
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._channel.close()
