@@ -1,0 +1,70 @@
+"""README's worked example does what it says: its commands, and its Python against their server."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.in_process import call
+from tests.e2e.serving import running_server
+from tests.support import ENVIRONMENT, running_service
+
+ROOT = Path(__file__).parents[2]
+BIND, BASE_URL = "tcp://10.0.0.5:5555", "http://127.0.0.1:8000/v1"
+FILES = ("service.key", "service.pub", "runner.key", "runner.pub")
+
+
+def blocks() -> list[str]:
+    """Return the indented blocks of the section."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## One worked example\n")[1].split("\n## ")[0]
+    found = re.findall(r"(?:^    .*\n(?:\n(?=    ))*)+", section, re.MULTILINE)
+    return [re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in found]
+
+
+def test_the_worked_example(tmp_path: Path) -> None:
+    def here(text: str, *, gpu: str = "", api: str = "") -> str:
+        """Put in this machine's places."""
+        for file in FILES:
+            text = text.replace(file, str(tmp_path / file))
+        return text.replace("MODEL", "demo").replace(BIND, gpu).replace(BASE_URL, api)
+
+    commands = [
+        shlex.split(line, comments=True)
+        for block in blocks()
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    python = [block for block in blocks() if block.startswith("from ")]
+    assert len(python) == 2
+
+    def arguments(*program: str, gpu: str = "") -> list[str]:
+        (found,) = (one for one in commands if tuple(one[: len(program)]) == program)
+        return [here(word, gpu=gpu) for word in found[len(program) :]]
+
+    for name in ("service", "runner"):
+        assert arguments("tsqp", "keys", "new", name) == []
+        made = call("tsqp", "keys", "new", str(tmp_path / name))
+        assert made.returncode == 0, made.stderr
+    model, *options = arguments("gpu-service", gpu="tcp://127.0.0.1:*")
+    assert options[:2] == ["--bind", "tcp://127.0.0.1:*"]
+    with running_service(model, options[1], *options[2:]) as service:
+        gpu = service.endpoint
+        checked = call("tsqp", "doctor", *arguments("tsqp", "doctor", gpu=gpu))
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        model, *options = arguments("tee-runner", "serve", gpu=gpu)
+        with running_server(*options, model=model) as server:
+            texts = [run_python(here(code, gpu=gpu, api=server.base_url)) for code in python]
+    assert "fox" in texts[0]
+    assert len(texts[1].split()) > 30
+
+
+def run_python(code: str) -> str:
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
