@@ -37,6 +37,10 @@ ORDER = (
     "fuzz",
     "model_directories",
     "load",
+    "serving",
+    "cancelled",
+    "overload",
+    "serving_faults",
     "access",
     "secrets",
 )

@@ -28,11 +28,11 @@ from tests.tools.workers import Workers
 from tsqp.calibrate import calibrate_on, save_calibration
 
 NAME = "secrets"
-TEST = "random canary prompts with a fault at every RPC"
+TEST = "random canary prompts, also to a server in every field and path, a fault at every RPC"
 PASS = "0 hits in logs, metrics, errors, disk and shared memory"
 FULL = 10_000
 SHORT = 60
-MINUTES = 8
+MINUTES = 12
 
 # What has to be looked for.
 KINDS = {"prompt", "answer", "token ids", "activation", "key"}
@@ -40,6 +40,10 @@ KINDS = {"prompt", "answer", "token ids", "activation", "key"}
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("model", "logs", "work", "home", "tmp", "bank")
 _BANK_TOKENS = 4096
+# Of a server's own part, which takes longer for each prompt; and how many before it has to die.
+_PROMPTS_A_SERVED, _SERVED_BLOCK = 8, 50
+# A token of the server's model that stands in no prompt.
+_LAST_BYTE = 255
 _SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -52,12 +56,17 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def make_place(folder: Path, bank_tokens: int = _BANK_TOKENS) -> None:
-    """Make a model that reads bytes, its calibration, a bank of pads, and the empty folders."""
+def make_place(
+    folder: Path, bank_tokens: int = _BANK_TOKENS, eos_token_id: int | None = None
+) -> None:
+    """Make a model that reads bytes, its calibration, a bank of pads, and the empty folders.
+
+    `bank_tokens`: 0 for no bank. `eos_token_id`: which grammars need.
+    """
     for name in _FOLDERS:
         (folder / name).mkdir()
     model = folder / "model"
-    make_model(model, seed=3, **_SIZES)
+    make_model(model, seed=3, **_SIZES, eos_token_id=eos_token_id)
     config, checkpoint = read_config(model), Checkpoint(model)
     chunks = [token_ids(100, seed, _SIZES["vocab_size"]) for seed in range(8)]
     save_calibration(calibrate_on(config, checkpoint, chunks), model / CALIBRATION_FILE)
@@ -68,6 +77,8 @@ def make_place(folder: Path, bank_tokens: int = _BANK_TOKENS) -> None:
     trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
     raw.train_from_iterator([], trainer)
     raw.save(str(model / "tokenizer.json"))
+    if not bank_tokens:
+        return
     made = run_program(
         "tee-runner",
         *("pads", "make", str(model), "--bank", str(folder / "bank" / "bank")),
@@ -78,10 +89,13 @@ def make_place(folder: Path, bank_tokens: int = _BANK_TOKENS) -> None:
         raise RuntimeError(made.stderr)
 
 
-def find_leaks(folder: Path, count: int, seed: int, block: int = BLOCK) -> dict[str, Any]:
+def find_leaks(
+    folder: Path, count: int, seed: int, block: int = BLOCK, *, module: str = "canaries"
+) -> dict[str, Any]:
     """Generate from `count` prompts in a process of its own; return what it says that it found.
 
-    `block`: prompts under one policy, after which everything is searched.
+    `block`: prompts under one policy, after which everything is searched. `module`: of this folder,
+    which does it.
     """
     with_metrics = _serves_metrics()
     with ExitStack() as stack:
@@ -108,7 +122,7 @@ def find_leaks(folder: Path, count: int, seed: int, block: int = BLOCK) -> dict[
         }
         runner_log = stack.enter_context((folder / "logs" / "runner.log").open("ab"))
         command = [
-            *(sys.executable, "-m", "tests.soak.canaries", str(folder), str(count), str(seed)),
+            *(sys.executable, "-m", f"tests.soak.{module}", str(folder), str(count), str(seed)),
             *(str(block), ",".join(endpoints), ",".join(urls)),
         ]
         last = ""
@@ -168,31 +182,26 @@ def _logs_are_written(logs: Path) -> bool:
 
 
 def run(count: int) -> RowResult:
-    """Generate from so many prompts."""
+    """Generate from so many prompts, and ask a server with some more."""
     began, full = time.monotonic(), is_full(FULL, count)
     with tempfile.TemporaryDirectory() as name:
         make_place(Path(name))
         block = BLOCK if full else max(1, count // len(POLICIES))
         found = find_leaks(Path(name), count, seed=1, block=block)
-        written = _logs_are_written(Path(name) / "logs")
-    seconds = time.monotonic() - began
-    hits, planted = Counter(found["hits"]), found["planted"]
+        complete = _is_complete(found, Path(name) / "logs", full=full)
+    with tempfile.TemporaryDirectory() as name:
+        make_place(Path(name), bank_tokens=0, eos_token_id=_LAST_BYTE)
+        asked = count // _PROMPTS_A_SERVED
+        served = find_leaks(
+            Path(name), asked, seed=2, block=_SERVED_BLOCK, module="server_canaries"
+        )
+        complete = _served_all(served, Path(name) / "logs", full=full) and complete
+    hits = Counter(found["hits"]) + Counter(served["hits"])
     for leak, times in sorted(hits.items()):
         note(f"{leak}: {times}")
-    # Or there would have been nothing to find, or to search.
-    kinds = {kind for _, kind, _, _ in found["faults"]}
-    happened = kinds == set(FAULTS) and set(found["kinds"]) >= KINDS
+    both, planted = (found, served), [*found["planted"].values(), *served["planted"].values()]
+    faults = [sum(times for *_, times in one["faults"]) for one in both]
     positions = hit_requests(found)
-    happened = happened and are_hit(positions, full=full)
-    happened = happened and set(found["refused"]) == set(REFUSALS)
-    ended = found["ended"].get("right", 0) > 0 and bool(found["ended"].keys() - {"right"})
-    # A policy that does not start has sent nothing.
-    ended = ended and "SettingsError" not in found["ended"]
-    searched = all(planted.values()) and set(planted) >= expected_places(full=full)
-    complete = happened and ended and written and searched
-    if not complete:
-        note(f"got {found}, logs written {written}; expected every fault, request, kind and place")
-    faults = sum(times for _, _, _, times in found["faults"])
     hit = sum(hit for hit, _ in positions.values())
     requests = sum(requests for _, requests in positions.values())
     return RowResult(
@@ -202,15 +211,59 @@ def run(count: int) -> RowResult:
         count,
         {
             "prompts": sum(found["ended"].values()),
-            "faults": faults,
+            "prompts to a server": sum(served["ended"].values()),
+            "faults": sum(faults),
             "positions of requests hit": f"{hit} of {requests}",
             "typed errors": sum(found["ended"].values()) - found["ended"].get("right", 0),
             "refused before": sum(found["refused"].values()),
-            "searched for": found["patterns"],
+            "refused by the server": sum(served["refused"].values()),
+            "crashes of the server": sum(served["crashed"].values()),
+            "searched for": sum(one["patterns"] for one in both),
             "planted": len(planted),
-            "planted and found": sum(planted.values()),
+            "planted and found": sum(planted),
             "hits": hits.total(),
         },
-        seconds,
-        passed=not hits and complete and faults > count // 2,
+        time.monotonic() - began,
+        passed=not hits
+        and complete
+        and faults[0] > count // 2
+        and faults[1] > (asked // 2 if full else 1),
     )
+
+
+def _is_complete(found: dict[str, Any], logs: Path, *, full: bool) -> bool:
+    """Say whether all happened that can: or there would have been nothing to find, or to search."""
+    kinds = {kind for _, kind, _, _ in found["faults"]}
+    complete = kinds == set(FAULTS) and set(found["kinds"]) >= KINDS
+    complete = complete and are_hit(hit_requests(found), full=full)
+    complete = complete and set(found["refused"]) == set(REFUSALS)
+    complete = complete and found["ended"].get("right", 0) > 0
+    complete = complete and bool(found["ended"].keys() - {"right"})
+    # A policy that does not start has sent nothing.
+    complete = complete and "SettingsError" not in found["ended"]
+    complete = complete and _is_searched(found, full=full) and _logs_are_written(logs)
+    if not complete:
+        note(f"got {found}; expected every fault, request, kind and place, and logs")
+    return complete
+
+
+def _is_searched(found: dict[str, Any], *, full: bool) -> bool:
+    planted = found["planted"]
+    return all(planted.values()) and set(planted) >= expected_places(full=full)
+
+
+def _served_all(served: dict[str, Any], logs: Path, *, full: bool) -> bool:
+    """Say the same of a server: it has refused, answered and failed in every way."""
+    ways = [*served["refused"].values(), *served["answered"].values(), *served["crashed"].values()]
+    complete = all(times == served["blocks"] for times in ways)
+    complete = complete and {kind for _, kind, _, _ in served["faults"]} >= (
+        set(FAULTS) if full else {"lost connection"}
+    )
+    complete = complete and set(served["kinds"]) >= KINDS and _is_searched(served, full=full)
+    complete = complete and served["ended"].get("right", 0) > 0
+    log = (logs / "runner.log").read_text(encoding="utf-8")
+    complete = complete and log.count("the engine has died") == served["blocks"]
+    complete = complete and "completion_tokens" in (logs / "audit.log").read_text(encoding="utf-8")
+    if not complete:
+        note(f"a server: got {served}; expected every fault, refusal, answer, crash, kind, place")
+    return complete
