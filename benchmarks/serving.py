@@ -1,0 +1,344 @@
+"""What serving costs: the HTTP layer, streams side by side, overload, prefix reuse, speculation.
+
+    python -m benchmarks.serving [--shape llama-3.2-1b] [--seconds 20] [--json FILE]
+
+`tee-runner serve` in a process of its own, over a null device and a Unix socket, policy
+`attention-in-tee`; of the engine alone the same requests run in this process's child, without HTTP.
+The client of this benchmark reads sockets and looks for the beginnings of events, as cheaply as it
+can: it runs on the same cores. Ratios are of the same run.
+
+- `streams`: tokens a second of 1 and of 16 streams, and of 16 sequences of the engine alone.
+- `overload`: 95 % of the times between two tokens, with as many clients as there are sequences and
+  with four times as many.
+- `prefix`: time to the first token of a second turn behind a history of 1,000 tokens, with and
+  without `--prefix-reuse`.
+- `speculation`: round trips a token of a text that repeats itself: the demo model under `shielded`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from protocol.model.config import read_config
+from tsqp.lab.bench import prepare
+from tsqp.lab.bench.machine import describe_machine
+from tsqp.processes import program, start_service
+
+POLICY = "attention-in-tee"
+STREAMS = 16
+PROMPT_TOKENS, NEW_TOKENS = 32, 128
+HISTORY_TOKENS = 1000
+# Waits for a token of the largest prompts on a busy machine.
+_LIMIT_S = 120.0
+_READY = re.compile(r"ready: (\S+)/v1")
+# A text that repeats itself, whatever the model would say.
+_REPETITIVE = "( the dog and the cat, a small boy and a girl){12}"
+_REPETITIVE_TOKENS = 96
+
+
+def add_tokenizer(directory: Path) -> None:
+    """Write a tokenizer in which token N is the word `tN`."""
+    size = read_config(directory).vocab_size
+    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(size)}, unk_token="t0"))  # noqa: S106
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(directory / "tokenizer.json"))
+
+
+@contextmanager
+def server(model: str | Path, endpoint: str, policy: str, *options: str) -> Iterator[str]:
+    """Run `tee-runner serve`, and yield its address once it is ready."""
+    command = [program("tee-runner"), "serve", str(model), "--port", "0", "--gpu", endpoint]
+    command += ["--policy", policy, "--spin-us", "50", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            lines = iter(process.stderr or ())
+            found = next((m[1] for line in lines if (m := _READY.search(line))), None)
+            if found is None:
+                raise SystemExit(f"{' '.join(command)}: got no address, expected one")
+            yield found
+        finally:
+            process.terminate()
+
+
+@dataclass
+class Stream:
+    """One answer: `times`: of its tokens, after the beginning of its request."""
+
+    status: int
+    times: list[float]
+    retry_after_s: float = 0.0
+
+
+async def ask(address: str, prompt: list[int], new_tokens: int) -> Stream:
+    """Stream a completion of token ids; every token is an event."""
+    host, port = address.removeprefix("http://").split(":")
+    fields = {"model": "m", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0}
+    body = json.dumps(fields | {"stream": True, "model": await _model(address)}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    began, times = time.perf_counter(), []
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(head.encode() + body)
+        status = int((await reader.readline()).split()[1])
+        if status != 200:
+            rest = (await asyncio.wait_for(reader.read(), _LIMIT_S)).lower()
+            wait = re.search(rb"retry-after: (\d+)", rest)
+            return Stream(status, [], float(wait[1]) if wait else 0.0)
+        while block := await asyncio.wait_for(reader.read(1 << 16), _LIMIT_S):
+            now = time.perf_counter() - began
+            times += [now] * block.count(b"data: {")
+    finally:
+        writer.close()
+    return Stream(status, times)
+
+
+_names: dict[str, str] = {}
+
+
+async def _model(address: str) -> str:
+    if address not in _names:
+        with urllib.request.urlopen(f"{address}/v1/models") as reply:  # noqa: S310 - our own
+            _names[address] = json.load(reply)["data"][0]["id"]
+    return _names[address]
+
+
+def prompt_of(stream: int, turn: int, tokens: int = PROMPT_TOKENS) -> list[int]:
+    """Return a prompt that no other stream has."""
+    return [1 + (stream * 7919 + turn * 104729 + at * 31) % 30_000 for at in range(tokens)]
+
+
+async def crowd(address: str, clients: int, seconds: float) -> list[Stream]:
+    """Ask again and again with so many clients; return what was answered."""
+    until = time.perf_counter() + seconds
+    found: list[Stream] = []
+
+    async def client(number: int) -> None:
+        turn = 0
+        while time.perf_counter() < until:
+            found.append(await ask(address, prompt_of(number, turn), NEW_TOKENS))
+            turn += 1
+            # As the SDKs do.
+            await asyncio.sleep(found[-1].retry_after_s)
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return found
+
+
+def tokens_per_s(address: str, streams: int, seconds: float) -> float:
+    """Return the rate of streams that start together and have as many tokens each."""
+    new_tokens = max(8, NEW_TOKENS)
+
+    async def together() -> float:
+        answers = (ask(address, prompt_of(n, 0), new_tokens) for n in range(streams))
+        found = await asyncio.gather(*answers)
+        first = max(one.times[0] for one in found)
+        # Between the last stream's first token and the first one's last.
+        last = min(one.times[-1] for one in found)
+        count = sum(first < at <= last for one in found for at in one.times)
+        return count / (last - first)
+
+    until = time.perf_counter() + seconds
+    rates = [asyncio.run(together())]
+    while time.perf_counter() < until:
+        rates.append(asyncio.run(together()))
+    return statistics.median(rates)
+
+
+def engine_alone(model: str, endpoint: str, streams: int, seconds: float) -> float:
+    """Return the rate of as many sequences of an engine in this process."""
+    from tee_side.policy.placement import load_policy  # noqa: PLC0415
+    from tee_side.runner import Runner, RunnerSettings  # noqa: PLC0415
+
+    settings = RunnerSettings(
+        model=Path(model), policy=load_policy(POLICY), gpu=(endpoint,), spin_us=50
+    )
+    rates: list[float] = []
+    until = time.perf_counter() + seconds
+    with Runner(settings) as runner:
+        engine = runner.engine
+        while not rates or time.perf_counter() < until:
+            for stream in range(streams):
+                engine.add(prompt_of(stream, 0), max_new_tokens=NEW_TOKENS)
+            while any(not sequence.token_ids for sequence in engine.running):
+                engine.step()
+            began, count = time.perf_counter(), 0
+            while len(engine.running) == streams:
+                count += len(engine.step())
+            rates.append(count / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def streams_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
+    """Measure one stream, sixteen, and the engine alone."""
+    alone = _in_child("engine_alone", str(model), endpoint, STREAMS, seconds)
+    with server(model, endpoint, POLICY) as address:
+        asyncio.run(crowd(address, 2, 1.0))
+        one = tokens_per_s(address, 1, seconds)
+        many = tokens_per_s(address, STREAMS, seconds)
+    return {
+        "engine_alone_tokens_per_s": alone,
+        "one_stream_tokens_per_s": one,
+        "streams": STREAMS,
+        "streams_tokens_per_s": many,
+        "http_costs": 1 - many / alone,
+        "streams_by_one": many / one,
+    }
+
+
+def overload_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
+    """Measure the time between tokens at capacity and at four times as many clients."""
+    options = ("--max-sequences", str(STREAMS), "--max-waiting", str(STREAMS))
+    found = {}
+    with server(model, endpoint, POLICY, *options) as address:
+        asyncio.run(crowd(address, 2, 1.0))
+        for name, clients in (("at_capacity", STREAMS), ("overloaded", 4 * STREAMS)):
+            answers = asyncio.run(crowd(address, clients, seconds))
+            gaps = sorted(
+                b - a for one in answers for a, b in zip(one.times, one.times[1:], strict=False)
+            )
+            found[name] = {
+                "clients": clients,
+                "answered": sum(one.status == 200 for one in answers),
+                "refused": sum(one.status in (429, 503) for one in answers),
+                "p95_inter_token_ms": 1e3 * gaps[math.floor(0.95 * len(gaps))],
+            }
+    at_capacity, overloaded = (found[n]["p95_inter_token_ms"] for n in found)
+    return {**found, "p95_ratio": overloaded / at_capacity}
+
+
+def prefix_case(model: Path, endpoint: str, turns: int) -> dict[str, Any]:
+    """Measure the time to the first token of a second turn."""
+    ms: dict[str, float] = {}
+    for option in ("--prefix-reuse", "--no-prefix-reuse"):
+        with server(model, endpoint, POLICY, option) as address:
+            times = []
+            for turn in range(turns):
+                history = prompt_of(turn, 1, HISTORY_TOKENS)
+                asyncio.run(ask(address, history, 2))
+                followed = asyncio.run(ask(address, [*history, *prompt_of(turn, 2, 16)], 2))
+                times.append(1e3 * followed.times[0])
+            ms[option] = statistics.median(times)
+    with_reuse, without = ms.values()
+    return {"with_ms": with_reuse, "without_ms": without, "ratio": with_reuse / without}
+
+
+def speculation_case(folder: Path) -> dict[str, Any]:
+    """Count round trips a token of a repetitive text, with and without speculation."""
+    found: dict[str, Any] = {}
+    with ExitStack() as closing:
+        bind = f"unix://{folder}/demo.sock"
+        _, endpoint = start_service(
+            closing, ["demo", "--bind", bind, "--threads", "1", "--arithmetic", "int8"]
+        )
+        for name, options in (("without", ()), ("with", ("--speculative", "ngram"))):
+            # Speculation stops where less than half of the pads are left.
+            bank = ("--bank", f"{folder}/{name}", "--bank-key-beside-bank")
+            making = [program("tee-runner"), "pads", "make", "demo", "--tokens", "512", *bank]
+            subprocess.run(making, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            with server("demo", endpoint, "shielded", *bank, *options) as address:
+                before = _metrics(address)
+                text = _complete(address)
+                after = _metrics(address)
+                tokens = after["generation_tokens"] - before["generation_tokens"]
+                found[name] = {
+                    "round_trips_per_token": (after["round_trips"] - before["round_trips"])
+                    / tokens,
+                    "accepted": after["accepted_tokens"] / max(1, after["draft_tokens"]),
+                    "pads_per_token": _pads(after, before) / tokens,
+                    "text": hash(text),
+                }
+    trips = [found[name]["round_trips_per_token"] for name in ("without", "with")]
+    same = found["with"].pop("text") == found["without"].pop("text")
+    return {**found, "same_text": same, "fewer": trips[0] / trips[1]}
+
+
+def _pads(after: dict[str, float], before: dict[str, float]) -> float:
+    made, ready = (after[n] - before[n] for n in ("pads_made", "pads_ready"))
+    return made - ready
+
+
+def _metrics(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{address}/metrics") as reply:  # noqa: S310 - our own
+        text = reply.read().decode()
+    found = re.findall(r"^(?:tsqp|vllm):(\w+?)(?:_total)?\{[^}]*\} (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def _complete(address: str) -> str:
+    fields = {"model": "demo", "prompt": "They saw", "temperature": 0}
+    more = {"guided_regex": _REPETITIVE, "max_tokens": _REPETITIVE_TOKENS}
+    body = json.dumps(fields | more).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
+    with urllib.request.urlopen(request) as reply:  # noqa: S310
+        text: str = json.load(reply)["choices"][0]["text"]
+    return text
+
+
+def _in_child(function: str, *arguments: Any) -> float:
+    """Run a function of this module in a fresh process, and return its number."""
+    code = f"from benchmarks.serving import {function}; print({function}(*{arguments!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return float(done.stdout)
+
+
+def measure(shape: str, seconds: float) -> dict[str, Any]:
+    """Measure everything."""
+    with ExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-serving-")))
+        random_model = folder / "model"
+        random_model.mkdir()
+        prepare.random_model(random_model, shape, linear=False)
+        model = prepare.endless(random_model, folder)
+        add_tokenizer(model)
+        command = [str(model), "--device", "null", "--bind", f"unix://{folder}/gpu.sock"]
+        _, endpoint = start_service(closing, [*command, "--spin-us", "50", "--threads", "1"])
+        return {
+            "shape": shape,
+            "policy": POLICY,
+            "streams": streams_case(model, endpoint, seconds),
+            "overload": overload_case(model, endpoint, 3 * seconds),
+            "prefix": prefix_case(model, endpoint, 5),
+            "speculation": speculation_case(folder),
+        }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama-3.2-1b")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    found = {"machine": describe_machine(), **measure(options.shape, options.seconds)}
+    print(json.dumps(found, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
