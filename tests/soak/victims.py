@@ -19,7 +19,7 @@ from protocol.errors import TsqpError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.assembly import Assembly, MaskSettings
-from tee_side.engine.engine import Engine
+from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.engine import Sequence as Running
 from tee_side.model.layers import load_tee_model
 from tee_side.model.operators import MicroBatchOperators
@@ -67,7 +67,7 @@ class Victim:
             load_policy(policy), config, checkpoint, model, MaskSettings(), step_tokens=64
         )
         self._micro_batches = micro_batches
-        self._engine = Engine(model, self._lanes(), step_tokens=64)
+        self._engine = Engine(model, self._lanes(), EngineSettings(step_tokens=64))
         chance = random.Random(7)
         self._prompts = [prompt(_PROMPT_TOKENS, chance) for _ in range(sequences)]
         self._expected: list[list[torch.Tensor]] = []
