@@ -187,6 +187,8 @@ class BackgroundEngine:
                 self._engine.step(sequences)
         except TsqpError as error:
             log.warning("no_token", extra={"fields": {"detail": str(error)}})
+            if self.state == "ready":
+                self._become("failed")
             self._fail_all(error)
             return False
         finally:
@@ -249,21 +251,30 @@ class BackgroundEngine:
         return PromptRead(reused_tokens=first.reused_tokens)
 
     def _step_failed(self, error: TsqpError) -> None:
-        """Find the sequence that a step failed for, or end all of them."""
+        """Find the sequence that a step failed for, or end all of them.
+
+        Where it fails for each, a token that belongs to nobody shows whether any can be made: a
+        service that is asked no more gives the same error to all.
+        """
         running = self._engine.running
         if not isinstance(error, _OF_ONE):
             log.warning("step_failed", extra={"fields": {"detail": str(error)}})
             self._become("failed")
             self._fail_all(error)
             return
+        refused = 0
         for sequence in running:
             try:
                 self._take(self._engine.step([sequence]))
             except _OF_ONE as its:
                 self._refuse(sequence, its)
+                refused += 1
             except TsqpError as its:
                 self._step_failed(its)
                 return
+        if refused == len(running):
+            self._end_refused()
+            self._probe()
 
     def _refuse(self, sequence: Sequence, error: TsqpError) -> None:
         """Note what cannot go on: other samples of its request may be in the step under way."""

@@ -20,10 +20,11 @@ from protocol.errors import (
     LimitError,
     PadsExhaustedError,
     PromptError,
+    ReplyError,
     TsqpError,
 )
 from tee_side.engine import background
-from tee_side.engine.background import BackgroundEngine, Ticket
+from tee_side.engine.background import BackgroundEngine, State, Ticket
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import PadTotals
 from tee_side.engine.request import Delivery, PromptRead, Request
@@ -39,13 +40,14 @@ WAIT_S = 60.0
 
 
 class Down(LoopbackChannel):
-    """A service that is away while it is told to be."""
+    """A service that is away while it is told to be, which shows in errors of a kind."""
 
     down = False
+    kind: type[TsqpError] = DeadlineExceededError
 
     def submit(self, request: messages.Request, *arguments: Any, **more: Any) -> int:
         if self.down:
-            raise DeadlineExceededError("it", got="nothing", expected="a connection")
+            raise self.kind("it", got="nothing", expected="a connection")
         return super().submit(request, *arguments, **more)
 
 
@@ -340,11 +342,26 @@ def test_one_whose_activation_is_out_of_range_ends_alone(tee: Tee) -> None:
         _assert_same(tee, request, client)
 
 
+def test_one_that_fails_alone_does_not_make_the_engine_fail(tee: Tee) -> None:
+    engine, told, poisoned = _engine(tee), list[State](), _request(3)
+    _failing_for(engine, poisoned, ActivationRangeError("o_proj", got="much", expected="less"))
+    with _running(engine, tell=told.append) as running:
+        assert isinstance(running.answer(poisoned).error, ActivationRangeError)
+        _assert_same(tee, _request(1), running.answer(_request(1)))
+    assert told == ["ready"]
+
+
+# One row may be the cause of a ReplyError; a service that is asked no more gives it to all.
+@pytest.mark.parametrize("kind", [DeadlineExceededError, ReplyError])
 def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
-    tee: Tee, caplog: pytest.LogCaptureFixture
+    tee: Tee,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[TsqpError],
 ) -> None:
     channel = tee.channel
     assert isinstance(channel, Down)
+    monkeypatch.setattr(channel, "kind", kind)
     with _running(_engine(tee)) as running:
         clients = [running.ask(_request(n, 200))[0] for n in (1, 2)]
         running.loop.until(lambda: all(client.deliveries for client in clients))
@@ -353,7 +370,7 @@ def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
             channel.down = True
             running.loop.finish(clients)
             assert running.background.state == "failed"
-            assert isinstance(running.answer(_request(3)).error, DeadlineExceededError)
+            assert isinstance(running.answer(_request(3)).error, kind)
             channel.down = False
         # What is asked until then may fail.
         while running.answer(_request(3)).error is not None:
@@ -361,7 +378,7 @@ def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
         assert running.background.state == "ready"
         _assert_same(tee, _request(4), running.answer(_request(4)))
     for client in clients:
-        assert isinstance(client.error, DeadlineExceededError)
+        assert isinstance(client.error, kind)
         assert [delivery.ended for delivery in client.deliveries].count(True) == 1
 
 
