@@ -28,10 +28,15 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs. `address`: host:port. `headers`: by which it lets us see its metrics."""
+    """A server that runs.
+
+    `address`: host:port. `log`: descriptor of what it says on stderr. `headers`: by which it lets
+    us see its metrics.
+    """
 
     process: Forked
     address: str
+    log: int
     headers: Mapping[str, str] = field(default_factory=dict)
 
     async def metrics(self) -> dict[str, float]:
@@ -39,6 +44,10 @@ class Server:
         page = (await ask(self.address, "/metrics", headers=self.headers)).body.decode()
         found = {name: float(value) for name, value in _SAMPLE.findall(page)}
         return found | {f"ended_{how}": float(value) for how, value in _ENDED.findall(page)}
+
+    def logged(self, event: str) -> int:
+        """Return how often it has logged an event."""
+        return os.pread(self.log, 2**26, 0).count(f" {event} ".encode())
 
     async def until(self, holds: Callable[[dict[str, float]], bool]) -> float:
         """Return after how many seconds something holds of the metrics. Raises TimeoutError."""
@@ -72,7 +81,7 @@ def server(
                     said = os.pread(log.fileno(), 2**20, 0).decode()
                     raise RuntimeError(f"tee-runner serve: got none, expected it ready\n{said}")
                 time.sleep(0.005)
-            yield Server(process, ready[1].decode(), headers or {})
+            yield Server(process, ready[1].decode(), log.fileno(), headers or {})
         finally:
             process.kill()
 

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import click
 import torch
 
 from protocol.errors import TsqpError
+from tee_side.engine import background
 from tee_side.engine.engine import Engine
 from tee_side.engine.tokenizer import TEMPLATE_FILE
 from tee_side.remote.services.member import Member
@@ -213,12 +214,15 @@ class Served(Session):
         streamed = self.choose.random() < 0.5
         fields = {"prompt": text, "max_tokens": new_tokens, "seed": at, "ignore_eos": True}
         status = self._post("/v1/completions", fields | {"stream": streamed})
+        made = self.faults.count
+        # What was not reached is for no later request.
+        self.faults.arm(self.policy, "", -1, "")
         self.canaries.add_ids([*ids[-4:], *self.sampled])
         if new_tokens > NEW_TOKENS:
             self.canaries.add_answer(self.tokenizer.decode(self.sampled), self.sampled)
         elif status == 200:
             known = self.requests[self.policy]
-            self.requests[self.policy] = min(known or self.faults.count, self.faults.count)
+            self.requests[self.policy] = min(known or made, made)
         self.ended["right" if status == 200 else str(status)] += 1
 
     def _word(self) -> str:
@@ -299,8 +303,7 @@ class Served(Session):
         (self.folder / "logs" / "audit.log").write_text(content, encoding="utf-8")
 
 
-@contextmanager
-def failing(session: Served) -> Iterator[None]:
+def install(session: Served) -> None:
     """Stand in the server's code, where it is to fail, and see every token."""
     prepare, add = generating.engine_requests, answers.StreamedAnswer.add
     deliver, step, sample = exchange.Exchange._deliver, Engine.step, Engine._sample
@@ -312,6 +315,11 @@ def failing(session: Served) -> Iterator[None]:
             return call(*arguments, **more)
 
         return called
+
+    def delivered(*arguments: Any) -> None:
+        deliver(*arguments)
+        # What is delivered would be waited for.
+        session.fail(CRASHES[2])
 
     def sampled(*arguments: Any) -> Any:
         found = sample(*arguments)
@@ -325,10 +333,9 @@ def failing(session: Served) -> Iterator[None]:
     Member.quarantine = quarantined  # type: ignore[assignment, method-assign]
     generating.engine_requests = before(CRASHES[0], prepare)
     answers.StreamedAnswer.add = before(CRASHES[1], add)  # type: ignore[method-assign]
-    exchange.Exchange._deliver = before(CRASHES[2], deliver)  # type: ignore[method-assign]
+    exchange.Exchange._deliver = delivered  # type: ignore[assignment, method-assign]
     Engine.step = before(CRASHES[3], step)  # type: ignore[method-assign]
     Engine._sample = sampled  # type: ignore[assignment, method-assign]
-    yield
 
 
 def _log_everything(_level: str) -> None:
@@ -367,17 +374,18 @@ def main() -> None:
     os.dup2(2, 1)
     urls = [url for url in metrics.split(",") if url]
     session = Served(Path(folder), int(count), int(seed), gpu.split(","), urls)
+    background._PROBE_S = 0.05  # two seconds after every other fault would be most of the time
     running.configure = _log_everything  # type: ignore[assignment, attr-defined]
     session.forget()
     session.faults.install()
     note_secrets(session)
-    with failing(session):
-        for number, first in enumerate(range(0, int(count), int(block))):
-            session.policy = POLICIES[number % len(POLICIES)]
-            _serve(session, min(int(block), int(count) - first))
-            session.hits += session.search()
-            session.forget()
-            print(f"progress {min(first + int(block), int(count))}", file=out, flush=True)
+    install(session)
+    for number, first in enumerate(range(0, int(count), int(block))):
+        session.policy = POLICIES[number % len(POLICIES)]
+        _serve(session, min(int(block), int(count) - first))
+        session.hits += session.search()
+        session.forget()
+        print(f"progress {min(first + int(block), int(count))}", file=out, flush=True)
     session.hits += session.search()
     answer = {
         "hits": dict(session.hits),

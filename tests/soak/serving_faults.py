@@ -144,8 +144,8 @@ class _Part:
                 await self._until(lambda: streams.under_way > 0)
                 await asyncio.sleep(self._chance.uniform(0, 0.1))
                 at = number % len(services)
+                lost, streaming = streams.served.logged("service_lost"), streams.under_way > 0
                 services[at].kill()
-                self.found.hits += streams.under_way > 0
                 if impatient:
                     await self._until_health(streams.served, 503)
                 else:
@@ -156,6 +156,8 @@ class _Part:
                 await self._until_health(streams.served, 200)
                 await self._until(partial(streams.has, more))
                 self.found.back_s.append(time.monotonic() - began)
+                # The other one of two was in use since the last time.
+                self.found.hits += streaming and streams.served.logged("service_lost") > lost
                 progress(len(self.found.back_s))
             streams.over = True
 
