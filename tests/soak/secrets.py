@@ -262,7 +262,7 @@ def _served_all(served: dict[str, Any], logs: Path, *, full: bool) -> bool:
     complete = complete and set(served["kinds"]) >= KINDS and _is_searched(served, full=full)
     complete = complete and served["ended"].get("right", 0) > 0
     log = (logs / "runner.log").read_text(encoding="utf-8")
-    complete = complete and log.count("the engine has died") == served["blocks"]
+    complete = complete and log.count(" engine_died ") == served["blocks"]
     complete = complete and "completion_tokens" in (logs / "audit.log").read_text(encoding="utf-8")
     if not complete:
         note(f"a server: got {served}; expected every fault, refusal, answer, crash, kind, place")
