@@ -28,6 +28,9 @@ _COMPLAINT = re.compile(
     r"(?P<where>.+?): got (?P<got>.+), expected (?P<expected>.+)"
 )
 
+# The service's, and the HTTP server's.
+_READY = re.compile(" ready:? ")
+
 
 class ProcessError(TsqpError):
     """A process that we started ended before its work was done."""
@@ -141,7 +144,7 @@ class StderrReader:
             for line in stream:
                 text = line.decode(errors="replace").strip()
                 self.last = text or self.last
-                if " ready " in text:
+                if _READY.search(text):
                     self._ready.put(text)
         self._ready.put(None)
 
@@ -170,15 +173,24 @@ def start_service(
 
     Raises ProcessError with its last line if it does not say that it is ready.
     """
-    command = [program("gpu-service"), *arguments]
+    pid, line = _start(running, "gpu-service", arguments, timeout_s)
+    return pid, line.split("endpoint=", 1)[1].split()[0]
+
+
+def start_server(running: ExitStack, arguments: list[str]) -> tuple[int, str]:
+    """Start a `tee-runner serve` likewise; return its process id and its base URL."""
+    pid, line = _start(running, "tee-runner", ["serve", *arguments], None)
+    return pid, line.split(" ready: ", 1)[1]
+
+
+def _start(
+    running: ExitStack, name: str, arguments: list[str], timeout_s: float | None
+) -> tuple[int, str]:
+    command = [program(name), *arguments]
     process, log = running.enter_context(child(command, stdout=subprocess.DEVNULL))
     patience_s = START_TIMEOUT_S if timeout_s is None else timeout_s
     line = log.ready_line(patience_s)
     if line is None:
-        raise failure(
-            "gpu-service",
-            _ended(process),
-            log.last,
-            expected=f"a line that says ready within {patience_s:g} s",
-        )
-    return process.pid, line.split("endpoint=", 1)[1].split()[0]
+        expected = f"a line that says ready within {patience_s:g} s"
+        raise failure(name, _ended(process), log.last, expected=expected)
+    return process.pid, line

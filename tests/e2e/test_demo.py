@@ -27,15 +27,15 @@ def words(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-def test_three_acts_show_what_the_gpu_saw_and_a_fourth_a_lie() -> None:
+def test_three_acts_show_what_the_gpu_saw_and_then_a_chat_and_a_lie() -> None:
     # Settings of the two programs are not the demo's.
     theirs = {"TSQP_TEMPERATURE": "1.5", "TSQP_LOG_LEVEL": "error"}
     result = run("tsqp", "demo", "--max-new-tokens", "24", **theirs)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "…" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-    opening, *shown = re.split(r"╭─ (?=\d of 4)", result.stdout)
-    in_tee, clear, shielded, lied_to = (words(act) for act in shown)
+    opening, *shown = re.split(r"╭─ (?=\d of 5)", result.stdout)
+    in_tee, clear, shielded, served, lied_to = (words(act) for act in shown)
     assert "what the GPU received " in in_tee
     assert "nothing: no request, not one byte" in in_tee
     assert "policy tee-only: nothing leaves the TEE" in words(opening)
@@ -52,18 +52,23 @@ def test_three_acts_show_what_the_gpu_saw_and_a_fourth_a_lie() -> None:
     assert recovered is not None
     assert int(recovered[1]) < 5  # by chance, each with 1 in 1024
 
+    assert "shielded: a chat over HTTP, with tee-runner serve" in served
+    assert "Tell me a story about a fox. Here is a story about a fox." in served
+
     assert "shielded: and the service lies once" in lied_to
     assert re.search(r"lie number \d+ is [0-9a-f]{8} instead of [0-9a-f]{8}", lied_to)
     assert re.search(r"tee-runner: error: \w+ in layer \d+ at \S+: got a wrong", lied_to)
 
     # One service for all acts that need one.
     assert result.stdout.count("gpu-service: process ") == 1
+    assert result.stdout.count("tee-runner serve: process ") == 1
     end = words(result.stdout.split("\nCost ")[1])
     assert "Cost per operator" not in result.stdout
     assert "ok tee-only 24 token ids identical to transformers" in end
     assert "ok attention-in-tee 24 token ids identical to transformers" in end
     assert "ok shielded 24 token ids and all their logits identical, bit for bit, to" in end
     assert re.search(r"(all|\d+ of) 24 are those of transformers", end)
+    assert "ok shielded, served 24 tokens of a chat over HTTP identical to quantized-clear" in end
     assert "ok shielded, lied to one of " in end
     assert "the run ended, and no token came of it" in end
 

@@ -64,7 +64,7 @@ def test_tables_come_with_the_base_install_and_the_reference_with_an_extra() -> 
     base, extras = names(project["dependencies"]), project["optional-dependencies"]
     assert "rich" in base
     assert not base & {"transformers", "matplotlib", "prometheus-client"}
-    assert names(extras["demo"]) == {"transformers"}
+    assert names(extras["demo"]) == {"transformers", "tsqp[serve]"}
     assert names(extras["bench"]) == {"matplotlib", "transformers"}
 
 

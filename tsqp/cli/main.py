@@ -70,10 +70,10 @@ def demo(
 ) -> None:
     """Watch the same prompt three ways: all in the TEE, offloaded in the clear, and shielded.
 
-    Then shielded again, with a service that lies in one number. Starts gpu-service and tee-runner
-    processes on loopback, and shows the story, what the GPU side received each time, and what it
-    cost. Exit status 1 if tokens differ from transformers', masked integers from the same integers
-    without a mask, or the lie goes unnoticed.
+    Then shielded again: as a chat over HTTP, and with a service that lies in one number. Starts
+    gpu-service and tee-runner processes on loopback, and shows the story, what the GPU side
+    received each time, and what it cost. Exit status 1 if tokens differ from transformers', masked
+    integers from the same integers without a mask, or the lie goes unnoticed.
     """
     require_utf8(prompt, "--prompt")
     with needing("tsqp demo", _EXTRA):

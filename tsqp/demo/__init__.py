@@ -5,6 +5,7 @@ their way to the service, so what is shown as received is what is on the wire. I
 tap lies.
 
     acts        which policies, one after another, and what comes after them
+    http_client chats with tee-runner serve
     processes   starts and ends the programs
     feed        what the tap has seen, as numbers
     lie         changes one number of one reply

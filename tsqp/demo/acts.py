@@ -18,22 +18,33 @@ from rich.text import Text
 
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
 from tsqp.cli.program import model_directory
 from tsqp.demo.costs import Cost
 from tsqp.demo.feed import Feed
+from tsqp.demo.http_client import stream_chat
 from tsqp.demo.intercepting_proxy import Tap
 from tsqp.demo.lie import LIES_AT, Liar
 from tsqp.demo.matching import Matcher
-from tsqp.demo.processes import Services, generate, run_generate
-from tsqp.demo.rendering import act_panel, acts_table, checks_table, lie_panel, operators_table
+from tsqp.demo.processes import Services, generate, run_generate, serving
+from tsqp.demo.rendering import (
+    act_panel,
+    acts_table,
+    chat_panel,
+    checks_table,
+    lie_panel,
+    operators_table,
+)
 from tsqp.demo.verdict import (
+    CLEAR_INTEGERS,
     Check,
     Tokens,
     check_refusal,
     clear_reference,
     compare_floats,
     compare_integers,
+    compare_served,
     tokens_of,
     transformers_tokens,
 )
@@ -44,8 +55,9 @@ THREE_ACTS = {
     "attention-in-tee": "offloaded in the clear",
     "shielded": "offloaded under one-time pads",
 }
-# Once more, and this time the service lies.
-LIED_TO = "shielded"
+# Once more: as a server, and then with a service that lies.
+SERVED = LIED_TO = "shielded"
+SAID = "Tell me a story about a fox."
 _SHOWN_REQUESTS = 4
 
 
@@ -63,12 +75,13 @@ class Act:
 def run_demo(
     *, policies: Sequence[str], prompt: str, max_new_tokens: int, options: Sequence[str] = ()
 ) -> bool:
-    """Run the demo with these policies; or in three acts and a fourth in which the service lies.
+    """Run the demo with these policies; or in three acts, a chat over HTTP, and a lying service.
 
     `options`: of every tee-runner. Return whether the tokens are right, and the lie was refused.
     Raises TsqpError.
     """
-    require("transformers", "tsqp demo", "the extra demo: pip install '.[demo]'")
+    for module in ("transformers", "fastapi"):
+        require(module, "tsqp demo", "the extra demo: pip install '.[demo]'")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A story may have characters that the terminal has not.
         sys.stdout.reconfigure(errors="replace")
@@ -87,15 +100,18 @@ def run_demo(
         stage = Stage(console, services, Path(folder), prompt, max_new_tokens, options)
         # One token comes of the prompt alone: a service that is not asked cannot lie.
         lies = not policies and max_new_tokens > 1
-        count = len(chosen) + lies
+        count = len(chosen) + (not policies) + lies
         acts = [
             stage.act(policy, name, f"{number} of {count}")
             for number, (policy, name) in enumerate(zip(chosen, names, strict=True), 1)
         ]
+        served = (
+            [] if policies else [stage.served(load_policy(SERVED), f"{len(acts) + 1} of {count}")]
+        )
         lies = lies and acts[-1].requests > 0
         caught = [stage.lied_to(acts[-1], f"{count} of {count}")] if lies else []
         with console.status("comparing ..."):
-            checks = [*stage.checks(acts), *caught]
+            checks = [*stage.checks(acts), *served, *caught]
     _show_costs(console, acts, per_operator=bool(policies))
     console.print()
     console.print(checks_table(checks))
@@ -174,6 +190,33 @@ class Stage:
         console.print(panel(subtitle=_pace(report), reading=reading))
         return Act(policy, report, tokens, str(story).removeprefix(self._prompt), feed.count)
 
+    def served(self, policy: Policy, number: str) -> Check:
+        """Chat over HTTP with `tee-runner serve`, show it as it comes, and check every token."""
+        console, answer = self._console, list[str]()
+        title = f"{number}  {policy.name}: a chat over HTTP, with tee-runner serve"
+
+        def panel() -> Panel:
+            return chat_panel(title, SAID, "".join(answer).rstrip(), width=console.width)
+
+        console.print()
+        options = [*self._services.reach(policy).options(), *self._options]
+        with serving(["--policy", policy.name, *options], console.print) as url:
+            live = None
+            if console.is_terminal:
+                live = Live(panel(), console=console, refresh_per_second=12, transient=True)
+
+            def show(piece: str) -> None:
+                answer.append(piece)
+                if live is not None:
+                    live.update(panel())
+
+            with live or nullcontext():
+                tokens = stream_chat(url, SAID, self._max_new_tokens, show)
+        console.print(panel())
+        conversation = [{"role": "user", "content": SAID}]
+        prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(conversation)
+        return compare_served(policy.name, tokens, self._quietly(CLEAR_INTEGERS, prompt_ids))
+
     def lied_to(self, honest: Act, number: str) -> Check:
         """Generate once more, with one number of one reply changed, and show what comes of it.
 
@@ -212,19 +255,30 @@ class Stage:
             found.append(compare_integers(act.tokens, clear[name], floats))
         return found
 
-    def _quietly(self, name: str) -> Tokens:
+    def _quietly(self, name: str, prompt_ids: Sequence[int] = ()) -> Tokens:
+        """Generate from the prompt, or from others given as ids."""
         policy = load_policy(name)
         options = self._services.reach(policy).options()
-        return tokens_of(policy.name, *self._generate(name, options, lambda _: None))
+        return tokens_of(policy.name, *self._generate(name, options, lambda _: None, prompt_ids))
 
     def _generate(
-        self, name: str, options: list[str], show: Callable[[str], None]
+        self,
+        name: str,
+        options: list[str],
+        show: Callable[[str], None],
+        prompt_ids: Sequence[int] = (),
     ) -> tuple[dict[str, Any], Path]:
         self._runs += 1
-        return generate(self._arguments(name, options), self._folder / f"run-{self._runs}", show)
+        arguments = self._arguments(name, options, prompt_ids)
+        return generate(arguments, self._folder / f"run-{self._runs}", show)
 
-    def _arguments(self, name: str, options: list[str]) -> list[str]:
-        arguments = ["--policy", name, "--prompt", self._prompt, *options, *self._options]
+    def _arguments(
+        self, name: str, options: list[str], prompt_ids: Sequence[int] = ()
+    ) -> list[str]:
+        prompt = ["--prompt", self._prompt]
+        if prompt_ids:
+            prompt = ["--prompt-token-ids", ",".join(map(str, prompt_ids))]
+        arguments = ["--policy", name, *prompt, *options, *self._options]
         return [*arguments, "--max-new-tokens", str(self._max_new_tokens)]
 
 

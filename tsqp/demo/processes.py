@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import FeatureMask
 from tsqp.cli.program import model_directory
 from tsqp.lab.research.provisioning import provision
-from tsqp.processes import START_TIMEOUT_S, ProcessError, child, program, start_service
+from tsqp.processes import (
+    START_TIMEOUT_S,
+    ProcessError,
+    child,
+    program,
+    start_server,
+    start_service,
+)
 
 DTYPE = "float32"
 # The model is tiny, and two processes share the cores: threads cost more than they bring.
@@ -99,6 +106,15 @@ class Services:
         pid, endpoint = start_service(self._running, [model, "--bind", bind, *COMPUTING])
         self._say(f"gpu-service: process {pid}, ready at {endpoint}")
         return endpoint
+
+
+@contextmanager
+def serving(arguments: list[str], say: Callable[[str], None]) -> Iterator[str]:
+    """Run `tee-runner serve demo`; yield its base URL. Raises ProcessError."""
+    with ExitStack() as running:
+        pid, url = start_server(running, ["demo", "--port", "0", *COMPUTING, *arguments])
+        say(f"tee-runner serve: process {pid}, ready at {url}")
+        yield url
 
 
 def generate(

@@ -73,6 +73,16 @@ def act_panel(
     )
 
 
+def chat_panel(title: str, said: str, answer: str, *, width: int) -> Panel:
+    """Show a chat over HTTP, while it is streamed and after it."""
+    return Panel(
+        Group(Text(said, style="bold"), Text(answer)),
+        title=Text(title, style="bold"),
+        title_align="left",
+        width=min(width, _MAX_WIDTH),
+    )
+
+
 def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, width: int) -> Panel:
     """Show the act in which one number of one reply is a lie, and how the runner ended."""
     grid = Table.grid(padding=(0, 1))

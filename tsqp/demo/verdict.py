@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
 from tsqp.cli.program import model_directory
@@ -106,6 +107,16 @@ def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Check:
     )
 
 
+def compare_served(policy: str, served: Sequence[bytes], clear: Tokens) -> Check:
+    """Of a chat over HTTP, bytes are what each token is known by: the same ones."""
+    tokenizer = Tokenizer(model_directory("demo"))
+    wanted = [tokenizer.token_bytes(token_id) for token_id in clear.ids]
+    same = list(served) == wanted
+    word = "identical" if same else f"NOT identical from token {agreeing(served, wanted)} on"
+    finding = f"{len(served)} tokens of a chat over HTTP {word} to {clear.name}"
+    return Check(f"{policy}, served", same, finding)
+
+
 def check_refusal(
     policy: str, lie: Lie, status: int, complaint: str, story: str, honest: str
 ) -> Check:
@@ -138,7 +149,7 @@ def _agreement(ours: Tokens, reference: Tokens) -> str:
     )
 
 
-def agreeing(a: Sequence[int], b: Sequence[int]) -> int:
+def agreeing(a: Sequence[object], b: Sequence[object]) -> int:
     """Return how many elements two sequences have in common at their start."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

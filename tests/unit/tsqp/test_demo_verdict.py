@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import builtin_policies, load_policy
+from tsqp.cli.program import model_directory
 from tsqp.demo.verdict import (
     CLEAR_INTEGERS,
     Tokens,
@@ -15,6 +17,7 @@ from tsqp.demo.verdict import (
     clear_reference,
     compare_floats,
     compare_integers,
+    compare_served,
 )
 
 IDS = [5, 6, 7]
@@ -45,6 +48,19 @@ def test_logits_are_compared_as_far_as_the_context_is_the_same() -> None:
     other = LOGITS + torch.tensor([[0.0], [0.5], [100.0]])
     check = compare_floats(tokens("p", [5, 9, 7], other), tokens("reference", IDS))
     assert "largest logit difference 5.0e-01" in check.finding
+
+
+def test_a_chat_must_have_the_same_bytes_token_by_token() -> None:
+    wanted = tokens("clear", IDS)
+    served = [Tokenizer(model_directory("demo")).token_bytes(token_id) for token_id in IDS]
+    check = compare_served("p", served, wanted)
+    assert (check.policy, check.passed) == ("p, served", True)
+    assert check.finding == "3 tokens of a chat over HTTP identical to clear"
+    # The same text is not enough.
+    for other, first in ((served[:2], 2), ([b"", *served[1:]], 0), ([b"".join(served)], 0)):
+        check = compare_served("p", other, wanted)
+        assert not check.passed
+        assert f"NOT identical from token {first} on" in check.finding
 
 
 def test_integers_must_be_equal_bit_for_bit() -> None:
