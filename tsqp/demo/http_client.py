@@ -40,15 +40,15 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with closing(HTTPConnection(url.netloc, timeout=START_TIMEOUT_S)) as connection:
         headers = {"content-type": "application/json"}
         connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
-        reply = connection.getresponse()
-        for line in reply:
-            event = line.decode().removeprefix("data: ").strip()
-            if event == "[DONE]":
-                return
-            if event:
-                content = json.loads(event)
-                if "choices" not in content:
-                    break
-                yield from content["choices"]
+        with connection.getresponse() as reply:
+            for line in reply:
+                event = line.decode().removeprefix("data: ").strip()
+                if event == "[DONE]":
+                    return
+                if event:
+                    content = json.loads(event)
+                    if "choices" not in content:
+                        break
+                    yield from content["choices"]
         got = f"status {reply.status} and no end"
         raise ProcessError("tee-runner serve", got=got, expected="a whole answer")
