@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import TsqpError
+from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.soak.demo import DEMO, prompt
@@ -24,7 +25,11 @@ def settings(gpu: Sequence[str], **more: Any) -> RunnerSettings:
     """Return the settings of a runner of the demo model. `more`: other fields of them."""
     policy = load_policy(more.pop("policy", POLICY))
     return RunnerSettings(
-        model=DEMO, policy=policy, gpu=tuple(gpu), **{"step_tokens": 64, "threads": 1, **more}
+        model=DEMO,
+        policy=policy,
+        gpu=tuple(gpu),
+        engine=EngineSettings(step_tokens=64),
+        **{"threads": 1, **more},
     )
 
 
