@@ -80,15 +80,16 @@ class BackgroundEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """End after the step under way; what has not ended gets no delivery any more."""
+        """End after the step under way; what has not ended ends with an error."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
+        self._fail_all(LimitError("engine", got="one that was closed", expected="one that runs"))
 
     def submit(self, request: Request, deliver: Deliver) -> Ticket:
-        """Put a request in the queue.
+        """Put a request in the queue; where it is full, see `WaitingQueue.add`.
 
         Raises PromptError and LimitError for what could never run, LimitError (a retry helps) where
         too many wait.
@@ -98,9 +99,13 @@ class BackgroundEngine:
         with self._changed:
             if self._died or self._closing:
                 raise LimitError("engine", got="one that has ended", expected="one that runs")
-            self._engine.waiting.add(request.owner, request)
+            displaced = self._engine.waiting.add(request.owner, request)
             self._tickets[request] = ticket
             self._changed.notify()
+            other = None if displaced is None else self._tickets.pop(displaced)
+        if other is not None:
+            refusal = Delivery(error=self._engine.waiting.full(), ended=True)
+            self._call(lambda: other.deliver(refusal))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:

@@ -121,6 +121,9 @@ class Engine:
         if request.max_new_tokens < (not _reads(request)):
             got = str(request.max_new_tokens)
             raise PromptError("max_new_tokens", got=got, expected="at least 1")
+        if not 1 <= request.samples <= self.settings.max_sequences:
+            got, most = str(request.samples), self.settings.max_sequences
+            raise PromptError("samples", got=got, expected=f"1 to {most}, which run at a time")
         if request.prompt_logprobs is not None and request.pooling is not None:
             got = "both"
             raise PromptError("log-probabilities and pooling", got=got, expected="one of them")

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 from tee_side.engine.tokenizer import Tokenizer
 
+# Tokens that are no text yet: of one character there are four at most. To decode more of them again
+# with each that follows would take longer and longer.
+_MAX_HELD = 16
+
 
 class TextStream:
     """The text of tokens as they come, up to the first stop string, which is not part of it.
@@ -28,7 +32,8 @@ class TextStream:
         """Add a token and return the text that can be shown now. Raises ModelError."""
         self._ids.append(token_id)
         text = self._new_text()
-        if not text or text.endswith("\ufffd"):
+        held = not text or text.endswith("\ufffd")
+        if held and len(self._ids) - self._read < _MAX_HELD:
             return ""
         del self._ids[: self._read]
         self._read = len(self._ids)

@@ -87,7 +87,9 @@ class Tokenizer:
             got = "bytes that are not UTF-8"
             raise PromptError("prompt", got=got, expected="UTF-8 text") from None
         with _library_errors(self._path, quoted=False):
-            ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+            # One call of a batch lets other threads run meanwhile; a single one does not.
+            (found,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -27,17 +27,29 @@ class WaitingQueue(Generic[R]):
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def add(self, owner: str, request: R) -> None:
-        """Put a request behind the others of its owner. Raises LimitError: one too many."""
+    def add(self, owner: str, request: R) -> R | None:
+        """Put a request behind the others of its owner.
+
+        Where all places are taken, the newest request of the owner that has most of them gives its
+        place up, if that owner has more than this one will have, and is returned; else LimitError.
+        """
+        displaced = None
         if len(self) >= self.limit:
-            raise LimitError(
-                "waiting requests (--max-waiting)", got=f"{len(self)}", expected=f"< {self.limit}"
-            )
+            most = max(self._queues, key=lambda other: len(self._queues[other]))
+            if len(self._queues[most]) <= len(self._queues.get(owner, ())) + 1:
+                raise self.full()
+            displaced = self._queues[most].pop()
         if owner not in self._queues:
             others = self._queues or ([] if self._last is None else [self._last])
             least = min((self._served[other] for other in others), default=0)
             self._served[owner] = max(self._served.get(owner, 0), least)
         self._queues.setdefault(owner, deque()).append(request)
+        return displaced
+
+    def full(self) -> LimitError:
+        """Return the error of a request that finds no place."""
+        where = "waiting requests (--max-waiting)"
+        return LimitError(where, got=f"{len(self)}", expected=f"< {self.limit}")
 
     def first(self) -> R | None:
         """Return whose turn it is, or None."""

@@ -104,11 +104,12 @@ def of_engine(error: TsqpError, param: str | None = None) -> ApiError:
     """
     if isinstance(error, LimitError):
         headers: dict[str, str] = dict(getattr(error, "headers", {}))
-        message = f"{error.got}, where {error.expected} is possible"
+        message = f"got {error.got}, expected {error.expected}"
         if not error.retryable:
             return ApiError(400, message, param=param, code="limit_exceeded", headers=headers)
         # A limit of the client's own, or a queue that is full.
         status = 429 if headers else 503
+        message = message if headers else "too many requests wait: try again later"
         code = "rate_limit_exceeded" if headers else "overloaded"
         return ApiError(status, message, code=code, headers={"retry-after": "1"} | headers)
     if isinstance(error, PromptError):

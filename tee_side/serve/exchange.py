@@ -12,11 +12,16 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from protocol.errors import TsqpError
+from protocol.errors import LimitError, TsqpError
 from tee_side.engine.background import Ticket
 from tee_side.engine.request import Delivery, Request
 from tee_side.serve.errors import ApiError, of_engine
 from tee_side.serve.serving import Counts, Serving
+
+STREAM = "text/event-stream"
+
+# Prompts of one HTTP request that wait or run at a time.
+_AT_ONCE = 16
 
 
 class Answer(Protocol):
@@ -48,12 +53,16 @@ class Exchange(Response):
         self._serving, self._owner = serving, owner
         self._requests, self._answer = requests, answer
         self._open: dict[int, Ticket] = {}
+        self._submitted = 0
         self._arrived: list[tuple[int, Delivery]] = []
         self._news = asyncio.Event()
         self._left = asyncio.Event()
         self._started = False
         self._outcome = "cancelled"
         self._watched = serving.watch.request()
+        # An answer that comes whole shows no times between tokens.
+        streamed = answer.content_type == STREAM
+        self._tempo_s = serving.tempo_s if streamed else 0.0
         self._next_s = 0.0
         self._counts = Counts(sum(len(request.prompt_ids) for request in requests))
 
@@ -81,11 +90,9 @@ class Exchange(Response):
 
     async def _run(self, send: Send) -> None:
         try:
-            for prompt, request in enumerate(self._requests):
-                deliver = partial(self._deliver, prompt)
-                self._open[prompt] = self._serving.engine.submit(request, deliver)
+            self._submit()
             outcome = "stop"
-            while self._open:
+            while self._open or self._arrived:
                 await self._news.wait()
                 arrived = await self._due()
                 if self._left.is_set():
@@ -94,6 +101,7 @@ class Exchange(Response):
                     outcome = "length"
                 if text := "".join([await self._take(*one) for one in arrived]):
                     await self._send(send, text, more=True)
+                self._submit()
             await self._tick()
             text = self._answer.finish(self._counts.rounded(self._serving.round_usage))
         except TsqpError as error:
@@ -107,6 +115,23 @@ class Exchange(Response):
         self._outcome = outcome
         await self._send(send, text, more=False)
 
+    def _submit(self) -> None:
+        """Submit the prompts that come next: a few at a time, as each takes a place in the queue.
+
+        Where none is left, and some of ours are under way, the next one waits for their end.
+        """
+        while self._submitted < len(self._requests) and len(self._open) < _AT_ONCE:
+            prompt = self._submitted
+            deliver = partial(self._deliver, prompt)
+            try:
+                ticket = self._serving.engine.submit(self._requests[prompt], deliver)
+            except LimitError as error:
+                if not (error.retryable and self._open):
+                    raise
+                return
+            self._open[prompt] = ticket
+            self._submitted += 1
+
     def _deliver(self, prompt: int, delivery: Delivery) -> None:
         self._arrived += [(prompt, one) for one in self._paced(delivery)]
         self._news.set()
@@ -114,7 +139,7 @@ class Exchange(Response):
     def _paced(self, delivery: Delivery) -> list[Delivery]:
         """Return a delivery for each token, where they are sent on a clock of their own."""
         tokens = delivery.tokens
-        if not self._serving.tempo_s or len(tokens) < 2:
+        if not self._tempo_s or len(tokens) < 2:
             return [delivery]
         parts = [Delivery((token,)) for token in tokens]
         parts[0] = replace(parts[0], prompt=delivery.prompt)
@@ -122,17 +147,29 @@ class Exchange(Response):
         return parts
 
     async def _due(self) -> list[tuple[int, Delivery]]:
-        """Return what is to be sent now: all that has arrived, or the next at the clock's tick."""
+        """Return what is to be sent now: all that has arrived, or a tick's token of each choice."""
         await self._tick()
-        due = len(self._arrived) if not self._serving.tempo_s else 1
-        arrived, self._arrived = self._arrived[:due], self._arrived[due:]
+        arrived, self._arrived = self._arrived, []
+        due: list[tuple[int, Delivery]] = []
+        sent: set[tuple[int, int]] = set()
+        behind: set[int] = set()
+        for prompt, delivery in arrived:
+            choices = {(prompt, token.sample) for token in delivery.tokens}
+            # What ends a prompt, or has no token, stays behind the tokens that were before it.
+            stays = choices & sent or (prompt in behind and (delivery.ended or not choices))
+            if self._tempo_s and stays:
+                behind.add(prompt)
+                self._arrived.append((prompt, delivery))
+            else:
+                due.append((prompt, delivery))
+            sent |= choices
         if not self._arrived:
             self._news.clear()
-        return arrived
+        return due
 
     async def _tick(self) -> None:
         """Wait for the answer's clock, whose ticks do not depend on what arrives when."""
-        tempo_s, now_s = self._serving.tempo_s, asyncio.get_running_loop().time()
+        tempo_s, now_s = self._tempo_s, asyncio.get_running_loop().time()
         if not tempo_s:
             return
         behind_s = now_s - self._next_s if self._next_s else 0.0

@@ -28,6 +28,7 @@ def _few_fields(value: object) -> object:
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt: TypeAlias = str | _List[str] | _List[Id] | _List[_List[Id]]
 _Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]
+_NoFields: TypeAlias = Annotated[dict[str, Any], Field(max_length=0)]
 _Name: TypeAlias = Annotated[str, Field(max_length=256)]
 _Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
@@ -60,6 +61,10 @@ class _Unused(_Body):
     request_id: Any = None
     cache_prompt: Any = None
     guided_decoding_backend: Any = None
+    spaces_between_special_tokens: Any = None
+    session_id: Any = None
+    chat_id: Any = None
+    id_slot: Any = None
 
 
 class _NotSupported(_Body):
@@ -81,6 +86,18 @@ class _NotSupported(_Body):
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
     truncate_prompt_tokens: None = None
+    suffix: None = None
+    prompt_logprobs: None = None
+    verbosity: None = None
+    allowed_token_ids: None = None
+    bad_words: _Empty | None = None
+    chat_template_kwargs: _NoFields | None = None
+    continue_final_message: Literal[False] | None = None
+    detokenize: Literal[True] | None = None
+    early_stopping: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    timings_per_token: Literal[False] | None = None
 
 
 class StreamOptions(_Body):
@@ -150,7 +167,6 @@ class CompletionRequest(Generating):
 
     prompt: Prompt
     echo: bool | None = None
-    suffix: None = None
     logprobs: Likeliest | None = None
     add_special_tokens: bool | None = None
 
@@ -187,11 +203,13 @@ class ChatRequest(Generating):
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     add_generation_prompt: bool | None = None
+    # A template writes its own.
+    add_special_tokens: Literal[False] | None = None
     chat_template: None = None
     echo: Literal[False] | None = None
 
 
-class EmbeddingRequest(_Body):
+class EmbeddingRequest(_Unused):
     """`/v1/embeddings`. `pooling`: another than the server was started with."""
 
     input: Prompt
@@ -200,7 +218,7 @@ class EmbeddingRequest(_Body):
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
     add_special_tokens: bool | None = None
-    user: Any = None
+    truncate_prompt_tokens: None = None
 
 
 class TokenizeRequest(_Body):

@@ -283,9 +283,21 @@ def test_no_more_wait_than_are_allowed_to(tee: Tee) -> None:
         _assert_same(tee, _request(2), running.answer(_request(2)))
 
 
+def test_one_owner_does_not_keep_others_out_of_the_queue(tee: Tee) -> None:
+    with _running(_engine(tee, max_waiting=3), start=False) as running:
+        ours = [running.ask(replace(_request(n), owner="bob"))[0] for n in range(3)]
+        other, _ = running.ask(replace(_request(7), owner="carol"))
+        running.start()
+        running.loop.finish([*ours, other])
+    assert [type(client.error) for client in ours] == [type(None), type(None), LimitError]
+    _assert_same(tee, replace(_request(7), owner="carol"), other)
+
+
 def test_what_could_never_run_is_not_put_in_the_queue(tee: Tee) -> None:
     with _running(_engine(tee), start=False) as running:
-        for wrong in (replace(_request(1), prompt_ids=()), replace(_request(1), stop=("x",))):
+        wrongs = ({"prompt_ids": ()}, {"stop": ("x",)}, {"samples": 0}, {"samples": 65})
+        for changed in wrongs:
+            wrong = replace(_request(1), **changed)  # type: ignore[arg-type]
             with pytest.raises(PromptError):
                 running.ask(wrong)
         assert running.background.stats().waiting == 0
@@ -405,13 +417,16 @@ def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
     assert record.exc_info is None
 
 
-def test_closing_ends_the_thread_and_delivers_nothing_more(tee: Tee) -> None:
-    with _running(_engine(tee)) as running:
-        client, _ = running.ask(_request(1, 240))
-        running.loop.until(lambda: bool(client.deliveries))
+def test_closing_ends_the_thread_and_every_request(tee: Tee) -> None:
+    with _running(_engine(tee, max_sequences=1)) as running:
+        clients = [running.ask(_request(seed, 240))[0] for seed in (1, 2)]
+        running.loop.until(lambda: bool(clients[0].deliveries))
         running.background.close()
         assert not any(thread.name == "engine" for thread in threading.enumerate())
-        assert not client.ended
+        running.loop.finish(clients)
+        for client in clients:
+            assert isinstance(client.error, LimitError)
+            assert [delivery.ended for delivery in client.deliveries].count(True) == 1
         with pytest.raises(LimitError):
             running.ask(_request(2))
 

@@ -103,3 +103,18 @@ def test_what_is_removed_has_no_turn() -> None:
     assert len(queue) == 1
     assert _served(queue, 1) == ["a0"]
     assert queue.first() is None
+
+
+def test_a_full_queue_takes_a_place_from_the_owner_with_most_and_no_more() -> None:
+    queue: WaitingQueue[str] = WaitingQueue(4)
+    for name in ("b1", "b2", "b3", "b4"):
+        assert queue.add("bob", name) is None
+    with pytest.raises(LimitError):
+        queue.add("bob", "b5")
+    assert queue.add("carol", "c1") == "b4"
+    assert queue.add("carol", "c2") == "b3"
+    for owner in ("bob", "carol"):
+        with pytest.raises(LimitError):
+            queue.add(owner, "another")
+    assert queue.add("dave", "d1") in ("b2", "c2")
+    assert len(queue) == 4

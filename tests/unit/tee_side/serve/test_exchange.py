@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
@@ -93,16 +94,43 @@ def test_an_error_of_one_prompt_cancels_the_others() -> None:
     asyncio.run(run())
 
 
-def test_a_queue_that_is_full_at_the_second_prompt_cancels_the_first() -> None:
-    class Full(FakeEngine):
+class Full(FakeEngine):
+    """Has a place for one request at a time; `never`: for a second one never."""
+
+    never = False
+
+    def submit(self, *arguments: Any) -> FakeTicket:
+        if self.open:
+            error = LimitError("queue", got="2", expected="at most 1")
+            error.retryable = not self.never
+            raise error
+        return super().submit(*arguments)
+
+
+def test_where_the_queue_is_full_a_prompt_waits_for_those_before_it() -> None:
+    reply = complete(Full(says=[300]), prompt=[[5], [6], [7]], max_tokens=1)
+    assert [choice["index"] for choice in reply.json()["choices"]] == [0, 1, 2]
+
+
+def test_a_prompt_that_could_never_run_cancels_the_one_before_it() -> None:
+    engine = Full(hold=True)
+    engine.never = True
+    assert complete(engine, prompt=[[5], [6]]).status == 400
+    assert (len(engine.cancelled), engine.open) == (1, [])
+
+
+def test_a_few_prompts_of_a_request_are_in_the_queue_at_a_time() -> None:
+    most = 0
+
+    class Counting(FakeEngine):
         def submit(self, *arguments: Any) -> FakeTicket:
-            if self.requests:
-                raise LimitError("queue", got="2", expected="at most 1")
+            nonlocal most
+            most = max(most, len(self.open) + 1)
             return super().submit(*arguments)
 
-    engine = Full(hold=True)
-    assert complete(engine, prompt=[[5], [6]]).status == 503
-    assert (len(engine.cancelled), engine.open) == (1, [])
+    reply = complete(Counting(says=[300]), prompt=[[at + 1] for at in range(300)], max_tokens=1)
+    assert [choice["index"] for choice in reply.json()["choices"]] == list(range(300))
+    assert most == 16
 
 
 def test_a_model_that_is_not_ready_is_503_and_nothing_is_asked_of_it() -> None:
@@ -262,6 +290,45 @@ def test_on_a_clock_of_its_own_every_token_is_written_apart() -> None:
         [event["choices"][0]["text"] for event in reply.events()[:-1]] for reply in (whole, paced)
     ]
     assert texts[0] == texts[1]
+
+
+def test_on_that_clock_each_choice_has_a_token_a_tick() -> None:
+    engine = FakeEngine(says=[300, 301, 302], at_once=True)
+    body = _body(True, max_tokens=3, n=2, prompt=[[5], [6]])
+    reply = call(serving(engine, tempo_s=0.001), "POST", PATH, body)
+    assert len(reply.writes) == 4
+    for write in reply.writes[:3]:
+        assert sorted(
+            json.loads(line.removeprefix("data: "))["choices"][0]["index"]
+            for line in write.decode().split("\n\n")[:-1]
+        ) == [0, 1, 2, 3]
+
+
+def test_a_choice_that_lags_behind_on_that_clock_is_written_to_its_end() -> None:
+    """Two tokens of one choice; the other's only one, with which the request ended, is behind."""
+
+    async def run() -> None:
+        engine = FakeEngine(hold=True)
+        app = create_app(serving(engine, tempo_s=0.001))
+        async with connected(app, "POST", PATH, _body(True, n=2, max_tokens=2)) as asked:
+            await engine.submitted.wait()
+            first = (NewToken(0, 300, None, None), NewToken(0, 301, None, "stop"))
+            engine.step(Delivery(first, PromptRead()))
+            engine.step(Delivery((NewToken(1, 302, None, "stop"),), ended=True))
+            while b"[DONE]" not in b"".join(asked.reply.writes):
+                asked.changed.clear()
+                await asked.changed.wait()
+        choices = [event["choices"][0] for event in asked.reply.events()[:-1]]
+        assert len(asked.reply.writes) == 3
+        assert [choice["index"] for choice in choices] == [0, 0, 1]
+        assert [choice["finish_reason"] for choice in choices] == [None, "stop", "stop"]
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_comes_whole_waits_for_no_clock() -> None:
+    served = serving(FakeEngine(says=[300, 301]), tempo_s=3600.0)
+    assert call(served, "POST", PATH, _body(False, max_tokens=2)).status == 200
 
 
 def test_tokens_of_one_step_are_apart_on_that_clock_too() -> None:
