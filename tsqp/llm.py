@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from protocol.errors import SettingsError
+from protocol.errors import PromptError, SettingsError
 from tee_side.engine.background import BackgroundEngine, Ticket
 from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
@@ -162,23 +162,33 @@ class LLM:
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
         """Return the assistant's next turn of a conversation. Raises as `generate`."""
-        (output,) = self.generate([self._tokenizer.apply_chat_template(messages)], sampling_params)
+        (output,) = self.generate([self._chat_ids(messages)], sampling_params)
         return output
 
     def stream(
         self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[str]:
         """Yield one sample's text as it comes; of a conversation, too. Raises as `generate`."""
-        conversation = [one for one in prompt if isinstance(one, Mapping)]
-        ids = self._tokenizer.apply_chat_template(conversation) if conversation else prompt
+        said = not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt)
+        ids = self._chat_ids(prompt) if said else prompt  # type: ignore[arg-type]
         running = self._start(ids, params)  # type: ignore[arg-type]
         try:
             yield from running
         finally:
             running.close()
 
+    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise PromptError("messages", got="something else", expected="mappings, role to text")
+        return self._tokenizer.apply_chat_template(messages)
+
     def _start(self, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
         params = params or SamplingParams()
+        whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
+        if not (isinstance(prompt, str) or whole):
+            raise PromptError("prompt", got="something else", expected="a text, or token ids")
+        if type(params.max_tokens) is not int or type(params.n) is not int:
+            raise PromptError("max_tokens and n", got="something else", expected="integers")
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
         request = Request(

@@ -8,14 +8,15 @@ import json
 import logging
 import signal
 import socket
+import ssl
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 from starlette.requests import Request as HttpRequest
@@ -46,38 +47,60 @@ if TYPE_CHECKING:
 log = logging.getLogger("tee_side")
 
 _SHUTDOWN_S = 5
+_BACKLOG = 1024
 _SYNC_S = 1.0
 
 
-def serve_forever(
-    runner: Runner, settings: dict[str, Any], say: Callable[[str], None], feed: Feed | None
-) -> None:
-    """Serve until a signal ends it. `say`: tells a person what happens.
+class Parts(NamedTuple):
+    """What a server has of its own, opened before a model is loaded."""
 
-    Raises EndpointError, SettingsError, KeyFileError and AuditLogError, before a client is heard.
+    listening: socket.socket
+    keys: ApiKeys | None
+    audit: AuditLog | None
+
+
+@contextmanager
+def opened_parts(settings: dict[str, Any]) -> Iterator[Parts]:
+    """Open the address, the keys and the audit log, and read the certificate.
+
+    Raises EndpointError, SettingsError, KeyFileError and AuditLogError.
     """
+    _check_tls(settings["tls_certificate"], settings["tls_key"])
+    keys = None if settings["api_keys"] is None else ApiKeys(settings["api_keys"])
     with ExitStack() as opened:
-        keys = None if settings["api_keys"] is None else ApiKeys(settings["api_keys"])
         audit = _audit_log(settings)
         if audit is not None:
             opened.enter_context(audit)
-            audit.record("start", policy=runner.policy.name)
-        listening = opened.enter_context(_listen(settings["host"], settings["port"]))
-        # What uvicorn's own command takes: the loop of libuv, where there is one.
-        config = uvicorn.Config("", loop="auto", log_config=None)
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
-            loop.run(_serve(runner, settings, say, feed, keys, audit, listening))
+        listening = opened.enter_context(_bound(settings["host"], settings["port"]))
+        yield Parts(listening, keys, audit)
+
+
+def serve_forever(
+    runner: Runner,
+    settings: dict[str, Any],
+    parts: Parts,
+    say: Callable[[str], None],
+    feed: Feed | None,
+) -> None:
+    """Serve until a signal ends it. `say`: tells a person what happens."""
+    if parts.audit is not None:
+        parts.audit.record("start", policy=runner.policy.name)
+    # Until now nobody could connect.
+    parts.listening.listen(_BACKLOG)
+    # What uvicorn's own command takes: the loop of libuv, where there is one.
+    config = uvicorn.Config("", loop="auto", log_config=None)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
+        loop.run(_serve(runner, settings, parts, say, feed))
 
 
 async def _serve(
     runner: Runner,
     settings: dict[str, Any],
+    parts: Parts,
     say: Callable[[str], None],
     feed: Feed | None,
-    keys: ApiKeys | None,
-    audit: AuditLog | None,
-    listening: socket.socket,
 ) -> None:
+    listening, keys, audit = parts
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(note_failure)
     scheme = "https" if settings["tls_certificate"] else "http"
@@ -108,8 +131,8 @@ async def _serve(
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     )
-    if keys is not None:
-        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    # Without keys there is nothing to read again, and nothing to end for.
+    loop.add_signal_handler(signal.SIGHUP, bool if keys is None else keys.reload)
     syncing = asyncio.create_task(_sync(audit)) if audit is not None else None
     engine.start()
     try:
@@ -234,10 +257,26 @@ async def _sync(audit: AuditLog) -> None:
         await asyncio.to_thread(audit.sync)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _check_tls(certificate: Path | None, key: Path | None) -> None:
+    """Read both once, so that the command says what is wrong with them."""
+    if certificate is None or key is None:
+        return
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")
+    except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+        got = getattr(error, "reason", None) or getattr(error, "strerror", None)
+        expected = "a certificate and its key, as PEM, without a passphrase"
+        where = "--tls-certificate and --tls-key"
+        raise SettingsError(where, got=got or type(error).__name__, expected=expected) from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
     except OSError as error:
+        made.close()
         got = error.strerror or type(error).__name__
         raise EndpointError(f"{host}:{port}", got=got, expected="a free address") from None
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,10 +98,13 @@ def serve(**settings: Any) -> None:
 
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         require(module, "tee-runner serve", "the extra serve: pip install '.[serve]'")
-    from tsqp.server import serve_forever
+    from tsqp.server import opened_parts, serve_forever
 
     began = time.monotonic()
     _require_both(settings, "tls_certificate", "tls_key")
+    if settings["page"] and not _is_loopback(settings["host"]):
+        expected = "an address of this machine alone: it shows what crosses, to anyone who asks"
+        raise SettingsError("--page", got=f"--host {settings['host']}", expected=expected)
     loaded = load(settings, text_needed=True)
     policy = loaded.policy
     if settings["prefix_reuse"] is None:
@@ -120,15 +124,25 @@ def serve(**settings: Any) -> None:
         from tsqp.page.feed import Feed
 
         feed = Feed()
-    with open_runner(settings, loaded, None, idles=True, engine=engine, feed=feed) as runner:
+    with (
+        opened_parts(settings) as parts,
+        open_runner(settings, loaded, None, idles=True, engine=engine, feed=feed) as runner,
+    ):
         _say(began, f"{runner.config.num_hidden_layers} layers are ready; making a first token")
         for line in _added_leakage(settings, policy):
             click.echo(line, err=True)
-        serve_forever(runner, settings, lambda text: _say(began, text), feed)
+        serve_forever(runner, settings, parts, lambda text: _say(began, text), feed)
 
 
 def _say(began: float, text: str) -> None:
     click.echo(f"{time.monotonic() - began:6.1f} s  {text}", err=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _hides(policy: Policy) -> bool:

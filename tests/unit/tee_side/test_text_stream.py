@@ -119,3 +119,27 @@ def test_a_stop_string_that_repeats_its_own_beginning_is_found() -> None:
     stream = Pieces(["aab"])
     assert "".join(stream.feed(letter) for letter in "aaab") == "a"
     assert stream.found
+
+
+class Bytes:
+    """A tokenizer of single bytes that notes how many it decodes at a time."""
+
+    most = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.most = max(self.most, len(token_ids))
+        return bytes(token_ids).decode("utf-8", "replace")
+
+
+def test_bytes_that_never_become_text_are_not_decoded_again_and_again() -> None:
+    tokenizer = Bytes()
+    stream = TextStream(cast(Any, tokenizer))
+    shown = "".join(stream.feed(0x80) for _ in range(1000)) + stream.flush()
+    assert set(shown) == {"\ufffd"}
+    assert len(shown) == 1000
+    assert tokenizer.most < 50
+
+
+def test_a_character_of_four_bytes_waits_for_its_end() -> None:
+    stream = TextStream(cast(Any, Bytes()))
+    assert [stream.feed(byte) for byte in "\U0001f98a".encode()] == ["", "", "", "\U0001f98a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -102,3 +103,30 @@ def test_under_a_service_it_is_the_command_s_text() -> None:
         command = ("generate", "demo", "--prompt", PROMPT, "--gpu", service.endpoint, *options)
         said = run("tee-runner", *command, "--no-stats")
     assert said.stdout.rstrip("\n") == output.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda llm: llm.generate([1, 2, 3]),
+        lambda llm: llm.generate([[1.5]]),
+        lambda llm: llm.generate("a", SamplingParams(max_tokens=None)),  # type: ignore[arg-type]
+        lambda llm: llm.generate("a", SamplingParams(n=0)),
+        lambda llm: llm.generate("a", SamplingParams(n=5)),  # more than run at a time
+        lambda llm: llm.chat([[{"role": "user", "content": "a"}]]),
+        lambda llm: list(llm.stream([{"role": "user", "content": "a"}, "b"])),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_and_ends_nothing(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(PromptError):
+        wrong(llm)
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_stream_that_is_open_when_the_model_is_closed_ends_with_an_error() -> None:
+    with LLM("demo", policy="tee-only-int8", threads=1) as llm:
+        stream = llm.stream(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
+        next(stream)
+        llm.close()
+        with pytest.raises(LimitError):
+            list(stream)
