@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 from tee_side.engine.request import Delivery, FinishReason, Logprob, PromptRead, Request
@@ -68,7 +69,7 @@ class WholeAnswer:
     """Collects the choices, and writes one JSON object at the end.
 
     `requests`: one a prompt; choices are numbered prompt by prompt. `echo`: what each choice begins
-    with, by prompt.
+    with, by prompt. `with_usage`: whether a stream tells the counts at its end, as others do.
     """
 
     content_type = "application/json"
@@ -79,7 +80,10 @@ class WholeAnswer:
         model: ServedModel,
         requests: Sequence[Request],
         echo: Sequence[str] | None = None,
+        *,
+        with_usage: bool = True,
     ) -> None:
+        self._with_usage = with_usage
         self._form, self._model, self._requests, self._echo = form, model, requests, echo
         ends = model.config.eos_token_ids
         count = 0
@@ -163,23 +167,13 @@ class WholeAnswer:
 
 
 class StreamedAnswer(WholeAnswer):
-    """Writes an event for each token. `with_usage`: and one for the counts, at the end."""
+    """Writes an event for each token."""
 
     content_type = "text/event-stream"
 
-    def __init__(
-        self,
-        form: Form,
-        model: ServedModel,
-        requests: Sequence[Request],
-        echo: Sequence[str] | None = None,
-        *,
-        with_usage: bool = False,
-    ) -> None:
-        super().__init__(form, model, requests, echo)
-        self._with_usage = with_usage
-        self._head = f"data: {head(form.id_prefix, form.chunk_object, model)}"
-        self._tail = ',"usage":null}\n\n' if with_usage else "}\n\n"
+    @cached_property
+    def _head(self) -> str:
+        return f"data: {head(self._form.id_prefix, self._form.chunk_object, self._model)}"
 
     def finish(self, counts: Counts) -> str:
         """Return the end of the answer."""
@@ -199,7 +193,8 @@ class StreamedAnswer(WholeAnswer):
         self, choice: _Choice, content: str, entries: Sequence[Entry], finish: FinishReason | None
     ) -> str:
         written = self._written(choice, content, entries, finish)
-        return f'{self._head}"choices":[{written}]{self._tail}'
+        without = ',"usage":null' if self._with_usage else ""
+        return f'{self._head}"choices":[{written}]{without}}}\n\n'
 
 
 def head(id_prefix: str, kind: str, model: ServedModel) -> str:
