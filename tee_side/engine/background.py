@@ -88,13 +88,16 @@ class BackgroundEngine:
             self._thread.join()
         self._fail_all(LimitError("engine", got="one that was closed", expected="one that runs"))
 
+    def check(self, request: Request) -> None:
+        """Raise PromptError or LimitError for what could never run."""
+        self._engine.check(request)
+
     def submit(self, request: Request, deliver: Deliver) -> Ticket:
         """Put a request in the queue; where it is full, see `WaitingQueue.add`.
 
-        Raises PromptError and LimitError for what could never run, LimitError (a retry helps) where
-        too many wait.
+        Raises as `check` does, and LimitError (a retry helps) where too many wait.
         """
-        self._engine.check(request)
+        self.check(request)
         ticket = Ticket(request, deliver)
         with self._changed:
             if self._died or self._closing:

@@ -44,12 +44,19 @@ class Exchange(Response):
     The status is sent with the first bytes of the answer: what goes wrong before them is an HTTP
     error, and later an event of the stream, its last one. When the client closes the connection,
     its requests are cancelled at once.
+
+    Raises ApiError for what could never run, before any of it is accounted for.
     """
 
     def __init__(
         self, serving: Serving, owner: str, requests: Sequence[Request], answer: Answer
     ) -> None:
         super().__init__()
+        for request in requests:
+            try:
+                serving.engine.check(request)
+            except TsqpError as error:
+                raise of_engine(error, "body.n" if request.samples > 1 else None) from None
         self._serving, self._owner = serving, owner
         self._requests, self._answer = requests, answer
         self._open: dict[int, Ticket] = {}

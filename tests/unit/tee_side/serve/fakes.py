@@ -83,6 +83,7 @@ class FakeEngine:
     hold: bool = False
     at_once: bool = False
     refuse: Exception | None = None
+    unfit: Exception | None = None
     error: Exception | None = None
     fail_after: int = 0
     reused: int = 0
@@ -91,6 +92,10 @@ class FakeEngine:
     cancelled: list[FakeTicket] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     was_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def check(self, _request: Request) -> None:
+        if self.unfit is not None:
+            raise self.unfit
 
     def submit(self, request: Request, deliver: Callable[[Delivery], None]) -> FakeTicket:
         if self.refuse is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from protocol.errors import EndpointError, LimitError
+from protocol.errors import EndpointError, LimitError, PromptError
 from tee_side.engine.request import Delivery, NewToken, PromptRead
 from tee_side.serve.app import create_app
 from tests.unit.tee_side.serve.fakes import (
@@ -75,6 +75,18 @@ def test_an_error_after_the_first_byte_is_an_event_and_ends_the_stream() -> None
     assert len(chunks) == 2
     assert last["error"]["code"] == "engine_error"
     assert [outcome for outcome, *_ in watch.ended] == [type(GONE).__name__]
+
+
+@pytest.mark.parametrize(("n", "param"), [(2, "body.n"), (1, None)])
+def test_what_could_never_run_is_refused_before_it_is_accounted_for(
+    n: int, param: str | None
+) -> None:
+    engine, watch = FakeEngine(unfit=PromptError("samples", got="2", expected="1")), FakeWatch()
+    reply = asyncio.run(
+        ask(create_app(serving(engine, watch=watch)), "POST", PATH, _body(True, n=n))
+    )
+    assert (reply.status, reply.error()["param"]) == (400, param)
+    assert (watch.begun, engine.requests) == ([], [])
 
 
 def test_an_error_of_one_prompt_cancels_the_others() -> None:
