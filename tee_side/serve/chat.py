@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 
@@ -13,10 +12,10 @@ from tee_side.engine.request import Logprob
 from tee_side.serve.answers import Entry
 from tee_side.serve.errors import wrong
 from tee_side.serve.exchange import Exchange
-from tee_side.serve.generating import Wanted, check_fields, exchange
+from tee_side.serve.generating import Wanted, check_fields, exchange, prepared
 from tee_side.serve.prompts import encode_chat, require_model
 from tee_side.serve.schema import ChatRequest
-from tee_side.serve.serving import Serving, owner_of, serving_of
+from tee_side.serve.serving import Serving
 from tee_side.serve.token_names import TokenNames, number
 
 
@@ -63,7 +62,7 @@ def _named(names: TokenNames, token_id: int, logprob: float) -> str:
 
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     """Answer a conversation."""
-    return await asyncio.to_thread(prepare, serving_of(request), owner_of(request), body)
+    return await prepared(prepare, body, request)
 
 
 def prepare(serving: Serving, owner: str, body: ChatRequest) -> Exchange:
@@ -71,7 +70,7 @@ def prepare(serving: Serving, owner: str, body: ChatRequest) -> Exchange:
     model = serving.model
     require_model(model, body.model)
     check_fields(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise wrong("body.top_logprobs", "logprobs to be true")
     add = body.add_generation_prompt is not False
     ids = encode_chat(model, body.messages, add_generation_prompt=add)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 
@@ -13,10 +12,10 @@ from tee_side.engine.request import Logprob
 from tee_side.serve.answers import Entry
 from tee_side.serve.errors import wrong
 from tee_side.serve.exchange import Exchange
-from tee_side.serve.generating import Wanted, check_fields, exchange
+from tee_side.serve.generating import Wanted, check_fields, exchange, prepared
 from tee_side.serve.prompts import encode, listed, require_model
 from tee_side.serve.schema import CompletionRequest
-from tee_side.serve.serving import Serving, owner_of, serving_of
+from tee_side.serve.serving import Serving
 from tee_side.serve.token_names import TokenNames, number
 
 # OpenAI's.
@@ -67,7 +66,7 @@ _FORM = CompletionForm()
 
 async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
     """Continue each prompt."""
-    return await asyncio.to_thread(prepare, serving_of(request), owner_of(request), body)
+    return await prepared(prepare, body, request)
 
 
 def prepare(serving: Serving, owner: str, body: CompletionRequest) -> Exchange:

@@ -150,6 +150,8 @@ def _path(fault: Mapping[str, Any]) -> list[str | int]:
 
 def _expected(fault: Mapping[str, Any]) -> str:
     kind: str = fault["type"]
+    if kind == "too_long" and not fault["ctx"]["max_length"]:
+        kind = "none_required"
     if known := _KNOWN_TYPES.get(kind):
         return known
     return expectation(kind, fault["msg"]) if _FIXED_MESSAGES.fullmatch(kind) else "another value"

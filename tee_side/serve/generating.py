@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
 
 from protocol.errors import TsqpError
 from tee_side.engine.request import Grammar, Request
@@ -14,7 +18,9 @@ from tee_side.serve.errors import of_engine, wrong
 from tee_side.serve.exchange import Exchange
 from tee_side.serve.prompts import require_room
 from tee_side.serve.schema import Generating
-from tee_side.serve.serving import GrammarKind, ServedModel, Serving
+from tee_side.serve.serving import GrammarKind, ServedModel, Serving, owner_of, serving_of
+
+_Body = TypeVar("_Body", bound=Generating)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,19 @@ class Wanted:
     max_tokens: int
     logprobs: int | None
     echo: Sequence[str] | None = None
+
+
+async def prepared(
+    prepare: Callable[[Serving, str, _Body], Exchange], body: _Body, request: HttpRequest
+) -> Exchange:
+    """Return the answer that `prepare` makes of a body, in a thread. Raises ApiError.
+
+    Compiling a grammar may take seconds: of one owner, few are compiled at a time.
+    """
+    serving, owner = serving_of(request), owner_of(request)
+    turn = serving.grammar_turns[owner] if any(_grammars(body)) else nullcontext()
+    async with turn:
+        return await asyncio.to_thread(prepare, serving, owner, body)
 
 
 def check_fields(body: Generating) -> None:

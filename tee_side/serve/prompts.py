@@ -102,8 +102,10 @@ def require_room(model: ServedModel, ids: Sequence[int], param: str, *, for_new:
     return min(for_new, room)
 
 
-def require_model(model: ServedModel, name: str | None) -> None:
+def require_model(
+    model: ServedModel, name: str | None, *, param: str | None = "body.model"
+) -> None:
     """Raise ApiError (404) for the name of another model than the one that is served."""
     if name is not None and name != model.name:
         message = "there is no such model (GET /v1/models names the one that is served)"
-        raise ApiError(404, message, param="body.model", code="model_not_found")
+        raise ApiError(404, message, param=param, code="model_not_found")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -13,6 +15,9 @@ from tee_side.engine.background import BackgroundEngine
 from tee_side.engine.request import Grammar, Pooling
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.token_names import TokenNames
+
+# Grammars of one owner that are compiled at a time.
+_GRAMMARS = 2
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
@@ -113,6 +118,9 @@ class Serving:
     authorise: Callable[[HttpRequest], str] = anyone
     tempo_s: float = 0.0
     round_usage: int = 1
+    grammar_turns: dict[str, asyncio.Semaphore] = field(
+        default_factory=lambda: defaultdict(lambda: asyncio.Semaphore(_GRAMMARS)), init=False
+    )
 
 
 def serving_of(request: HttpRequest) -> Serving:

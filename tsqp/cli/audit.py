@@ -15,6 +15,7 @@ from tsqp.cli.tables import open_console, table
 
 # The fields of a request that have columns of their own.
 _NUMBERS = ("prompt_tokens", "completion_tokens", "duration_s")
+_PIPED_WIDTH = 1000
 _COLUMNS = ("time", "kind", "key", "outcome", *_NUMBERS)
 
 
@@ -77,7 +78,11 @@ def show(context: click.Context, /, *, log: Path, key_file: Path, as_json: bool)
             changed = True
     if not as_json:
         columns = [(name, name in _NUMBERS) for name in (*_COLUMNS, "more")]
-        open_console().print(table("", columns, rows))
+        console = open_console()
+        if not console.is_terminal:
+            # A record stays on a line, for programs that search.
+            console.width = _PIPED_WIDTH
+        console.print(table("", columns, rows))
     if reader.torn_bytes:
         complain(f"{log}: torn tail: {reader.torn_bytes} bytes of records that were not finished")
     complain(f"{log}: {reader.records} records, chain {reader.chain.hex()}")

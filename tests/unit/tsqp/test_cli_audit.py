@@ -62,6 +62,13 @@ def test_a_table(log: Path, key: Path) -> None:
     assert shown.stderr.startswith(f"{log}: 3 records, chain ")
 
 
+def test_in_a_pipe_a_record_stays_on_a_line(log: Path, key: Path) -> None:
+    with AuditLog(log, read_key(key)) as written:
+        written.record("request", key="k" * 300, outcome="ok")
+    shown = run("show", str(log), "--key", str(key))
+    assert "k" * 300 in shown.stdout
+
+
 def test_json_lines(log: Path, key: Path) -> None:
     shown = run("show", str(log), "--key", str(key), "--json")
     records = [json.loads(line) for line in shown.stdout.splitlines()]

@@ -32,7 +32,8 @@ def test_the_served_model_is_listed_and_found_by_its_name() -> None:
     served = serving(model=model(name="org/name"))
     assert call(served, "GET", "/v1/models/org/name").json()["id"] == "org/name"
     missing = call(serving(), "GET", "/v1/models/other")
-    assert (missing.status, missing.error()["code"]) == (404, "model_not_found")
+    error = missing.error()
+    assert (missing.status, error["code"], error["param"]) == (404, "model_not_found", None)
 
 
 def test_health_is_503_before_ready_and_when_the_engine_has_failed() -> None:
@@ -77,11 +78,12 @@ def test_health_is_public() -> None:
 
 @pytest.mark.parametrize("chunk", [2**30, 1000])
 def test_a_body_beyond_the_bound_is_413_by_its_length_or_by_what_came(chunk: int) -> None:
-    app = create_app(serving(), max_body_bytes=2000)
-    body = {"prompt": "a" * 2000}
+    most = 32 * serving().model.max_model_len
+    app = create_app(serving(), min_body_bytes=1000)
+    body = {"prompt": "a" * most}
     cases: list[tuple[dict[str, str], Any]] = [
         ({}, body),
-        ({"content-length": "2001"}, None),  # before any of it has come
+        ({"content-length": str(most + 1)}, None),  # before any of it has come
         ({"content-length": "9" * 5000}, None),
     ]
     for headers, sent in cases:

@@ -182,6 +182,10 @@ def test_logprobs_without_top_logprobs_list_none() -> None:
     assert all(entry["top_logprobs"] == [] for entry in found)
 
 
+def test_no_top_logprobs_need_no_logprobs() -> None:
+    assert chat(top_logprobs=0).json()["choices"][0].get("logprobs") is None
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import operator
+import threading
+from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from protocol.errors import PromptError
+from tee_side.serve.app import create_app
+from tee_side.serve.serving import GrammarKind
 from tests.unit.tee_side.serve.fakes import (
     SAID,
     FakeEngine,
+    FakeGrammar,
+    Reply,
+    ask,
     call,
     complete,
     model,
@@ -400,6 +409,41 @@ def test_a_grammar_is_compiled_from_either_vendor_s_field(
 def test_a_bad_grammar_is_400(body: dict[str, Any], param: str) -> None:
     reply = complete(**body)
     assert (reply.status, reply.error()["param"]) == (400, param)
+
+
+def test_costly_grammars_of_one_key_hold_up_nobody_else() -> None:
+    begun: list[Any] = []
+    release = threading.Event()
+
+    def compile_slowly(kind: GrammarKind, content: Any) -> FakeGrammar:
+        if content == "costly":
+            begun.append(content)
+            release.wait()
+        return FakeGrammar(kind, content)
+
+    async def run() -> None:
+        who = operator.itemgetter("authorization")
+        app = create_app(
+            serving(compile_grammar=compile_slowly, authorise=lambda request: who(request.headers))
+        )
+
+        def asked(owner: str, **body: Any) -> Coroutine[Any, Any, Reply]:
+            return ask(
+                app, "POST", "/v1/completions", {"prompt": "a"} | body, {"authorization": owner}
+            )
+
+        costly = [asyncio.create_task(asked("alice", guided_regex="costly")) for _ in range(20)]
+        try:
+            async with asyncio.timeout(30):
+                other = await asked("bob", guided_regex="quick")
+                plain = await asked("alice")
+            assert (other.status, plain.status, len(begun)) == (200, 200, 2)
+        finally:
+            release.set()
+        assert {(await one).status for one in costly} == {200}
+        assert len(begun) == len(costly)
+
+    asyncio.run(run())
 
 
 def test_plain_text_is_no_grammar() -> None:

@@ -49,6 +49,8 @@ def test_harmless_extras_are_accepted(ask: Any, name: str) -> None:
 def test_what_would_change_the_answer_is_refused_by_name(ask: Any, name: str) -> None:
     reply = ask(FakeEngine(), **{name: NEUTRAL[name][1]})
     assert (reply.status, reply.error()["param"].split(".")[1]) == (400, name)
+    if name in ("tools", "bad_words", "chat_template_kwargs"):
+        assert reply.error()["message"].endswith("nothing: this is not supported")
 
 
 def test_embeddings_accept_the_same_extras() -> None:
