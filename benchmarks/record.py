@@ -153,6 +153,7 @@ RECORDINGS: tuple[Recording, ...] = (
     _script("ping_pong", shorten=with_machine),
     _script("ping_pong_spin", *_SPIN, shorten=with_machine),
     _script("overlap"),
+    _script("serving"),
     _script("growth"),
     _script("plan", may_miss=True),
     _script("memory"),

@@ -12,11 +12,16 @@ from benchmarks.memory import PROMPT, SHAPE
 from benchmarks.targets import (
     CALLS_TARGET,
     CPU_TARGET,
+    HTTP_TARGET_PERCENT,
     MEMORY_TARGET_BYTES,
     OVERHEAD_TARGETS,
     OVERLAP_TARGET,
+    OVERLOAD_TARGET,
+    PREFIX_TARGET,
     RPC_BYTES,
     RPC_TARGETS,
+    SPECULATION_TARGET,
+    STREAMS_TARGET,
     TEE_ONLY_TARGETS,
     TOGETHER,
     TOGETHER_TARGET,
@@ -281,6 +286,51 @@ def _overlap(documents: Documents) -> tuple[list[Check], list[str]]:
     return checks, [markdown(columns, rows, texts=2)]
 
 
+def _serving(documents: Documents) -> tuple[list[Check], list[str]]:
+    found = documents["serving"]
+    streams, overload = found["streams"], found["overload"]
+    prefix, guessed = found["prefix"], found["speculation"]
+    count, of_rounds = streams["streams"], streams["http_costs_of_rounds"]
+    costs = (streams["http_costs"], of_rounds[0], of_rounds[-1])
+    checks = [
+        at_most(f"HTTP layer at {count} streams, %", 100 * costs[0], HTTP_TARGET_PERCENT),
+        at_least(f"{count} streams to one", streams["streams_by_one"], STREAMS_TARGET),
+        at_most("95 % between tokens, overloaded", overload["p95_ratio"], OVERLOAD_TARGET),
+        at_most("first token of a second turn", prefix["ratio"], PREFIX_TARGET),
+        at_least("round trips saved by speculation", guessed["fewer"], SPECULATION_TARGET),
+    ]
+    rates = [streams[f"{name}_tokens_per_s"] for name in ("engine_alone", "streams", "one_stream")]
+    p95 = [overload[name]["p95_inter_token_ms"] for name in ("at_capacity", "overloaded")]
+    trips = [guessed[name]["round_trips_per_token"] for name in ("without", "with")]
+    measured = [
+        (
+            f"HTTP's cost at {count} streams, %: by medians, least and most of {len(of_rounds)}"
+            " rounds",
+            *(f"{100 * cost:.1f}" for cost in costs),
+        ),
+        (f"tokens/s: engine alone, {count} streams, one stream", *map(figures, rates)),
+        (
+            "95 % of times between tokens, ms: at capacity, four times the clients",
+            *map(figures, p95),
+        ),
+        ("first token behind 1,000 tokens, ms: computed, reused", *_times(prefix)),
+        ("round trips a token of a repetitive text: without, with", *map(figures, trips)),
+    ]
+    rows = [
+        (what, " / ".join(numbers), *_of(check))
+        for (what, *numbers), check in zip(measured, checks, strict=True)
+    ]
+    return checks, [markdown(("what", "measured", "ratio", "wanted"), rows, texts=1)]
+
+
+def _times(prefix: Mapping[str, float]) -> tuple[str, str]:
+    return figures(prefix["without_ms"]), figures(prefix["with_ms"])
+
+
+def _of(check: Check) -> tuple[str, str]:
+    return check.reached, f"{check.wanted}: {verdict(check)}"
+
+
 def _memory(documents: Documents) -> tuple[list[Check], list[str]]:
     found = documents["memory"]
     tokens = len(PROMPT.split(",")) + _MEMORY_NEW_TOKENS
@@ -480,6 +530,16 @@ SECTIONS: tuple[Section, ...] = (
         " that answers at once. In `memory` cases it reads the weights again for each part, so its"
         " time doubles and overlap cannot gain.",
         _overlap,
+    ),
+    Section(
+        "serving",
+        "Serving",
+        ("serving",),
+        "`tee-runner serve` at the 1b shape, `attention-in-tee`, a service that answers at once, on"
+        " a Unix socket; prompts of 32 tokens, answers of 128. The client runs on the same cores;"
+        " the engine alone and the server take turns. Ratio of the second row: 16 streams to one."
+        " Speculation: the demo model under `shielded`, a text that a grammar makes repeat itself.",
+        _serving,
     ),
     Section(
         "memory",

@@ -24,6 +24,13 @@ RPC_BYTES = 4096
 CPU_TARGET = 1.15
 TOGETHER, TOGETHER_TARGET = 8, 4.0
 OVERLAP_TARGET = 1.6
+# Of serving: the HTTP layer's share, sixteen streams to one, the time between tokens under four
+# times the load, a second turn with its history's keys and values, and round trips saved.
+HTTP_TARGET_PERCENT = 10.0
+STREAMS_TARGET = 6.0
+OVERLOAD_TARGET = 1.5
+PREFIX_TARGET = 0.2
+SPECULATION_TARGET = 2.0
 MEMORY_TARGET_BYTES = 300e6
 
 # Why a target is missed and what the floor is, by the key of its section; shown only then.

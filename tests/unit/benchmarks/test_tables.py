@@ -147,6 +147,31 @@ def _documents() -> dict[str, dict[str, Any]]:
                 {**plan, "case": "5", "link_gbps": None, "fitted": True, "transport": "unix"},
             ],
         },
+        "serving": {
+            **_about(),
+            "machine": MACHINE,
+            "streams": {
+                "engine_alone_tokens_per_s": 300.0,
+                "one_stream_tokens_per_s": 40.0,
+                "streams": 16,
+                "streams_tokens_per_s": 288.0,
+                "http_costs": 0.04,
+                "http_costs_of_rounds": [0.01, 0.04, 0.05],
+                "streams_by_one": 7.2,
+            },
+            "overload": {
+                "at_capacity": {"clients": 16, "p95_inter_token_ms": 50.0, "refused": 0},
+                "overloaded": {"clients": 64, "p95_inter_token_ms": 80.0, "refused": 9},
+                "p95_ratio": 1.6,
+            },
+            "prefix": {"with_ms": 50.0, "without_ms": 500.0, "ratio": 0.1},
+            "speculation": {
+                "without": {"round_trips_per_token": 20.0, "accepted": 0.0, "pads_per_token": 1.0},
+                "with": {"round_trips_per_token": 8.0, "accepted": 0.9, "pads_per_token": 1.1},
+                "same_text": True,
+                "fewer": 2.5,
+            },
+        },
         "memory": {
             "machine": MACHINE,
             "tee_runner_attention_in_tee_peak_bytes": 809_000_000,
@@ -244,6 +269,8 @@ def test_reached_targets() -> None:
         "| attention | layers | context 128 | 4: 1.00, 8: 2.00 | 1.00 | 2% | may exceed it |"
         in page
     )
+    assert "| 4.0 / 1.0 / 5.0 | 4.00 | <= 10: yes |" in page
+    assert "| 50.0 / 80.0 | 1.60 | <= 1.5: **no** |" in page
     # 809 MB less 525 MB, less 72 tokens of KV cache at 32 KiB.
     assert "| 525 MB | 2.36 MB | 282 MB | yes |" in page
     assert "| 10.70% | yes |" in page
