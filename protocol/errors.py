@@ -179,6 +179,10 @@ class LimitError(TsqpError):
     retryable = True
 
 
+class EngineError(TsqpError):
+    """The engine runs no more: it ends with the program, or by a mistake of ours."""
+
+
 class ModelMismatchError(TsqpError):
     """The service was started with another model than the TEE's own directory."""
 

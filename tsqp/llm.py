@@ -13,13 +13,16 @@ from queue import SimpleQueue
 from typing import Any
 
 import click
+from pydantic import ValidationError
 
 from protocol.errors import PromptError, SettingsError
 from tee_side.engine.background import BackgroundEngine, Ticket
+from tee_side.engine.logprobs import MAX_TOP
 from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.stats import EngineStats
 from tee_side.engine.text_stream import TextStream
+from tee_side.refusals import first_problem
 from tsqp.cli.options import use
 from tsqp.cli.running import RUN_OPTIONS, engine_settings, load, open_runner
 from tsqp.cli.settings import model_argument
@@ -52,6 +55,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+_VLLM_OFF = -1
 _SAMPLING = tuple(SamplingSettings.model_fields)
 
 
@@ -74,7 +78,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[Logprob | None] | None = None
-    cached_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -151,8 +155,9 @@ class LLM:
         Raises PromptError, LimitError, and what the engine met.
         """
         given = [prompts] if isinstance(prompts, str) else prompts
-        running = [self._start(prompt, sampling_params) for prompt in given]
+        running: list[_Running] = []
         try:
+            running.extend(self._start(prompt, sampling_params) for prompt in given)
             return [one.result() for one in running]
         finally:
             for one in running:
@@ -160,10 +165,9 @@ class LLM:
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> RequestOutput:
-        """Return the assistant's next turn of a conversation. Raises as `generate`."""
-        (output,) = self.generate([self._chat_ids(messages)], sampling_params)
-        return output
+    ) -> list[RequestOutput]:
+        """Return the assistant's next turn of a conversation, one output. Raises as `generate`."""
+        return self.generate([self._chat_ids(messages)], sampling_params)
 
     def stream(
         self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
@@ -187,20 +191,19 @@ class LLM:
         whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
         if not (isinstance(prompt, str) or whole):
             raise PromptError("prompt", got="something else", expected="a text, or token ids")
-        if type(params.max_tokens) is not int or type(params.n) is not int:
-            raise PromptError("max_tokens and n", got="something else", expected="integers")
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+        stop, sampling = _checked(params)
         request = Request(
             prompt_ids=tuple(ids),
             max_new_tokens=params.max_tokens,
             samples=params.n,
-            sampling=SamplingSettings(**{name: getattr(params, name) for name in _SAMPLING}),
+            sampling=sampling,
             stop=stop,
             stop_ids=frozenset() if params.ignore_eos else None,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
+        self._engine.check(request)
         text = prompt if isinstance(prompt, str) else None
         streams = [TextStream(self._tokenizer, stop) for _ in range(params.n)]
         return _Running(self._engine, request, text, streams)
@@ -254,7 +257,7 @@ class _Running:
         return delivery.ended
 
     def _read(self, prompt: PromptRead) -> None:
-        self._output.cached_tokens = prompt.reused_tokens
+        self._output.num_cached_tokens = prompt.reused_tokens
         if self._wanted:
             self._output.prompt_logprobs = [None, *prompt.logprobs]
 
@@ -267,6 +270,33 @@ class _Running:
         if token.finish_reason is not None:
             output.text += stream.flush()
             output.finish_reason = token.finish_reason
+
+
+def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]:
+    """Return the stop strings and how to sample. Raises PromptError: the engine relies on types."""
+
+    def require(name: str, *, well: bool, expected: str) -> None:
+        if not well:
+            raise PromptError(f"SamplingParams.{name}", got="another value", expected=expected)
+
+    for name in ("n", "max_tokens"):
+        require(name, well=type(getattr(params, name)) is int, expected="an integer")
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        well = count is None or (type(count) is int and 0 <= count <= MAX_TOP)
+        require(name, well=well, expected=f"None, or 0 to {MAX_TOP}")
+    stop = (params.stop,) if isinstance(params.stop, str) else params.stop
+    well = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
+    require("stop", well=well, expected="texts that are not empty")
+    given = {name: getattr(params, name) for name in _SAMPLING}
+    if given["top_k"] == _VLLM_OFF:
+        given["top_k"] = 0
+    try:
+        return tuple(stop), SamplingSettings(**given)
+    except ValidationError as error:
+        problem = first_problem(error, SamplingSettings.model_fields)
+        where = f"SamplingParams.{problem.field}"
+        raise PromptError(where, got=problem.got, expected=problem.expected) from None
 
 
 def _settings(model: str, options: Mapping[str, Any]) -> dict[str, Any]:

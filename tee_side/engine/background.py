@@ -15,7 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from protocol.errors import ActivationRangeError, LimitError, MaskError, ReplyError, TsqpError
+from protocol.errors import (
+    ActivationRangeError,
+    EngineError,
+    MaskError,
+    ReplyError,
+    TsqpError,
+)
 from tee_side.engine.engine import Engine
 from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
@@ -86,22 +92,21 @@ class BackgroundEngine:
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
-        self._fail_all(LimitError("engine", got="one that was closed", expected="one that runs"))
+        self._fail_all(EngineError("engine", got="one that was closed", expected="one that runs"))
 
     def check(self, request: Request) -> None:
         """Raise PromptError or LimitError for what could never run."""
         self._engine.check(request)
 
     def submit(self, request: Request, deliver: Deliver) -> Ticket:
-        """Put a request in the queue; where it is full, see `WaitingQueue.add`.
+        """Put a request in the queue that `check` let pass; where it is full: `WaitingQueue.add`.
 
-        Raises as `check` does, and LimitError (a retry helps) where too many wait.
+        Raises LimitError (a retry helps) where too many wait, and EngineError.
         """
-        self.check(request)
         ticket = Ticket(request, deliver)
         with self._changed:
             if self._died or self._closing:
-                raise LimitError("engine", got="one that has ended", expected="one that runs")
+                raise EngineError("engine", got="one that has ended", expected="one that runs")
             displaced = self._engine.waiting.add(request.owner, request)
             self._tickets[request] = ticket
             self._changed.notify()
@@ -159,7 +164,7 @@ class BackgroundEngine:
             with self._changed:
                 self._died = True
             self._become("failed")
-            self._fail_all(LimitError("engine", got="an internal error", expected="none"))
+            self._fail_all(EngineError("engine", got="an internal error", expected="none"))
 
     def _turn(self) -> None:
         """Wait for work, take requests in, and run a step."""
@@ -216,7 +221,7 @@ class BackgroundEngine:
             self._drop_cancelled()
             try:
                 admitted = self._engine.admit_waiting()
-            except LimitError as error:
+            except TsqpError as error:
                 request = self._engine.waiting.pop()
                 self._end(self._tickets[request], error)
                 return
@@ -264,7 +269,8 @@ class BackgroundEngine:
         Where it fails for each, a token that belongs to nobody shows whether any can be made: a
         service that is asked no more gives the same error to all.
         """
-        running = self._engine.running
+        # The others wait for the first sample of their request.
+        running = [sequence for sequence in self._engine.running if not sequence.follows]
         if not isinstance(error, _OF_ONE):
             log.warning("step_failed", extra={"fields": {"detail": str(error)}})
             self._become("failed")

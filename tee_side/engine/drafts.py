@@ -25,11 +25,14 @@ class Drafts:
         self._after: dict[int, dict[tuple[int, ...], int]] = {
             length: {} for length in range(longest, _SHORTEST - 1, -1)
         }
-        for token_id in ids:
-            self.append(token_id)
+        # Read when a draft is wanted first: of a long prompt it takes a while.
+        self._unread = list(ids)
 
     def append(self, token_id: int) -> None:
         """Take the next token of the sequence."""
+        self._unread.append(token_id)
+
+    def _read(self, token_id: int) -> None:
         end = len(self._ids)
         for length, after in self._after.items():
             if length <= end:
@@ -42,6 +45,9 @@ class Drafts:
         Where that is close to the end of the text, the draft goes on with itself: what has repeated
         with a period shorter than a draft is drafted to its full length. Empty where nothing fits.
         """
+        for token_id in self._unread:
+            self._read(token_id)
+        self._unread.clear()
         count = min(most, self._tokens)
         for length, after in self._after.items():
             at = after.get(tuple(self._ids[-length:]))

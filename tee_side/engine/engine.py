@@ -103,6 +103,8 @@ class Engine:
         self.waiting: WaitingQueue[Request] = WaitingQueue(self.settings.max_waiting)
         self.prefixes = PrefixPool()
         self.counts = Counts()
+        # All of them may have a row in each step.
+        self.max_sequences = min(self.settings.max_sequences, self.settings.step_tokens)
         self._running: list[Sequence] = []
 
     def check(self, request: Request) -> None:
@@ -121,8 +123,8 @@ class Engine:
         if request.max_new_tokens < (not _reads(request)):
             got = str(request.max_new_tokens)
             raise PromptError("max_new_tokens", got=got, expected="at least 1")
-        if not 1 <= request.samples <= self.settings.max_sequences:
-            got, most = str(request.samples), self.settings.max_sequences
+        if not 1 <= request.samples <= self.max_sequences:
+            got, most = str(request.samples), self.max_sequences
             raise PromptError("samples", got=got, expected=f"1 to {most}, which run at a time")
         if request.prompt_logprobs is not None and request.pooling is not None:
             got = "both"
@@ -255,7 +257,7 @@ class Engine:
         """Admit requests that wait, in the order of their turns, while there is room for them."""
         admitted = []
         while (request := self.waiting.first()) is not None:
-            if len(self.running) + request.samples > self.settings.max_sequences and self.running:
+            if len(self.running) + request.samples > self.max_sequences and self.running:
                 break
             try:
                 admitted.append(self.admit(request))

@@ -6,6 +6,7 @@ starts with a copy of it. No error quotes the grammar, nor the text that it is a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
+_MOST_REMEMBERED = 1024
 
 # A small model would go on with spaces until its last token. Forty are an indentation.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
@@ -45,18 +47,23 @@ class GrammarCompiler:
         self._raw = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
+        # What trials found, by owner and digest: how long a grammar takes tells no other owner that
+        # it was used.
+        self._affordable: dict[tuple[str, bytes], bool] = {}
 
     def compile(
         self,
         kind: Kind,
         source: str | Mapping[str, Any] | Sequence[str] = "",
+        owner: str = "",
         *,
         where: str = "response_format",
     ) -> CompiledGrammar:
-        """Return a grammar. It may take a second: never call it where others wait.
+        """Return a grammar. It may take seconds: never call it where others wait.
 
         `source`: a schema as text or object, unused for `json_object`; a regular expression of the
-        whole text; a grammar in Lark's syntax as llguidance has it; or a list of texts. Raises
+        whole text; a grammar in Lark's syntax as llguidance has it; or a list of texts. `owner`:
+        whose, by whom it may have been used before. Raises
         PromptError with `where` for one that is malformed, unsupported, too large, too costly or
         that nothing can follow; ModelError where the model's tokenizer is not supported.
         """
@@ -69,12 +76,20 @@ class GrammarCompiler:
             expected = f"at most {MAX_GRAMMAR_BYTES}"
             raise PromptError(where, got=f"a {kind} of {size} bytes", expected=expected)
         # In this process only what a process of its own could compile.
-        fits = not costly or _is_affordable(grammar)
+        fits = not costly or self._is_affordable(owner, grammar)
         matcher = grammar_trial.compiled(self._tokenizer, grammar) if fits else None
         if matcher is None or matcher.is_error():
             expected = "one that llguidance supports, within its limits"
             raise PromptError(where, got=f"a {kind} that is not compiled", expected=expected)
         return CompiledGrammar(matcher, where)
+
+    def _is_affordable(self, owner: str, grammar: str) -> bool:
+        key = owner, hashlib.sha256(grammar.encode()).digest()
+        if key not in self._affordable:
+            if len(self._affordable) >= _MOST_REMEMBERED:
+                self._affordable.clear()
+            self._affordable[key] = _is_affordable(grammar)
+        return self._affordable[key]
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

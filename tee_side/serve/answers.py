@@ -137,7 +137,7 @@ class WholeAnswer:
             return
         form, names, request = self._form, self._model.names, self._requests[prompt]
         entries: list[Entry] = []
-        if request.prompt_logprobs is not None:
+        if request.logprobs is not None and request.prompt_logprobs is not None:
             ids = request.prompt_ids
             places = offsets(self._model.tokenizer, ids)
             found = (None, *read.logprobs)

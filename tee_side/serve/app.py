@@ -21,7 +21,7 @@ from tee_side.serve.embeddings import embeddings
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors
 from tee_side.serve.exchange import require_ready
 from tee_side.serve.prompts import require_model
-from tee_side.serve.serving import ServedModel, Serving, serving_of
+from tee_side.serve.serving import Caller, ServedModel, Serving, serving_of
 from tee_side.serve.tokens import detokenize, tokenize, tokenizer_info
 
 log = logging.getLogger("tee_side")
@@ -43,7 +43,8 @@ class Guarded(APIRoute):
         handler = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
-            request.state.owner = serving_of(request).authorise(request)
+            serving = serving_of(request)
+            request.state.caller = Caller(serving.authorise(request), serving.watch.request())
             return await handler(request)
 
         return guarded
@@ -82,7 +83,7 @@ class Bounds:
             return
         try:
             await self._app(scope, bounded, noted)
-        except Exception as error:  # noqa: BLE001 - whose message may hold the prompt
+        except BaseException as error:  # noqa: BLE001 - whose message may hold the prompt
             frame = traceback.extract_tb(error.__traceback__)[-1]
             fields = {"error": type(error).__name__, "at": f"{frame.filename}:{frame.lineno}"}
             log.error("request_failed", extra={"fields": fields})

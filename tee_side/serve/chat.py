@@ -15,7 +15,7 @@ from tee_side.serve.exchange import Exchange
 from tee_side.serve.generating import Wanted, check_fields, exchange, prepared
 from tee_side.serve.prompts import encode_chat, require_model
 from tee_side.serve.schema import ChatRequest
-from tee_side.serve.serving import Serving
+from tee_side.serve.serving import Caller, Serving
 from tee_side.serve.token_names import TokenNames, number
 
 
@@ -65,7 +65,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     return await prepared(prepare, body, request)
 
 
-def prepare(serving: Serving, owner: str, body: ChatRequest) -> Exchange:
+def prepare(serving: Serving, caller: Caller, body: ChatRequest) -> Exchange:
     """Return the answer of a body. Raises ApiError."""
     model = serving.model
     require_model(model, body.model)
@@ -81,4 +81,4 @@ def prepare(serving: Serving, owner: str, body: ChatRequest) -> Exchange:
         max_tokens=model.default_max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return exchange(serving, owner, _FORM, body, wanted)
+    return exchange(serving, caller, _FORM, body, wanted)

@@ -15,7 +15,7 @@ from tee_side.serve.exchange import Exchange
 from tee_side.serve.generating import Wanted, check_fields, exchange, prepared
 from tee_side.serve.prompts import encode, listed, require_model
 from tee_side.serve.schema import CompletionRequest
-from tee_side.serve.serving import Serving
+from tee_side.serve.serving import Caller, Serving
 from tee_side.serve.token_names import TokenNames, number
 
 # OpenAI's.
@@ -69,7 +69,7 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     return await prepared(prepare, body, request)
 
 
-def prepare(serving: Serving, owner: str, body: CompletionRequest) -> Exchange:
+def prepare(serving: Serving, caller: Caller, body: CompletionRequest) -> Exchange:
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.prompt"
     require_model(model, body.model)
@@ -87,4 +87,4 @@ def prepare(serving: Serving, owner: str, body: CompletionRequest) -> Exchange:
     wanted = Wanted(
         prompts=prompts, param=param, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo
     )
-    return exchange(serving, owner, _FORM, body, wanted)
+    return exchange(serving, caller, _FORM, body, wanted)

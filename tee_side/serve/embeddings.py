@@ -16,7 +16,14 @@ from tee_side.serve.errors import wrong
 from tee_side.serve.exchange import Exchange
 from tee_side.serve.prompts import encode, require_model, require_room
 from tee_side.serve.schema import EmbeddingRequest
-from tee_side.serve.serving import Counts, ServedModel, Serving, owner_of, serving_of
+from tee_side.serve.serving import (
+    Caller,
+    Counts,
+    ServedModel,
+    Serving,
+    caller_of,
+    serving_of,
+)
 
 
 class EmbeddingAnswer:
@@ -51,10 +58,10 @@ class EmbeddingAnswer:
 
 async def embeddings(body: EmbeddingRequest, request: HttpRequest) -> Response:
     """Return a vector for each input."""
-    return await asyncio.to_thread(prepare, serving_of(request), owner_of(request), body)
+    return await asyncio.to_thread(prepare, serving_of(request), caller_of(request), body)
 
 
-def prepare(serving: Serving, owner: str, body: EmbeddingRequest) -> Exchange:
+def prepare(serving: Serving, caller: Caller, body: EmbeddingRequest) -> Exchange:
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.input"
     require_model(model, body.model)
@@ -65,9 +72,8 @@ def prepare(serving: Serving, owner: str, body: EmbeddingRequest) -> Exchange:
         require_room(model, ids, param, for_new=0)
     pooling = body.pooling or model.pooling
     requests = [
-        Request(prompt_ids=ids, max_new_tokens=0, pooling=pooling, owner=owner) for ids in inputs
+        Request(prompt_ids=ids, max_new_tokens=0, pooling=pooling, owner=caller.owner)
+        for ids in inputs
     ]
-    as_base64 = body.encoding_format == "base64"
-    return Exchange(
-        serving, owner, requests, EmbeddingAnswer(model, len(inputs), as_base64=as_base64)
-    )
+    answer = EmbeddingAnswer(model, len(inputs), as_base64=body.encoding_format == "base64")
+    return Exchange(serving, caller, requests, answer)

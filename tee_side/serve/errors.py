@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.errors import LimitError, PromptError, TsqpError, expectation
+from protocol.errors import EngineError, LimitError, PromptError, TsqpError, expectation
 from tee_side.serve.schema import FIELD_NAMES
 
 _TYPES = {
@@ -115,6 +115,8 @@ def of_engine(error: TsqpError, param: str | None = None) -> ApiError:
     if isinstance(error, PromptError):
         message = f"got {error.got}, expected {error.expected}"
         return ApiError(400, message, param=param, code="invalid_prompt")
+    if isinstance(error, EngineError):
+        return ApiError(503, "the engine has ended", code="failed")
     message = f"the model could not compute this: {type(error).__name__}"
     if error.retryable:
         return ApiError(503, message, code="engine_error", headers={"retry-after": "1"})

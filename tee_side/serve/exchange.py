@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,16 +13,18 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from protocol.errors import LimitError, TsqpError
+from protocol.errors import EngineError, LimitError, TsqpError
 from tee_side.engine.background import Ticket
 from tee_side.engine.request import Delivery, Request
 from tee_side.serve.errors import ApiError, of_engine
-from tee_side.serve.serving import Counts, Serving
+from tee_side.serve.serving import Caller, Counts, Serving
 
 STREAM = "text/event-stream"
 
 # Prompts of one HTTP request that wait or run at a time.
 _AT_ONCE = 16
+# After which a request that has begun looks for a place in the queue again.
+_RETRY_S = 0.05
 
 
 class Answer(Protocol):
@@ -49,24 +52,25 @@ class Exchange(Response):
     """
 
     def __init__(
-        self, serving: Serving, owner: str, requests: Sequence[Request], answer: Answer
+        self, serving: Serving, caller: Caller, requests: Sequence[Request], answer: Answer
     ) -> None:
         super().__init__()
         for request in requests:
             try:
                 serving.engine.check(request)
             except TsqpError as error:
-                raise of_engine(error, "body.n" if request.samples > 1 else None) from None
-        self._serving, self._owner = serving, owner
+                param = "body.n" if error.where == "samples" else None
+                raise of_engine(error, param) from None
+        self._serving, self._owner, self._watched = serving, caller.owner, caller.watched
         self._requests, self._answer = requests, answer
         self._open: dict[int, Ticket] = {}
-        self._submitted = 0
+        self._left_to_do = deque(range(len(requests)))
+        self._begun = False
         self._arrived: list[tuple[int, Delivery]] = []
         self._news = asyncio.Event()
         self._left = asyncio.Event()
         self._started = False
         self._outcome = "cancelled"
-        self._watched = serving.watch.request()
         # An answer that comes whole shows no times between tokens.
         streamed = answer.content_type == STREAM
         self._tempo_s = serving.tempo_s if streamed else 0.0
@@ -80,7 +84,7 @@ class Exchange(Response):
         try:
             self._watched.begin(self._owner, self._counts.prompt, most)
         except TsqpError as error:
-            raise of_engine(error) from None
+            raise of_engine(error, "body.max_tokens") from None
         leaving = asyncio.ensure_future(_leaving(receive))
         leaving.add_done_callback(self._leave)
         try:
@@ -93,14 +97,16 @@ class Exchange(Response):
             leaving.remove_done_callback(self._leave)
             leaving.cancel()
             self._cancel()
-            self._watched.end(self._outcome, self._counts.prompt, self._counts.completion)
+            # What found no place was not computed.
+            prompt = 0 if self._outcome == LimitError.__name__ else self._counts.prompt
+            self._watched.end(self._outcome, prompt, self._counts.completion)
 
     async def _run(self, send: Send) -> None:
         try:
             self._submit()
             outcome = "stop"
-            while self._open or self._arrived:
-                await self._news.wait()
+            while self._open or self._arrived or self._left_to_do:
+                await self._wait()
                 arrived = await self._due()
                 if self._left.is_set():
                     return
@@ -111,11 +117,12 @@ class Exchange(Response):
                 self._submit()
             await self._tick()
             text = self._answer.finish(self._counts.rounded(self._serving.round_usage))
-        except TsqpError as error:
-            refused = of_engine(error)
+        except (TsqpError, asyncio.CancelledError) as error:
+            cause = error if isinstance(error, TsqpError) else _ENDING
+            refused = of_engine(cause)
             if not self._started:
-                raise refused from error
-            text, outcome = f"data: {refused.body}\n\n", type(error).__name__
+                raise refused from cause
+            text, outcome = f"data: {refused.body}\n\n", type(cause).__name__
         if self._left.is_set():
             return
         # Settled before the last byte: a client that has all may leave.
@@ -125,19 +132,32 @@ class Exchange(Response):
     def _submit(self) -> None:
         """Submit the prompts that come next: a few at a time, as each takes a place in the queue.
 
-        Where none is left, and some of ours are under way, the next one waits for their end.
+        Where none is left, what has begun goes on when there is one.
         """
-        while self._submitted < len(self._requests) and len(self._open) < _AT_ONCE:
-            prompt = self._submitted
+        while self._left_to_do and len(self._open) < _AT_ONCE:
+            prompt = self._left_to_do[0]
             deliver = partial(self._deliver, prompt)
             try:
                 ticket = self._serving.engine.submit(self._requests[prompt], deliver)
             except LimitError as error:
-                if not (error.retryable and self._open):
+                if not self._goes_on(error):
                     raise
                 return
             self._open[prompt] = ticket
-            self._submitted += 1
+            self._left_to_do.popleft()
+
+    def _goes_on(self, error: TsqpError) -> bool:
+        """Say whether a prompt that finds no place now may wait: others of its request have one."""
+        full = isinstance(error, LimitError) and error.retryable
+        return full and bool(self._begun or self._open)
+
+    async def _wait(self) -> None:
+        """Wait for news; where none can come, for a place in the queue."""
+        if self._open or self._arrived:
+            await self._news.wait()
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._left.wait(), _RETRY_S)
 
     def _deliver(self, prompt: int, delivery: Delivery) -> None:
         self._arrived += [(prompt, one) for one in self._paced(delivery)]
@@ -179,17 +199,22 @@ class Exchange(Response):
         tempo_s, now_s = self._tempo_s, asyncio.get_running_loop().time()
         if not tempo_s:
             return
+        # A loop's clock may have ticks of its own, and stand a little before ours.
         behind_s = now_s - self._next_s if self._next_s else 0.0
-        self._next_s = (self._next_s or now_s) + (behind_s // tempo_s + 1) * tempo_s
+        self._next_s = (self._next_s or now_s) + max(1, behind_s // tempo_s + 1) * tempo_s
         with suppress(TimeoutError):
             await asyncio.wait_for(self._left.wait(), self._next_s - now_s)
 
     async def _take(self, prompt: int, delivery: Delivery) -> str:
         """Count what was delivered, and return what is to be sent of it."""
-        if delivery.error is not None:
-            raise delivery.error
         if delivery.ended:
             self._open.pop(prompt, None)
+        if delivery.error is not None:
+            if not self._goes_on(delivery.error):
+                raise delivery.error
+            self._left_to_do.appendleft(prompt)
+            return ""
+        self._begun = True
         if delivery.prompt is not None:
             self._counts.cached += delivery.prompt.reused_tokens
         self._watched.token(len(delivery.tokens))
@@ -228,6 +253,9 @@ def require_ready(serving: Serving) -> None:
         raise ApiError(503, "the model is being loaded", code=state, headers={"retry-after": "5"})
     if state == "failed":
         raise ApiError(503, "the engine has failed", code=state)
+
+
+_ENDING = EngineError("server", got="a signal to end", expected="more time")
 
 
 async def _leaving(receive: Receive) -> None:

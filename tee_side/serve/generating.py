@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from protocol.errors import TsqpError
 from tee_side.engine.request import Grammar, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.serve.answers import Form, StreamedAnswer, WholeAnswer
-from tee_side.serve.errors import of_engine, wrong
+from tee_side.serve.errors import ApiError, of_engine, wrong
 from tee_side.serve.exchange import Exchange
 from tee_side.serve.prompts import require_room
 from tee_side.serve.schema import Generating
-from tee_side.serve.serving import GrammarKind, ServedModel, Serving, owner_of, serving_of
+from tee_side.serve.serving import (
+    Caller,
+    GrammarKind,
+    ServedModel,
+    Serving,
+    caller_of,
+    serving_of,
+)
+
+# Requests of one owner that compile a grammar, or wait to; others get 503.
+_MOST_COMPILING = 64
+# nginx's, of a client that has left: nobody reads it.
+_CLIENT_LEFT = 499
 
 _Body = TypeVar("_Body", bound=Generating)
 
@@ -40,16 +52,27 @@ class Wanted:
 
 
 async def prepared(
-    prepare: Callable[[Serving, str, _Body], Exchange], body: _Body, request: HttpRequest
-) -> Exchange:
+    prepare: Callable[[Serving, Caller, _Body], Exchange], body: _Body, request: HttpRequest
+) -> Response:
     """Return the answer that `prepare` makes of a body, in a thread. Raises ApiError.
 
     Compiling a grammar may take seconds: of one owner, few are compiled at a time.
     """
-    serving, owner = serving_of(request), owner_of(request)
-    turn = serving.grammar_turns[owner] if any(_grammars(body)) else nullcontext()
-    async with turn:
-        return await asyncio.to_thread(prepare, serving, owner, body)
+    serving, caller = serving_of(request), caller_of(request)
+    if not any(_grammars(body)):
+        return await asyncio.to_thread(prepare, serving, caller, body)
+    compiling = serving.compiling[caller.owner]
+    if compiling.count >= _MOST_COMPILING:
+        message = "too many grammars wait to be compiled: try again later"
+        raise ApiError(503, message, code="overloaded", headers={"retry-after": "1"})
+    compiling.count += 1
+    try:
+        async with compiling.turns:
+            if await request.is_disconnected():
+                return Response(status_code=_CLIENT_LEFT)
+            return await asyncio.to_thread(prepare, serving, caller, body)
+    finally:
+        compiling.count -= 1
 
 
 def check_fields(body: Generating) -> None:
@@ -64,16 +87,16 @@ def check_fields(body: Generating) -> None:
 
 
 def exchange(
-    serving: Serving, owner: str, form: Form, body: Generating, wanted: Wanted
+    serving: Serving, caller: Caller, form: Form, body: Generating, wanted: Wanted
 ) -> Exchange:
     """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while."""
-    requests = engine_requests(serving, owner, body, wanted)
+    requests = engine_requests(serving, caller.owner, body, wanted)
     model, echo = serving.model, wanted.echo
     if not body.stream:
-        return Exchange(serving, owner, requests, WholeAnswer(form, model, requests, echo))
+        return Exchange(serving, caller, requests, WholeAnswer(form, model, requests, echo))
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     answer = StreamedAnswer(form, model, requests, echo, with_usage=with_usage)
-    return Exchange(serving, owner, requests, answer)
+    return Exchange(serving, caller, requests, answer)
 
 
 def engine_requests(
@@ -85,7 +108,10 @@ def engine_requests(
         require_room(model, ids, wanted.param, for_new=wanted.max_tokens) for ids in wanted.prompts
     ]
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    sampling, grammar = _sampling(model, body), _grammar(serving, body)
+    sampling, grammar = _sampling(model, body), _grammar(serving, owner, body)
+    of_prompt = wanted.logprobs
+    if not wanted.max_tokens and of_prompt is None:
+        of_prompt = 0  # so that the prompt is read at all
     return [
         Request(
             prompt_ids=ids,
@@ -95,7 +121,7 @@ def engine_requests(
             stop=tuple(stop),
             stop_ids=_stop_ids(model, body),
             logprobs=wanted.logprobs,
-            prompt_logprobs=None if wanted.echo is None else wanted.logprobs,
+            prompt_logprobs=None if wanted.echo is None else of_prompt,
             grammar=grammar,
             owner=owner,
             salt=body.cache_salt or "",
@@ -156,10 +182,10 @@ def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
             yield f"structured_outputs.{name}", kind, structured
 
 
-def _grammar(serving: Serving, body: Generating) -> Grammar | None:
+def _grammar(serving: Serving, owner: str, body: Generating) -> Grammar | None:
     for field, kind, content in _grammars(body):
         try:
-            return serving.compile_grammar(kind, content)
+            return serving.compile_grammar(kind, content, owner)
         except TsqpError as error:
             raise of_engine(error, f"body.{field}") from None
     return None

@@ -123,9 +123,9 @@ class Limits:
     ) -> None:
         def refuse(what: str, got: str, most: int, after_s: float | None) -> RateLimitError:
             return RateLimitError(
-                f"API key {owner}: {what}",
+                f"API key {owner}",
                 got=got,
-                expected=f"at most {most}",
+                expected=f"at most {most} ({what})",
                 after_s=after_s,
                 headers=self.headers(owner),
             )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from tee_side.engine.logprobs import MAX_TOP
 from tee_side.engine.request import Pooling
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 # Every token of a text is compared with all beginnings of all of these.
 _Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=100)]
-Likeliest: TypeAlias = Annotated[int, Field(ge=0, le=20)]
+Likeliest: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP)]
 
 
 class _Body(BaseModel):

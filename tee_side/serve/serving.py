@@ -16,9 +16,6 @@ from tee_side.engine.request import Grammar, Pooling
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.token_names import TokenNames
 
-# Grammars of one owner that are compiled at a time.
-_GRAMMARS = 2
-
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
@@ -100,11 +97,28 @@ class ServedModel:
         object.__setattr__(self, "names", TokenNames(self.tokenizer))
 
 
+class Compiling:
+    """Turns of one owner to compile a grammar. `count`: requests that have one, or wait."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.turns = asyncio.Semaphore(2)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose request it is, and what accounts for it since it arrived."""
+
+    owner: str
+    watched: Watched
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """Everything that an endpoint needs.
 
-    `compile_grammar`: of a kind and its text, schema or list of choices; raises PromptError.
+    `compile_grammar`: of a kind and its text, schema or list of choices, for an owner; raises
+    PromptError. `compiling`: grammars of each owner.
     `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
     which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
     told as multiples of it.
@@ -112,14 +126,14 @@ class Serving:
 
     engine: BackgroundEngine
     model: ServedModel
-    compile_grammar: Callable[[GrammarKind, Any], Grammar]
+    compile_grammar: Callable[[GrammarKind, Any, str], Grammar]
     version: str
     watch: Watch
     authorise: Callable[[HttpRequest], str] = anyone
     tempo_s: float = 0.0
     round_usage: int = 1
-    grammar_turns: dict[str, asyncio.Semaphore] = field(
-        default_factory=lambda: defaultdict(lambda: asyncio.Semaphore(_GRAMMARS)), init=False
+    compiling: dict[str, Compiling] = field(
+        default_factory=lambda: defaultdict(Compiling), init=False
     )
 
 
@@ -129,7 +143,7 @@ def serving_of(request: HttpRequest) -> Serving:
     return serving
 
 
-def owner_of(request: HttpRequest) -> str:
+def caller_of(request: HttpRequest) -> Caller:
     """Return whose request it is, as `authorise` said."""
-    owner: str = request.state.owner
-    return owner
+    caller: Caller = request.state.caller
+    return caller

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from http.client import HTTPConnection, HTTPResponse, IncompleteRead
+from http.client import HTTPConnection, HTTPResponse
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
@@ -416,15 +416,15 @@ def test_keys_limits_signals_and_the_audit_log(tmp_path: Path) -> None:
         connection, reply = begin_stream(server, bob)
         with closing(connection), closing(reply):
             assert server.stop() == 128 + signal.SIGTERM
-            with pytest.raises(IncompleteRead):
-                reply.read()
+            # After some seconds of grace what still runs is cut off, and told so.
+            assert '"code":"failed"' in reply.read().decode().split("\n\n")[-2]
     shown = call("tsqp", "audit", "show", str(log), "--key", str(audit_key), "--json")
     assert shown.returncode == 0, shown.stderr
     records = [json.loads(line) for line in shown.stdout.splitlines()]
     requests = [record for record in records if record["kind"] == "request"]
     said = [(record["key"], record["outcome"], record["completion_tokens"]) for record in requests]
     assert said[:3] == [("alice", "ok", 24), ("alice", "ok", 24), ("alice", "RateLimitError", 0)]
-    assert [one[:2] for one in said[3:]] == [("bob", "cancelled")]
+    assert [one[:2] for one in said[3:]] == [("bob", "EngineError")]
     assert said[3][2] > 0
     assert all(record["prompt_tokens"] == 5 for record in requests)
     assert f"{len(records)} records" in shown.stderr

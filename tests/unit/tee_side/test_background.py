@@ -17,6 +17,7 @@ from protocol.channel import Traffic
 from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
+    EngineError,
     LimitError,
     PadsExhaustedError,
     PromptError,
@@ -293,14 +294,20 @@ def test_one_owner_does_not_keep_others_out_of_the_queue(tee: Tee) -> None:
     _assert_same(tee, replace(_request(7), owner="carol"), other)
 
 
-def test_what_could_never_run_is_not_put_in_the_queue(tee: Tee) -> None:
+def test_what_could_never_run_is_refused_and_ends_nothing_else(tee: Tee) -> None:
+    clients = []
     with _running(_engine(tee), start=False) as running:
         wrongs = ({"prompt_ids": ()}, {"stop": ("x",)}, {"samples": 0}, {"samples": 65})
         for changed in wrongs:
             wrong = replace(_request(1), **changed)  # type: ignore[arg-type]
             with pytest.raises(PromptError):
-                running.ask(wrong)
-        assert running.background.stats().waiting == 0
+                running.background.check(wrong)
+            client, _ = running.ask(wrong)  # by somebody who did not look
+            clients.append(client)
+        running.start()
+        running.loop.finish(clients)
+        assert all(isinstance(client.error, PromptError) for client in clients)
+        _assert_same(tee, _request(2), running.answer(_request(2)))
 
 
 def test_one_for_which_the_machine_has_no_memory_is_told_so(
@@ -364,25 +371,28 @@ def test_one_that_fails_alone_does_not_make_the_engine_fail(tee: Tee) -> None:
 
 
 # One row may be the cause of a ReplyError; a service that is asked no more gives it to all.
+@pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("kind", [DeadlineExceededError, ReplyError])
 def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
     tee: Tee,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[TsqpError],
+    samples: int,
 ) -> None:
     channel = tee.channel
     assert isinstance(channel, Down)
     monkeypatch.setattr(channel, "kind", kind)
     with _running(_engine(tee)) as running:
-        clients = [running.ask(_request(n, 200))[0] for n in (1, 2)]
+        # In a prompt's steps, only the first of several samples has rows.
+        clients = [running.ask(_request(n, 200, samples=samples))[0] for n in (1, 2)]
         running.loop.until(lambda: all(client.deliveries for client in clients))
         assert running.background.state == "ready"
         with caplog.at_level(logging.CRITICAL):
             channel.down = True
             running.loop.finish(clients)
             assert running.background.state == "failed"
-            assert isinstance(running.answer(_request(3)).error, kind)
+            assert isinstance(running.answer(_request(3, samples=samples)).error, kind)
             channel.down = False
         # What is asked until then may fail.
         while running.answer(_request(3)).error is not None:
@@ -404,10 +414,10 @@ def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
         running.start()
         running.loop.finish(clients)
         assert running.background.state == "failed"
-        with pytest.raises(LimitError, match="one that has ended"):
+        with pytest.raises(EngineError, match="one that has ended"):
             running.ask(_request(3))
     for client in clients:
-        assert isinstance(client.error, LimitError)
+        assert isinstance(client.error, EngineError)
         assert "prompt" not in str(client.error)
     (record,) = caplog.records
     fields = record.fields  # type: ignore[attr-defined]
@@ -425,9 +435,9 @@ def test_closing_ends_the_thread_and_every_request(tee: Tee) -> None:
         assert not any(thread.name == "engine" for thread in threading.enumerate())
         running.loop.finish(clients)
         for client in clients:
-            assert isinstance(client.error, LimitError)
+            assert isinstance(client.error, EngineError)
             assert [delivery.ended for delivery in client.deliveries].count(True) == 1
-        with pytest.raises(LimitError):
+        with pytest.raises(EngineError):
             running.ask(_request(2))
 
 

@@ -286,6 +286,20 @@ def test_decode_goes_before_prefill_when_a_step_is_too_small_for_both(tee: Tee) 
         assert waiting.cache.length == 2 * (expected - 1)
 
 
+def test_no_more_sequences_run_than_have_a_row_in_each_step(tee: Tee) -> None:
+    engine = tee.engine(step_tokens=2)
+    with pytest.raises(PromptError, match="samples: got 3, expected 1 to 2"):
+        engine.check(Request(prompt_ids=tuple(PROMPT[:2]), max_new_tokens=1, samples=3))
+    for _ in range(3):
+        request = Request(prompt_ids=tuple(PROMPT[:2]), max_new_tokens=9)
+        engine.waiting.add("", request)
+    assert len(engine.admit_waiting()) == 2
+    for _ in range(4):
+        engine.step()
+    assert [len(sequence.token_ids) for sequence in engine.running] == [4, 2]
+    assert (engine.admit_waiting(), len(engine.waiting)) == ([], 1)
+
+
 def test_a_long_prefill_never_keeps_a_decoding_sequence_waiting(tee: Tee) -> None:
     engine = tee.engine(step_tokens=4)
     decoding = engine.add(PROMPT[:2], max_new_tokens=20)

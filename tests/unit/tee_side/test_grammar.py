@@ -296,6 +296,21 @@ def test_what_may_cost_more_than_its_size_says_is_tried_in_a_process_of_its_own(
             compiler.compile(kind, source)
 
 
+def test_a_trial_is_made_once_for_each_owner(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(grammar, "_is_affordable", lambda text: bool(tried.append(text)) or True)
+    monkeypatch.setattr(grammar, "_MOST_REMEMBERED", 3)
+    compiler = GrammarCompiler(tokenizer, VOCABULARY, EOS)
+    for owner, source in [("a", "x+"), ("a", "x+"), ("b", "x+"), ("a", "y+"), ("b", "x+")]:
+        compiler.compile("regex", source, owner)
+    assert len(tried) == 3
+    compiler.compile("regex", "z+", "a")  # one more than are remembered
+    compiler.compile("regex", "x+", "a")
+    assert len(tried) == 5
+
+
 def test_a_text_that_makes_the_next_mask_too_costly_ends_with_an_error(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:

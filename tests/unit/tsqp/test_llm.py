@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import tsqp
-from protocol.errors import LimitError, PromptError, SettingsError
+from protocol.errors import EngineError, LimitError, PromptError, SettingsError
 from tests.support import run, running_service
 from tsqp import LLM, SamplingParams
 
@@ -59,7 +60,7 @@ def test_a_stream_is_the_same_text(llm: LLM) -> None:
     assert "".join(pieces) == output.outputs[0].text
     assert len(pieces) > 3
     messages = [{"role": "user", "content": "Hello"}]
-    chat = llm.chat(messages, GREEDY)
+    (chat,) = llm.chat(messages, GREEDY)
     assert "".join(llm.stream(messages, GREEDY)) == chat.outputs[0].text
 
 
@@ -69,6 +70,21 @@ def test_a_stream_that_is_given_up_frees_its_place(llm: LLM) -> None:
         next(stream)
         stream.close()
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_prompt_that_is_refused_ends_those_before_it(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    with pytest.raises(PromptError):
+        llm.generate([PROMPT, []], params)
+    while llm.stats.running + llm.stats.waiting:
+        time.sleep(0.01)
+    assert llm.stats.generation_tokens < 400
+
+
+def test_minus_one_is_no_bound_of_top_k(llm: LLM) -> None:
+    both = [SamplingParams(max_tokens=8, seed=3, top_k=top_k) for top_k in (0, -1)]
+    first, second = (llm.generate(PROMPT, params)[0].outputs[0].text for params in both)
+    assert first == second
 
 
 def test_a_stop_string_and_the_end_of_the_text(llm: LLM) -> None:
@@ -112,6 +128,14 @@ def test_under_a_service_it_is_the_command_s_text() -> None:
         lambda llm: llm.generate([[1.5]]),
         lambda llm: llm.generate("a", SamplingParams(max_tokens=None)),  # type: ignore[arg-type]
         lambda llm: llm.generate("a", SamplingParams(n=0)),
+        lambda llm: llm.generate("a", SamplingParams(stop=[1])),  # type: ignore[list-item]
+        lambda llm: llm.generate("a", SamplingParams(stop="")),
+        lambda llm: llm.generate("a", SamplingParams(logprobs=1.5)),  # type: ignore[arg-type]
+        lambda llm: llm.generate("a", SamplingParams(prompt_logprobs=-1)),
+        lambda llm: llm.generate("a", SamplingParams(temperature=-1)),
+        lambda llm: llm.generate("a", SamplingParams(top_k=-2)),
+        lambda llm: llm.generate("a", SamplingParams(seed=-1)),
+        lambda llm: llm.generate("a", SamplingParams(logit_bias={1: 1000})),
         lambda llm: llm.generate("a", SamplingParams(n=5)),  # more than run at a time
         lambda llm: llm.chat([[{"role": "user", "content": "a"}]]),
         lambda llm: list(llm.stream([{"role": "user", "content": "a"}, "b"])),
@@ -128,5 +152,5 @@ def test_a_stream_that_is_open_when_the_model_is_closed_ends_with_an_error() -> 
         stream = llm.stream(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
         next(stream)
         llm.close()
-        with pytest.raises(LimitError):
+        with pytest.raises(EngineError):
             list(stream)

@@ -209,7 +209,7 @@ class FakeGrammar:
         raise NotImplementedError
 
 
-def compile_grammar(kind: GrammarKind, content: Any) -> Grammar:
+def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Grammar:
     if content == "(":
         raise PromptError("grammar", got="an open bracket", expected="a regular expression")
     return FakeGrammar(kind, content)

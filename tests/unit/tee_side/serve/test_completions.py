@@ -23,6 +23,7 @@ from tests.unit.tee_side.serve.fakes import (
     ask,
     call,
     complete,
+    connection,
     model,
     serving,
     tokenizer,
@@ -208,7 +209,10 @@ def test_no_tokens_are_allowed_with_echo_alone() -> None:
     body = complete(engine, max_tokens=0, echo=True, prompt=[5] * context).json()
     assert body["choices"][0]["text"] == tokenizer().decode([5] * context)
     assert body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["logprobs"] is None
     assert body["usage"]["completion_tokens"] == 0
+    # An engine runs nothing that neither makes tokens nor reads them.
+    assert engine.requests[-1].prompt_logprobs == 0
 
 
 def test_one_id_for_all_chunks_and_one_finish_reason_per_index() -> None:
@@ -415,7 +419,7 @@ def test_costly_grammars_of_one_key_hold_up_nobody_else() -> None:
     begun: list[Any] = []
     release = threading.Event()
 
-    def compile_slowly(kind: GrammarKind, content: Any) -> FakeGrammar:
+    def compile_slowly(kind: GrammarKind, content: Any, _owner: str) -> FakeGrammar:
         if content == "costly":
             begun.append(content)
             release.wait()
@@ -432,16 +436,45 @@ def test_costly_grammars_of_one_key_hold_up_nobody_else() -> None:
                 app, "POST", "/v1/completions", {"prompt": "a"} | body, {"authorization": owner}
             )
 
-        costly = [asyncio.create_task(asked("alice", guided_regex="costly")) for _ in range(20)]
+        costly = [asyncio.create_task(asked("alice", guided_regex="costly")) for _ in range(64)]
         try:
             async with asyncio.timeout(30):
                 other = await asked("bob", guided_regex="quick")
                 plain = await asked("alice")
+                too_many = await asked("alice", guided_regex="quick")
             assert (other.status, plain.status, len(begun)) == (200, 200, 2)
+            assert (too_many.status, too_many.error()["code"]) == (503, "overloaded")
+            assert too_many.headers["retry-after"] == "1"
         finally:
             release.set()
         assert {(await one).status for one in costly} == {200}
         assert len(begun) == len(costly)
+
+    asyncio.run(run())
+
+
+def test_a_grammar_of_a_client_that_has_left_is_not_compiled() -> None:
+    compiled: list[Any] = []
+    release = threading.Event()
+
+    def compile_slowly(kind: GrammarKind, content: Any, _owner: str) -> FakeGrammar:
+        compiled.append(content)
+        release.wait()
+        return FakeGrammar(kind, content)
+
+    async def run() -> None:
+        app = create_app(serving(compile_grammar=compile_slowly))
+        body = {"prompt": "a", "guided_regex": "costly"}
+        first = [asyncio.create_task(ask(app, "POST", "/v1/completions", body)) for _ in range(2)]
+        left = connection("POST", "/v1/completions", body | {"guided_regex": "left"})
+        leaving = asyncio.create_task(app(left.scope, left.receive, left.send))
+        await asyncio.sleep(0)
+        left.leave()
+        release.set()
+        assert {(await one).status for one in first} == {200}
+        await leaving
+        assert (await ask(app, "POST", "/v1/completions", body)).status == 200
+        assert compiled == ["costly"] * 3
 
     asyncio.run(run())
 

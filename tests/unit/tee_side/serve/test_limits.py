@@ -47,7 +47,7 @@ def test_requests_a_minute_refill_steadily(world: World) -> None:
         world.limits.begin("alice", 1, 1).end(2)
     refused = world.refused()
     assert str(refused) == (
-        "API key alice: requests a minute: got no room for 1, expected at most 6"
+        "API key alice: got no room for 1, expected at most 6 (requests a minute)"
     )
     assert refused.retryable
     assert refused.retry_after_s == 10
@@ -109,8 +109,10 @@ def test_what_can_never_fit_is_not_to_be_retried(world: World) -> None:
         assert not refused.retryable
         assert refused.retry_after_s is None
         assert "retry-after" not in refused.headers
-    assert "max_tokens: got 61, expected at most 60" in str(world.refused(61))
-    with pytest.raises(RateLimitError, match="tokens a minute: got no room for 110") as too_large:
+    assert "got 61, expected at most 60 (max_tokens)" in str(world.refused(61))
+    with pytest.raises(
+        RateLimitError, match=r"got no room for 110, .*\(tokens a minute\)"
+    ) as too_large:
         world.limits.begin("alice", 50, 60)
     assert not too_large.value.retryable
 
