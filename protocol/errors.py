@@ -18,6 +18,7 @@
     ├── ReplyError              a well-formed reply that is not what was asked for
     ├── VerificationError       a reply of the right form that is a wrong result
     ├── LimitError              a limit of the trusted side itself      (retry helps)
+    ├── EngineError             the engine runs no more
     ├── ModelMismatchError      the service holds another model than the TEE's own directory
     ├── KernelError             this processor's int8 products are not exact
     ├── MaskError               a mask that cannot be applied or undone

@@ -6,7 +6,7 @@ The order is that of mistakes that show early: the policy against the model, fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -118,8 +118,10 @@ class Assembly:
         settings: MaskSettings,
         *,
         step_tokens: int,
+        on_load: Callable[[str, int, int], None] | None = None,
         on_wait: Callable[[int], None] | None = None,
     ) -> None:
+        self._on_load = on_load
         self._parts = RunParts(policy, config, checkpoint, model.dtype)
         self._model = model
         layers = config.num_hidden_layers
@@ -310,9 +312,8 @@ class Assembly:
     @cached_property
     def _local(self) -> LocalOperators:
         parts, integers = self._parts, self._integers
-        return load_local_operators(
-            parts, sites=self._sites_here, integers=integers, held=self._held
-        )
+        sites = self._told("weights that stay in the TEE", self._sites_here)
+        return load_local_operators(parts, sites=sites, integers=integers, held=self._held)
 
     @cached_property
     def _secrets(self) -> Checks:
@@ -321,7 +322,14 @@ class Assembly:
         _ = self._local
         parts = self._parts
         weights = Weights(parts.config, parts.checkpoint, parts.dtype, self._held, self._integers)
-        return self._checks_class.draw(self._verified, weights, Randomness())
+        sites = self._told("weights that verify results", self._verified)
+        return self._checks_class.draw(sites, weights, Randomness())
+
+    def _told(self, what: str, sites: Sequence[Site]) -> Iterator[Site]:
+        for done, site in enumerate(sites, 1):
+            yield site
+            if self._on_load is not None:
+                self._on_load(what, done, len(sites))
 
     @cached_property
     def _registered(self) -> dict[str, RegisteredOperator]:

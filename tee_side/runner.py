@@ -58,7 +58,8 @@ class RunnerSettings:
     `keys`: none, one for all services, or one for each in the order of `gpu`.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
-    `kernels`: see `protocol.native.use`, None: those in use.
+    `kernels`: see `protocol.native.use`, None: those in use. `on_load`: told what is read, how many
+    matrices of it are, and of how many.
     """
 
     model: Path
@@ -79,6 +80,7 @@ class RunnerSettings:
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     manifest: Manifest | None = None
     shares_in_the_clear: bool = False
+    on_load: Callable[[str, int, int], None] | None = None
 
 
 class Cores(NamedTuple):
@@ -139,6 +141,7 @@ class Runner:
                 model,
                 settings.masks,
                 step_tokens=settings.engine.step_tokens,
+                on_load=settings.on_load,
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
             )
             opened.callback(assembly.close)

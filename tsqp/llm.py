@@ -154,6 +154,8 @@ class LLM:
 
         Raises PromptError, LimitError, and what the engine met.
         """
+        if not isinstance(prompts, str | list | tuple):
+            raise PromptError("prompts", got="something else", expected="a text, or a list")
         given = [prompts] if isinstance(prompts, str) else prompts
         running: list[_Running] = []
         try:
@@ -186,8 +188,11 @@ class LLM:
             raise PromptError("messages", got="something else", expected="mappings, role to text")
         return self._tokenizer.apply_chat_template(messages)
 
-    def _start(self, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
-        params = params or SamplingParams()
+    def _start(self, prompt: str | Sequence[int], params: object) -> _Running:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            expected = "SamplingParams, the same for all prompts"
+            raise PromptError("sampling_params", got="something else", expected=expected)
         whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
         if not (isinstance(prompt, str) or whole):
             raise PromptError("prompt", got="something else", expected="a text, or token ids")

@@ -9,10 +9,11 @@ import logging
 import signal
 import socket
 import ssl
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import uvicorn
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol import native
 from protocol.errors import EndpointError, SettingsError
@@ -30,7 +32,7 @@ from tee_side.protect.calibration import calibration_path
 from tee_side.runner import Runner
 from tee_side.serve.app import Guarded, create_app
 from tee_side.serve.audit_log import AuditLog, read_key, read_key_from
-from tee_side.serve.errors import ApiError
+from tee_side.serve.errors import ApiError, loading
 from tee_side.serve.keys import ApiKeys
 from tee_side.serve.limits import Limits
 from tee_side.serve.metrics import Metrics
@@ -57,6 +59,45 @@ class Parts(NamedTuple):
     listening: socket.socket
     keys: ApiKeys | None
     audit: AuditLog | None
+    starting: Starting
+
+
+class Starting:
+    """Answers every request with 503 while the model is loaded, from a thread; see `close`."""
+
+    def __init__(self, listening: socket.socket, settings: dict[str, Any]) -> None:
+        self._server = uvicorn.Server(_configured(_not_yet, settings))
+        # The server closes what it is given.
+        given = {"sockets": [listening.dup()]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=given, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; who connects from now on waits for the server itself.
+
+        Who has just connected, and asked nothing yet, is cut off.
+        """
+        self._server.should_exit = True
+        self._thread.join()
+
+
+async def _not_yet(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        await loading().response()(scope, receive, send)
+
+
+def _configured(app: ASGIApp, settings: dict[str, Any]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        # Nothing of a request is logged: paths and headers may hold what a client says.
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ssl_certfile=settings["tls_certificate"],
+        ssl_keyfile=settings["tls_key"],
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
 
 
 @contextmanager
@@ -72,7 +113,9 @@ def opened_parts(settings: dict[str, Any]) -> Iterator[Parts]:
         if audit is not None:
             opened.enter_context(audit)
         listening = opened.enter_context(_bound(settings["host"], settings["port"]))
-        yield Parts(listening, keys, audit)
+        listening.listen(_BACKLOG)
+        starting = opened.enter_context(closing(Starting(listening, settings)))
+        yield Parts(listening, keys, audit, starting)
 
 
 def serve_forever(
@@ -85,8 +128,7 @@ def serve_forever(
     """Serve until a signal ends it. `say`: tells a person what happens."""
     if parts.audit is not None:
         parts.audit.record("start", policy=runner.policy.name)
-    # Until now nobody could connect.
-    parts.listening.listen(_BACKLOG)
+    parts.starting.close()
     # What uvicorn's own command takes: the loop of libuv, where there is one.
     config = uvicorn.Config("", loop="auto", log_config=None)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
@@ -100,7 +142,7 @@ async def _serve(
     say: Callable[[str], None],
     feed: Feed | None,
 ) -> None:
-    listening, keys, audit = parts
+    listening, keys, audit, _ = parts
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(note_failure)
     scheme = "https" if settings["tls_certificate"] else "http"
@@ -118,19 +160,7 @@ async def _serve(
         tell=tell,
     )
     app = _app(runner, settings, feed, keys, audit, engine)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            # Nothing of a request is logged: paths and headers may hold what a client says.
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ssl_certfile=settings["tls_certificate"],
-            ssl_keyfile=settings["tls_key"],
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-        )
-    )
+    server = uvicorn.Server(_configured(app, settings))
     # Without keys there is nothing to read again, and nothing to end for.
     loop.add_signal_handler(signal.SIGHUP, bool if keys is None else keys.reload)
     syncing = asyncio.create_task(_sync(audit)) if audit is not None else None

@@ -241,15 +241,16 @@ class BackgroundEngine:
             request = one.sequence.request
             new = NewToken(one.sequence.sample, one.token_id, one.logprob, one.finish_reason)
             tokens[request].append(new)
-            self._engine.waiting.serve(request.owner, 1)
         with self._changed:
+            for request, found in tokens.items():
+                self._engine.waiting.serve(request.owner, len(found))
             for ticket in list(self._tickets.values()):
                 if not ticket.sequences:
                     continue
                 ended = all(s.finish_reason is not None for s in ticket.sequences)
-                found = tuple(tokens.get(ticket.request, ()))
-                if found or ended:
-                    delivery = Delivery(found, self._prompt_read(ticket), ended=ended)
+                made = tuple(tokens.get(ticket.request, ()))
+                if made or ended:
+                    delivery = Delivery(made, self._prompt_read(ticket), ended=ended)
                     self._out[ticket].append(delivery)
                 if ended:
                     del self._tickets[ticket.request]

@@ -172,7 +172,7 @@ class Engine:
         try:
             while len(sequences) < request.samples:
                 sequences.append(self._new_sequence(request, len(sequences)))
-        except LimitError:
+        except TsqpError:
             for sequence in sequences:
                 sequence.cache.release()
             raise
@@ -261,10 +261,11 @@ class Engine:
                 break
             try:
                 admitted.append(self.admit(request))
-            except LimitError:
-                if not self._running:
-                    raise
-                break
+            except TsqpError as error:
+                # Of those before it somebody has to be told first.
+                if admitted or (isinstance(error, LimitError) and self._running):
+                    break
+                raise
             self.waiting.pop()
             self.waiting.serve(request.owner, len(request.prompt_ids))
         return admitted

@@ -47,9 +47,9 @@ class GrammarCompiler:
         self._raw = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        # What trials found, by owner and digest: how long a grammar takes tells no other owner that
-        # it was used.
-        self._affordable: dict[tuple[str, bytes], bool] = {}
+        # That passed a trial, by owner and digest: how long a grammar takes tells no other owner
+        # that it was used.
+        self._affordable: set[tuple[str, bytes]] = set()
 
     def compile(
         self,
@@ -85,11 +85,13 @@ class GrammarCompiler:
 
     def _is_affordable(self, owner: str, grammar: str) -> bool:
         key = owner, hashlib.sha256(grammar.encode()).digest()
-        if key not in self._affordable:
+        if key in self._affordable:
+            return True
+        if fits := _is_affordable(grammar):
             if len(self._affordable) >= _MOST_REMEMBERED:
                 self._affordable.clear()
-            self._affordable[key] = _is_affordable(grammar)
-        return self._affordable[key]
+            self._affordable.add(key)
+        return fits
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

@@ -10,6 +10,10 @@ from protocol.errors import LimitError
 R = TypeVar("R")
 
 
+class QueueFullError(LimitError):
+    """Too many requests wait."""
+
+
 class WaitingQueue(Generic[R]):
     """First come, first served for each owner; between owners by what they were served so far.
 
@@ -31,7 +35,8 @@ class WaitingQueue(Generic[R]):
         """Put a request behind the others of its owner.
 
         Where all places are taken, the newest request of the owner that has most of them gives its
-        place up, if that owner has more than this one will have, and is returned; else LimitError.
+        place up, if that owner has more than this one will have, and is returned. Raises
+        QueueFullError else.
         """
         displaced = None
         if len(self) >= self.limit:
@@ -46,10 +51,10 @@ class WaitingQueue(Generic[R]):
         self._queues.setdefault(owner, deque()).append(request)
         return displaced
 
-    def full(self) -> LimitError:
+    def full(self) -> QueueFullError:
         """Return the error of a request that finds no place."""
         where = "waiting requests (--max-waiting)"
-        return LimitError(where, got=f"{len(self)}", expected=f"< {self.limit}")
+        return QueueFullError(where, got=f"{len(self)}", expected=f"< {self.limit}")
 
     def first(self) -> R | None:
         """Return whose turn it is, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tee_side.serve.chat import chat_completions
 from tee_side.serve.completions import completions
 from tee_side.serve.embeddings import embeddings
-from tee_side.serve.errors import ApiError, ErrorBody, answer_errors
-from tee_side.serve.exchange import require_ready
+from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
+from tee_side.serve.exchange import ENDING, require_ready
 from tee_side.serve.prompts import require_model
 from tee_side.serve.serving import Caller, ServedModel, Serving, serving_of
 from tee_side.serve.tokens import detokenize, tokenize, tokenizer_info
@@ -84,11 +85,14 @@ class Bounds:
         try:
             await self._app(scope, bounded, noted)
         except BaseException as error:  # noqa: BLE001 - whose message may hold the prompt
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            fields = {"error": type(error).__name__, "at": f"{frame.filename}:{frame.lineno}"}
-            log.error("request_failed", extra={"fields": fields})
+            refused = of_engine(ENDING)
+            if not isinstance(error, asyncio.CancelledError):
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                fields = {"error": type(error).__name__, "at": f"{frame.filename}:{frame.lineno}"}
+                log.error("request_failed", extra={"fields": fields})
+                refused = ApiError(500, "internal error")
             if not started:
-                await ApiError(500, "internal error").response()(scope, receive, send)
+                await refused.response()(scope, receive, send)
 
 
 def create_app(
@@ -127,6 +131,7 @@ def create_app(
         guarded.add_api_route(path, endpoint, methods=[method], responses=responses)
     app.include_router(guarded)
     app.add_api_route("/health", health, methods=["GET"], responses=_ERRORS)
+    app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/version", version, methods=["GET"])
     return app
 

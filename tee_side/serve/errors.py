@@ -97,6 +97,12 @@ def wrong(param: str, expected: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: expected {expected}", param=param, code=code)
 
 
+def loading() -> ApiError:
+    """Return the error of a server whose model is not there yet."""
+    message, code = "the model is being loaded", "starting"
+    return ApiError(503, message, code=code, headers={"retry-after": "5"})
+
+
 def of_engine(error: TsqpError, param: str | None = None) -> ApiError:
     """Return what a client is told of an error of the engine, a limit, or the tokenizer.
 
@@ -109,7 +115,7 @@ def of_engine(error: TsqpError, param: str | None = None) -> ApiError:
             return ApiError(400, message, param=param, code="limit_exceeded", headers=headers)
         # A limit of the client's own, or a queue that is full.
         status = 429 if headers else 503
-        message = message if headers else "too many requests wait: try again later"
+        message = message if headers else "there is no room for this now: try again later"
         code = "rate_limit_exceeded" if headers else "overloaded"
         return ApiError(status, message, code=code, headers={"retry-after": "1"} | headers)
     if isinstance(error, PromptError):

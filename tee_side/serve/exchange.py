@@ -13,10 +13,11 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from protocol.errors import EngineError, LimitError, TsqpError
+from protocol.errors import EngineError, TsqpError
 from tee_side.engine.background import Ticket
 from tee_side.engine.request import Delivery, Request
-from tee_side.serve.errors import ApiError, of_engine
+from tee_side.engine.waiting import QueueFullError
+from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.serving import Caller, Counts, Serving
 
 STREAM = "text/event-stream"
@@ -97,9 +98,12 @@ class Exchange(Response):
             leaving.remove_done_callback(self._leave)
             leaving.cancel()
             self._cancel()
-            # What found no place was not computed.
-            prompt = 0 if self._outcome == LimitError.__name__ else self._counts.prompt
-            self._watched.end(self._outcome, prompt, self._counts.completion)
+            self._watched.end(self._outcome, self._asked_tokens(), self._counts.completion)
+
+    def _asked_tokens(self) -> int:
+        """Return the tokens of the prompts that had a place in the queue."""
+        total = sum(len(request.prompt_ids) for request in self._requests)
+        return total - sum(len(self._requests[at].prompt_ids) for at in self._left_to_do)
 
     async def _run(self, send: Send) -> None:
         try:
@@ -118,7 +122,7 @@ class Exchange(Response):
             await self._tick()
             text = self._answer.finish(self._counts.rounded(self._serving.round_usage))
         except (TsqpError, asyncio.CancelledError) as error:
-            cause = error if isinstance(error, TsqpError) else _ENDING
+            cause = error if isinstance(error, TsqpError) else ENDING
             refused = of_engine(cause)
             if not self._started:
                 raise refused from cause
@@ -139,17 +143,16 @@ class Exchange(Response):
             deliver = partial(self._deliver, prompt)
             try:
                 ticket = self._serving.engine.submit(self._requests[prompt], deliver)
-            except LimitError as error:
-                if not self._goes_on(error):
+            except QueueFullError:
+                if not self._goes_on():
                     raise
                 return
             self._open[prompt] = ticket
             self._left_to_do.popleft()
 
-    def _goes_on(self, error: TsqpError) -> bool:
-        """Say whether a prompt that finds no place now may wait: others of its request have one."""
-        full = isinstance(error, LimitError) and error.retryable
-        return full and bool(self._begun or self._open)
+    def _goes_on(self) -> bool:
+        """Say whether a prompt that finds no place now may wait: others of its request had one."""
+        return bool(self._begun or self._open)
 
     async def _wait(self) -> None:
         """Wait for news; where none can come, for a place in the queue."""
@@ -210,10 +213,11 @@ class Exchange(Response):
         if delivery.ended:
             self._open.pop(prompt, None)
         if delivery.error is not None:
-            if not self._goes_on(delivery.error):
-                raise delivery.error
-            self._left_to_do.appendleft(prompt)
-            return ""
+            if isinstance(delivery.error, QueueFullError):
+                self._left_to_do.appendleft(prompt)
+                if self._goes_on():
+                    return ""
+            raise delivery.error
         self._begun = True
         if delivery.prompt is not None:
             self._counts.cached += delivery.prompt.reused_tokens
@@ -250,12 +254,12 @@ def require_ready(serving: Serving) -> None:
     """Raise ApiError (503) unless the engine could make a token."""
     state = serving.engine.state
     if state == "starting":
-        raise ApiError(503, "the model is being loaded", code=state, headers={"retry-after": "5"})
+        raise loading()
     if state == "failed":
         raise ApiError(503, "the engine has failed", code=state)
 
 
-_ENDING = EngineError("server", got="a signal to end", expected="more time")
+ENDING = EngineError("server", got="a signal to end", expected="more time")
 
 
 async def _leaving(receive: Receive) -> None:

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -111,8 +111,12 @@ def open_runner(
     idles: bool = False,
     engine: EngineSettings | None = None,
     feed: Feed | None = None,
+    on_load: Callable[[str, int, int], None] | None = None,
 ) -> Runner:
-    """Connect to the services, and say on stderr what they will see. `feed`: sees it, too."""
+    """Connect to the services, and say on stderr what they will see. `feed`: sees it, too.
+
+    `on_load`: see RunnerSettings.
+    """
     from tee_side.assembly import MaskSettings
     from tee_side.runner import Runner, RunnerSettings
 
@@ -135,6 +139,7 @@ def open_runner(
             engine=engine or engine_settings(settings),
             max_message_bytes=settings["max_message_mib"] * MIB,
             keys=keys,
+            on_load=on_load,
             **{name: settings[name] for name in _SAME},
         ),
         table,

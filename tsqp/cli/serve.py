@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,7 @@ _OF_A_PROMPT = {
     *("temperature", "top-k", "top-p", "min-p", "repetition-penalty", "seed"),
 }
 _RUN = tuple(name for name in RUN_OPTIONS if name not in _OF_A_PROMPT)
+_SAY_EVERY_S = 2.0
 _COUNT = click.IntRange(min=1)
 
 
@@ -100,6 +104,8 @@ def serve(**settings: Any) -> None:
         require(module, "tee-runner serve", "the extra serve: pip install '.[serve]'")
     from tsqp.server import opened_parts, serve_forever
 
+    # It is for the keys, which are read while the model is loaded.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     began = time.monotonic()
     _require_both(settings, "tls_certificate", "tls_key")
     if settings["page"] and not _is_loopback(settings["host"]):
@@ -126,12 +132,32 @@ def serve(**settings: Any) -> None:
         feed = Feed()
     with (
         opened_parts(settings) as parts,
-        open_runner(settings, loaded, None, idles=True, engine=engine, feed=feed) as runner,
+        open_runner(
+            settings,
+            loaded,
+            None,
+            idles=True,
+            engine=engine,
+            feed=feed,
+            on_load=_Progress(partial(_say, began)),
+        ) as runner,
     ):
         _say(began, f"{runner.config.num_hidden_layers} layers are ready; making a first token")
         for line in _added_leakage(settings, policy):
             click.echo(line, err=True)
         serve_forever(runner, settings, parts, lambda text: _say(began, text), feed)
+
+
+class _Progress:
+    """Says every few seconds how far weights are loaded."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._next_s = say, time.monotonic() + _SAY_EVERY_S
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _SAY_EVERY_S
+            self._say(f"{what}: {done} of {total}")
 
 
 def _say(began: float, text: str) -> None:

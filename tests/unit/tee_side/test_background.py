@@ -32,6 +32,7 @@ from tee_side.engine.request import Delivery, PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.stats import Totals
+from tee_side.engine.waiting import QueueFullError
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
@@ -290,13 +291,14 @@ def test_one_owner_does_not_keep_others_out_of_the_queue(tee: Tee) -> None:
         other, _ = running.ask(replace(_request(7), owner="carol"))
         running.start()
         running.loop.finish([*ours, other])
-    assert [type(client.error) for client in ours] == [type(None), type(None), LimitError]
+    assert [type(client.error) for client in ours] == [type(None), type(None), QueueFullError]
     _assert_same(tee, replace(_request(7), owner="carol"), other)
 
 
 def test_what_could_never_run_is_refused_and_ends_nothing_else(tee: Tee) -> None:
     clients = []
     with _running(_engine(tee), start=False) as running:
+        before, _ = running.ask(_request(1))
         wrongs = ({"prompt_ids": ()}, {"stop": ("x",)}, {"samples": 0}, {"samples": 65})
         for changed in wrongs:
             wrong = replace(_request(1), **changed)  # type: ignore[arg-type]
@@ -304,8 +306,11 @@ def test_what_could_never_run_is_refused_and_ends_nothing_else(tee: Tee) -> None
                 running.background.check(wrong)
             client, _ = running.ask(wrong)  # by somebody who did not look
             clients.append(client)
+        after, _ = running.ask(_request(3))
         running.start()
-        running.loop.finish(clients)
+        running.loop.finish([*clients, before, after])
+        for n, right in ((1, before), (3, after)):
+            _assert_same(tee, _request(n), right)
         assert all(isinstance(client.error, PromptError) for client in clients)
         _assert_same(tee, _request(2), running.answer(_request(2)))
 

@@ -309,6 +309,12 @@ def test_a_trial_is_made_once_for_each_owner(
     compiler.compile("regex", "z+", "a")  # one more than are remembered
     compiler.compile("regex", "x+", "a")
     assert len(tried) == 5
+    # A process may have failed for reasons of its own.
+    monkeypatch.setattr(grammar, "_is_affordable", lambda _text: False)
+    with pytest.raises(PromptError):
+        compiler.compile("regex", "w+", "a")
+    monkeypatch.setattr(grammar, "_is_affordable", lambda _text: True)
+    compiler.compile("regex", "w+", "a")
 
 
 def test_a_text_that_makes_the_next_mask_too_costly_ends_with_an_error(

@@ -76,6 +76,15 @@ def test_generations_iterated_in_turns_each_get_their_own_tokens(model: tuple[Pa
         assert result.text is None
 
 
+def test_what_is_loaded_is_told_matrix_by_matrix(model: tuple[Path, Any]) -> None:
+    told: list[tuple[str, int, int]] = []
+    with Runner(replace(settings(model[0]), on_load=lambda *said: told.append(said))) as runner:
+        count = len(told)
+        assert count >= 4 * runner.config.num_hidden_layers
+    what = "weights that stay in the TEE"
+    assert told == [(what, done, count) for done in range(1, count + 1)]
+
+
 def test_timing_has_no_time_per_token_for_a_single_token(model: tuple[Path, Any]) -> None:
     with Runner(settings(model[0])) as runner:
         generation = runner.generate([1, 2], max_new_tokens=1, with_text=False)

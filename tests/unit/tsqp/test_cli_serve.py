@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+import http.client
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.serving import TEE_ONLY, until
+from tests.forked import ENVIRONMENT, Forked
 from tests.support import run
+from tsqp.cli.serve import _Progress
 
+# Weights are read when the test says so.
+SLOW = """
+import pathlib, tee_side.assembly as assembly, time
+load = assembly.load_local_operators
+def wait(*arguments, **named):
+    while not pathlib.Path({file!r}).exists():
+        time.sleep(0.01)
+    return load(*arguments, **named)
+assembly.load_local_operators = wait
+"""
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
+
+
+def test_a_hangup_while_the_model_is_loaded_ends_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "go on"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = ("serve", "demo", *TEE_ONLY, "--threads", "1", "--port", str(port))
+    process = Forked("tee-runner", arguments, ENVIRONMENT, before=SLOW.format(file=str(file)))
+    try:
+        assert "loading demo under policy tee-only" in process.stderr.readline()
+        until(lambda: _health(port) == 503)
+        process.send_signal(signal.SIGHUP)
+        file.touch()
+        until(lambda: _health(port) == 200)
+    finally:
+        process.kill()
+
+
+def _health(port: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    except ConnectionError:  # refused before it listens; reset at the moment of the change
+        return 0
+    finally:
+        connection.close()
+
+
+def test_progress_is_told_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = iter([0.0, 1.9, 2.0, 2.0, 3.9, 4.0, 4.0])
+    monkeypatch.setattr("tsqp.cli.serve.time.monotonic", lambda: next(clock))
+    progress = _Progress(said.append)
+    for done in range(1, 5):
+        progress("weights", done, 9)
+    assert said == ["weights: 2 of 9", "weights: 4 of 9"]
 
 
 @pytest.mark.parametrize(

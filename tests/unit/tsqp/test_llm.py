@@ -127,6 +127,9 @@ def test_under_a_service_it_is_the_command_s_text() -> None:
         lambda llm: llm.generate([1, 2, 3]),
         lambda llm: llm.generate([[1.5]]),
         lambda llm: llm.generate("a", SamplingParams(max_tokens=None)),  # type: ignore[arg-type]
+        lambda llm: llm.generate(5),
+        lambda llm: llm.generate("a", {"max_tokens": 3}),
+        lambda llm: llm.generate("a", [SamplingParams()]),
         lambda llm: llm.generate("a", SamplingParams(n=0)),
         lambda llm: llm.generate("a", SamplingParams(stop=[1])),  # type: ignore[list-item]
         lambda llm: llm.generate("a", SamplingParams(stop="")),

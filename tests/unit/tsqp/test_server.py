@@ -1,15 +1,25 @@
-"""What the server says of its own mistakes."""
+"""What the server says of its own mistakes, and before it is ready."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
+import json
+import socket
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tsqp.server import note_failure
+from tsqp.server import note_failure, opened_parts
 
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("tls_certificate", "tls_key", "api_keys")),
+    **dict.fromkeys(("audit_log", "audit_key", "audit_key_fd")),
+    "host": "127.0.0.1",
+    "port": 0,
+}
 SECRET = "what the client said"
 
 
@@ -25,6 +35,27 @@ def _in_a_task() -> None:
         raise ValueError(SECRET)
 
     asyncio.create_task(fail())  # noqa: RUF006 - that nobody waits for it is the case
+
+
+def test_while_the_model_is_loaded_every_path_is_503_and_then_who_connects_waits() -> None:
+    with opened_parts(SETTINGS) as parts:
+        address = parts.listening.getsockname()
+        for path in ("/health", "/v1/models", "/metrics"):
+            connection = http.client.HTTPConnection(*address, timeout=30)
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            error = json.loads(reply.read())["error"]
+            assert (reply.status, error["code"]) == (503, "starting")
+            assert reply.headers["retry-after"] == "5"
+            connection.close()
+        parts.starting.close()
+        # The address is still ours: nobody is refused until the server itself is there.
+        waiting = socket.create_connection(address, timeout=30)
+        accepted, _ = parts.listening.accept()
+        accepted.close()
+        waiting.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=30)
 
 
 @pytest.mark.parametrize("begin", [_in_a_callback, _in_a_task])

@@ -72,8 +72,9 @@ def test_without_a_key_it_is_401_before_the_body_is_looked_at(method: str, path:
     assert with_key.status == (400 if method == "POST" else 200)
 
 
-def test_health_is_public() -> None:
-    assert call(serving(authorise=_authorise), "GET", "/health").status == 200
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_health_is_public(method: str) -> None:
+    assert call(serving(authorise=_authorise), method, "/health").status == 200
 
 
 @pytest.mark.parametrize("chunk", [2**30, 1000])

@@ -479,6 +479,30 @@ def test_a_grammar_of_a_client_that_has_left_is_not_compiled() -> None:
     asyncio.run(run())
 
 
+def test_what_is_compiled_when_the_server_ends_is_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release, begun = threading.Event(), threading.Event()
+
+    def compile_slowly(kind: GrammarKind, content: Any, _owner: str) -> FakeGrammar:
+        begun.set()
+        release.wait()
+        return FakeGrammar(kind, content)
+
+    async def run() -> None:
+        app = create_app(serving(compile_grammar=compile_slowly))
+        made = connection("POST", "/v1/completions", {"prompt": "a", "guided_regex": "a"})
+        task = asyncio.create_task(app(made.scope, made.receive, made.send))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        await task
+        release.set()
+        assert (made.reply.status, made.reply.error()["code"]) == (503, "failed")
+
+    asyncio.run(run())
+    assert not caplog.records
+
+
 def test_plain_text_is_no_grammar() -> None:
     engine = FakeEngine()
     complete(engine, response_format={"type": "text"})

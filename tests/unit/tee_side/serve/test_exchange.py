@@ -14,6 +14,7 @@ import uvicorn
 
 from protocol.errors import EndpointError, LimitError, PromptError
 from tee_side.engine.request import Delivery, NewToken, PromptRead
+from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.app import create_app
 from tee_side.serve.exchange import Exchange
 from tee_side.serve.serving import Caller
@@ -118,9 +119,9 @@ class Full(FakeEngine):
 
     def submit(self, *arguments: Any) -> FakeTicket:
         if self.open:
-            error = LimitError("queue", got="2", expected="at most 1")
-            error.retryable = not self.never
-            raise error
+            if self.never:
+                raise PromptError("prompt", got="2", expected="at most 1")
+            raise QueueFullError("queue", got="2", expected="at most 1")
         return super().submit(*arguments)
 
 
@@ -137,9 +138,7 @@ class Busy(Full):
     def submit(self, *arguments: Any) -> FakeTicket:
         self.attempts += 1
         if self.attempts % 3 != 1:
-            error = LimitError("queue", got="9", expected="< 9")
-            error.retryable = True
-            raise error
+            raise QueueFullError("queue", got="9", expected="< 9")
         return super().submit(*arguments)
 
 
@@ -159,7 +158,7 @@ def test_a_prompt_that_lost_its_place_waits_if_others_of_its_request_have_one(be
         async with connected(app, "POST", PATH, _body(False, prompt=prompts)) as asked:
             await engine.submitted.wait()
             engine.submitted.clear()
-            lost = LimitError("queue", got="9", expected="< 9")
+            lost = QueueFullError("queue", got="9", expected="< 9")
             engine.step(Delivery(error=lost, ended=True), ticket=len(prompts) - 1)
             if begun:
                 await engine.submitted.wait()
@@ -169,7 +168,26 @@ def test_a_prompt_that_lost_its_place_waits_if_others_of_its_request_have_one(be
                     engine.step(Delivery((end,), PromptRead(), ended=True))
             await asked.changed.wait()
             assert asked.reply.status == (200 if begun else 503)
-        assert watch.ended == [("stop", 2, 2) if begun else ("LimitError", 0, 0)]
+        assert watch.ended == [("stop", 2, 2) if begun else ("QueueFullError", 0, 0)]
+
+    asyncio.run(run())
+
+
+def test_what_the_machine_refuses_ends_the_request_and_is_not_asked_for_again() -> None:
+    async def run() -> None:
+        engine, watch = FakeEngine(hold=True), FakeWatch()
+        app = create_app(serving(engine, watch=watch))
+        prompts = [[at + 1] * 2 for at in range(20)]
+        async with connected(app, "POST", PATH, _body(False, prompt=prompts)) as asked:
+            await engine.submitted.wait()
+            engine.step(TOKEN)
+            refused = LimitError("KV memory", got="much", expected="less")
+            engine.step(Delivery(error=refused, ended=True), ticket=1)
+            await asked.changed.wait()
+            assert (asked.reply.status, len(engine.requests)) == (503, 16)
+        # Only what was asked of the engine counts.
+        assert watch.ended == [("LimitError", 32, 1)]
+        assert engine.open == []
 
     asyncio.run(run())
 
