@@ -409,6 +409,21 @@ def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
         assert [delivery.ended for delivery in client.deliveries].count(True) == 1
 
 
+def test_several_samples_do_not_hide_that_no_token_can_be_made(
+    tee: Tee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = tee.channel
+    assert isinstance(channel, Down)
+    monkeypatch.setattr(channel, "kind", ReplyError)
+    with _running(_engine(tee)) as running:
+        _assert_same(tee, _request(1), running.answer(_request(1)))
+        channel.down = True
+        # In the steps of a prompt the first sample alone has rows.
+        assert isinstance(running.answer(_request(2, samples=2)).error, ReplyError)
+        running.loop.until(lambda: running.background.state == "failed")
+        channel.down = False
+
+
 def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
     tee: Tee, caplog: pytest.LogCaptureFixture
 ) -> None:

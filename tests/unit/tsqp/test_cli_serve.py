@@ -40,6 +40,8 @@ def test_a_hangup_while_the_model_is_loaded_ends_nothing(tmp_path: Path) -> None
         process.send_signal(signal.SIGHUP)
         file.touch()
         until(lambda: _health(port) == 200)
+        # Nobody answers beside the server itself any more.
+        assert {_health(port) for _ in range(50)} == {200}
     finally:
         process.kill()
 

@@ -91,6 +91,9 @@ def test_a_body_beyond_the_bound_is_413_by_its_length_or_by_what_came(chunk: int
         reply = call(app, "POST", "/v1/completions", sent, headers, chunk=chunk)
         assert (reply.status, reply.error()["code"]) == (413, "body_too_large")
     assert call(app, "POST", "/v1/completions", {"prompt": "a" * 400}, chunk=100).status == 200
+    # More than the least: read, and too long for the model.
+    long = {"prompt": "a" * (most - 100)}
+    assert call(app, "POST", "/v1/completions", long).error()["type"] == "exceed_context_size_error"
 
 
 def test_pages_of_other_origins_are_let_in_only_where_it_is_asked_for() -> None:

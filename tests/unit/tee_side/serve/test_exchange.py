@@ -228,7 +228,7 @@ def test_a_tick_is_never_the_one_before() -> None:
             # A clock of whole milliseconds, as uvloop's, stands a little before the tick.
             patch.setattr(loop, "time", lambda: math.nextafter(first, 0))
             await exchange._tick()
-        assert exchange._next_s == pytest.approx(first + 0.02)
+        assert exchange._next_s == pytest.approx(first + 0.02, rel=0, abs=1e-6)
 
     asyncio.run(run())
 
