@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import json
 import logging
@@ -52,7 +51,6 @@ log = logging.getLogger("tee_side")
 _SHUTDOWN_S = 5
 _BACKLOG = 1024
 _SYNC_S = 1.0
-_M_ARENA_MAX = -8
 
 
 class Parts(NamedTuple):
@@ -108,7 +106,6 @@ def opened_parts(settings: dict[str, Any]) -> Iterator[Parts]:
 
     Raises EndpointError, SettingsError, KeyFileError and AuditLogError.
     """
-    _bound_heaps()
     _check_tls(settings["tls_certificate"], settings["tls_key"])
     keys = None if settings["api_keys"] is None else ApiKeys(settings["api_keys"])
     with ExitStack() as opened:
@@ -288,16 +285,6 @@ async def _sync(audit: AuditLog) -> None:
     while True:
         await asyncio.sleep(_SYNC_S)
         await asyncio.to_thread(audit.sync)
-
-
-def _bound_heaps() -> None:
-    """Let all threads share two heaps, where the C library is glibc.
-
-    Else each of them has one of its own, which grows for hours to what its largest moments take.
-    Source: mallopt(3).
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
