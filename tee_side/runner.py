@@ -58,8 +58,7 @@ class RunnerSettings:
     `keys`: none, one for all services, or one for each in the order of `gpu`.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
-    `kernels`: see `protocol.native.use`, None: those in use. `on_load`: told what is read, how many
-    matrices of it are, and of how many.
+    `kernels`: see `protocol.native.use`, None: those in use.
     """
 
     model: Path
@@ -80,7 +79,6 @@ class RunnerSettings:
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     manifest: Manifest | None = None
     shares_in_the_clear: bool = False
-    on_load: Callable[[str, int, int], None] | None = None
 
 
 class Cores(NamedTuple):
@@ -102,7 +100,8 @@ class Runner:
 
     `assignments`: a line for each service, of the layers and share that it gets and its key.
     `leakage_summary`: what the GPU side learns over these links; None if nothing leaves. `cores`:
-    the threads of this run.
+    the threads of this run. `on_load`: told what is read, how many matrices of it are, and of how
+    many.
 
     Raises, before anything is computed: ModelError, PolicyError, SettingsError, EndpointError,
     DeadlineExceededError (nothing answers) and ModelMismatchError.
@@ -113,6 +112,7 @@ class Runner:
         settings: RunnerSettings,
         observer: Observers | None = None,
         tokenizer: Tokenizer | None = None,
+        on_load: Callable[[str, int, int], None] | None = None,
     ) -> None:
         require_little_endian()
         self.policy = policy = settings.policy
@@ -141,7 +141,7 @@ class Runner:
                 model,
                 settings.masks,
                 step_tokens=settings.engine.step_tokens,
-                on_load=settings.on_load,
+                on_load=on_load,
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
             )
             opened.callback(assembly.close)

@@ -115,7 +115,7 @@ def open_runner(
 ) -> Runner:
     """Connect to the services, and say on stderr what they will see. `feed`: sees it, too.
 
-    `on_load`: see RunnerSettings.
+    `on_load`: see Runner.
     """
     from tee_side.assembly import MaskSettings
     from tee_side.runner import Runner, RunnerSettings
@@ -139,11 +139,11 @@ def open_runner(
             engine=engine or engine_settings(settings),
             max_message_bytes=settings["max_message_mib"] * MIB,
             keys=keys,
-            on_load=on_load,
             **{name: settings[name] for name in _SAME},
         ),
         table,
         loaded.tokenizer,
+        on_load,
     )
     # What was made by now lives as long as the process; to look through it again and again for
     # garbage costs a tenth of the time of a decoded token.

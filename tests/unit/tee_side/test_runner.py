@@ -78,7 +78,7 @@ def test_generations_iterated_in_turns_each_get_their_own_tokens(model: tuple[Pa
 
 def test_what_is_loaded_is_told_matrix_by_matrix(model: tuple[Path, Any]) -> None:
     told: list[tuple[str, int, int]] = []
-    with Runner(replace(settings(model[0]), on_load=lambda *said: told.append(said))) as runner:
+    with Runner(settings(model[0]), on_load=lambda *said: told.append(said)) as runner:
         count = len(told)
         assert count >= 4 * runner.config.num_hidden_layers
     what = "weights that stay in the TEE"
