@@ -1,7 +1,9 @@
 """Keys and values of one sequence, in one piece of memory as long as the sequence may become.
 
 The kernel gives that memory page by page as it is written (where it overcommits, as Linux does
-unless told otherwise): what a cache may have is counted beforehand, by `tee_side.engine.engine`.
+unless told otherwise), and takes it back when the cache is let go: what a cache may have is counted
+beforehand, by `tee_side.engine.engine`. On the heap, caches that come and go leave holes between
+what lives longer.
 
 Shape suffixes as in `tee_side.model.forward`: K key/value heads, S context length, C head dim. A
 layer's keys are [K, S, C], so that the part in use is a view that a batched product reads in place.
@@ -9,6 +11,8 @@ layer's keys are [K, S, C], so that the part in use is a view that a batched pro
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import re
 from contextlib import suppress
@@ -81,8 +85,8 @@ class KVCache:
         # Rows behind `length` that each layer has written in this step.
         self._written = [0] * layers
         try:
-            keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        except RuntimeError:  # torch has no more specific error for exhausted CPU memory
+            keys, values = _untouched(shape, dtype), _untouched(shape, dtype)
+        except (OSError, OverflowError):
             most = _machine_bytes()
             where = f"KV memory, which the machine refuses, of {mib(most)} that it has"
             expected = f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)"
@@ -143,6 +147,13 @@ class KVCache:
             for x_KSC, y_KSC in zip(mine, others, strict=True):
                 x_KSC.narrow(1, 0, tokens).copy_(y_KSC.narrow(1, 0, tokens))
         self.length = tokens
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in pages of their own, which live as long as a view of them. Raises OSError."""
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _append(x_TKC: torch.Tensor, cache_KSC: torch.Tensor, start: int) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -86,10 +90,10 @@ def test_more_than_the_machine_has_is_refused(config: ModelConfig) -> None:
 def test_what_the_machine_could_have_is_worth_retrying(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("can't allocate memory")
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("tee_side.model.kv_cache.torch.empty", refuse)
+    monkeypatch.setattr("tee_side.model.kv_cache.mmap.mmap", refuse)
     with pytest.raises(LimitError) as caught:
         KVCache(config, 10, torch.float32)
     assert caught.value.retryable
@@ -103,6 +107,30 @@ def test_its_size_is_known_before_it_is_made(
     cache = KVCache(config, 10, dtype)
     keys, values = cache.append(0, _rows(10, 0).to(dtype), _rows(10, 0).to(dtype))
     assert cache.nbytes == kv_bytes(config, 10, dtype) == 3 * (keys.nbytes + values.nbytes)
+
+
+def test_its_memory_is_its_own_and_goes_with_the_last_view(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the heap, caches that come and go leave holes."""
+    made: list[weakref.ref[mmap.mmap]] = []
+
+    class Watched(mmap.mmap):
+        def __init__(self, *_: object) -> None:
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(kv_cache.mmap, "mmap", Watched)
+    cache = KVCache(config, 10, torch.float32)
+    views = [cache.append(layer, _rows(10, 0), _rows(10, 1)) for layer in range(3)]
+    pages = [one() for one in made]
+    assert sum(len(one) for one in pages if one is not None) == cache.nbytes
+    start = torch.frombuffer(pages[0], dtype=torch.float32).data_ptr()  # type: ignore[arg-type]
+    assert views[0][0].data_ptr() == start
+    del pages
+    cache.release()
+    assert [one() is None for one in made] == [False, False]
+    del views
+    assert [one() is None for one in made] == [True, True]
 
 
 def test_released_it_keeps_its_length_and_no_memory(config: ModelConfig) -> None:
