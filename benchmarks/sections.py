@@ -320,7 +320,19 @@ def _serving(documents: Documents) -> tuple[list[Check], list[str]]:
         (what, " / ".join(numbers), *_of(check))
         for (what, *numbers), check in zip(measured, checks, strict=True)
     ]
-    return checks, [markdown(("what", "measured", "ratio", "wanted"), rows, texts=1)]
+    without = guessed["story_without"]["pads_per_token"]
+    return checks, [
+        markdown(("what", "measured", "ratio", "wanted"), rows, texts=1),
+        f"Of the guesses {_taken(guessed['with'])}; of those in a story that does not repeat itself"
+        f" {_taken(guessed['story_with'])} (without guesses: {without:.2f}).",
+    ]
+
+
+def _taken(guessed: Mapping[str, float]) -> str:
+    return (
+        f"{100 * guessed['accepted']:.0f} % were taken, at {guessed['pads_per_token']:.2f} pads a"
+        " token"
+    )
 
 
 def _times(prefix: Mapping[str, float]) -> tuple[str, str]:

@@ -12,7 +12,8 @@ can: it runs on the same cores. Ratios are of the same run.
   with four times as many.
 - `prefix`: time to the first token of a second turn behind a history of 1,000 tokens, with and
   without `--prefix-reuse`.
-- `speculation`: round trips a token of a text that repeats itself: the demo model under `shielded`.
+- `speculation`: round trips a token of a text that repeats itself, guesses that were taken, and
+  pads a token, also of a story that does not: the demo model under `shielded`.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ _ROUNDS = 5
 # Waits for a token of the largest prompts on a busy machine.
 _LIMIT_S = 120.0
 _READY = re.compile(r"ready: (\S+)/v1")
-# A text that repeats itself, whatever the model would say.
-_REPETITIVE = "( the dog and the cat, a small boy and a girl){12}"
-_REPETITIVE_TOKENS = 96
+# A text that repeats itself, whatever the model would say; and what it would say.
+_REPETITIVE = {"guided_regex": "( the dog and the cat, a small boy and a girl){12}"}
+_STORY: dict[str, Any] = {}
+_TEXT_TOKENS = 96
 
 
 def add_tokenizer(directory: Path) -> None:
@@ -261,28 +263,32 @@ def speculation_case(folder: Path) -> dict[str, Any]:
         for name, options in (("without", ()), ("with", ("--speculative", "ngram"))):
             # Speculation stops where less than half of the pads are left.
             bank = ("--bank", f"{folder}/{name}", "--bank-key-beside-bank")
-            making = [program("tee-runner"), "pads", "make", "demo", "--tokens", "512", *bank]
+            making = [program("tee-runner"), "pads", "make", "demo", "--tokens", "2048", *bank]
             subprocess.run(making, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             with server("demo", endpoint, "shielded", *bank, *options) as address:
-                before = _metrics(address)
-                text = _complete(address)
-                after = _metrics(address)
-                tokens = after["generation_tokens"] - before["generation_tokens"]
-                found[name] = {
-                    "round_trips_per_token": (after["round_trips"] - before["round_trips"])
-                    / tokens,
-                    "accepted": after["accepted_tokens"] / max(1, after["draft_tokens"]),
-                    "pads_per_token": _pads(after, before) / tokens,
-                    "text": hash(text),
-                }
-    trips = [found[name]["round_trips_per_token"] for name in ("without", "with")]
-    same = found["with"].pop("text") == found["without"].pop("text")
-    return {**found, "same_text": same, "fewer": trips[0] / trips[1]}
+                found[name] = _counted(address, _REPETITIVE)
+                found[f"story_{name}"] = _counted(address, _STORY)
+    same = [
+        found[name].pop("text") == found[f"{name[: -len('with')]}without"].pop("text")
+        for name in ("with", "story_with")
+    ]
+    fewer = found["without"]["round_trips_per_token"] / found["with"]["round_trips_per_token"]
+    return {**found, "same_text": all(same), "fewer": fewer}
 
 
-def _pads(after: dict[str, float], before: dict[str, float]) -> float:
-    made, ready = (after[n] - before[n] for n in ("pads_made", "pads_ready"))
-    return made - ready
+def _counted(address: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Ask for a text, and say what its tokens took."""
+    before = _metrics(address)
+    text = _complete(address, fields)
+    after = _metrics(address)
+    more = {name: after[name] - before[name] for name in after}
+    tokens = more["generation_tokens"]
+    return {
+        "round_trips_per_token": more["round_trips"] / tokens,
+        "accepted": more["accepted_tokens"] / max(1, more["draft_tokens"]),
+        "pads_per_token": more["pads_used"] / tokens,
+        "text": text,
+    }
 
 
 def _metrics(address: str) -> dict[str, float]:
@@ -292,10 +298,9 @@ def _metrics(address: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def _complete(address: str) -> str:
-    fields = {"model": "demo", "prompt": "They saw", "temperature": 0}
-    more = {"guided_regex": _REPETITIVE, "max_tokens": _REPETITIVE_TOKENS}
-    body = json.dumps(fields | more).encode()
+def _complete(address: str, fields: dict[str, Any]) -> str:
+    common = {"model": "demo", "prompt": "They saw", "temperature": 0, "max_tokens": _TEXT_TOKENS}
+    body = json.dumps(common | fields).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
     with urllib.request.urlopen(request) as reply:  # noqa: S310

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.layers import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
+from tee_side.protect.pads.background_maker import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
 from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.reply_size import largest_reply
@@ -84,7 +85,7 @@ class RunnerSettings:
 class Cores(NamedTuple):
     """Which threads a run has, planned once. `usable`: the cores that it may use.
 
-    `step`: compute a step; `make_pads`: make pads, while no step runs or one waits for them;
+    `step`: compute a step; `make_pads`: make pads, behind steps where they want the same cores;
     `read_pads`: draw pads for a prompt's next operator, or read and decrypt those of a bank for the
     next tokens, beside a step.
     """
@@ -225,15 +226,34 @@ class Runner:
 
     def totals(self) -> Totals:
         """Return what services and pads have done, for the stats of an engine."""
-        made = sum(pads.made for pads in self._assembly.pads.values())
-        return Totals(self.traffic, self.pads, made, self._services.connected)
+        pads = list(self._assembly.pads.values())
+        return Totals(
+            self.traffic,
+            self.pads,
+            pads_made=sum(one.made for one in pads),
+            pads_used=sum(one.used for one in pads),
+            services=self._services.connected,
+        )
 
-    def idle(self) -> AbstractContextManager[object]:
-        """Return a context for the time in which nothing is generated: pads are made in it."""
-        idle = ExitStack()
-        for pads in self._assembly.pads.values():
-            idle.enter_context(pads.filling())
-        return idle
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits for a service that was lost. Any thread may ask."""
+        return self._services.waits
+
+    @contextmanager
+    def filling(self) -> Iterator[TellLoad]:
+        """Make pads in the background while the block runs, which says how busy it is.
+
+        At first it is idle; see `Pads.filling`.
+        """
+        with ExitStack() as filling:
+            told = [filling.enter_context(pads.filling()) for pads in self._assembly.pads.values()]
+
+            def tell_load(load: Load) -> None:
+                for tell in told:
+                    tell(load)
+
+            yield tell_load
 
     def observe(self, observer: Observers | None, only: Collection[Operator] | None = None) -> None:
         """Tell another observer, or none, from the next step on.

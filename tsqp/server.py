@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import uvicorn
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -51,6 +53,7 @@ log = logging.getLogger("tee_side")
 _SHUTDOWN_S = 5
 _BACKLOG = 1024
 _SYNC_S = 1.0
+_TRIM_S = 10.0
 
 
 class Parts(NamedTuple):
@@ -155,24 +158,27 @@ async def _serve(
     engine = BackgroundEngine(
         runner.engine,
         call=loop.call_soon_threadsafe,
-        idle=runner.idle,
+        filling=runner.filling,
         totals=runner.totals,
+        waits=lambda: runner.waits,
         tell=tell,
     )
     app = _app(runner, settings, feed, keys, audit, engine)
     server = uvicorn.Server(_configured(app, settings))
     # Without keys there is nothing to read again, and nothing to end for.
     loop.add_signal_handler(signal.SIGHUP, bool if keys is None else keys.reload)
-    syncing = asyncio.create_task(_sync(audit)) if audit is not None else None
+    chores = [asyncio.create_task(_every(_TRIM_S, _memory_trimmer()))]
+    if audit is not None:
+        chores.append(asyncio.create_task(_every(_SYNC_S, audit.sync)))
     engine.start()
     try:
         await server.serve(sockets=[listening])
     finally:
         await asyncio.to_thread(engine.close)
-        if syncing is not None:
-            syncing.cancel()
+        for chore in chores:
+            chore.cancel()
             with suppress(asyncio.CancelledError):
-                await syncing
+                await chore
 
 
 def note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -243,9 +249,10 @@ def _fingerprint(runner: Runner, calibration: Path | None) -> str:
     """Name what the bits of an answer depend on beside the request.
 
     The version and the kernels' variant as they are; the rest as a digest: model, policy,
-    calibration, dtype, and the version of torch, which samples.
+    calibration, dtype, and what samples: torch's version, and the instructions it has chosen.
     """
-    said = [runner.model_digest, policy_digest(runner.policy), str(runner.dtype), version("torch")]
+    said = [runner.model_digest, policy_digest(runner.policy), str(runner.dtype)]
+    said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
     if runner.policy.arithmetic == "int8":
         path = calibration_path(runner.model_directory, calibration)
         said.append(hashlib.sha256(path.read_bytes()).hexdigest())
@@ -281,10 +288,19 @@ def _audit_log(settings: dict[str, Any]) -> AuditLog | None:
     return AuditLog(path, read_key(file) if file is not None else read_key_from(descriptor))
 
 
-async def _sync(audit: AuditLog) -> None:
+async def _every(seconds: float, work: Callable[[], object]) -> None:
     while True:
-        await asyncio.sleep(_SYNC_S)
-        await asyncio.to_thread(audit.sync)
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(work)
+
+
+def _memory_trimmer() -> Callable[[], object]:
+    """Return what gives the kernel back the pages that no object is on.
+
+    Each thread's heap keeps what its largest moment took, and all of them together grew for hours.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    return bool if trim is None else partial(trim, 0)
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:

@@ -1,7 +1,7 @@
 """Runs steps in a thread of its own, for an event loop that serves many requests.
 
 Requests come and are cancelled between two steps. What a step gives is handed to the event loop in
-one call, whatever the number of requests. While nothing runs, pads are made.
+one call, whatever the number of requests. Pads are made in the background, as the load allows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tee_side.engine.request import Delivery, NewToken, PromptRead, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.stats import EngineStats, Totals
+from tee_side.protect.pads.background_maker import Load, TellLoad
 
 log = logging.getLogger("tee_side")
 
@@ -53,10 +54,11 @@ class Ticket:
 class BackgroundEngine:
     """Runs an engine's steps in a thread, from `start` to `close`.
 
-    `idle`: a context for the time in which nothing runs. `totals`: of the rest of the run. `call`:
-    runs a function on the event loop, from any thread. `state`: ready while a token could be made;
-    failed after an error that was no single request's, until a token could be made again. `tell`:
-    told of each change of it, on the event loop.
+    `filling`: a context in which pads are made, and which is told how busy this is. `totals`: of
+    the rest of the run. `call`: runs a function on the event loop, from any thread. `state`: ready
+    while a token could be made; failed after an error that was no single request's, until a token
+    could be made again. `tell`: told of each change of it, on the event loop. `waits`: whether a
+    step waits for a service that was lost.
     """
 
     def __init__(
@@ -64,13 +66,16 @@ class BackgroundEngine:
         engine: Engine,
         *,
         call: Callable[[Callable[[], None]], object],
-        idle: Callable[[], AbstractContextManager[object]] = nullcontext,
+        filling: Callable[[], AbstractContextManager[TellLoad]] = lambda: nullcontext(_unheard),
         totals: Callable[[], Totals] = Totals,
+        waits: Callable[[], bool] = bool,
         tell: Callable[[State], None] = lambda _state: None,
     ) -> None:
         self.state: State = "starting"
-        self._tell = tell
-        self._engine, self._call, self._idle, self._totals = engine, call, idle, totals
+        self._tell, self._waits = tell, waits
+        self._engine, self._call, self._totals = engine, call, totals
+        self._filling = filling
+        self._tell_load: TellLoad = _unheard
         # Sequences that cannot go on, and why: their requests end with the step.
         self._refused: list[tuple[Sequence, TsqpError]] = []
         # Guards the queue and the tickets; the engine's own state is its thread's.
@@ -126,6 +131,11 @@ class BackgroundEngine:
             self._cancelled.append(ticket)
             self._changed.notify()
 
+    @property
+    def can_step(self) -> bool:
+        """Whether a token could be made now: it is ready, and no step waits for a service."""
+        return self.state == "ready" and not self._waits()
+
     def stats(self) -> EngineStats:
         """Return how the engine stands."""
         engine, counts = self._engine, self._engine.counts
@@ -144,6 +154,7 @@ class BackgroundEngine:
             accepted_tokens=counts.accepted,
             pads_ready=None if pads is None else pads.available,
             pads_made=totals.pads_made,
+            pads_used=totals.pads_used,
             pads_waited=0 if pads is None else pads.waited,
             pads_in_tee=0 if pads is None else pads.in_tee,
             round_trips=traffic.round_trips,
@@ -154,8 +165,9 @@ class BackgroundEngine:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
-                self._turn()
+            with self._filling() as self._tell_load:
+                while not self._closing:
+                    self._turn()
         except BaseException as error:  # noqa: BLE001 - a mistake of ours: its text may quote a prompt
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
@@ -169,13 +181,16 @@ class BackgroundEngine:
     def _turn(self) -> None:
         """Wait for work, take requests in, and run a step."""
         if self.state != "ready" and not self._probe():
-            with self._idle(), self._changed:
+            self._tell_load("idle")
+            with self._changed:
                 self._changed.wait_for(lambda: self._closing, _PROBE_S)
             return
         if not self._has_work():
-            with self._idle(), self._changed:
+            self._tell_load("idle")
+            with self._changed:
                 self._changed.wait_for(self._has_work)
         self._admit()
+        self._tell_load("queue" if len(self._engine.waiting) else "steps")
         try:
             self._take(self._engine.step())
         except TsqpError as error:
@@ -328,3 +343,7 @@ class BackgroundEngine:
                         ticket.deliver(delivery)
 
         self._call(deliver)
+
+
+def _unheard(_load: Load) -> None:
+    """Take note of nothing: there are no pads."""

@@ -29,6 +29,7 @@ class EngineStats:
     accepted_tokens: int
     pads_ready: int | None
     pads_made: int
+    pads_used: int
     pads_waited: int
     pads_in_tee: int
     round_trips: int
@@ -44,4 +45,5 @@ class Totals:
     traffic: Traffic = field(default_factory=Traffic)
     pads: PadTotals | None = None
     pads_made: int = 0
+    pads_used: int = 0
     services: int = 0

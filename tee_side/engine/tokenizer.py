@@ -10,12 +10,12 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -23,6 +23,11 @@ from protocol.errors import ModelError, PromptError
 from protocol.model.config import MAX_JSON_BYTES, read_json
 from protocol.model.files import limit_structure
 from protocol.model.manifest import Manifest, find_file, read_file
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+T = TypeVar("T")
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -177,12 +182,11 @@ class Tokenizer:
         Raises ModelError if the model has no chat template, a damaged one, or one that does not end
         in time, PromptError if it refuses the messages.
         """
-        path, template, special = self._chat_template()
         values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        values |= special
         where = f"{self._directory}: chat template"
         try:
-            return _render(path, template, values)
+            template, special = self._chat_template
+            return _in_time(lambda: _joined(template.generate(values | special)))
         except _EndlessTemplate as error:
             expected = "a template that ends, with a prompt"
             raise ModelError(where, got=str(error), expected=expected) from None
@@ -198,13 +202,14 @@ class Tokenizer:
         path = find_file(self._directory, CONFIG_FILE, self._manifest)
         return path, {} if path is None else read_json(path, self._manifest)
 
-    def _chat_template(self) -> tuple[Path, str, dict[str, Any]]:
-        """Return the file with the template, the template, and the special tokens for it."""
+    @cached_property
+    def _chat_template(self) -> tuple[Template, dict[str, Any]]:
+        """The template, and the special tokens for it: compiling takes longer than rendering."""
         path, template, special = self._find_template()
         if path is None or not isinstance(template, str):
             expected = f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)"
             raise ModelError(str(self._directory), got="no chat template", expected=expected)
-        return path, template, special
+        return _compiled(path, template), special
 
     def _find_template(self) -> tuple[Path | None, object, dict[str, Any]]:
         path, config = self._config()
@@ -247,25 +252,13 @@ class _EndlessTemplate(BaseException):
     """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
 
 
-def _render(path: Path, template: str, values: dict[str, Any]) -> str:
-    """Render a template; raise _EndlessTemplate when it goes on for too long.
-
-    Raises ModelError where it cannot be compiled, and whatever running it raises.
-
-    Whatever loops, calls itself or emits nothing executes lines of Python, and each of them looks
-    at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
-    one of 15 ms. One step inside of Python's own C code is not interrupted.
-    """
+def _compiled(path: Path, template: str) -> Template:
+    """Raise ModelError where it cannot be compiled, and _EndlessTemplate."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
-
-    def watch(_frame: FrameType, _event: str, _argument: object) -> Any:
-        if time.monotonic() > end:
-            raise _EndlessTemplate(f"no end after {_TEMPLATE_SECONDS:g} s")
-        return watch
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -273,24 +266,44 @@ def _render(path: Path, template: str, values: dict[str, Any]) -> str:
     environment.globals["raise_exception"] = raise_exception
     environment.intercepted_binops = frozenset({"*", "**"})
     environment.binop_table |= {"*": _times, "**": _power}
+    try:
+        return _in_time(lambda: environment.from_string(template))
+    except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
+        got = f"{type(error).__name__}: {error}"[:160]
+        expected = "a chat template without mistakes"
+        raise ModelError(str(path), got=got, expected=expected) from None
+
+
+def _joined(found: Iterable[str]) -> str:
+    pieces, size = [], 0
+    for piece in found:
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MAX_TEXT:
+            raise _EndlessTemplate(f"more than {_MAX_TEXT} characters")
+    return "".join(pieces)
+
+
+def _in_time(work: Callable[[], T]) -> T:
+    """Do what a template does; raise _EndlessTemplate when it goes on for too long.
+
+    Whatever loops, calls itself or emits nothing executes lines of Python, and each of them looks
+    at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
+    one of 15 ms. One step inside of Python's own C code is not interrupted.
+    """
     end = time.monotonic() + _TEMPLATE_SECONDS
-    pieces, size, before = [], 0, sys.gettrace()
+
+    def watch(_frame: FrameType, _event: str, _argument: object) -> Any:
+        if time.monotonic() > end:
+            raise _EndlessTemplate(f"no end after {_TEMPLATE_SECONDS:g} s")
+        return watch
+
+    before = sys.gettrace()
     sys.settrace(watch)
     try:
-        try:
-            compiled = environment.from_string(template)
-        except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
-            got = f"{type(error).__name__}: {error}"[:160]
-            expected = "a chat template without mistakes"
-            raise ModelError(str(path), got=got, expected=expected) from None
-        for piece in compiled.generate(values):
-            pieces.append(piece)
-            size += len(piece)
-            if size > _MAX_TEXT:
-                raise _EndlessTemplate(f"more than {_MAX_TEXT} characters")
+        return work()
     finally:
         sys.settrace(before)
-    return "".join(pieces)
 
 
 def _times(left: Any, right: Any) -> Any:

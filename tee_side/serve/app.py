@@ -149,8 +149,11 @@ async def model_of(name: str, request: Request) -> dict[str, Any]:
 
 
 async def health(request: Request) -> dict[str, str]:
-    """Say that a token could be made; 503 else."""
-    require_ready(serving_of(request))
+    """Say that a token could be made; 503 else, and while a step waits for a lost service."""
+    serving = serving_of(request)
+    require_ready(serving)
+    if not serving.engine.can_step:
+        raise ApiError(503, "a step waits for a service", code="waiting")
     return {"status": "ok"}
 
 

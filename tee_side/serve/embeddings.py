@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tee_side.engine.request import Delivery, Request
 from tee_side.serve.answers import head
 from tee_side.serve.errors import wrong
-from tee_side.serve.exchange import Exchange
+from tee_side.serve.exchange import Exchange, precheck
 from tee_side.serve.prompts import encode, require_model, require_room
 from tee_side.serve.schema import EmbeddingRequest
 from tee_side.serve.serving import (
@@ -58,7 +58,9 @@ class EmbeddingAnswer:
 
 async def embeddings(body: EmbeddingRequest, request: HttpRequest) -> Response:
     """Return a vector for each input."""
-    return await asyncio.to_thread(prepare, serving_of(request), caller_of(request), body)
+    caller = caller_of(request)
+    precheck(caller)
+    return await asyncio.to_thread(prepare, serving_of(request), caller, body)
 
 
 def prepare(serving: Serving, caller: Caller, body: EmbeddingRequest) -> Exchange:

@@ -85,7 +85,7 @@ class Exchange(Response):
         try:
             self._watched.begin(self._owner, self._counts.prompt, most)
         except TsqpError as error:
-            raise of_engine(error, "body.max_tokens") from None
+            raise of_engine(error) from None
         leaving = asyncio.ensure_future(_leaving(receive))
         leaving.add_done_callback(self._leave)
         try:
@@ -248,6 +248,17 @@ class Exchange(Response):
         for ticket in self._open.values():
             self._serving.engine.cancel(ticket)
         self._open = {}
+
+
+def precheck(caller: Caller) -> None:
+    """Raise ApiError (429) for a caller beyond its limits, before anything is read of its prompt.
+
+    To turn a long text into tokens costs more than all else until a first token is made.
+    """
+    try:
+        caller.watched.precheck(caller.owner)
+    except TsqpError as error:
+        raise of_engine(error) from None
 
 
 def require_ready(serving: Serving) -> None:

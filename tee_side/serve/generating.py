@@ -15,7 +15,7 @@ from tee_side.engine.request import Grammar, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.serve.answers import Form, StreamedAnswer, WholeAnswer
 from tee_side.serve.errors import ApiError, of_engine, wrong
-from tee_side.serve.exchange import Exchange
+from tee_side.serve.exchange import Exchange, precheck
 from tee_side.serve.prompts import require_room
 from tee_side.serve.schema import Generating
 from tee_side.serve.serving import (
@@ -59,6 +59,7 @@ async def prepared(
     Compiling a grammar may take seconds: of one owner, few are compiled at a time.
     """
     serving, caller = serving_of(request), caller_of(request)
+    precheck(caller)
     if not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
@@ -70,6 +71,7 @@ async def prepared(
         async with compiling.turns:
             if await request.is_disconnected():
                 return Response(status_code=_CLIENT_LEFT)
+            precheck(caller)
             return await asyncio.to_thread(prepare, serving, caller, body)
     finally:
         compiling.count -= 1
@@ -82,8 +84,9 @@ def check_fields(body: Generating) -> None:
     if len(list(_grammars(body))) > 1:
         raise wrong("body", "one grammar (response_format, structured_outputs or guided_*)")
     form = body.response_format
-    if form is not None and form.type == "json_schema" and form.json_schema is None:
-        raise wrong("body.response_format.json_schema", "a value")
+    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+        expected = "a value with type json_schema, and none else"
+        raise wrong("body.response_format.json_schema", expected)
 
 
 def exchange(

@@ -82,6 +82,12 @@ class Limits:
         self._clock = clock
         self._states: dict[str, _State] = {}
 
+    def precheck(self, owner: str) -> None:
+        """Raise RateLimitError where not even a request of one token would be let in."""
+        state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)
+        if limits is not None:
+            self._check(owner, state, limits, tokens=1, max_tokens=0)
+
     def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> Admission:
         """Let a request in, or raise RateLimitError; then it has taken nothing.
 

@@ -38,6 +38,10 @@ class Counts:
 class Watched(Protocol):
     """An HTTP request of the model, from its arrival to its end."""
 
+    def precheck(self, owner: str) -> None:
+        """Raise LimitError where no request would be admitted, whatever it says."""
+        ...
+
     def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
         """Admit it, all its prompts and samples together.
 

@@ -11,15 +11,24 @@ from starlette.requests import Request as HttpRequest
 
 from protocol.errors import TsqpError
 from tee_side.serve.errors import of_engine, wrong
+from tee_side.serve.exchange import precheck
 from tee_side.serve.prompts import encode_chat, encode_text, require_model
 from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
-from tee_side.serve.serving import ServedModel, serving_of
+from tee_side.serve.serving import ServedModel, caller_of, serving_of
+
+# What each form of a request may have.
+_FIELDS_OF = {
+    "prompt": {"model", "prompt", "add_special_tokens", "return_token_strs"},
+    "messages": {"model", "messages", "add_generation_prompt", "return_token_strs"},
+    "content": {"model", "content", "add_special", "with_pieces", "parse_special"},
+}
 
 
 async def tokenize(body: TokenizeRequest, request: HttpRequest) -> dict[str, Any]:
     """Return the token ids of a text or a conversation."""
     model = serving_of(request).model
     require_model(model, body.model)
+    precheck(caller_of(request))
     return await asyncio.to_thread(_tokenize, model, body)
 
 
@@ -51,6 +60,9 @@ def _tokenize(model: ServedModel, body: TokenizeRequest) -> dict[str, Any]:
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
         raise wrong("body", "one of prompt, messages and content")
+    for name in body.model_fields_set - _FIELDS_OF[given[0]]:
+        if getattr(body, name) is not None:
+            raise wrong(f"body.{name}", f"none beside {given[0]}")
     if body.content is not None:
         # llama.cpp's defaults: without special tokens, and nothing but the tokens.
         ids = encode_text(model, body.content, "body.content", special=bool(body.add_special))

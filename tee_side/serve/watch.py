@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tee_side.serve.audit_log import AuditLog
 from tee_side.serve.limits import Admission, Limits, RateLimitError
@@ -43,7 +44,10 @@ class Watch:
 
 
 class RequestWatch:
-    """One request: `begin`, `token` for each delivery, `end` however it ends."""
+    """One request: `precheck` before its prompt is read, `begin`, `token` for each delivery, `end`.
+
+    Without `begin`, or where that refuses it, there is no end.
+    """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -52,14 +56,25 @@ class RequestWatch:
         self._owner = ""
         self._admission: Admission | None = None
 
+    def precheck(self, owner: str) -> None:
+        """Raise RateLimitError, as `begin`, where it would whatever the request says."""
+        self._owner = owner
+        with self._refusing(0):
+            self._watch.limits.precheck(owner)
+
     def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
         """Let the request in, or raise RateLimitError, which is accounted for: no `end` then.
 
         `owner`: the name of its API key. `max_tokens`: what it may answer, all samples together.
         """
         self._owner = owner
-        try:
+        with self._refusing(prompt_tokens):
             self._admission = self._watch.limits.begin(owner, prompt_tokens, max_tokens)
+
+    @contextmanager
+    def _refusing(self, prompt_tokens: int) -> Iterator[None]:
+        try:
+            yield
         except RateLimitError as error:
             self._record(type(error).__name__, "error", prompt_tokens, 0)
             raise

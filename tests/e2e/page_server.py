@@ -32,8 +32,8 @@ REFUSE, BREAK, ENDLESS = "refuse this", "break off with an error", "never end"
 
 
 @contextmanager
-def running(policy: str, endpoint: str) -> Iterator[tuple[str, Feed, list[dict[str, Any]]]]:
-    """Serve the page on a free port; yield its address, the feed, and the bodies that come in."""
+def running(policy: str, endpoint: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Serve the page on a free port; yield its address and the bodies that come in."""
     feed, bodies = Feed(), list[dict[str, Any]]()
     settings = RunnerSettings(
         model=DEMO, policy=load_policy(policy), gpu=(endpoint,), link=feed, dtype="float32"
@@ -58,7 +58,7 @@ def running(policy: str, endpoint: str) -> Iterator[tuple[str, Feed, list[dict[s
         ]
         app = Starlette(routes=routes, middleware=[Middleware(PageRequests, feed=feed)])
         with _serving(app) as address:
-            yield address, feed, bodies
+            yield address, bodies
 
 
 def _events(runner: Runner, body: dict[str, Any]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -287,6 +288,66 @@ def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
             server.get("/health", tls=ssl.create_default_context())
 
 
+def test_every_option_of_answers_reaches_the_server(tmp_path: Path) -> None:
+    """What each does is tested by itself; here, that the command passes it on."""
+    key, log = tmp_path / "audit.key", tmp_path / "audit.log"
+    assert call("tsqp", "audit", "new-key", str(key)).returncode == 0
+    options = (
+        *("--served-model-name", "org/fox", "--default-max-tokens", "3", "--max-model-len", "100"),
+        *("--round-usage", "16", "--fixed-tempo-ms", "40", "--pooling", "mean"),
+        *("--allow-origin", "https://example.org", "--audit-log", str(log), "--audit-key-fd", "9"),
+    )
+    before = f"import os; os.dup2(os.open({str(key)!r}, os.O_RDONLY), 9)"
+    fox: Any = {"model": "org/fox"}
+    with running_server(*TEE_ONLY, *options, before=before) as server, client_of(server) as client:
+        (model,) = client.models.list()
+        assert (model.id, (model.model_extra or {})["max_model_len"]) == ("org/fox", 100)
+        origin = {"origin": "https://example.org"}
+        raw = client.chat.completions.with_raw_response.create(
+            messages=CHAT, extra_headers=origin, **fox
+        )
+        assert raw.headers["access-control-allow-origin"] == origin["origin"]
+        answer = raw.parse()
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16
+        assert answer.usage.prompt_tokens % 16 == 0
+
+        began = time.monotonic()
+        ticks = list(client.completions.create(prompt=PROMPT, max_tokens=12, stream=True, **fox))
+        # Its clock says how long it takes at least.
+        assert time.monotonic() - began >= 0.04 * (len(ticks) - 1)
+
+        def vector(**extra: Any) -> list[float]:
+            found = client.embeddings.create(input="a fox and an owl", extra_body=extra, **fox)
+            return found.data[0].embedding
+
+        assert vector() == vector(pooling="mean") != vector(pooling="last")
+    shown = call("tsqp", "audit", "show", str(log), "--key", str(key), "--json")
+    counts = [json.loads(line).get("completion_tokens") for line in shown.stdout.splitlines()]
+    assert 3 in counts
+
+
+@pytest.mark.parametrize("option", [(), ("--prefix-reuse", "--speculative", "ngram")])
+def test_what_adds_to_lengths_and_timing_is_off_until_it_is_asked_for(
+    endpoint: str, option: tuple[str, ...]
+) -> None:
+    with running_server("--gpu", endpoint, *option) as server, client_of(server) as client:
+        said = [line for line in server.log if "adds to lengths and timing" in line]
+        assert [line.split(" adds")[0] for line in said] == (
+            ["speculation", "prefix reuse"] if option else []
+        )
+        cached = []
+        for turn in range(2):
+            said_before = f"{PROMPT} there was a fox. " * (3 + turn)
+            fields: Any = {**OPTIONS, "max_tokens": 2, "prompt": said_before}
+            usage = client.completions.create(**fields).usage
+            assert usage is not None
+            details = usage.prompt_tokens_details
+            cached.append(details.cached_tokens if details is not None else 0)
+        assert [bool(count) for count in cached] == [False, bool(option)]
+
+
 # ------------------------------------------------------------------------------- the same tokens
 
 
@@ -426,7 +487,8 @@ def test_keys_limits_signals_and_the_audit_log(tmp_path: Path) -> None:
     assert said[:3] == [("alice", "ok", 24), ("alice", "ok", 24), ("alice", "RateLimitError", 0)]
     assert [one[:2] for one in said[3:]] == [("bob", "EngineError")]
     assert said[3][2] > 0
-    assert all(record["prompt_tokens"] == 5 for record in requests)
+    # Of what is refused for its key's limits, nothing was read.
+    assert [record["prompt_tokens"] for record in requests] == [5, 5, 0, 5]
     assert f"{len(records)} records" in shown.stderr
 
 

@@ -1,18 +1,22 @@
-"""The chat page in a real browser without a screen, in front of a real runner and gpu-service."""
+"""The chat page in a real browser without a screen, in front of a real server and gpu-service.
+
+What no model can be made to say, errors in the midst of an answer and answers that never end, comes
+of a small server of the tests.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.page_server import BREAK, ENDLESS, REFUSE, running
+from tests.e2e.serving import running_server
 from tests.support import running_service
-from tsqp.page.feed import Feed
 
 pytest.importorskip("selenium", reason="no selenium: pip install '.[dev]'")
 
@@ -38,8 +42,7 @@ class Page:
     """The page in a browser. `bodies`: what the server was asked to complete."""
 
     browser: Chrome
-    feed: Feed
-    bodies: list[dict[str, Any]]
+    bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def text(self, selector: str) -> str:
         return str(self.browser.find_element(By.CSS_SELECTOR, selector).text)
@@ -91,18 +94,28 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def opened(browser: Chrome, endpoint: str, request: pytest.FixtureRequest) -> Iterator[Page]:
-    with running(request.param, endpoint) as (address, feed, bodies):
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        browser.get(address)
-        browser.get_log("browser")  # of the page before
-        yield Page(browser, feed, bodies)
+    with running(request.param, endpoint) as (address, bodies):
+        _open(browser, address)
+        yield Page(browser, bodies)
 
 
-@pytest.mark.parametrize("opened", ["attention-in-tee", "shielded"], indirect=True)
+def _open(browser: Chrome, address: str) -> None:
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.get(address)
+    browser.get_log("browser")  # of the page before
+
+
+@pytest.mark.parametrize("policy", ["attention-in-tee", "shielded"])
 def test_an_answer_fills_three_panes(
-    opened: Page, tmp_path: Path, request: pytest.FixtureRequest
+    browser: Chrome, endpoint: str, policy: str, tmp_path: Path
 ) -> None:
-    page, shielded = opened, "shielded" in request.node.name
+    options = ("--page", "--policy", policy, "--dtype", "float32", "--gpu", endpoint)
+    with running_server(*options) as server:
+        _open(browser, server.address)
+        _three_panes(Page(browser), tmp_path, shielded=policy == "shielded")
+
+
+def _three_panes(page: Page, tmp_path: Path, *, shielded: bool) -> None:
     assert "A page cannot vouch for the server that served it." in page.text("header")
     page.click("summary")
     page.fill("#temperature", "0")

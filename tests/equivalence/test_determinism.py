@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol import native
-from tee_side.engine.engine import Engine
+from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.model.layers import _ops_for
 from tests.support import KERNELS, SavedModel, Tee, assemble, using_kernels
@@ -90,8 +90,14 @@ class _Target:
         """Return the logits with others, which come and go, and steps that cut it anywhere."""
         arrivals = dict.fromkeys((random.randrange(8) for _ in range(4)), 2)
         step_tokens = random.randint(1, 600) if random.random() < 0.7 else random.randint(1, 40)
+        settings = EngineSettings(
+            step_tokens=step_tokens,
+            speculative_tokens=random.choice([0, 4]),
+            prefix_reuse=random.random() < 0.5,
+        )
         with _threads(random.randint(1, 2)):
-            return self._run(tee.engine(step_tokens), arrivals | {random.randrange(6): 3}, random)
+            engine = Engine(tee.model, tee.lanes, settings)
+            return self._run(engine, arrivals | {random.randrange(6): 3}, random)
 
     def _run(self, engine: Engine, arrivals: dict[int, int], random: Random) -> torch.Tensor:
         """Return the logits [N, V]. `arrivals`: by step; the last is this request's and others'."""
@@ -110,6 +116,8 @@ class _Target:
                     )
                 if place < others:
                     other = _prompt(random, random.choice([2, self._most]), self._vocabulary)
+                    if random.random() < 0.3:  # keys and values that it may begin with
+                        other = self.prompt[: random.randint(1, len(self.prompt))]
                     engine.add(other, max_new_tokens=random.randint(1, 16))
             found += [s.logits_V for s in engine.step() if s.sequence is sequence]
             steps += 1

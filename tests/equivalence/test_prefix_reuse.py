@@ -15,6 +15,7 @@ from tests.support import SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 
+DTYPES = ("float32", "bfloat16", "float16")
 POLICIES = ("quantized-clear", "shielded", "shielded-prefill")
 SHARED = token_ids(40)
 WARM = SamplingSettings(temperature=1.5, top_k=50, seed=11)
@@ -47,9 +48,13 @@ def _assert_same(
         assert torch.equal(logits, others)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_with_and_without_reuse_answers_are_the_same(saved_model: Models, policy: str) -> None:
-    tee = saved_model("llama").tee(policy)
+def test_with_and_without_reuse_answers_are_the_same(
+    saved_model: Models, policy: str, dtype: str
+) -> None:
+    tee = saved_model("llama").tee(policy, dtype)
     texts = [SHARED, [*SHARED[:30], 5, 6, 7], [*SHARED, 9], SHARED]
     engine, reused = _engine(tee, prefix_reuse=True), []
     for ids in texts:

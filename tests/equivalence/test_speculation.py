@@ -23,7 +23,6 @@ Models = Callable[..., SavedModel]
 # What is guessed is what followed the last tokens before.
 REPEATED = token_ids(6) * 4
 NEW_TOKENS = 40
-POLICIES = ("shielded", "quantized-clear", "tee-only")
 SAMPLINGS = {
     "greedy": SamplingSettings(),
     "seed": SamplingSettings(temperature=0.4, top_p=0.9, repetition_penalty=1.1, seed=3),
@@ -43,9 +42,9 @@ class Answer:
         return self.sequence.token_ids
 
 
-def _tee(models: Models, policy: str, **overrides: Any) -> Tee:
+def _tee(models: Models, policy: str, dtype: str = "float32", **overrides: Any) -> Tee:
     """Return a trusted side whose pads are plenty."""
-    tee = models("llama", **overrides).tee(policy)
+    tee = models("llama", **overrides).tee(policy, dtype)
     for pads in tee.assembly.pads.values():
         assert pads._maker is not None
         pads._maker.fill(pads._store, pads._store.capacity)
@@ -86,15 +85,24 @@ def _assert_same(found: Answer, expected: Answer, tolerance: Tolerance | None = 
         tolerance.check(found.logits_NV, expected.logits_NV)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        *(("tee-only", "float32"), ("shielded", "bfloat16")),
+        *(("quantized-clear", dtype) for dtype in ("float32", "bfloat16", "float16")),
+    ],
+)
 def test_with_and_without_guesses_answers_are_the_same(
-    saved_model: Models, policy: str, sampling: str
+    saved_model: Models, policy: str, dtype: str, sampling: str
 ) -> None:
     prompts = [REPEATED, token_ids(9, seed=4) * 3, token_ids(7, seed=5)]
     for prompt in prompts:
         expected, found = (
-            _answers(_tee(saved_model, policy), guesses, [prompt], sampling=SAMPLINGS[sampling])[0]
+            _answers(
+                _tee(saved_model, policy, dtype), guesses, [prompt], sampling=SAMPLINGS[sampling]
+            )[0]
             for guesses in (0, 4)
         )
         # Products of more rows add floats in another order.

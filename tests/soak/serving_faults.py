@@ -146,9 +146,9 @@ class _Part:
                 at = number % len(services)
                 lost, streaming = streams.served.logged("service_lost"), streams.under_way > 0
                 services[at].kill()
-                if impatient:
+                if len(services) == 1:
                     await self._until_health(streams.served, 503)
-                else:
+                if not impatient:
                     most_s = _AWAY_S if self._full else _AWAY_SHORT_S
                     await asyncio.sleep(self._chance.uniform(0, most_s))
                 services[at] = await asyncio.to_thread(self._workers.restart, services[at])

@@ -95,7 +95,7 @@ class Conversation:
         """Answer line after line until there is none."""
         while True:
             # While the person thinks, pads are made.
-            with self._runner.idle():
+            with self._runner.filling():
                 line = read()
             if line is None or (self._in_terminal and line.strip() == "/quit"):
                 return

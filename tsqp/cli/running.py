@@ -64,6 +64,11 @@ _OTHERS = (
 RUN_OPTIONS = tuple(
     name.replace("_", "-") for name in (*_OTHERS, *_SAME, *_MASKS, *_BANK, *_SAMPLING)
 )
+# Of one generation only.
+OF_A_PROMPT = {
+    *("max-new-tokens", "stop", "stats", "json"),
+    *("temperature", "top-k", "top-p", "min-p", "repetition-penalty", "seed"),
+}
 
 
 @dataclass(frozen=True)
@@ -151,9 +156,30 @@ def open_runner(
     gc.freeze()
     if runner.leakage_summary:
         click.echo(runner.leakage_summary, err=True)
+    for line in _added_leakage(policy, runner.engine.settings):
+        click.echo(line, err=True)
     for line in runner.assignments if len(runner.assignments) > 1 else ():
         click.echo(line, err=True)
     return runner
+
+
+def hides(policy: Policy) -> bool:
+    """Say whether pads or shares hide what leaves: the GPU side learns lengths and timing."""
+    return any(mask.uniform for mask in policy.masks)
+
+
+def _added_leakage(policy: Policy, engine: EngineSettings) -> Iterator[str]:
+    """Say what was switched on that a policy which hides what leaves has off."""
+    if hides(policy) and engine.speculative_tokens:
+        yield (
+            "speculation adds to lengths and timing: the GPU side sees how many guessed tokens a"
+            " text takes a step, so how repetitive it is"
+        )
+    if hides(policy) and engine.prefix_reuse:
+        yield (
+            "prefix reuse adds to lengths and timing: the GPU side sees how much of a prompt an"
+            " earlier one of the same owner began with"
+        )
 
 
 def _wrapper(settings: dict[str, Any], feed: Feed | None) -> ChannelWrapper | None:

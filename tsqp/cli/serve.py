@@ -8,24 +8,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from protocol.errors import SettingsError
 from tsqp.cli.options import use
-from tsqp.cli.running import RUN_OPTIONS, engine_settings, load, open_runner
+from tsqp.cli.running import OF_A_PROMPT, RUN_OPTIONS, engine_settings, hides, load, open_runner
 from tsqp.cli.settings import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
 
-if TYPE_CHECKING:
-    from tee_side.policy.placement import Policy
-
-# Of one generation only.
-_OF_A_PROMPT = {
-    *("max-new-tokens", "stop", "stats", "json"),
-    *("temperature", "top-k", "top-p", "min-p", "repetition-penalty", "seed"),
-}
-_RUN = tuple(name for name in RUN_OPTIONS if name not in _OF_A_PROMPT)
+_RUN = tuple(name for name in RUN_OPTIONS if name not in OF_A_PROMPT)
 _SAY_EVERY_S = 2.0
 _COUNT = click.IntRange(min=1)
 
@@ -114,7 +106,7 @@ def serve(**settings: Any) -> None:
     loaded = load(settings, text_needed=True)
     policy = loaded.policy
     if settings["prefix_reuse"] is None:
-        settings["prefix_reuse"] = not _hides(policy)
+        settings["prefix_reuse"] = not hides(policy)
     guesses = settings["speculative"] == "ngram"
     engine = engine_settings(
         settings,
@@ -143,8 +135,6 @@ def serve(**settings: Any) -> None:
         ) as runner,
     ):
         _say(began, f"{runner.config.num_hidden_layers} layers are ready; making a first token")
-        for line in _added_leakage(settings, policy):
-            click.echo(line, err=True)
         serve_forever(runner, settings, parts, lambda text: _say(began, text), feed)
 
 
@@ -169,29 +159,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _hides(policy: Policy) -> bool:
-    """Say whether the GPU side is to learn nothing but lengths and timing."""
-    return any(mask.uniform for mask in policy.masks)
-
-
-def _added_leakage(settings: dict[str, Any], policy: Policy) -> list[str]:
-    """Say what was switched on that a policy which hides everything has off."""
-    if not _hides(policy):
-        return []
-    found = []
-    if settings["speculative"] != "none":
-        found.append(
-            "--speculative adds to lengths and timing: the GPU side sees how many guessed tokens a"
-            " text takes a step, so how repetitive it is"
-        )
-    if settings["prefix_reuse"]:
-        found.append(
-            "--prefix-reuse adds to lengths and timing: the GPU side sees how much of a prompt an"
-            " earlier one of the same API key began with"
-        )
-    return found
 
 
 def _require_both(settings: dict[str, Any], *names: str) -> None:

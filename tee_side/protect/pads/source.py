@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Literal
 
 import torch
 
-from protocol.errors import PadsExhaustedError, TsqpError
+from protocol.errors import PadsExhaustedError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
+from tee_side.protect.pads.background_maker import BackgroundMaker, Load, TellLoad
 from tee_side.protect.pads.maker import PadMaker
 from tee_side.protect.pads.store import Draw, PadStore
 
@@ -23,8 +23,8 @@ WhenOut = Literal["wait", "tee", "fail"]
 # first batch has cost hardly less.
 FIRST_BATCH_TOKENS = 8
 BATCH_TOKENS = 64
-# While nothing runs: leaving that time waits for the batch in work.
-IDLE_BATCH_TOKENS = 32
+# In the background: a run that finds none left waits for the batch in work.
+BACKGROUND_BATCH_TOKENS = 32
 
 # Rows whose factors are read for all operators of a step at once: in one go they take half the
 # time, between operators the processor has forgotten how. More rows would take more memory.
@@ -39,9 +39,9 @@ class Pads:
     Micro-batches draw from a `PadLane` each, once `ready` has said that there are enough.
     `when_out`: make more while the run waits, have the TEE compute rows that get none, or refuse
     them. `maker`: None in a TEE without linear weights, which cannot make any. `ahead`: tokens that
-    `filling` keeps pads ready for, None for all that the store has room for. `decode_share`: of
-    these, what a prompt leaves to decode; None where it need not. `on_wait` is told how many are
-    missing.
+    `filling` keeps pads ready for while nothing runs, None for all that the store has room for;
+    beside steps, half of them. `decode_share`: of these, what a prompt leaves to decode; None where
+    it need not. `on_wait` is told how many are missing.
     """
 
     def __init__(
@@ -65,8 +65,7 @@ class Pads:
         self._decode_share = decode_share
         self._on_wait = on_wait
         self._batch_tokens = FIRST_BATCH_TOKENS
-        # What the thread of `filling` met last, unless a later attempt succeeded.
-        self._failure: TsqpError | None = None
+        self._background = BackgroundMaker(self._missing, self._fill)
         # Totals for people: steps that found no pads left, by what was done instead.
         self.waited = 0
         self.in_tee = 0
@@ -80,6 +79,11 @@ class Pads:
     def made(self) -> int:
         """Tokens that pads were made for by this run."""
         return self._store.made
+
+    @property
+    def used(self) -> int:
+        """Tokens that this run has taken pads for, rows that came to nothing among them."""
+        return self._store.used
 
     def in_stock(self, rows: int) -> bool:
         """Say whether a prompt's step of so many rows leaves decode its share."""
@@ -118,22 +122,26 @@ class Pads:
 
     def exhausted(self, rows: int) -> PadsExhaustedError:
         """Return the error for rows that get no pads."""
-        failure = f"; making more failed: {self._failure}" if self._failure else ""
+        cause = self._background.failure
+        failure = f"; making more failed: {cause}" if cause else ""
         error = PadsExhaustedError(
             "pads",
             got=f"{self._store.available} left{failure}",
             expected=f"{rows} (tee-runner pads make, or --when-out wait or tee)",
         )
-        error.__cause__ = self._failure
+        error.__cause__ = cause
         return error
 
     def take(self, rows: int) -> range:
         """Take indices for a micro-batch's rows. Raises as `PadLane.draw`."""
         if self._store.available < rows and self.ready(rows) < rows:
             raise self.exhausted(rows)
-        return self._store.take(rows)
+        taken = self._store.take(rows)
+        self._background.notify()
+        return taken
 
     def _make(self, rows: int) -> None:
+        self._store.check_usable()
         if self._maker is None:
             raise PadsExhaustedError(
                 "pads", got="no linear weights to make more from", expected=f"{rows} in the bank"
@@ -144,57 +152,45 @@ class Pads:
                 got=f"room for {self._store.capacity} tokens",
                 expected=f"{rows} (fewer --step-tokens need fewer at once)",
             )
-        while (missing := rows - self._store.available) > 0:
-            if self._on_wait is not None:
-                self._on_wait(missing)
-            wanted = min(self._store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
-            if wanted < 1:
-                raise PadsExhaustedError(
-                    "pads",
-                    got=f"room for {self._store.capacity} tokens, used by this step",
-                    expected=f"{missing} more (fewer --step-tokens need fewer at once)",
-                )
-            self._maker.fill(self._store, wanted)
-            self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
+        with self._background.held_off():
+            while (missing := rows - self._store.available) > 0:
+                if self._on_wait is not None:
+                    self._on_wait(missing)
+                wanted = min(self._store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
+                if wanted < 1:
+                    raise PadsExhaustedError(
+                        "pads",
+                        got=f"room for {self._store.capacity} tokens, used by this step",
+                        expected=f"{missing} more (fewer --step-tokens need fewer at once)",
+                    )
+                self._fill(wanted)
+                self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Make pads in a thread of its own while the block runs, as many as are wanted ahead.
+    def _fill(self, tokens: int) -> None:
+        if self._maker is not None:
+            self._maker.fill(self._store, tokens)
 
-        Leaving the block waits for the batch in work. A full disk, or weights that changed, end
-        the thread and not the run, which goes on with the pads that are left: the next block tries
-        again, and so does a run that waits for pads and gets the error then. What else the thread
-        raises, a mistake of this program, is raised when the block is left.
+    def filling(self) -> AbstractContextManager[TellLoad]:
+        """Make pads in the background while the block runs; see `BackgroundMaker.running`.
+
+        A full disk, or weights that changed, do not end the run, which goes on with the pads that
+        are left; one that waits for pads gets the error then.
         """
-        maker = self._maker
-        if maker is None:
-            yield
-            return
-        stop = threading.Event()
-        failed: list[BaseException] = []
+        return self._background.running()
 
-        def fill() -> None:
-            try:
-                while not stop.is_set() and (missing := self._missing_ahead()) > 0:
-                    maker.fill(self._store, min(missing, IDLE_BATCH_TOKENS))
-                    self._failure = None
-            except TsqpError as error:
-                self._failure = error
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-                failed.append(error)
+    def _missing(self, load: Load) -> int:
+        """Return for how many tokens pads are to be made next in the background.
 
-        thread = threading.Thread(target=fill, name="pads", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-        if failed:
-            raise failed[0]
-
-    def _missing_ahead(self) -> int:
-        return min(self._store.room, self._ahead - self._store.available)
+        While nothing runs, all that are kept ready. Beside steps half of them, by whole batches:
+        what is ready is used at full speed, and what it falls to is held. None while requests wait
+        for a place: their steps want all cores.
+        """
+        most = min(self._ahead, self._store.capacity)
+        kept = {"idle": most, "steps": most // 2, "queue": 0}[load] if self._maker else 0
+        missing = min(self._store.room, kept - self._store.available)
+        if load != "idle" and missing < BACKGROUND_BATCH_TOKENS:
+            return 0
+        return min(missing, BACKGROUND_BATCH_TOKENS)
 
 
 class PadLane:

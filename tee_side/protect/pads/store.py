@@ -111,6 +111,11 @@ class PadStore(ABC):
         return self._filled - self._filled_before
 
     @property
+    def used(self) -> int:
+        """How many tokens were taken since it was opened."""
+        return self._next - self._first
+
+    @property
     def left(self) -> int:
         """How many tokens a later process could take: of a block that is begun, none."""
         with self._lock:

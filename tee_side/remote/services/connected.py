@@ -64,6 +64,11 @@ class Services:
         members = [member for group in self._groups for member in group.members]
         return sum(member.session is not None for member in members)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a request waits for a service that was lost. Any thread may ask."""
+        return any(group.waits for group in self._groups)
+
     def at(self, layer: int) -> tuple[Channel, ...]:
         """Return the channels of a layer, one for each share."""
         return self._at[layer]

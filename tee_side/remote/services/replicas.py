@@ -127,6 +127,8 @@ class Replicas(Channel):
         self._timeout_s = timeout_s
         self._current = members[0]
         self._last_id = 0
+        # Whether a request waits for a service that was lost; any thread may ask.
+        self.waits = False
         # Whether it was said, since a service was last ready, that one is waited for.
         self._told = False
         # In the order in which they were submitted.
@@ -369,17 +371,20 @@ class Replicas(Channel):
 
     def _resend(self, in_flight: _InFlight) -> None:
         """Send a request that no service has. Waits for a service that comes back."""
-        while in_flight.session is None:
-            self._require_any(in_flight)
-            # Before others are sent, which would take time that is up.
-            if time.monotonic() >= in_flight.deadline:
-                self._fail(in_flight, in_flight.timeout_s)
-            # All that wait, in the order of submission: the service may need it so.
-            for waiting in list(self._in_flight.values()):
-                if waiting.session is None:
-                    self._send_to_any(waiting)
-            if in_flight.session is None:
-                self._wait_for_any(in_flight)
+        try:
+            while in_flight.session is None:
+                self._require_any(in_flight)
+                # Before others are sent, which would take time that is up.
+                if time.monotonic() >= in_flight.deadline:
+                    self._fail(in_flight, in_flight.timeout_s)
+                # All that wait, in the order of submission: the service may need it so.
+                for waiting in list(self._in_flight.values()):
+                    if waiting.session is None:
+                        self._send_to_any(waiting)
+                if in_flight.session is None:
+                    self._wait_for_any(in_flight)
+        finally:
+            self.waits = False
 
     def _wait_for_any(self, in_flight: _InFlight) -> None:
         """Wait until a service has come back or may have room again, or for a moment."""
@@ -388,6 +393,7 @@ class Replicas(Channel):
         if not left:
             return
         lost = [member for member in left if member.session is None]
+        self.waits = lost == left
         # Those that are ready have said that they have no room.
         free = [in_flight.trouble(one).free_at or now for one in left if one.session is not None]
         until = min([*free, in_flight.deadline])

@@ -168,6 +168,8 @@ def _documents() -> dict[str, dict[str, Any]]:
             "speculation": {
                 "without": {"round_trips_per_token": 20.0, "accepted": 0.0, "pads_per_token": 1.0},
                 "with": {"round_trips_per_token": 8.0, "accepted": 0.9, "pads_per_token": 1.1},
+                "story_without": {"pads_per_token": 1.0, "accepted": 0.0},
+                "story_with": {"pads_per_token": 1.4, "accepted": 0.5},
                 "same_text": True,
                 "fewer": 2.5,
             },

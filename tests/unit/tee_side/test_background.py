@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.stats import Totals
 from tee_side.engine.waiting import QueueFullError
+from tee_side.protect.pads.background_maker import Load
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
@@ -507,32 +508,37 @@ def test_without_pads_it_is_not_ready_and_can_be_closed(saved_model: Models) -> 
 def test_pads_are_made_while_it_is_not_ready(saved_model: Models, tee: Tee) -> None:
     padded = _padded(saved_model, 0)
     (pads,) = padded.assembly.pads.values()
-    with _running(_engine(padded), idle=pads.filling) as running:
+    with _running(_engine(padded), filling=pads.filling) as running:
         while running.answer(_request(1)).error is not None:
             pass
         assert running.background.state == "ready"
         _assert_same(tee, _request(2), running.answer(_request(2)))
 
 
-def test_pads_are_made_while_nothing_runs(saved_model: Models) -> None:
-    padded = _padded(saved_model, 1)  # for the probe
-    (pads,) = padded.assembly.pads.values()
-    made = threading.Event()
+def test_pads_are_made_as_the_load_allows(tee: Tee) -> None:
+    loads: list[Load] = []
+    idle = threading.Semaphore(0)
 
-    @contextmanager
-    def idle() -> Iterator[None]:
-        with pads.filling():
-            made.set()
-            yield
+    def tell_load(load: Load) -> None:
+        if loads[-1:] != [load]:
+            loads.append(load)
+        if load == "idle":
+            idle.release()
 
-    with _running(_engine(padded), idle=idle) as running:
-        assert made.wait(WAIT_S)
-        assert running.answer(_request(1, 4)).error is None
+    engine = _engine(tee, max_sequences=1)
+    with _running(engine, filling=lambda: nullcontext(tell_load)) as running:
+        assert idle.acquire(timeout=WAIT_S)
+        assert loads == ["idle"]  # a token was made before, which belongs to nobody
+        with running.background._changed:  # both are there before it looks
+            both = [running.ask(_request(1, 4))[0], running.ask(_request(2, 4))[0]]
+        running.loop.finish(both)
+        assert idle.acquire(timeout=WAIT_S)
+        assert loads == ["idle", "queue", "steps", "idle"]
 
 
 def test_what_it_says_of_itself_is_what_was_done(tee: Tee) -> None:
     pads = PadTotals(available=5, waited=6, in_tee=7)
-    totals = Totals(Traffic(round_trips=3), pads, pads_made=8)
+    totals = Totals(Traffic(round_trips=3), pads, pads_made=8, pads_used=9)
     engine = _engine(tee)
     running = BackgroundEngine(engine, call=lambda _: None, totals=lambda: totals)
     engine.admit(_request(1, 4))
@@ -540,9 +546,20 @@ def test_what_it_says_of_itself_is_what_was_done(tee: Tee) -> None:
     running.submit(_request(2), _never)
     stats = running.stats()
     assert (stats.pads_ready, stats.pads_waited, stats.pads_in_tee) == (5, 6, 7)
-    assert stats.pads_made == 8
+    assert (stats.pads_made, stats.pads_used) == (8, 9)
     assert (stats.running, stats.waiting, stats.steps) == (1, 1, 1)
     assert stats.kv_usage == engine.kv_bytes / engine.max_kv_bytes > 0
+
+
+def test_it_can_step_while_it_is_ready_and_no_service_is_waited_for(tee: Tee) -> None:
+    waits = False
+    with _running(_engine(tee), start=False, waits=lambda: waits) as running:
+        assert not running.background.can_step
+        running.start()
+        running.loop.until(lambda: running.background.state == "ready")
+        assert running.background.can_step
+        waits = True
+        assert not running.background.can_step
 
 
 def _never(_: Delivery) -> NoReturn:

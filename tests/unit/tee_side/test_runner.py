@@ -316,7 +316,7 @@ def test_idle_time_is_used_to_make_pads(saved_model: Models, loopback: dict[str,
     with Runner(_offloading(model, "shielded", loopback, when_out="fail")) as runner:
         assert runner.pads == PadTotals(available=0, waited=0, in_tee=0)
         while runner.pads.available < 10:  # a batch at least, each time
-            with runner.idle():
+            with runner.filling():
                 pass
         ready = runner.pads.available
         result = _generate(runner)
@@ -328,7 +328,7 @@ def test_without_pads_to_make_idle_does_nothing(
     saved_model: Models, loopback: dict[str, Path]
 ) -> None:
     with Runner(_offloading(saved_model("llama"), "quantized-clear", loopback)) as runner:
-        with runner.idle():
+        with runner.filling():
             pass
         assert runner.pads is None
 
@@ -384,7 +384,7 @@ def test_a_run_out_of_pads_is_told_so_and_can_go_on_when_there_are_some(
         with pytest.raises(PadsExhaustedError, match="0 left"):
             list(generation.steps())
         while runner.pads is not None and runner.pads.available < 10:
-            with runner.idle():
+            with runner.filling():
                 pass
         after = _generate(runner)
     with Runner(_offloading(model, "quantized-clear", loopback)) as runner:

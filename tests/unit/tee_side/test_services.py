@@ -819,6 +819,27 @@ def test_each_layer_is_asked_where_it_is(world: World) -> None:
     assert checked == {"a": {(0, 1)}, "b": {(2, 3)}, "c": {(0, 3)}}
 
 
+def test_it_waits_while_a_layer_has_no_service(
+    world: World, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _, c = world.add("a", "b", "c")
+    groups = ReplicaGroup(1, 0, 0, ("a", "b")), ReplicaGroup(1, 1, 1, ("c",))
+    services = world.connect(*groups, layers=2)
+    a.answers, a.up = deque(["lost"]), False
+    seen: list[bool] = []
+    monkeypatch.setattr(replicas, "log_waiting", lambda *_: seen.append(services.waits))
+    services.at(0)[0].call(ask())
+    assert not seen  # b stands in
+    c.answers, c.up = deque(["lost"]), False
+    with pytest.raises(DeadlineExceededError):
+        services.at(1)[0].call(ask())
+    assert seen == [True]
+    assert not services.waits  # nothing does any more
+    c.comes_back = clock.now + 0.3
+    services.at(1)[0].call(ask())
+    assert not services.waits
+
+
 # --------------------------------------------------------------------------------------- start
 
 

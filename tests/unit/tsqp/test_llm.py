@@ -54,6 +54,12 @@ def test_samples_logprobs_and_the_prompt_s(llm: LLM) -> None:
     assert [one.token_id for one in others if one] == output.prompt_token_ids[1:]
 
 
+@pytest.mark.parametrize("name", ["seed", "temperature", "stop", "max_new_tokens", "json"])
+def test_options_of_one_prompt_are_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"option '{name}', expected .* SamplingParams"):
+        LLM("demo", policy="tee-only-int8", **{name: 1})
+
+
 def test_a_stream_is_the_same_text(llm: LLM) -> None:
     (output,) = llm.generate(PROMPT, GREEDY)
     pieces = list(llm.stream(PROMPT, GREEDY))

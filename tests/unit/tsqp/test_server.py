@@ -8,10 +8,15 @@ import http.client
 import json
 import socket
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tee_side.policy.placement import load_policy
+from tsqp import server
 from tsqp.server import note_failure, opened_parts
 
 SETTINGS: dict[str, Any] = {
@@ -83,3 +88,48 @@ def test_a_failure_without_an_error_is_logged(caplog: pytest.LogCaptureFixture) 
         note_failure(runner.get_loop(), {"message": SECRET})
     (record,) = caplog.records
     assert SECRET not in str(vars(record))
+
+
+def test_the_fingerprint_is_another_where_the_bits_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "calibration"
+    file.write_bytes(b"scales")
+    given = {
+        "model_digest": "a",
+        "policy": load_policy("shielded"),
+        "dtype": torch.float32,
+        "model_directory": tmp_path,
+    }
+
+    def of(**changes: Any) -> str:
+        runner: Any = SimpleNamespace(**(given | changes))
+        return server._fingerprint(runner, file)
+
+    first = of()
+    others = [
+        of(model_digest="b"),
+        of(dtype=torch.bfloat16),
+        of(policy=load_policy("quantized-clear")),
+    ]
+    assert of() == first
+    file.write_bytes(b"other scales")
+    others.append(of())
+    file.write_bytes(b"scales")
+    # What samples, and says log-probabilities: torch, by the instructions that it has chosen.
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
+    others.append(of())
+    assert len({first, *others}) == 6
+
+
+def test_memory_is_given_back_again_and_again() -> None:
+    async def run() -> int:
+        calls = []
+        chore = asyncio.create_task(server._every(0.0, lambda: calls.append(1)))
+        while len(calls) < 3:
+            await asyncio.sleep(0)
+        chore.cancel()
+        return len(calls)
+
+    assert asyncio.run(run()) >= 3
+    assert server._memory_trimmer()() in (0, 1, False)

@@ -13,12 +13,13 @@ import torch
 from protocol.errors import ModelError, PadBankError, PadsExhaustedError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.masks.pad import Pad
+from tee_side.protect.pads.background_maker import Load
 from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.pads.maker import PadMaker
 from tee_side.protect.pads.source import (
+    BACKGROUND_BATCH_TOKENS,
     BATCH_TOKENS,
     FIRST_BATCH_TOKENS,
-    IDLE_BATCH_TOKENS,
     MANY_ROWS,
     PadLane,
     Pads,
@@ -29,6 +30,7 @@ from tee_side.protect.randomness import Keystream
 from tests.unit.tee_side.pads.tiny import LAYOUT, fill, product, put_all
 from tsqp.lab.research.float_noise import FloatNoise
 
+LOADS: tuple[Load, ...] = ("idle", "steps", "queue")
 SITES = [site.number for site in LAYOUT.sites]
 FIRST, SECOND = SITES
 
@@ -542,7 +544,7 @@ def test_factors_of_float_masks_are_floats() -> None:
 
 def test_filling_makes_pads_until_the_store_is_full() -> None:
     full = threading.Event()
-    capacity = 2 * IDLE_BATCH_TOKENS + 3
+    capacity = 2 * BACKGROUND_BATCH_TOKENS + 3
 
     class Watched(Maker):
         def fill(self, store: PadStore, tokens: int) -> None:
@@ -553,35 +555,9 @@ def test_filling_makes_pads_until_the_store_is_full() -> None:
     pads, _, maker = _pads(0, capacity=capacity, maker=Watched())
     with pads.filling():
         assert full.wait(30)
-    assert maker.asked == [IDLE_BATCH_TOKENS, IDLE_BATCH_TOKENS, 3]
+    assert maker.asked == [BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS, 3]
     assert pads._store.available == capacity
     assert (pads.waited, pads.in_tee) == (0, 0)
-
-
-def test_leaving_the_block_waits_for_the_batch_in_work_and_starts_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started, leaving = threading.Event(), threading.Event()
-
-    class Slow(Maker):
-        def fill(self, store: PadStore, tokens: int) -> None:
-            started.set()
-            assert leaving.wait(30)
-            super().fill(store, tokens)
-
-    join = threading.Thread.join
-
-    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
-        leaving.set()  # the block is being left, and only now can the batch end
-        join(thread, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", joined)
-    pads, _, maker = _pads(0, capacity=4 * IDLE_BATCH_TOKENS, maker=Slow())
-    with pads.filling():
-        assert started.wait(30)
-    assert maker.asked == [IDLE_BATCH_TOKENS]
-    assert pads._store.available == IDLE_BATCH_TOKENS
-    assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
 
 
 class Full(Maker):
@@ -640,27 +616,6 @@ def test_a_run_that_does_not_wait_is_told_why_no_more_pads_were_made() -> None:
     assert caught.value.got == "0 left"
 
 
-class Mistaken:
-    """Raises what no input and no disk can bring about."""
-
-    def fill(self, store: PadStore, tokens: int) -> None:
-        raise RuntimeError("pads: got a second batch")
-
-
-def test_a_mistake_in_the_thread_is_raised_when_the_block_is_left() -> None:
-    pads, _, _ = _pads(3, maker=Mistaken())
-    with pytest.raises(RuntimeError, match="a second batch"), pads.filling():
-        pass
-    assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
-
-
-def test_an_error_of_the_block_itself_wins_and_the_thread_ends() -> None:
-    pads, _, _ = _pads(0, maker=Mistaken())
-    with pytest.raises(KeyError), pads.filling():
-        raise KeyError
-    assert not [thread for thread in threading.enumerate() if thread.name == "pads"]
-
-
 def test_after_filling_a_step_draws_what_was_made() -> None:
     pads, store, _ = _pads(0, "fail", capacity=8)
     lane = pads.lane()
@@ -674,7 +629,7 @@ def test_after_filling_a_step_draws_what_was_made() -> None:
 
 
 def test_filling_stops_at_what_is_wanted_ahead() -> None:
-    store = MemoryStore(LAYOUT, 3 * IDLE_BATCH_TOKENS)
+    store = MemoryStore(LAYOUT, 3 * BACKGROUND_BATCH_TOKENS)
     enough = threading.Event()
 
     class Watched(Maker):
@@ -688,3 +643,48 @@ def test_filling_stops_at_what_is_wanted_ahead() -> None:
     with pads.filling():
         assert enough.wait(30)
     assert maker.asked == [5]
+
+
+def test_beside_steps_half_is_kept_ready_and_no_more_while_requests_wait() -> None:
+    """What is ready is used at full speed; what is made is made in large products."""
+    ahead = 4 * BACKGROUND_BATCH_TOKENS
+    pads, store, _ = _pads(ahead, "fail", capacity=ahead)
+    lane = pads.lane()
+    beside = 2 * BACKGROUND_BATCH_TOKENS
+    for ready, wanted in (
+        (ahead, (0, 0, 0)),
+        (ahead - 1, (1, 0, 0)),
+        (beside + 1, (BACKGROUND_BATCH_TOKENS, 0, 0)),
+        (beside - BACKGROUND_BATCH_TOKENS + 1, (BACKGROUND_BATCH_TOKENS, 0, 0)),
+        (beside - BACKGROUND_BATCH_TOKENS, (BACKGROUND_BATCH_TOKENS,) * 2 + (0,)),
+        (0, (BACKGROUND_BATCH_TOKENS,) * 2 + (0,)),
+    ):
+        if store.available > ready:
+            _step(lane, store.available - ready)
+        lane.end_step()
+        assert tuple(max(0, pads._missing(load)) for load in LOADS) == wanted
+
+
+def test_taking_pads_has_more_made() -> None:
+    capacity = 2 * BACKGROUND_BATCH_TOKENS
+    pads, _, maker = _pads(capacity, "fail", capacity=capacity)
+    lane, made = pads.lane(), threading.Event()
+    fill = maker.fill
+    maker.fill = cast(Any, lambda *given: (fill(*given), made.set()))
+    with pads.filling() as tell_load:
+        tell_load("steps")
+        for _ in range(2):
+            _step(lane, BACKGROUND_BATCH_TOKENS)
+        assert made.wait(30)
+    assert maker.asked == [BACKGROUND_BATCH_TOKENS]
+
+
+def test_a_run_that_waits_and_the_background_make_pads_in_turns() -> None:
+    """A store lets one of them fill at a time, and says so."""
+    pads, store, _ = _pads(0, "wait", capacity=4 * BATCH_TOKENS)
+    lane = pads.lane()
+    with pads.filling() as tell_load:
+        for step in range(200):
+            tell_load(LOADS[step % 2])
+            _step(lane, 1 + step % 50)
+    assert sum(len(taken) for taken in store.taken) == sum(1 + step % 50 for step in range(200))

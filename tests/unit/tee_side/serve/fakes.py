@@ -80,6 +80,7 @@ class FakeEngine:
     says: Sequence[int] = field(default_factory=lambda: tokenizer().encode(SAID)[1:])
     finish: FinishReason = "stop"
     state: State = "ready"
+    can_step: bool = True
     hold: bool = False
     at_once: bool = False
     refuse: Exception | None = None
@@ -170,9 +171,11 @@ class FakeEngine:
 
 @dataclass
 class FakeWatch:
-    """Admits everything and keeps account, or refuses with `refusal`."""
+    """Admits everything and keeps account, or refuses: with `refusal`, or `full` beforehand."""
 
     refusal: Exception | None = None
+    full: Exception | None = None
+    prechecked: list[str] = field(default_factory=list)
     begun: list[tuple[str, int, int]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     ended: list[tuple[str, int, int]] = field(default_factory=list)
@@ -184,6 +187,11 @@ class FakeWatch:
 
     def request(self) -> FakeWatch:
         return self
+
+    def precheck(self, owner: str) -> None:
+        self.prechecked.append(owner)
+        if self.full:
+            raise self.full
 
     def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> None:
         if self.refusal is not None:

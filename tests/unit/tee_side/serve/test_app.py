@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from starlette.requests import Request
 
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
-from tests.unit.tee_side.serve.fakes import FakeEngine, ask, call, chat, model, serving, tokenizer
+from tee_side.serve.limits import RateLimitError
+from tests.unit.tee_side.serve.fakes import (
+    FakeEngine,
+    FakeWatch,
+    ask,
+    call,
+    chat,
+    model,
+    serving,
+    tokenizer,
+)
 
 ORIGIN = {"origin": "https://example.org"}
 
@@ -44,6 +55,14 @@ def test_health_is_503_before_ready_and_when_the_engine_has_failed() -> None:
         reply = call(app, "GET", "/health")
         assert reply.status == status
         assert status == 200 or reply.error()["type"] == "unavailable_error"
+
+
+def test_health_is_503_while_a_step_waits_for_a_service_and_requests_wait_with_it() -> None:
+    app = create_app(serving(FakeEngine(can_step=False)))
+    reply = call(app, "GET", "/health")
+    assert (reply.status, reply.error()["code"]) == (503, "waiting")
+    asked = {"prompt": "a", "max_tokens": 1}
+    assert call(app, "POST", "/v1/completions", asked).status == 200
 
 
 def test_the_version_is_named() -> None:
@@ -116,6 +135,31 @@ def test_pages_of_other_origins_are_let_in_only_where_it_is_asked_for() -> None:
         401,
         ORIGIN["origin"],
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": "a", "guided_regex": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+def test_a_caller_beyond_its_limits_is_429_before_its_prompt_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    def never(*_: object, **__: object) -> NoReturn:
+        raise AssertionError
+
+    full = RateLimitError("API key alice", got="1", expected="0", after_s=2.5, headers={"x-a": "b"})
+    watch = FakeWatch(full=full)
+    served = serving(watch=watch, authorise=_authorise)
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    reply = call(served, "POST", path, body, {"authorization": "Bearer right"})
+    assert (reply.status, reply.error()["code"]) == (429, "rate_limit_exceeded")
+    assert (reply.headers["retry-after"], reply.headers["x-a"]) == ("3", "b")
+    assert (watch.prechecked, watch.begun, watch.ended) == (["alice"], [], [])
 
 
 def test_what_fails_unforeseen_is_500_and_its_words_are_in_no_log(

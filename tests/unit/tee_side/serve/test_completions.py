@@ -407,6 +407,10 @@ def test_a_grammar_is_compiled_from_either_vendor_s_field(
         ({"guided_regex": "a", "guided_choice": ["b"]}, "body"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "body"),
         ({"response_format": {"type": "json_schema"}}, "body.response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "body.response_format.json_schema",
+        ),
         ({"response_format": {"type": "xml"}}, "body.response_format.type"),
     ],
 )

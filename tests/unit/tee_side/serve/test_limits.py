@@ -129,6 +129,22 @@ def test_concurrent_requests(world: World) -> None:
     world.refused()
 
 
+def test_what_nothing_would_be_let_in_for_is_known_before_the_tokens_are(world: World) -> None:
+    for limits in ({"concurrent": 1}, {"requests_per_minute": 1}, {"tokens_per_minute": 60}):
+        world.key(**limits)
+        world.limits = Limits(world.keys.get, lambda: world.now_s)
+        for _ in range(3):  # takes nothing
+            world.limits.precheck("alice")
+        world.limits.begin("alice", 0, 60)
+        with pytest.raises(RateLimitError) as refused:
+            world.limits.precheck("alice")
+        assert refused.value.retryable
+    world.now_s += 1
+    world.limits.precheck("alice")
+    world.refused(2)
+    world.limits.precheck("removed")
+
+
 def test_keys_do_not_share(world: World) -> None:
     world.key(concurrent=1, requests_per_minute=1)
     world.key("bob", concurrent=1, requests_per_minute=1)

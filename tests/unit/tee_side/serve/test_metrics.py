@@ -63,6 +63,7 @@ def test_the_engine_as_it_is_at_the_scrape(metrics: Metrics, stats: Stats) -> No
         ("counter", "tsqp:accepted_tokens_total", 9),
         ("gauge", "tsqp:pads_ready", 10),
         ("counter", "tsqp:pads_made_total", 0),
+        ("counter", "tsqp:pads_used_total", 11),
         ("gauge", "tsqp:pads_made_per_second", 0),
         ("counter", "tsqp:pads_waited_total", 12),
         ("counter", "tsqp:pads_in_tee_total", 13),

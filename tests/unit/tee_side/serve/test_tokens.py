@@ -80,3 +80,22 @@ def test_an_unknown_model_is_404(path: str) -> None:
         path, model="other", **({"prompt": "a"} if path == "/tokenize" else {"tokens": []})
     )
     assert (reply.status, reply.error()["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [
+        ({"prompt": TEXT}, "add_special"),
+        ({"prompt": TEXT}, "with_pieces"),
+        ({"content": TEXT}, "add_special_tokens"),
+        ({"content": TEXT}, "return_token_strs"),
+        ({"messages": [{"role": "user", "content": TEXT}]}, "add_special_tokens"),
+        ({"content": TEXT}, "add_generation_prompt"),
+    ],
+)
+def test_a_field_of_another_form_is_refused_and_not_passed_over(
+    form: dict[str, Any], other: str
+) -> None:
+    refused = _post("/tokenize", **form, **{other: True})
+    assert (refused.status, refused.error()["param"]) == (400, f"body.{other}")
+    assert _post("/tokenize", **form, **{other: None}).status == 200

@@ -146,6 +146,23 @@ def test_a_refusal_is_accounted_for_at_once(world: World) -> None:
     assert world.limits.running("alice") == 0
 
 
+def test_a_refusal_before_the_prompt_is_read_is_accounted_for(world: World) -> None:
+    one = world.watch.request()
+    one.precheck("alice")
+    assert not world.records()
+    world.watch.limits.begin("alice", 90, 10)
+    with pytest.raises(RateLimitError):
+        one.precheck("alice")
+    one.end("RateLimitError", 0, 0)
+    (record,) = world.records()
+    assert (record["key"], record["outcome"], record["prompt_tokens"]) == (
+        "alice",
+        "RateLimitError",
+        0,
+    )
+    assert world.told()["error"] == 1
+
+
 def test_cancelled_requests_leave_nothing_behind(world: World) -> None:
     for _ in range(200):
         one = world.watch.request()

@@ -21,6 +21,7 @@ class Stats:
     accepted_tokens: int = 9
     pads_ready: int | None = 10
     pads_made: int = 0
+    pads_used: int = 11
     pads_waited: int = 12
     pads_in_tee: int = 13
     round_trips: int = 14
