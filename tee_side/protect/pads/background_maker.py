@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 from protocol.errors import TsqpError
@@ -94,8 +94,7 @@ class BackgroundMaker:
             raise self._mistake
 
     def _run(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.nice(_NICENESS)  # on Linux, of this thread
         try:
             while tokens := self._next_batch():
                 failure: TsqpError | None = None
