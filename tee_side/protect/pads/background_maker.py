@@ -113,10 +113,12 @@ class BackgroundMaker:
     def _next_batch(self) -> int:
         """Wait until pads are wanted, and return for how many tokens; 0: the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ending or self._now() > 0)
-            tokens = 0 if self._ending else self._now()
-            self._makes = tokens > 0
-            return tokens
+            while not self._ending:
+                if (tokens := self._now()) > 0:
+                    self._makes = True
+                    return tokens
+                self._changed.wait()
+            return 0
 
     def _now(self) -> int:
         return 0 if self._held_off or self._failed else self._wanted(self._load)
