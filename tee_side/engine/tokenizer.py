@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from protocol.errors import ModelError, PromptError
+from protocol.errors import ModelError, PromptError, TsqpError
 from protocol.model.config import MAX_JSON_BYTES, read_json
 from protocol.model.files import limit_structure
 from protocol.model.manifest import Manifest, find_file, read_file
@@ -190,7 +190,7 @@ class Tokenizer:
         except _EndlessTemplate as error:
             expected = "a template that ends, with a prompt"
             raise ModelError(where, got=str(error), expected=expected) from None
-        except ModelError:
+        except TsqpError:
             raise
         except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
             # Its message may hold the prompt.
