@@ -161,7 +161,13 @@ def test_what_is_likely_comes_first(model: SavedModel) -> None:
     public = PublicModel(model.directory)
     assert public.likely(public.nothing()).tolist() == list(range(320))
     likely = public.likely(prefix_of(public, TEXT))
-    assert likely.tolist() == model.logits(TEXT)[-1].argsort(descending=True).tolist()
+    assert_descending(likely, model.logits(TEXT)[-1])
+
+
+def assert_descending(ids: torch.Tensor, logits_V: torch.Tensor) -> None:
+    """All ids, by their logits; ours and transformers' round apart, which can turn two around."""
+    assert sorted(ids.tolist()) == list(range(len(logits_V)))
+    assert (logits_V[ids].diff() <= 1e-5).all()
 
 
 def beginning_with(model: SavedModel, folder: Path, ids: list[int]) -> PublicModel:
@@ -183,7 +189,7 @@ def test_a_text_begins_with_what_the_tokenizer_puts_in_front(
     others = [one for one in range(320) if one != first]
     assert public.likely(public.nothing()).tolist() == [first, *others]
     likely = public.likely(prefix_of(public, TEXT))
-    assert likely.tolist() == model.logits(TEXT)[-1].argsort(descending=True).tolist()
+    assert_descending(likely, model.logits(TEXT)[-1])
 
 
 @pytest.mark.parametrize("front", [[], [320]])
