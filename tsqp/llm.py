@@ -24,7 +24,7 @@ from tee_side.engine.stats import EngineStats
 from tee_side.engine.text_stream import TextStream
 from tee_side.refusals import first_problem
 from tsqp.cli.options import use
-from tsqp.cli.running import OF_A_PROMPT, RUN_OPTIONS, engine_settings, load, open_runner
+from tsqp.cli.running import SERVING_OPTIONS, engine_settings, load, open_runner
 from tsqp.cli.settings import model_argument
 
 Message = Mapping[str, str]
@@ -85,8 +85,8 @@ class LLM:
     """A model, ready to generate, in this process: the TEE's side. Use as a context manager.
 
     `model`: a Hugging Face directory, or "demo". `gpu`: services. `options`: those of `tee-runner
-    generate`, by their names with `_`: `policy`, `bank`, `identity`, `service_key`, `calibration`,
-    `threads`, ... but for those of one prompt. What the GPU side learns is printed on stderr, once.
+    serve` about the run, by their names with `_`: `policy`, `bank`, `identity`, `service_key`,
+    `calibration`, `threads`, ... What the GPU side learns is printed on stderr, once.
 
     `max_num_seqs`: sequences that run at a time; `max_num_batched_tokens`: rows of a step.
     `speculative_tokens`, `enable_prefix_caching`: see `EngineSettings`; both are off. Raises as
@@ -306,13 +306,12 @@ def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]
 
 def _settings(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run, as the command line would read them. Raises SettingsError."""
-    command = use(*RUN_OPTIONS)(model_argument()(click.Command("LLM")))
-    of_a_prompt = {name.replace("-", "_") for name in OF_A_PROMPT}
+    command = use(*SERVING_OPTIONS)(model_argument()(click.Command("LLM")))
     known = {parameter.name: parameter for parameter in command.params}
     arguments = [model]
     for name, value in options.items():
-        if (parameter := known.get(name)) is None or name in of_a_prompt:
-            expected = "one of tee-runner's; SamplingParams have those of a prompt"
+        if (parameter := known.get(name)) is None:
+            expected = "one of tee-runner serve's, about the run; SamplingParams have the others"
             raise SettingsError("LLM", got=f"the option {name!r}", expected=expected)
         option = parameter.opts[0]
         if isinstance(value, bool):

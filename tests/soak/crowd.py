@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import select
 import subprocess
 import sys
@@ -35,6 +34,7 @@ Tokens: TypeAlias = tuple[int, ...]
 FROM_SERVICE = 1
 # So many prompts for each that is wanted: many answers have a token in common.
 _CANDIDATES = 20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SAMPLE_S = 1.0
 
 
@@ -92,14 +92,10 @@ class Crowd:
         )
 
 
-def own_bytes(pid: int | str = "self") -> int:
-    """Return how much memory a process has taken, in use or swapped out.
-
-    Without pages of files: the kernel drops those of libraries, and reads them again, as it likes.
-    """
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    found = re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", status, re.MULTILINE)
-    return 1024 * sum(map(int, found))
+def resident_bytes(pid: int | str = "self") -> int:
+    """Return how much memory a process has in use."""
+    fields = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * _PAGE_BYTES
 
 
 def relative_slope(samples: list[tuple[float, int]], warm_up: float = 0.2) -> float:
@@ -203,7 +199,7 @@ def _run(job: Job, found: Crowd) -> None:
     for thread in threads:
         thread.start()
     while not hung_up and (now := time.monotonic()) < until:
-        found.rss.append((now - began, own_bytes()))
+        found.rss.append((now - began, resident_bytes()))
         hung_up = bool(select.select([sys.stdin], [], [], min(_SAMPLE_S, until - now))[0])
     stopped.set()
     for thread in threads:

@@ -23,8 +23,8 @@ from tests.soak.crowd import (
     Crowd,
     Job,
     crowd,
-    own_bytes,
     relative_slope,
+    resident_bytes,
     unlike_prompts,
 )
 from tests.soak.demo import DEMO
@@ -111,7 +111,7 @@ def run(count: int) -> RowResult:
         rss: list[tuple[float, int]] = []
         ready = time.monotonic()
         while (now := time.monotonic()) < ready + seconds:
-            rss.append((now - ready, own_bytes(worker.pid)))
+            rss.append((now - ready, resident_bytes(worker.pid)))
             progress(int(count * (now - ready) / seconds))
             time.sleep(min(1.0, max(0.01, ready + seconds - now)))
         found = [one.result() for one in crowds]

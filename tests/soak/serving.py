@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.soak.asked import Asker, Job, Tally
-from tests.soak.crowd import own_bytes, relative_slope
+from tests.soak.crowd import relative_slope, resident_bytes
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.soak.served import Leave, Server, ask, is_idle, server
 from tests.soak.sessions import start
@@ -91,7 +91,7 @@ class _Load:
 
     async def _sample(self) -> None:
         while True:
-            self.rss.append((time.monotonic(), own_bytes(self.served.process.pid)))
+            self.rss.append((time.monotonic(), resident_bytes(self.served.process.pid)))
             await asyncio.sleep(_SAMPLE_S)
 
 

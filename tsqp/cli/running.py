@@ -64,11 +64,12 @@ _OTHERS = (
 RUN_OPTIONS = tuple(
     name.replace("_", "-") for name in (*_OTHERS, *_SAME, *_MASKS, *_BANK, *_SAMPLING)
 )
-# Of one generation only.
-OF_A_PROMPT = {
-    *("max-new-tokens", "stop", "stats", "json"),
-    *("temperature", "top-k", "top-p", "min-p", "repetition-penalty", "seed"),
-}
+# Where each request says how it is to be answered.
+SERVING_OPTIONS = tuple(
+    name.replace("_", "-")
+    for name in (*_OTHERS, *_SAME, *_MASKS, *_BANK)
+    if name not in {"max_new_tokens", "stop", "stats", "json"}
+)
 
 
 @dataclass(frozen=True)

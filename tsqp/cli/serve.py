@@ -14,10 +14,9 @@ import click
 
 from protocol.errors import SettingsError
 from tsqp.cli.options import use
-from tsqp.cli.running import OF_A_PROMPT, RUN_OPTIONS, engine_settings, hides, load, open_runner
+from tsqp.cli.running import SERVING_OPTIONS, engine_settings, hides, load, open_runner
 from tsqp.cli.settings import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
 
-_RUN = tuple(name for name in RUN_OPTIONS if name not in OF_A_PROMPT)
 _SAY_EVERY_S = 2.0
 _COUNT = click.IntRange(min=1)
 
@@ -82,7 +81,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--audit-key", type=PATH, metavar="FILE", help="Its key (tsqp audit new-key).")
 @click.option("--audit-key-fd", type=click.IntRange(0), help="An open file that has its key.")
 @click.option("--page", is_flag=True, help="For development: a page to chat at /, with what left.")
-@use(*_RUN)
+@use(*SERVING_OPTIONS)
 @config_option
 def serve(**settings: Any) -> None:
     """Serve a model to clients of OpenAI's API.

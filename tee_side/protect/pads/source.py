@@ -163,7 +163,7 @@ class Pads:
                         got=f"room for {self._store.capacity} tokens, used by this step",
                         expected=f"{missing} more (fewer --step-tokens need fewer at once)",
                     )
-                self._fill(wanted)
+                self._maker.fill(self._store, wanted)
                 self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
 
     def _fill(self, tokens: int) -> None:

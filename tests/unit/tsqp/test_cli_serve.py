@@ -24,16 +24,23 @@ def wait(*arguments, **named):
     return load(*arguments, **named)
 assembly.load_local_operators = wait
 """
+# Says so in a file.
+TRIMMED = """
+import pathlib, tsqp.server
+tsqp.server._TRIM_S = 0.01
+tsqp.server._memory_trimmer = lambda: pathlib.Path({file!r}).touch
+"""
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
 
 
 def test_a_hangup_while_the_model_is_loaded_ends_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "go on"
+    file, trimmed = tmp_path / "go on", tmp_path / "trimmed"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = ("serve", "demo", *TEE_ONLY, "--threads", "1", "--port", str(port))
-    process = Forked("tee-runner", arguments, ENVIRONMENT, before=SLOW.format(file=str(file)))
+    before = SLOW.format(file=str(file)) + TRIMMED.format(file=str(trimmed))
+    process = Forked("tee-runner", arguments, ENVIRONMENT, before=before)
     try:
         assert "loading demo under policy tee-only" in process.stderr.readline()
         until(lambda: _health(port) == 503)
@@ -42,6 +49,7 @@ def test_a_hangup_while_the_model_is_loaded_ends_nothing(tmp_path: Path) -> None
         until(lambda: _health(port) == 200)
         # Nobody answers beside the server itself any more.
         assert {_health(port) for _ in range(50)} == {200}
+        until(trimmed.exists)
     finally:
         process.kill()
 

@@ -165,9 +165,9 @@ def test_what_is_likely_comes_first(model: SavedModel) -> None:
 
 
 def assert_descending(ids: torch.Tensor, logits_V: torch.Tensor) -> None:
-    """All ids, by their logits; ours and transformers' round apart, which can turn two around."""
+    """All ids, by their logits: two of them that are 5e-7 apart came the other way round (AVX2)."""
     assert sorted(ids.tolist()) == list(range(len(logits_V)))
-    assert (logits_V[ids].diff() <= 1e-5).all()
+    assert (logits_V[ids].diff() <= 1e-6).all()
 
 
 def beginning_with(model: SavedModel, folder: Path, ids: list[int]) -> PublicModel:
