@@ -297,7 +297,7 @@ async def _every(seconds: float, work: Callable[[], object]) -> None:
 def _memory_trimmer() -> Callable[[], object]:
     """Return what gives the kernel back the pages that no object is on.
 
-    Each thread's heap keeps what its largest moment took: 64 streams took 4 MiB more in six minutes.
+    Each thread's heap keeps what its largest moment took: 64 streams 4 MiB more in six minutes.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     return bool if trim is None else partial(trim, 0)
