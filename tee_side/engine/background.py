@@ -190,7 +190,7 @@ class BackgroundEngine:
             with self._changed:
                 self._changed.wait_for(self._has_work)
         self._admit()
-        self._tell_load("queue" if len(self._engine.waiting) else "steps")
+        self._tell_load("steps")
         try:
             self._take(self._engine.step())
         except TsqpError as error:

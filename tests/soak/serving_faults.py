@@ -49,6 +49,11 @@ class _Streams:
     under_way: int = 0
     over: bool = False
 
+    @property
+    def errors(self) -> int:
+        """How many requests ended by an error, or were refused with one."""
+        return self.broken + self.refused
+
     def has(self, right: int) -> bool:
         """Say whether so many answers were right."""
         return self.tally.right >= right
@@ -145,10 +150,14 @@ class _Part:
                 await asyncio.sleep(self._chance.uniform(0, 0.1))
                 at = number % len(services)
                 lost, streaming = streams.served.logged("service_lost"), streams.under_way > 0
+                errors = streams.errors
                 services[at].kill()
                 if len(services) == 1:
                     await self._until_health(streams.served, 503)
-                if not impatient:
+                if impatient:
+                    # /health says 503 as soon as a step waits; here it is to wait in vain.
+                    await self._until(lambda errors=errors: streams.errors > errors)
+                else:
                     most_s = _AWAY_S if self._full else _AWAY_SHORT_S
                     await asyncio.sleep(self._chance.uniform(0, most_s))
                 services[at] = await asyncio.to_thread(self._workers.restart, services[at])

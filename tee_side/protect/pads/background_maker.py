@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 
 from protocol.errors import TsqpError
 
-# What else is to be done: nothing; steps; steps, and requests wait for their turn.
-Load: TypeAlias = Literal["idle", "steps", "queue"]
+# What else is to be done: nothing, or steps.
+Load: TypeAlias = Literal["idle", "steps"]
 # Tells what it is now.
 TellLoad: TypeAlias = Callable[[Load], None]
 

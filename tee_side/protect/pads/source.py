@@ -182,11 +182,11 @@ class Pads:
         """Return for how many tokens pads are to be made next in the background.
 
         While nothing runs, all that are kept ready. Beside steps half of them, by whole batches:
-        what is ready is used at full speed, and what it falls to is held. None while requests wait
-        for a place: their steps want all cores.
+        what is ready is used at full speed, and what it falls to is held. So many also where more
+        requests wait than run: made later, they would be made between two tokens.
         """
         most = min(self._ahead, self._store.capacity)
-        kept = {"idle": most, "steps": most // 2, "queue": 0}[load] if self._maker else 0
+        kept = (most if load == "idle" else most // 2) if self._maker else 0
         missing = min(self._store.room, kept - self._store.available)
         if load != "idle" and missing < BACKGROUND_BATCH_TOKENS:
             return 0

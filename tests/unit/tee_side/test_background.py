@@ -533,7 +533,7 @@ def test_pads_are_made_as_the_load_allows(tee: Tee) -> None:
             both = [running.ask(_request(1, 4))[0], running.ask(_request(2, 4))[0]]
         running.loop.finish(both)
         assert idle.acquire(timeout=WAIT_S)
-        assert loads == ["idle", "queue", "steps", "idle"]
+        assert loads == ["idle", "steps", "idle"]
 
 
 def test_what_it_says_of_itself_is_what_was_done(tee: Tee) -> None:

@@ -46,11 +46,9 @@ def _threads() -> list[threading.Thread]:
 def test_it_makes_what_each_load_wants() -> None:
     work = Work({"steps": 3})
     with work.maker.running() as tell_load:
-        tell_load("queue")
         tell_load("steps")
         work.until(1)
         # Nothing more is wanted of this load.
-        tell_load("queue")
         work.wanted = {"idle": 5}
         tell_load("idle")
         work.until(2)
@@ -72,7 +70,7 @@ def test_it_looks_again_when_it_is_told_that_more_may_be_wanted() -> None:
 def test_each_block_begins_idle_whatever_the_last_one_said() -> None:
     work = Work({})
     with work.maker.running() as tell_load:
-        tell_load("queue")
+        tell_load("steps")
     work.wanted = {"idle": 2}
     with work.maker.running():
         work.until(1)
