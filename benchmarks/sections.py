@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.markdown import grid_markdown, markdown
+from benchmarks.markdown import markdown
 from benchmarks.memory import PROMPT, SHAPE
 from benchmarks.targets import (
     CALLS_TARGET,
@@ -39,7 +39,6 @@ from tsqp.lab.bench.findings import dominant
 from tsqp.lab.bench.memory_need import kv_bytes
 from tsqp.lab.bench.model import Baseline, Case, PolicyRun, Report
 from tsqp.lab.bench.summary import case_name, find_case, sustained_ms, tokens_per_step
-from tsqp.lab.bench.tables import operators_grid
 from tsqp.lab.bench.units import figures, percent, size
 
 POLICY = "attention-in-tee"
@@ -478,7 +477,7 @@ def _time(documents: Documents) -> tuple[list[Check], list[str]]:
     if run is not None and prompt is not None:
         parts += [dominant(run, prompt)]
     if run is not None and token is not None:
-        parts += [dominant(run, token), grid_markdown(operators_grid(token, ""))]
+        parts += [dominant(run, token)]
     return [], parts
 
 
@@ -603,7 +602,7 @@ SECTIONS: tuple[Section, ...] = (
         "Where the time goes",
         ("bench_null_tcp",),
         f"Over ZeroMQ, a service that answers at once; operators of a decoded token under"
-        f" `{POLICY}`, all layers together, in ms. `tsqp bench --html FILE` draws this.",
+        f" `{POLICY}`, all layers together. `tsqp bench --html FILE` draws the whole table.",
         _time,
     ),
 )

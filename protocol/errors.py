@@ -10,6 +10,7 @@
     │   ├── CalibrationError    file of activation scales
     │   ├── FeatureKeyError     key of a feature mask
     │   ├── ManifestError       manifest of a model directory
+    │   ├── SealError           sealed model directory
     │   └── KeyFileError        key of a channel, or list of allowed ones
     ├── EndpointError           nothing can be bound or reached there      (retry helps)
     ├── DeadlineExceededError   no reply in time                           (retry helps)
@@ -19,6 +20,7 @@
     ├── VerificationError       a reply of the right form that is a wrong result
     ├── LimitError              a limit of the trusted side itself      (retry helps)
     ├── EngineError             the engine runs no more
+    ├── EvidenceError           evidence of attestation that is malformed or not genuine
     ├── ModelMismatchError      the service holds another model than the TEE's own directory
     ├── KernelError             this processor's int8 products are not exact
     ├── MaskError               a mask that cannot be applied or undone
@@ -126,6 +128,10 @@ class ManifestError(InputError):
     """A manifest that is missing, malformed or of another model than the directory holds."""
 
 
+class SealError(InputError):
+    """A sealed model that was changed, is of another seal, or is sealed for another key."""
+
+
 class KeyFileError(InputError):
     """A key of a channel, or a list of allowed ones: missing, malformed or readable by others."""
 
@@ -182,6 +188,10 @@ class LimitError(TsqpError):
 
 class EngineError(TsqpError):
     """The engine runs no more: it ends with the program, or by a mistake of ours."""
+
+
+class EvidenceError(TsqpError):
+    """Evidence of what runs that is malformed, or that its maker did not sign."""
 
 
 class ModelMismatchError(TsqpError):

@@ -11,9 +11,13 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from protocol.errors import EvidenceError
 from tsqp.cli.program import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from tee_side.attest.evidence import Kind
 
 State = Literal["ok", "missing", "note"]
 
@@ -50,6 +54,11 @@ _TEE_DEVICES = {
     "/dev/tdx_guest": "Intel TDX guest",
     "/sys/kernel/config/tsm/report": "attestation reports through configfs",
 }
+_EVIDENCE: dict[Kind, str] = {
+    "snp": "of AMD SEV-SNP",
+    "tdx": "of Intel TDX",
+    "simulated": "for development: it proves nothing",
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ def examine() -> list[Finding]:
         _memory(),
         _gpu(),
         *_tee(),
+        *_attesters(),
         _port(DEFAULT_PORT),
     ]
 
@@ -201,6 +211,24 @@ def _tee() -> list[Finding]:
             " from this machine's owner",
         )
     ]
+
+
+def _attesters() -> list[Finding]:
+    try:
+        from tee_side.attest.attesters import find_attester
+    except ImportError:  # of a package that is said to be missing above
+        return []
+    findings = []
+    for kind, what in _EVIDENCE.items():
+        name = f"attester {kind}"
+        try:
+            find_attester(kind)
+        except EvidenceError as error:
+            detail = f"not here: got {error.got}, expected {error.expected}"
+            findings.append(Finding("tee", name, "note", detail))
+        else:
+            findings.append(Finding("tee", name, "ok", f"evidence {what}"))
+    return findings
 
 
 def _port(port: int) -> Finding:

@@ -22,7 +22,7 @@ from protocol.model.manifest import (
 from protocol.model.tensor_file import bytes_of
 
 # A calibration has four bytes for each output of every linear operator.
-_MAX_FILE_BYTES = 512 * 1024 * 1024
+MAX_FILE_BYTES = 512 * 1024 * 1024
 
 Progress = Callable[[int, int], None]
 
@@ -50,7 +50,7 @@ def make_manifest(
         tensors[name] = _pinned_tensor(checkpoint, name, wanted[name])
         progress(len(tensors), len(wanted))
     files: dict[PinnedFile, str] = {
-        name: hashlib.sha256(read_bytes(directory / name, _MAX_FILE_BYTES)).hexdigest()
+        name: hashlib.sha256(read_bytes(directory / name, MAX_FILE_BYTES)).hexdigest()
         for name in PINNED_FILES
         if is_there(directory / name)
     }
@@ -70,7 +70,7 @@ def _pinned_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) ->
 def _pinned_by_name(paths: Sequence[Path]) -> dict[str, FilePin]:
     found: dict[str, FilePin] = {}
     for path in paths:
-        pin = FilePin.of(read_bytes(path, _MAX_FILE_BYTES, inside=False))
+        pin = FilePin.of(read_bytes(path, MAX_FILE_BYTES, inside=False))
         if found.setdefault(path.name, pin) != pin:
             raise ManifestError(
                 f"--also: {path}",

@@ -28,24 +28,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol import native
 from protocol.errors import EndpointError, SettingsError
+from tee_side.attest.identity import Identity
 from tee_side.engine.background import BackgroundEngine, State
 from tee_side.engine.grammar import GrammarCompiler
-from tee_side.protect.calibration import calibration_path
 from tee_side.runner import Runner
 from tee_side.serve.app import Guarded, create_app
+from tee_side.serve.attestation import Attestation
 from tee_side.serve.audit_log import AuditLog, read_key, read_key_from
 from tee_side.serve.errors import ApiError, loading
 from tee_side.serve.keys import ApiKeys
 from tee_side.serve.limits import Limits
 from tee_side.serve.metrics import Metrics
+from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import ServedModel, Serving
 from tee_side.serve.watch import Watch
+from tsqp.attestation import calibration_digest, tls_files
 from tsqp.cli.running import policy_digest
 from tsqp.cli.serve import model_name
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from tsqp.page.feed import Feed
 
 log = logging.getLogger("tee_side")
@@ -62,6 +63,7 @@ class Parts(NamedTuple):
     listening: socket.socket
     keys: ApiKeys | None
     audit: AuditLog | None
+    identity: Identity | None
     starting: Starting
 
 
@@ -104,21 +106,25 @@ def _configured(app: ASGIApp, settings: dict[str, Any]) -> uvicorn.Config:
 
 
 @contextmanager
-def opened_parts(settings: dict[str, Any]) -> Iterator[Parts]:
+def opened_parts(settings: dict[str, Any], identity: Identity | None) -> Iterator[Parts]:
     """Open the address, the keys and the audit log, and read the certificate.
 
-    Raises EndpointError, SettingsError, KeyFileError and AuditLogError.
+    `identity`: whose certificate it is, in place of a file. Raises EndpointError, SettingsError,
+    KeyFileError and AuditLogError.
     """
     _check_tls(settings["tls_certificate"], settings["tls_key"])
     keys = None if settings["api_keys"] is None else ApiKeys(settings["api_keys"])
     with ExitStack() as opened:
+        if identity is not None:
+            names = opened.enter_context(tls_files(identity))
+            settings["tls_certificate"], settings["tls_key"] = names
         audit = _audit_log(settings)
         if audit is not None:
             opened.enter_context(audit)
         listening = opened.enter_context(_bound(settings["host"], settings["port"]))
         listening.listen(_BACKLOG)
         starting = opened.enter_context(closing(Starting(listening, settings)))
-        yield Parts(listening, keys, audit, starting)
+        yield Parts(listening, keys, audit, identity, starting)
 
 
 def serve_forever(
@@ -145,7 +151,7 @@ async def _serve(
     say: Callable[[str], None],
     feed: Feed | None,
 ) -> None:
-    listening, keys, audit, _ = parts
+    listening, audit = parts.listening, parts.audit
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(note_failure)
     scheme = "https" if settings["tls_certificate"] else "http"
@@ -163,10 +169,10 @@ async def _serve(
         waits=lambda: runner.waits,
         tell=tell,
     )
-    app = _app(runner, settings, feed, keys, audit, engine)
+    app = _app(runner, settings, feed, parts, engine)
     server = uvicorn.Server(_configured(app, settings))
     # Without keys there is nothing to read again, and nothing to end for.
-    loop.add_signal_handler(signal.SIGHUP, bool if keys is None else keys.reload)
+    loop.add_signal_handler(signal.SIGHUP, bool if parts.keys is None else parts.keys.reload)
     chores = [asyncio.create_task(_every(_TRIM_S, _memory_trimmer()))]
     if audit is not None:
         chores.append(asyncio.create_task(_every(_SYNC_S, audit.sync)))
@@ -195,11 +201,11 @@ def _app(
     runner: Runner,
     settings: dict[str, Any],
     feed: Feed | None,
-    keys: ApiKeys | None,
-    audit: AuditLog | None,
+    parts: Parts,
     engine: BackgroundEngine,
-) -> FastAPI:
+) -> ASGIApp:
     config, policy = runner.config, runner.policy
+    keys, audit, identity = parts.keys, parts.audit, parts.identity
     name = model_name(settings)
     model = ServedModel(
         name=name,
@@ -226,6 +232,7 @@ def _app(
         authorise=_everyone if keys is None else partial(_authorise, keys),
         tempo_s=settings["fixed_tempo_ms"] / 1e3,
         round_usage=settings["round_usage"],
+        receipts=None if identity is None else identity.receipts(),
     )
     app = create_app(serving, allow_origins=settings["allow_origin"])
 
@@ -235,6 +242,8 @@ def _app(
 
     route = Guarded("/metrics", scrape, methods=["GET"], include_in_schema=False)
     app.router.routes.append(route)
+    if identity is not None:
+        app.router.routes.append(Attestation(identity).route())
     if feed is not None:
         from tsqp.page.routes import PageRequests, Tee, page_routes
 
@@ -242,7 +251,7 @@ def _app(
         tee = Tee(directory, policy, config, runner.dtype, lambda: runner.pads)
         app.router.routes.extend(page_routes(feed, tee))
         app.add_middleware(PageRequests, feed=feed)
-    return app
+    return app if identity is None else Sealing(app, identity.hpke_key)
 
 
 def _fingerprint(runner: Runner, calibration: Path | None) -> str:
@@ -254,8 +263,7 @@ def _fingerprint(runner: Runner, calibration: Path | None) -> str:
     said = [runner.model_digest, policy_digest(runner.policy), str(runner.dtype)]
     said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
     if runner.policy.arithmetic == "int8":
-        path = calibration_path(runner.model_directory, calibration)
-        said.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        said.append(calibration_digest(runner.model_directory, calibration))
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return f"tsqp-{version('tsqp')}-{native.choice().variant}-{digest[:16]}"
 

@@ -3,20 +3,24 @@
 A model directory is not trusted: a name in it may be a link out of it, a pipe without a
 writer, a device without an end. Nothing is mapped into memory: a mapping ends the process when
 the file is cut, and changes under the code that has just checked it.
+
+Files of a directory that is sealed (`protocol.model.sealed`) are read here as what was sealed: code
+above sees names, sizes and bytes of the plain model.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from protocol.errors import InputError, ModelError, describe
+from protocol.errors import InputError, ModelError, SealError, describe
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -28,6 +32,40 @@ _KINDS = {
 _SHOWN = 120
 # What a parser takes a hundred times the bytes of, by the characters that it is counted by.
 _STRUCTURE = {"lists": (b"[", b"{"), "items": (b",",), "keys": (b":",)}
+# How every sealed file begins.
+SEALED_MAGIC = b"TSQPSEA1"
+
+
+class Seal(Protocol):
+    """How the files of a sealed directory are read; every method raises SealError."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The files that were sealed."""
+
+    def size(self, path: Path) -> int:
+        """Return the bytes that a file had."""
+
+    def pieces(self, descriptor: int, path: Path, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes that an open file had from `start` on, at most to `stop`."""
+
+
+# By directory, as a path without links followed: whoever owns the disk can change links.
+_seals: dict[str, Seal] = {}
+
+
+def use_seal(directory: Path, seal: Seal | None) -> None:
+    """Have the files of a directory read through a seal from now on, in this process. None: plain.
+
+    While there is a seal, nothing in the directory is read that it does not name.
+    """
+    _seals.pop(os.path.abspath(directory), None)
+    if seal is not None:
+        _seals[os.path.abspath(directory)] = seal
+
+
+def _seal_of(path: Path) -> Seal | None:
+    return _seals.get(os.path.abspath(path.parent))
 
 
 def shown(name: str) -> str:
@@ -39,6 +77,8 @@ def shown(name: str) -> str:
 
 def is_there(path: Path) -> bool:
     """Say whether anything has this name, be it a link that leads nowhere."""
+    if (seal := _seal_of(path)) is not None:
+        return path.name in seal.names
     return os.path.lexists(path)
 
 
@@ -46,7 +86,10 @@ def require_inside(path: Path) -> Path:
     """Return where a file of a model directory really is. Raises ModelError if that is outside.
 
     The links of a Hugging Face cache, from `snapshots/<revision>` to `blobs` beside it, are inside.
+    So is every file of a sealed directory: wherever a link leads, it has to be what was sealed.
     """
+    if _seal_of(path) is not None:
+        return path
     root, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
     in_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
     if in_cache or target.is_relative_to(root):
@@ -71,8 +114,10 @@ def _readable(path: Path) -> Iterator[None]:
 def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
     """Open a regular file for reading and give its descriptor; never waits.
 
-    `inside`: refuse a link out of the file's directory. Raises ModelError that names the file.
+    `inside`: refuse a link out of the file's directory, unless it is sealed: see `require_inside`.
+    Raises ModelError that names the file.
     """
+    inside = inside and _seal_of(path) is None
     target = require_inside(path) if inside else path
     # Not following, because `target` is where the last link led. Not blocking, because of pipes.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if inside else 0)
@@ -88,28 +133,58 @@ def opened(path: Path, *, inside: bool = True) -> Iterator[int]:
         os.close(descriptor)
 
 
+def size_of(descriptor: int, path: Path) -> int:
+    """Return the size of an open file in bytes; of a sealed one, of what was sealed."""
+    seal = _seal_of(path)
+    return os.fstat(descriptor).st_size if seal is None else seal.size(path)
+
+
 def read_start(descriptor: int, limit: int, path: Path) -> bytes:
-    """Read an open file up to `limit` bytes, whatever size it claims. Raises ModelError."""
+    """Read an open file up to `limit` bytes, whatever size it claims.
+
+    Raises ModelError, and SealError, also for a file that is sealed where `use_seal` was not told.
+    """
+    if (seal := _seal_of(path)) is not None:
+        content = io.BytesIO()  # gives its bytes away without a copy
+        for piece in seal.pieces(descriptor, path, 0, limit):
+            content.write(piece)
+        return content.getvalue()
     with _readable(path), os.fdopen(descriptor, "rb", closefd=False) as file:
-        return file.read(limit)
+        start = file.read(limit)
+    if start.startswith(SEALED_MAGIC):
+        expected = "a plain one, or its key (tee-runner --seal-key)"
+        raise SealError(str(path), got="a sealed file", expected=expected)
+    return start
 
 
 def read_bytes(path: Path, limit: int, *, inside: bool = True) -> bytes:
-    """Read a whole file of at most `limit` bytes. Raises ModelError that names the file."""
+    """Read a whole file of at most `limit` bytes. Raises ModelError, SealError, which name it."""
     with opened(path, inside=inside) as descriptor:
-        size = os.fstat(descriptor).st_size
+        size = size_of(descriptor, path)
         content = b"" if size > limit else read_start(descriptor, limit + 1, path)
     if (size := max(size, len(content))) > limit:
         raise ModelError(str(path), got=f"{size} bytes", expected=f"at most {limit}")
     return content
 
 
-def fill(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill a buffer from a place in a file. Raises ModelError that names `path`."""
+def fill(
+    descriptor: int, buffer: memoryview, offset: int, path: Path, *, stored: bool = False
+) -> None:
+    """Fill a buffer from a place in a file. Raises ModelError that names `path`, SealError.
+
+    `stored`: with what is on the disk, sealed or not.
+    """
     done = 0
-    with _readable(path):
-        while done < len(buffer) and (n := os.preadv(descriptor, [buffer[done:]], offset + done)):
-            done += n
+    if not stored and (seal := _seal_of(path)) is not None:
+        for piece in seal.pieces(descriptor, path, offset, offset + len(buffer)):
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+    else:
+        with _readable(path):
+            while done < len(buffer) and (
+                n := os.preadv(descriptor, [buffer[done:]], offset + done)
+            ):
+                done += n
     if done < len(buffer):
         expected = f"{offset + len(buffer)}"
         raise ModelError(str(path), got=f"{offset + done} bytes", expected=expected)

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
-from protocol.model.files import fill, opened, parse_object, read_start, shown
+from protocol.model.files import fill, opened, parse_object, read_start, shown, size_of
 from protocol.validation import validate_file
 
 # The largest models that we run have some thousand tensors, at 150 bytes each.
@@ -119,7 +119,7 @@ class TensorFile:
         with opened(path) as descriptor:
             self._stamp = _stamp(descriptor)
             start = read_start(descriptor, 8 + MAX_HEADER_BYTES, path)
-            self.header = parse_header(start, os.fstat(descriptor).st_size, str(path))
+            self.header = parse_header(start, size_of(descriptor, path), str(path))
 
     @contextmanager
     def reading(self, name: str) -> Iterator[int]:

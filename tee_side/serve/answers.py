@@ -176,9 +176,9 @@ class StreamedAnswer(WholeAnswer):
         return f"data: {head(self._form.id_prefix, self._form.chunk_object, self._model)}"
 
     def finish(self, counts: Counts) -> str:
-        """Return the end of the answer."""
+        """Return the last chunk, if there is one with the counts."""
         last = f'{self._head}"choices":[],"usage":{usage(counts)}}}\n\n'
-        return f"{last if self._with_usage else ''}data: [DONE]\n\n"
+        return last if self._with_usage else ""
 
     def _open(self, choice: _Choice) -> str:
         opening = self._form.opening()

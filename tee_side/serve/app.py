@@ -20,8 +20,9 @@ from tee_side.serve.chat import chat_completions
 from tee_side.serve.completions import completions
 from tee_side.serve.embeddings import embeddings
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine
-from tee_side.serve.exchange import ENDING, require_ready
+from tee_side.serve.exchange import ENDING, Exchange, require_ready
 from tee_side.serve.prompts import require_model
+from tee_side.serve.receipts import AnswerReceipt
 from tee_side.serve.serving import Caller, ServedModel, Serving, serving_of
 from tee_side.serve.tokens import detokenize, tokenize, tokenizer_info
 
@@ -46,7 +47,11 @@ class Guarded(APIRoute):
         async def guarded(request: Request) -> Response:
             serving = serving_of(request)
             request.state.caller = Caller(serving.authorise(request), serving.watch.request())
-            return await handler(request)
+            response = await handler(request)
+            if serving.receipts is not None and isinstance(response, Exchange):
+                # The very bytes that the handler has read.
+                response.receipt = AnswerReceipt(serving.receipts, await request.body())
+            return response
 
         return guarded
 

@@ -18,9 +18,11 @@ from tee_side.engine.background import Ticket
 from tee_side.engine.request import Delivery, Request
 from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.errors import ApiError, loading, of_engine
+from tee_side.serve.receipts import HEADER, AnswerReceipt
 from tee_side.serve.serving import Caller, Counts, Serving
 
 STREAM = "text/event-stream"
+_DONE = "data: [DONE]\n\n"
 
 # Prompts of one HTTP request that wait or run at a time.
 _AT_ONCE = 16
@@ -38,7 +40,7 @@ class Answer(Protocol):
         ...
 
     def finish(self, counts: Counts) -> str:
-        """Return the end of the answer."""
+        """Return the end of the answer; of a stream, what comes before `[DONE]`."""
         ...
 
 
@@ -47,7 +49,7 @@ class Exchange(Response):
 
     The status is sent with the first bytes of the answer: what goes wrong before them is an HTTP
     error, and later an event of the stream, its last one. When the client closes the connection,
-    its requests are cancelled at once.
+    its requests are cancelled at once. `receipt`: signs what is sent, where the server does that.
 
     Raises ApiError for what could never run, before any of it is accounted for.
     """
@@ -64,6 +66,7 @@ class Exchange(Response):
                 raise of_engine(error, param) from None
         self._serving, self._owner, self._watched = serving, caller.owner, caller.watched
         self._requests, self._answer = requests, answer
+        self.receipt: AnswerReceipt | None = None
         self._open: dict[int, Ticket] = {}
         self._left_to_do = deque(range(len(requests)))
         self._begun = False
@@ -73,8 +76,8 @@ class Exchange(Response):
         self._started = False
         self._outcome = "cancelled"
         # An answer that comes whole shows no times between tokens.
-        streamed = answer.content_type == STREAM
-        self._tempo_s = serving.tempo_s if streamed else 0.0
+        self._streamed = answer.content_type == STREAM
+        self._tempo_s = serving.tempo_s if self._streamed else 0.0
         self._next_s = 0.0
         self._counts = Counts(sum(len(request.prompt_ids) for request in requests))
 
@@ -98,7 +101,8 @@ class Exchange(Response):
             leaving.remove_done_callback(self._leave)
             leaving.cancel()
             self._cancel()
-            self._watched.end(self._outcome, self._asked_tokens(), self._counts.completion)
+            signed = None if self.receipt is None else self.receipt.digest
+            self._watched.end(self._outcome, self._asked_tokens(), self._counts.completion, signed)
 
     def _asked_tokens(self) -> int:
         """Return the tokens of the prompts that had a place in the queue."""
@@ -117,21 +121,21 @@ class Exchange(Response):
                 if any(token.finish_reason == "length" for _, d in arrived for token in d.tokens):
                     outcome = "length"
                 if text := "".join([await self._take(*one) for one in arrived]):
-                    await self._send(send, text, more=True)
+                    await self._send(send, text)
                 self._submit()
             await self._tick()
-            text = self._answer.finish(self._counts.rounded(self._serving.round_usage))
+            text, end = self._answer.finish(self._told()), _DONE if self._streamed else ""
         except (TsqpError, asyncio.CancelledError) as error:
             cause = error if isinstance(error, TsqpError) else ENDING
             refused = of_engine(cause)
             if not self._started:
                 raise refused from cause
-            text, outcome = f"data: {refused.body}\n\n", type(cause).__name__
+            text, end, outcome = f"data: {refused.body}\n\n", "", type(cause).__name__
         if self._left.is_set():
             return
         # Settled before the last byte: a client that has all may leave.
         self._outcome = outcome
-        await self._send(send, text, more=False)
+        await self._send(send, text, end)
 
     def _submit(self) -> None:
         """Submit the prompts that come next: a few at a time, as each takes a place in the queue.
@@ -229,11 +233,24 @@ class Exchange(Response):
             return await asyncio.to_thread(self._answer.add, prompt, delivery)
         return self._answer.add(prompt, delivery)
 
-    async def _send(self, send: Send, text: str, *, more: bool) -> None:
-        body = text.encode()
+    def _told(self) -> Counts:
+        return self._counts.rounded(self._serving.round_usage)
+
+    async def _send(self, send: Send, text: str, end: str | None = None) -> None:
+        """Send a piece; with `end`, the last one, and `end` behind its receipt."""
+        body, own = text.encode(), dict[str, str]()
+        if self.receipt is not None:
+            self.receipt.add(body)
+        if self.receipt is not None and end is not None:
+            signed = self.receipt.sign(self._requests, self._told())
+            if self._streamed:
+                body += f": {HEADER} {signed}\n\n".encode()
+            else:
+                own[HEADER] = signed
+        body, more = body + (end or "").encode(), end is None
         if not self._started:
             self._started = True
-            fields = {"content-type": self._answer.content_type, **self._watched.headers()}
+            fields = {"content-type": self._answer.content_type, **self._watched.headers(), **own}
             fields |= {"cache-control": "no-cache"} if more else {"content-length": str(len(body))}
             headers = _encoded(fields.items())
             await send({"type": "http.response.start", "status": 200, "headers": headers})

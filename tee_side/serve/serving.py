@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from starlette.requests import Request as HttpRequest
 
 from protocol.model.config import ModelConfig
+from tee_side.attest.receipts import ReceiptChain
 from tee_side.engine.background import BackgroundEngine
 from tee_side.engine.request import Grammar, Pooling
 from tee_side.engine.tokenizer import Tokenizer
@@ -57,10 +58,12 @@ class Watched(Protocol):
         """Note that so many tokens were delivered at once."""
         ...
 
-    def end(self, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+    def end(
+        self, outcome: str, prompt_tokens: int, completion_tokens: int, receipt: bytes | None
+    ) -> None:
         """Note the end, once: stop, length (of any choice), cancelled (by the client), or an error.
 
-        Of an error it is the name of its type.
+        Of an error it is the name of its type. `receipt`: digest of the answer's, if it has one.
         """
         ...
 
@@ -125,7 +128,7 @@ class Serving:
     PromptError. `compiling`: grammars of each owner.
     `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
     which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
-    told as multiples of it.
+    told as multiples of it. `receipts`: signs each answer; None: answers have no receipts.
     """
 
     engine: BackgroundEngine
@@ -136,6 +139,7 @@ class Serving:
     authorise: Callable[[HttpRequest], str] = anyone
     tempo_s: float = 0.0
     round_usage: int = 1
+    receipts: ReceiptChain | None = None
     compiling: dict[str, Compiling] = field(
         default_factory=lambda: defaultdict(Compiling), init=False
     )

@@ -93,11 +93,14 @@ class RequestWatch:
             else:
                 metrics.between_tokens(now_s - before_s)
 
-    def end(self, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+    def end(
+        self, outcome: str, prompt_tokens: int, completion_tokens: int, receipt: bytes | None = None
+    ) -> None:
         """Account for the end; a second time, or without a `begin` that let it in: nothing.
 
         `outcome`: stop, length, ok (as stop), cancelled, or the name of an error's type; anything
         else counts as an error without a name, so that no text gets into the log by mistake.
+        `receipt`: SHA-256 of the one that was signed, for the log.
         """
         admission, self._admission = self._admission, None
         if admission is None:
@@ -106,10 +109,11 @@ class RequestWatch:
         said, reason = _OUTCOMES.get(outcome, (outcome, "error"))
         if reason == "error" and not _ERROR_TYPE.fullmatch(said):
             said = "error"
-        self._record(said, reason, prompt_tokens, completion_tokens)
+        more = {} if receipt is None else {"receipt": receipt}
+        self._record(said, reason, prompt_tokens, completion_tokens, **more)
 
     def _record(
-        self, outcome: str, reason: str, prompt_tokens: int, completion_tokens: int
+        self, outcome: str, reason: str, prompt_tokens: int, completion_tokens: int, **more: bytes
     ) -> None:
         duration_s = self._watch.clock() - self._arrived_s
         self._watch.metrics.ended(reason)
@@ -123,4 +127,5 @@ class RequestWatch:
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,
                 duration_s=round(duration_s, 6),
+                **more,
             )

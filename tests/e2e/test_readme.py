@@ -18,10 +18,10 @@ BIND, BASE_URL = "tcp://10.0.0.5:5555", "http://127.0.0.1:8000/v1"
 FILES = ("service.key", "service.pub", "runner.key", "runner.pub")
 
 
-def blocks() -> list[str]:
-    """Return the indented blocks of the section."""
+def blocks(title: str = "One worked example") -> list[str]:
+    """Return the indented blocks of a section."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.split("\n## One worked example\n")[1].split("\n## ")[0]
+    section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
     found = re.findall(r"(?:^    .*\n(?:\n(?=    ))*)+", section, re.MULTILINE)
     return [re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in found]
 
@@ -60,6 +60,37 @@ def test_the_worked_example(tmp_path: Path) -> None:
             texts = [run_python(here(code, gpu=gpu, api=server.base_url)) for code in python]
     assert "fox" in texts[0]
     assert len(texts[1].split()) > 30
+
+
+def test_the_proof_before_the_prompt(tmp_path: Path) -> None:
+    (both,) = blocks("Proof before the prompt")
+    commands, code = both.split("\n\n", 1)
+    gpu, manifest, serve, verify = (shlex.split(line) for line in commands.splitlines())
+    socket, pins = str(tmp_path / "gpu.sock"), str(tmp_path / "manifest.json")
+
+    def here(words: list[str]) -> list[str]:
+        """Put in this test's folder."""
+        return [
+            word.replace("/tmp/gpu.sock", socket).replace("manifest.json", pins) for word in words
+        ]
+
+    assert (gpu[0], manifest[:2], serve[:2]) == (
+        "gpu-service",
+        ["tsqp", "manifest"],
+        ["tee-runner", "serve"],
+    )
+    assert call(*here(manifest)).returncode == 0
+    assert gpu[2] == "--bind"
+    with (
+        running_service(gpu[1], here(gpu)[3], *gpu[4:]),
+        running_server(*here(serve)[3:], model=serve[2]) as server,
+    ):
+        shown = call(*[server.address if "://" in word else word for word in verify])
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.endswith("\nverified\n")
+        opened = "from openai import OpenAI\n" + code
+        said = run_python(opened.replace("https://127.0.0.1:8000", server.address))
+    assert len(said.split()) > 4
 
 
 def run_python(code: str) -> str:

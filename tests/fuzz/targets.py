@@ -13,6 +13,7 @@ from types import FrameType
 
 import torch
 
+from tests.fuzz.attest_targets import ATTEST_TARGETS
 from tests.fuzz.engine import (
     BATCH,
     CORPUS,
@@ -28,7 +29,13 @@ from tests.fuzz.kernel_targets import KERNEL_TARGETS
 from tests.fuzz.peer_targets import PEER_TARGETS
 from tests.fuzz.wire_targets import WIRE_TARGETS
 
-TARGETS: tuple[Target, ...] = (*WIRE_TARGETS, *PEER_TARGETS, *FILE_TARGETS, *KERNEL_TARGETS)
+TARGETS: tuple[Target, ...] = (
+    *WIRE_TARGETS,
+    *PEER_TARGETS,
+    *FILE_TARGETS,
+    *KERNEL_TARGETS,
+    *ATTEST_TARGETS,
+)
 EXECUTIONS = Path(__file__).with_name("executions.json")
 # No batch takes so long, unless an execution of it hangs.
 _HUNG_S = 60
@@ -107,7 +114,8 @@ def fuzz(
             total.seconds = time.monotonic() - began
             yield total
     for target in TARGETS:
-        keep(target, kept[target.name])
+        if target.name in only:
+            keep(target, kept[target.name])
 
 
 def keep(target: Target, cases: list[Case], folder: Path = CORPUS) -> None:

@@ -98,10 +98,11 @@ def main() -> None:
     for name, file in sorted(files.items()):
         print(f"{total([file]):6}  {name}")  # noqa: T201
     print(f"{total(files.values()):6}  imported by a shielded run")  # noqa: T201
-    serve = set(all_of("tee_side/serve"))
-    whole = set(all_of("protocol", "tee_side")) - serve
-    print(f"{total(whole):6}  all of protocol and tee_side, without serve")  # noqa: T201
-    print(f"{total(serve):6}  of tee_side/serve")  # noqa: T201
+    apart = {name: set(all_of(f"tee_side/{name}")) for name in ("attest", "serve")}
+    whole = set(all_of("protocol", "tee_side")).difference(*apart.values())
+    print(f"{total(whole):6}  all of protocol and tee_side, without {' and '.join(apart)}")  # noqa: T201
+    for name, there in apart.items():
+        print(f"{total(there):6}  of tee_side/{name}")  # noqa: T201
 
 
 if __name__ == "__main__":

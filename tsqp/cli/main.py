@@ -25,10 +25,10 @@ from tsqp.extras import needing
 _EXTRA = "the extra demo: pip install '.[demo]'"
 _NAMED_SO = (
     *("audit", "bench", "calibrate", "doctor", "explain", "health", "keys"),
-    *("leak", "manifest", "plan", "provision"),
+    *("leak", "manifest", "plan", "provision", "proxy", "receipt", "seal", "verify"),
 )
 # Commands that make keys, or read a text that may be private.
-_WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "provision"}
+_WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "provision", "seal"}
 _MODULES = {
     "policies": "catalogue",
     "masks": "catalogue",

@@ -102,6 +102,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "SHA-256 of the manifest: needed where it lies on a disk that is not trusted.",
         metavar="HEX",
     ),
+    "seal-key": _file("MODEL is sealed (tsqp seal): the key that opens it."),
+    "seal-key-fd": _row(_AT_LEAST_0, None, "An open file, such as a pipe, that has this key."),
+    "seal-key-command": _row(
+        str,
+        None,
+        "A command, run without a shell, whose stdout is this key: of a key service's tool.",
+        metavar="COMMAND",
+    ),
+    "seal-digest": _row(
+        str,
+        None,
+        "SHA-256 that tsqp seal printed: no older seal, and no other model's, is taken.",
+        metavar="HEX",
+    ),
     "calibration": _file(
         "Activation scales for int8 policies; default: calibration.safetensors in MODEL."
     ),

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +16,7 @@ from tsqp.cli.options import use
 from tsqp.cli.program import model_directory
 from tsqp.cli.settings import CONTEXT, config_option, model_argument
 from tsqp.cli.status import bytes_for_people
-from tsqp.cli.trust import bank_place, load_manifest, load_pinned_policy
+from tsqp.cli.trust import SEAL, bank_place, load_manifest, load_pinned_policy, open_seal
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
@@ -62,6 +61,7 @@ def pads() -> None:
     "policy",
     "manifest",
     "manifest-digest",
+    *(name.replace("_", "-") for name in SEAL),
     "kernels",
     "threads",
     bank=_THE_BANK,
@@ -71,8 +71,6 @@ def pads() -> None:
 def make(
     *,
     model: str,
-    manifest: Path | None,
-    manifest_digest: str | None,
     tokens: int,
     capacity: int | None,
     policy: str,
@@ -102,7 +100,8 @@ def make(
         raise SettingsError("--bank", got="none", expected="the pad bank")
     native.set_up(kernels, threads)
     directory = model_directory(model)
-    pinned = load_manifest(directory, {"manifest": manifest, "manifest_digest": manifest_digest})
+    open_seal(directory, settings)
+    pinned = load_manifest(directory, settings)
     config, checkpoint = read_config(directory, pinned), Checkpoint(directory, pinned)
     chosen = load_pinned_policy(policy, pinned)
     chosen.check(config.num_hidden_layers)

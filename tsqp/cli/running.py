@@ -19,9 +19,11 @@ from tsqp.cli.printing import Printer
 from tsqp.cli.program import model_directory
 from tsqp.cli.status import StatusLine, pads_left, traffic
 from tsqp.cli.trust import (
+    SEAL,
     bank_place,
     load_manifest,
     load_pinned_policy,
+    open_seal,
     read_client_keys,
     warn_without_keys,
 )
@@ -62,12 +64,12 @@ _OTHERS = (
     *("link_gbps", "link_rtt_us", "step_tokens", "max_kv_mib", "max_message_mib", "stats", "json"),
 )
 RUN_OPTIONS = tuple(
-    name.replace("_", "-") for name in (*_OTHERS, *_SAME, *_MASKS, *_BANK, *_SAMPLING)
+    name.replace("_", "-") for name in (*_OTHERS, *SEAL, *_SAME, *_MASKS, *_BANK, *_SAMPLING)
 )
 # Where each request says how it is to be answered.
 SERVING_OPTIONS = tuple(
     name.replace("_", "-")
-    for name in (*_OTHERS, *_SAME, *_MASKS, *_BANK)
+    for name in (*_OTHERS, *SEAL, *_SAME, *_MASKS, *_BANK)
     if name not in {"max_new_tokens", "stop", "stats", "json"}
 )
 
@@ -82,15 +84,16 @@ class Loaded:
 
 
 def load(settings: dict[str, Any], *, text_needed: bool) -> Loaded:
-    """Read manifest, policy and tokenizer, which is left out if the model has none.
+    """Open the seal, read manifest, policy and tokenizer, which is left out if the model has none.
 
-    Raises ModelError for a missing directory, or for a missing tokenizer that is needed.
+    Raises SealError, and ModelError for a missing directory, or a missing tokenizer that is needed.
     """
     from protocol.model.config import read_config
     from protocol.model.manifest import find_file
     from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 
     directory = model_directory(settings["model"])
+    open_seal(directory, settings)
     manifest = load_manifest(directory, settings)
     policy = load_pinned_policy(settings["policy"], manifest)
     # First, because a missing directory is to be called that, and not a missing tokenizer.

@@ -28,6 +28,21 @@ _COUNT = click.IntRange(min=1)
 @click.option("--tls-certificate", type=PATH, metavar="FILE", help="PEM, with its chain.")
 @click.option("--tls-key", type=PATH, metavar="FILE", help="PEM, of the certificate.")
 @click.option(
+    "--attest",
+    type=click.Choice(["snp", "tdx", "simulated"]),
+    help="Prove to clients what runs here, by evidence of this hardware; keys are made inside.",
+)
+@click.option(
+    "--attest-certificate",
+    type=PATH,
+    multiple=True,
+    metavar="FILE",
+    help="Of AMD's, in DER or PEM, where the host gives none; repeatable.",
+)
+@click.option(
+    "--attest-collateral", type=PATH, metavar="FILE", help="TDX: Intel's; SEV-SNP: AMD's CRL."
+)
+@click.option(
     "--api-keys",
     type=PATH,
     metavar="FILE",
@@ -99,6 +114,9 @@ def serve(**settings: Any) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     began = time.monotonic()
     _require_both(settings, "tls_certificate", "tls_key")
+    if settings["attest"] and settings["tls_key"]:
+        expected = "no --tls-key: keys of an attested server are made inside"
+        raise SettingsError("--attest", got="--tls-key as well", expected=expected)
     if settings["page"] and not _is_loopback(settings["host"]):
         expected = "an address of this machine alone: it shows what crosses, to anyone who asks"
         raise SettingsError("--page", got=f"--host {settings['host']}", expected=expected)
@@ -116,13 +134,19 @@ def serve(**settings: Any) -> None:
         prefix_reuse=settings["prefix_reuse"],
     )
     _say(began, f"loading {settings['model']} under policy {policy.name}")
+    identity = None
+    if settings["attest"]:
+        from tsqp.attestation import identify
+
+        identity = identify(settings, loaded)
+        _say(began, identity.said)
     feed = None
     if settings["page"]:
         from tsqp.page.feed import Feed
 
         feed = Feed()
     with (
-        opened_parts(settings) as parts,
+        opened_parts(settings, identity) as parts,
         open_runner(
             settings,
             loaded,

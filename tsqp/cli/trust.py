@@ -1,4 +1,4 @@
-"""What the options of a run name: manifest, policy, keys and pad bank."""
+"""What the options of a run name: seal, manifest, policy, keys and pad bank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,35 @@ if TYPE_CHECKING:
     from tee_side.policy.placement import Policy
     from tee_side.protect.pads.bank_files import BankPlace
 
+# Settings of a sealed model.
+SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
+
+
+def open_seal(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Have MODEL read through its seal from now on, where a key is given.
+
+    Says on stderr what a seal is worth whose digest is not. Raises SettingsError, KeyFileError,
+    SealError.
+    """
+    from protocol.model.files import use_seal
+
+    _refuse_from_settings_file(*SEAL)
+    digest = _checked_digest(settings, "seal_digest")
+    use_seal(directory, None)
+    if all(settings[name] is None for name in SEAL):
+        return
+    from protocol.model.sealed import SealedModel
+    from tsqp.seal_keys import provided_key
+
+    seal = SealedModel(directory, provided_key(settings), digest)
+    use_seal(directory, seal)
+    if digest is None:
+        click.echo(
+            f"{directory} is taken without --seal-digest {seal.digest}: an older seal, or another"
+            " model's for the same key, would be taken as well",
+            err=True,
+        )
+
 
 def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | None:
     """Read what `--manifest` and `--manifest-digest` say; None without them.
@@ -28,12 +57,8 @@ def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | No
     Checks the settings files of this command against it, and says on stderr what a manifest inside
     MODEL is worth. Raises SettingsError, ManifestError.
     """
-    _refuse_from_settings_file()
-    path, digest = settings["manifest"], settings["manifest_digest"]
-    if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
-        raise SettingsError(
-            "--manifest-digest", got=describe(digest), expected="64 hexadecimal digits"
-        )
+    _refuse_from_settings_file("manifest", "manifest_digest")
+    path, digest = settings["manifest"], _checked_digest(settings, "manifest_digest")
     if path is None:
         if digest is not None:
             raise SettingsError(
@@ -54,10 +79,18 @@ def load_manifest(directory: Path, settings: Mapping[str, Any]) -> Manifest | No
     return found
 
 
-def _refuse_from_settings_file() -> None:
-    """Refuse a settings file that says which manifest: the manifest is what pins that file."""
+def _checked_digest(settings: Mapping[str, Any], name: str) -> str | None:
+    digest: str | None = settings[name]
+    if digest is not None and not re.fullmatch("[0-9a-fA-F]{64}", digest):
+        where = f"--{name.replace('_', '-')}"
+        raise SettingsError(where, got=describe(digest), expected="64 hexadecimal digits")
+    return digest
+
+
+def _refuse_from_settings_file(*names: str) -> None:
+    """Refuse a settings file that says which model: a manifest, maybe sealed, pins that file."""
     context = click.get_current_context(silent=True)
-    for name in ("manifest", "manifest_digest"):
+    for name in names:
         if context and context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
             raise SettingsError(
                 f"--{name.replace('_', '-')}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ from click.testing import CliRunner
 
 from protocol import native
 from protocol.errors import SettingsError
+from tee_side.attest import attesters
 from tests.support import Service, make_model, running_service
+from tests.tools.fake_tsm import FakeKernel
 from tsqp import doctor, preflight
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
@@ -198,6 +201,30 @@ def test_kernels_that_are_not_used_are_noted(monkeypatch: pytest.MonkeyPatch) ->
     refused = found(native.Choice("portable", ("avx2",), True))
     assert refused["kernels"] == ("ok", "compiled, portable")
     assert "wrong results" in refused["kernels avx2"][1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "states"),
+    [
+        (FakeKernel(configfs=False), ("note", "note", "ok")),
+        (FakeKernel(), ("ok", "note", "ok")),
+        (FakeKernel(configfs=False, sev_guest=True), ("ok", "note", "ok")),
+        (FakeKernel(provider="tdx_guest"), ("note", "ok", "ok")),
+    ],
+    ids=["none", "snp", "snp by ioctl", "tdx"],
+)
+def test_what_gives_evidence_is_listed(
+    monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel, states: tuple[str, ...]
+) -> None:
+    here = functools.partial(attesters.find_attester, system=kernel.system())
+    monkeypatch.setattr(attesters, "find_attester", here)
+    found = {one.name: one for one in doctor.examine() if one.topic == "tee"}
+    names = ("attester snp", "attester tdx", "attester simulated")
+    assert tuple(found[name].state for name in names) == states
+    for name in names:
+        assert found[name].detail.startswith("evidence " if found[name].state == "ok" else "not ")
+    assert "proves nothing" in found["attester simulated"].detail
+    assert kernel.entries == {}
 
 
 def test_a_table_says_what_to_do() -> None:

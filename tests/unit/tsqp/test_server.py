@@ -45,7 +45,7 @@ def _in_a_task() -> None:
 
 
 def test_while_the_model_is_loaded_every_path_is_503_and_then_who_connects_waits() -> None:
-    with opened_parts(SETTINGS) as parts:
+    with opened_parts(SETTINGS, None) as parts:
         address = parts.listening.getsockname()
         for path in ("/health", "/v1/models", "/metrics"):
             connection = http.client.HTTPConnection(*address, timeout=30)

@@ -179,6 +179,7 @@ class FakeWatch:
     begun: list[tuple[str, int, int]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     ended: list[tuple[str, int, int]] = field(default_factory=list)
+    receipts: list[bytes | None] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -204,8 +205,11 @@ class FakeWatch:
     def token(self, count: int) -> None:
         self.events.append(count)
 
-    def end(self, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+    def end(
+        self, outcome: str, prompt_tokens: int, completion_tokens: int, receipt: bytes | None
+    ) -> None:
         self.ended.append((outcome, prompt_tokens, completion_tokens))
+        self.receipts.append(receipt)
         self.over.set()
 
 

@@ -1,0 +1,1 @@
+"""Attestation: evidence of what runs, its verification, and its appraisal by a policy."""

@@ -1,0 +1,148 @@
+"""What a reader of evidence asks for, as data: a TOML file.
+
+What it leaves out is at its strictest, or refused; what is not to be looked at says "any":
+
+   mode = "production"
+   max_age_s = 86400
+
+   [snp]
+   measurements = ["..."]      # 96 hexadecimal digits each
+   host_data = "any"
+   products = ["genoa", "turin"]
+   [snp.minimum_tcb]
+   genoa = { bootloader = 10, tee = 0, snp = 23, microcode = 84 }
+   turin = { bootloader = 1, tee = 1, snp = 4, microcode = 81, fmc = 1 }
+
+   [claims]
+   model = ["..."]             # what `tsqp manifest` prints
+   policy = ["..."]
+   settings = "any"
+   version = ["0.1.0"]
+   plugins = []
+   services = "any"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import SettingsError
+from tee_side.attest.snp_report import Product, SigningKey
+from tee_side.refusals import first_problem
+
+Mode: TypeAlias = Literal["development", "production", "gpu-confidential"]
+NotLookedAt: TypeAlias = Literal["any"]
+
+
+def _from_hex(value: object) -> object:
+    return bytes.fromhex(value) if isinstance(value, str) and value != "any" else value
+
+
+Hex32 = Annotated[bytes, BeforeValidator(_from_hex), Field(min_length=32, max_length=32)]
+Hex48 = Annotated[bytes, BeforeValidator(_from_hex), Field(min_length=48, max_length=48)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class MinimumTcb(_Table):
+    """The oldest firmware of a product; `fmc`: of Turin alone."""
+
+    bootloader: int
+    tee: int
+    snp: int
+    microcode: int
+    fmc: int = 0
+
+
+class SnpPolicy(_Table):
+    """What a guest of SEV-SNP must be.
+
+    Milan is accepted where it is named alone: its root of trust was extracted in software in 2026.
+    """
+
+    measurements: tuple[Hex48, ...] | NotLookedAt
+    host_data: tuple[Hex32, ...] | NotLookedAt
+    products: tuple[Product, ...]
+    minimum_tcb: dict[Product, MinimumTcb] | NotLookedAt
+    signing_key: SigningKey | NotLookedAt = "vcek"
+    vmpl: int | NotLookedAt = 0
+    debug: Literal["off", "any"] = "off"
+    migration_agent: Literal["off", "any"] = "off"
+    alias_check: Literal["done", "any"] = "done"
+
+    @model_validator(mode="after")
+    def _each_product_has_a_minimum(self) -> SnpPolicy:
+        if self.minimum_tcb != "any" and set(self.minimum_tcb) != set(self.products):
+            raise ValueError("a minimum_tcb for each of the products, and no other")
+        return self
+
+
+class TdxPolicy(_Table):
+    """What a guest of TDX must be; `rtmr`: by number, "0" to "3"."""
+
+    mrtd: tuple[Hex48, ...] | NotLookedAt
+    rtmr: dict[Literal["0", "1", "2", "3"], tuple[Hex48, ...]] | NotLookedAt
+    tcb_status: tuple[str, ...] | NotLookedAt = ("UpToDate",)
+
+
+class SimulatedPolicy(_Table):
+    """What a simulated TEE must say of itself."""
+
+    measurements: tuple[Hex48, ...] | NotLookedAt
+
+
+class ClaimsPolicy(_Table):
+    """What must run in it; see Claims. `services`: CURVE keys of services that it may speak to."""
+
+    model: tuple[Hex32, ...] | NotLookedAt
+    policy: tuple[Hex32, ...] | NotLookedAt
+    settings: tuple[Hex32, ...] | NotLookedAt
+    plugins: tuple[Hex32, ...] | NotLookedAt
+    services: tuple[Hex32, ...] | NotLookedAt
+    version: tuple[str, ...] | NotLookedAt
+
+
+class AppraisalPolicy(_Table):
+    """A policy; a kind of TEE without a table is not accepted."""
+
+    mode: Mode
+    max_age_s: int | NotLookedAt
+    claims: ClaimsPolicy
+    snp: SnpPolicy | None = None
+    tdx: TdxPolicy | None = None
+    simulated: SimulatedPolicy | None = None
+
+    @model_validator(mode="after")
+    def _simulated_in_development_alone(self) -> AppraisalPolicy:
+        if self.simulated is not None and self.mode != "development":
+            raise ValueError('no table [simulated] but where mode = "development"')
+        return self
+
+    @classmethod
+    def development(cls) -> AppraisalPolicy:
+        """Return what accepts any simulated TEE: it shows that parts fit, and proves nothing."""
+        looked_at = dict.fromkeys(ClaimsPolicy.model_fields, "any")
+        simulated = {"measurements": "any"}
+        said = {"mode": "development", "max_age_s": "any", "simulated": simulated}
+        return cls.model_validate(said | {"claims": looked_at})
+
+    @classmethod
+    def load(cls, path: Path) -> AppraisalPolicy:
+        """Read a file. Raises SettingsError."""
+        try:
+            return cls.model_validate(tomllib.loads(path.read_text()), strict=False)
+        except OSError as error:
+            got = error.strerror or type(error).__name__
+            raise SettingsError(str(path), got=got, expected="an appraisal policy") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+            raise SettingsError(str(path), got="another content", expected="TOML") from None
+        except ValidationError as error:
+            problem = first_problem(error, cls.model_fields)
+            where = f"{path}: {problem.field}" if problem.field else str(path)
+            raise SettingsError(where, got=problem.got, expected=problem.expected) from None

@@ -1,0 +1,65 @@
+"""`GET /v1/attestation?nonce=`: evidence of this server, of now.
+
+Anyone may ask: a client has to know whom it would send its key to. The hardware takes its time for
+each, and refuses many; nothing is kept from one nonce to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from base64 import b64encode
+from collections.abc import Callable
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from protocol.errors import EvidenceError
+from tee_side.attest.claims import NONCE_BYTES
+from tee_side.attest.identity import Identity
+from tee_side.serve.errors import ApiError
+
+_NONCE = re.compile(f"[0-9a-fA-F]{{{2 * NONCE_BYTES}}}")
+_AT_ONCE, _A_SECOND = 32, 8
+
+
+class Attestation:
+    """Answers with statements, one at a time; `clock`: monotonic seconds.
+
+    32 may be asked for at once, and then 8 a second; others get a 429.
+    """
+
+    def __init__(self, identity: Identity, clock: Callable[[], float] = time.monotonic) -> None:
+        self._identity, self._clock = identity, clock
+        self._left, self._since_s = float(_AT_ONCE), clock()
+        self._turn = asyncio.Lock()
+
+    def route(self) -> APIRoute:
+        """Return the path."""
+        return APIRoute("/v1/attestation", self.answer, methods=["GET"], response_model=None)
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a request. Raises ApiError."""
+        nonce = request.query_params.get("nonce", "")
+        if not _NONCE.fullmatch(nonce):
+            expected = f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits"
+            raise ApiError(400, expected, param="query.nonce", code="invalid_nonce")
+        self._take()
+        async with self._turn:
+            try:
+                stated = await asyncio.to_thread(self._identity.state, bytes.fromhex(nonce))
+            except EvidenceError:
+                raise ApiError(503, "the hardware gives no evidence", code="no_evidence") from None
+        fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
+        return JSONResponse(fields, headers={"cache-control": "no-store"})
+
+    def _take(self) -> None:
+        now_s = self._clock()
+        self._left = min(_AT_ONCE, self._left + (now_s - self._since_s) * _A_SECOND)
+        self._since_s = now_s
+        if self._left < 1:
+            again = {"retry-after": "1"}
+            raise ApiError(429, "too many ask for evidence", code="rate_limited", headers=again)
+        self._left -= 1

@@ -1,0 +1,160 @@
+"""A server that proves what it runs, and clients that ask it: real processes, simulated TEE."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import openai
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.e2e.serving import TEE_ONLY, Server, running_server
+from tests.forked import ENVIRONMENT, Forked
+from tsqp.cli.main import command
+from tsqp.client import NotAttestedError, connect
+
+CHAT: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
+OPTIONS: Any = {"model": "demo", "seed": 7, "max_tokens": 16}
+WAIT_S = 60
+
+
+def tsqp(*arguments: str) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(command, arguments, env={"COLUMNS": "160"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the manifest is."""
+    made = tmp_path_factory.mktemp("attested")
+    assert tsqp("manifest", "demo", "-o", str(made / "manifest.json")).exit_code == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    """An attested server."""
+    manifest = str(folder / "manifest.json")
+    with running_server(*TEE_ONLY, "--attest", "simulated", "--manifest", manifest) as running:
+        assert running.address.startswith("https://")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def appraisal(folder: Path, server: Server) -> Path:
+    """What the server passes: what it said of itself at its start."""
+    (line,) = (line for line in server.log if "attested by simulated" in line)
+    claims = "\n".join(
+        f'{name} = ["{digest}"]' for name, digest in re.findall(r"(\w+) ([0-9a-f]{64})", line)
+    )
+    path = folder / "appraisal.toml"
+    path.write_text(
+        'mode = "development"\nmax_age_s = 3600\n[simulated]\nmeasurements = "any"\n[claims]\n'
+        f'{claims}\nversion = "any"\nplugins = []\nservices = []\n'
+    )
+    return path
+
+
+def test_openai_s_client_gets_the_same_over_the_verified_channel(
+    server: Server, appraisal: Path
+) -> None:
+    connection = connect(server.address, appraisal)
+    client = openai.OpenAI(
+        base_url=connection.base_url, http_client=connection.http_client, api_key="none"
+    )
+    with client:
+        whole = client.chat.completions.create(messages=CHAT, **OPTIONS)
+        streamed = client.chat.completions.create(messages=CHAT, stream=True, **OPTIONS)
+        pieces = [chunk.choices[0].delta.content or "" for chunk in streamed]
+    assert len(pieces) > 5
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_verify_shows_each_step(server: Server, appraisal: Path, folder: Path) -> None:
+    shown = tsqp("verify", server.address, "--policy", str(appraisal))
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert lines[-1] == "verified"
+    for name in ("evidence", "claims", "nonce", "TLS key", "model", "policy", "settings"):
+        assert any(line.startswith(f"pass  {name}: ") for line in lines)
+    assert any(line.startswith("pinned  certificate: ") for line in lines)
+    assert "Nothing is proved" in shown.stderr
+    said = json.loads(tsqp("verify", server.address, "--mode", "development", "--json").stdout)
+    assert said["passed"]
+    assert {step["passed"] for step in said["steps"]} == {True}
+    assert said["pinned"]["receipt_key"]
+
+
+def test_verify_shows_what_differs(server: Server, appraisal: Path, folder: Path) -> None:
+    other = folder / "other.toml"
+    other.write_text(re.sub(r'model = \["..', 'model = ["00', appraisal.read_text()))
+    shown = tsqp("verify", server.address, "--policy", str(other))
+    assert shown.exit_code == 1
+    assert "FAIL  model: got " in shown.stdout
+    assert shown.stdout.splitlines()[-1].startswith("NOT verified: certificate: model: got ")
+    said = json.loads(tsqp("verify", server.address, "--policy", str(other), "--json").stdout)
+    assert [step["name"] for step in said["steps"] if not step["passed"]] == ["model"]
+    with pytest.raises(NotAttestedError, match="certificate: model"):
+        connect(server.address, other)
+
+
+def test_verify_reads_what_a_server_said(server: Server, appraisal: Path, folder: Path) -> None:
+    path, tls = folder / "said.json", ssl._create_unverified_context()
+    path.write_text(server.get(f"/v1/attestation?nonce={'00' * 32}", tls=tls))
+    assert tsqp("verify", str(path), "--policy", str(appraisal)).exit_code == 0
+    path.write_text(path.read_text()[:-9])
+    broken = tsqp("verify", str(path), "--policy", str(appraisal))
+    assert broken.exit_code == 1
+    assert broken.stdout.startswith("NOT verified: answer: got another content")
+
+
+def test_a_policy_is_needed_and_its_mode_holds(server: Server, appraisal: Path) -> None:
+    none = tsqp("verify", server.address)
+    assert "--policy: got none" in str(none.exception)
+    other = tsqp("verify", server.address, "--policy", str(appraisal), "--mode", "production")
+    assert "expected development" in str(other.exception)
+
+
+@contextmanager
+def proxied(*arguments: str) -> Iterator[str]:
+    """Run `tsqp proxy`, and give its address."""
+    process = Forked("tsqp", ("proxy", *arguments, "--listen", "127.0.0.1:0"), ENVIRONMENT)
+    try:
+        ready = ""
+        while "ready: " not in ready:
+            ready = process.stderr.readline()
+            assert ready
+        yield ready.split("ready: ")[1].split()[0]
+    finally:
+        process.kill()
+
+
+def test_any_program_goes_through_the_proxy(server: Server, appraisal: Path) -> None:
+    with proxied(server.address, "--policy", str(appraisal)) as address:
+        with urlopen(f"{address}/models", timeout=WAIT_S) as reply:
+            assert json.load(reply)["data"][0]["id"] == "demo"
+        client = openai.OpenAI(base_url=address, api_key="none")
+        with client, client.chat.completions.create(messages=CHAT, stream=True, **OPTIONS) as chat:
+            assert sum(1 for _ in chat) > 5
+
+
+def test_keys_of_a_file_and_of_an_identity_exclude_each_other(folder: Path) -> None:
+    for given, words in (
+        (
+            ("--tls-key", "a", "--tls-certificate", "b"),
+            "keys of an attested server are made inside",
+        ),
+        ((), "--manifest, which pins what is claimed"),
+    ):
+        arguments = ("serve", "demo", *TEE_ONLY, "--attest", "simulated", *given)
+        process = Forked("tee-runner", arguments, ENVIRONMENT)
+        _, said = process.communicate(WAIT_S)
+        assert process.returncode == 2
+        assert words in said

@@ -1,0 +1,212 @@
+"""tee-runner reads a sealed model: the same tokens, nothing plain on a disk, and typed refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from protocol.model.files import use_seal
+from tests.e2e.in_process import call
+from tests.e2e.test_bad_input import refused
+from tests.support import run
+from tests.tables import each_row
+from tsqp.cli.program import model_directory
+from tsqp.llm import LLM, SamplingParams
+
+DEMO = model_directory("demo")
+PROMPT = ("--policy", "tee-only", "--prompt", "Once upon a time", "--max-new-tokens", "8", "--json")
+
+
+class Sealed(NamedTuple):
+    """The demo model, sealed."""
+
+    directory: Path
+    key: Path
+    digest: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ("--seal-key", str(self.key), "--seal-digest", self.digest)
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sealed]:
+    root = tmp_path_factory.mktemp("sealed")
+    key, directory = root / "model.key", root / "sealed"
+    assert call("tsqp", "seal", "new-key", str(key)).returncode == 0
+    done = call("tsqp", "seal", "demo", "--to", str(key), "-o", str(directory))
+    assert done.returncode == 0, done.stderr
+    yield Sealed(directory, key, done.stdout.split()[-1])
+    use_seal(directory, None)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    """What the plain model says."""
+    return generated("demo")
+
+
+def generated(*arguments: str, **environment: str) -> list[int]:
+    result = call("tee-runner", "generate", *arguments, *PROMPT, **environment)
+    assert result.returncode == 0, result.stderr
+    ids: list[int] = json.loads(result.stdout)["token_ids"]
+    return ids
+
+
+_written: list[str] | None = None
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note each file that is opened to be written."""
+    if _written is not None and event == "open" and arguments[2] is not None:
+        path, _, flags = arguments
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            _written.append(os.fspath(path) if isinstance(path, os.PathLike) else str(path))
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    global _written  # noqa: PLW0603 - a hook stays for the life of the process
+    sys.addaudithook(_note)
+    _written = found = []
+    try:
+        yield found
+    finally:
+        _written = None
+
+
+def test_the_same_tokens_and_no_file_is_written(
+    sealed: Sealed, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = {path: path.stat().st_mtime_ns for path in sealed.directory.rglob("*")}
+    with noted() as written:
+        assert generated(str(sealed.directory), *sealed.options) == tokens
+    assert not [path for path in written if _is_file(path)]
+    assert list(tmp_path.rglob("*")) == []
+    assert before == {path: path.stat().st_mtime_ns for path in sealed.directory.rglob("*")}
+    with noted() as written:
+        (tmp_path / "x").write_text("x")
+    assert set(written) == {str(tmp_path / "x")}  # the hook sees files that are written
+
+
+def _is_file(path: str) -> bool:
+    return not os.path.exists(path) or stat.S_ISREG(os.stat(path).st_mode)
+
+
+def test_every_provider_opens_it(sealed: Sealed, tokens: list[int]) -> None:
+    directory = str(sealed.directory)
+    for how, value in (
+        ("command", f"cat {sealed.key}"),
+        ("fd", str(os.open(sealed.key, os.O_RDONLY))),
+    ):
+        options = (f"--seal-key-{how}", value, "--seal-digest", sealed.digest)
+        assert generated(directory, *options) == tokens
+    given = {"TSQP_SEAL_KEY_FD": str(os.open(sealed.key, os.O_RDONLY))}
+    assert generated(directory, "--seal-digest", sealed.digest, **given) == tokens
+
+
+def test_a_process_of_its_own_by_environment(sealed: Sealed, tokens: list[int]) -> None:
+    result = run(
+        "tee-runner",
+        *("generate", str(sealed.directory), *PROMPT, "--threads", "1"),
+        TSQP_SEAL_KEY=str(sealed.key),
+        TSQP_SEAL_DIGEST=sealed.digest,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["token_ids"] == tokens
+    assert "seal" not in result.stderr
+
+
+def test_a_seal_without_a_digest_is_taken_and_said_so(sealed: Sealed) -> None:
+    arguments = (str(sealed.directory), "--seal-key", str(sealed.key), *PROMPT)
+    result = call("tee-runner", "generate", *arguments)
+    assert result.returncode == 0
+    assert f"without --seal-digest {sealed.digest}: an older seal" in result.stderr
+
+
+def test_pads_a_manifest_inside_and_int8(sealed: Sealed, tmp_path: Path) -> None:
+    plain, directory = tmp_path / "plain", tmp_path / "sealed"
+    shutil.copytree(DEMO, plain)
+    made = call("tsqp", "manifest", str(plain))
+    pinned = ("--manifest", str(directory / "manifest.json"), "--manifest-digest")
+    pinned += (made.stdout.split()[-1],)
+    done = call("tsqp", "seal", str(plain), "--to", str(sealed.key), "-o", str(directory))
+    options = (*sealed.options[:2], "--seal-digest", done.stdout.split()[-1], *pinned)
+    text = ("--policy", "tee-only-int8", *PROMPT[2:])
+    ids = []
+    for where in ((str(plain),), (str(directory), *options)):
+        result = call("tee-runner", "generate", *where, *text)
+        assert result.returncode == 0, result.stderr
+        ids.append(json.loads(result.stdout)["token_ids"])
+    assert ids[0] == ids[1]
+    use_seal(directory, None)
+    bank = ("--bank", str(tmp_path / "bank"), "--bank-key-beside-bank", "--tokens", "2")
+    pads = call("tee-runner", "pads", "make", str(directory), *options, *bank)
+    assert pads.returncode == 0, pads.stderr
+    assert "2 of 2 tokens available" in pads.stdout
+
+
+def test_in_python(sealed: Sealed) -> None:
+    options = {"policy": "tee-only", "seal_key": sealed.key, "seal_digest": sealed.digest}
+    texts = []
+    for model, more in (("demo", {"policy": "tee-only"}), (str(sealed.directory), options)):
+        with LLM(model, **more) as llm:
+            greedy = SamplingParams(max_tokens=4, temperature=0)
+            texts.append(llm.generate("Once", greedy)[0].outputs[0].text)
+    assert texts[0] == texts[1]
+
+
+def test_what_is_refused(sealed: Sealed, tmp_path: Path) -> None:
+    directory, key = str(sealed.directory), ("--seal-key", str(sealed.key))
+    other, config = tmp_path / "other.key", tmp_path / "settings.toml"
+    call("tsqp", "seal", "new-key", str(other))
+    config.write_text(f'seal-key = "{sealed.key}"\n')
+    cut = tmp_path / "cut"
+    shutil.copytree(sealed.directory, cut)
+    with (cut / "model.safetensors").open("r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"x")
+    for arguments, said in (
+        ((directory,), "config.json: got a sealed file, expected a plain one, or its key"),
+        (("demo", *key), "sealed.tsqp: got no such file, expected"),
+        ((directory, "--seal-key", str(other)), "sealed.tsqp: got a seal for key "),
+        ((directory, *key, "--seal-digest", "0" * 64), f"of the seal: got {sealed.digest}, expec"),
+        ((directory, *key, "--seal-digest", "12"), "--seal-digest: got '12', expected 64 hex"),
+        ((directory, "--seal-digest", sealed.digest), "key of the seal: got 0 options, expected"),
+        ((directory, *key, "--seal-key-fd", "9"), "key of the seal: got 2 options"),
+        ((directory, "--config", str(config)), "--seal-key: got a value in a settings file"),
+        (
+            (str(cut), *key, "--seal-digest", sealed.digest),
+            "model.safetensors: chunk 4: got other bytes than were sealed",
+        ),
+    ):
+        refused(call("tee-runner", "generate", *arguments, *PROMPT), said)
+
+
+@each_row(
+    "arguments",
+    [
+        ("tsqp", "doctor", "MODEL"),
+        ("tsqp", "calibrate", "MODEL", "--output", "scales"),
+        ("tsqp", "manifest", "MODEL"),
+        ("gpu-service", "MODEL", "--bind", "unix://FOLDER/gpu"),
+    ],
+)
+def test_programs_that_take_no_key_say_what_they_met(
+    sealed: Sealed, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    names = {"MODEL": str(sealed.directory), "unix://FOLDER/gpu": f"unix://{tmp_path}/gpu"}
+    result = call(*(names.get(word, word) for word in arguments))
+    assert result.returncode != 0
+    assert "got a sealed file" in result.stdout + result.stderr

@@ -1,0 +1,213 @@
+"""An OpenAI client behind a proxy that ends TLS: the proxy reads and changes no word of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import uvicorn
+from starlette.requests import Request
+
+from tee_side.attest.receipts import ReceiptChain
+from tee_side.attest.sealed_bodies import HpkeKey
+from tee_side.engine.request import Delivery
+from tee_side.serve.app import create_app
+from tee_side.serve.errors import ApiError
+from tee_side.serve.sealing import Sealing
+from tests.e2e.test_receipts import KEY as RECEIPT_KEY
+from tests.e2e.tls_ending_proxy import Proxy, tls_ending_proxy
+from tests.unit.tee_side.serve.fakes import SAID, FakeEngine, serving
+from tsqp.client.sealing import SealedTransport, UnsealedError
+
+API_KEY = "tsqp-canary-of-the-key"
+PROMPT = "The canary of the prompt"
+CHAT: Any = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}]}
+
+
+class Engine(FakeEngine):
+    """Says the next token when `go_on` is called, from any thread, where it holds."""
+
+    loop: asyncio.AbstractEventLoop
+    script: list[Delivery]
+
+    def submit(self, request: Any, deliver: Any) -> Any:
+        self.loop, self.script = asyncio.get_running_loop(), self._script(request)
+        ticket = super().submit(request, deliver)
+        if self.hold:
+            self.loop.call_soon(self._one)
+        return ticket
+
+    def _one(self) -> None:
+        if self.script and self.open:
+            self.step(self.script.pop(0))
+
+    def go_on(self) -> None:
+        self.loop.call_soon_threadsafe(self._one)
+
+
+class Side:
+    """A server, and the proxy in front of it."""
+
+    def __init__(self, key: HpkeKey, engine: Engine, proxy: Proxy) -> None:
+        self.key, self.engine, self.proxy = key, engine, proxy
+
+    @contextmanager
+    def client(
+        self, key: HpkeKey | None = None, api_key: str = API_KEY, sealed: bool = True
+    ) -> Iterator[openai.OpenAI]:
+        inner: httpx2.BaseTransport = httpx2.HTTPTransport(verify=self.proxy.trusting)
+        to = key or self.key
+        transport = SealedTransport(inner, to.suite, to.public) if sealed else inner
+        with openai.OpenAI(
+            base_url=f"{self.proxy.url}/v1",
+            api_key=api_key,
+            max_retries=0,
+            http_client=httpx2.Client(transport=transport),
+        ) as client:
+            yield client
+
+
+def _authorise(request: Request) -> str:
+    if request.headers.get("authorization") != f"Bearer {API_KEY}":
+        raise ApiError(401, "a key is needed", headers={"www-authenticate": "Bearer"})
+    return "alice"
+
+
+@pytest.fixture(params=[True, False], ids=["hybrid", "x25519"])
+def key(request: pytest.FixtureRequest) -> HpkeKey:
+    return HpkeKey(hybrid=request.param)
+
+
+@pytest.fixture
+def side(key: HpkeKey, tmp_path: Path) -> Iterator[Side]:
+    engine = Engine()
+    receipts = ReceiptChain(RECEIPT_KEY, bytes(32), bytes(32))
+    app = Sealing(create_app(serving(engine, authorise=_authorise, receipts=receipts)), key)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound.dup()]})
+        thread.start()
+        try:
+            with tls_ending_proxy(bound.getsockname(), tmp_path) as proxy:
+                yield Side(key, engine, proxy)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def spoken(client: openai.OpenAI) -> str:
+    chunks = client.chat.completions.create(**CHAT, stream=True)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def test_a_client_gets_what_it_gets_without_a_seal_and_the_proxy_reads_no_word(side: Side) -> None:
+    words = [API_KEY, PROMPT, "canary", "demo", "choices", "role", "tsqp-receipt", "text/event"]
+    words += [word for word in SAID.replace(",", " ").split() if len(word) > 3]
+    for sealed in (False, True):
+        side.proxy.requests.clear()
+        side.proxy.answers.clear()
+        with side.client(sealed=sealed) as client:
+            assert spoken(client) == SAID
+            whole = client.chat.completions.with_raw_response.create(**CHAT)
+            assert whole.parse().choices[0].message.content == SAID
+            assert whole.headers["tsqp-receipt"]
+            assert [model.id for model in client.models.list()] == ["demo"]
+            embedded = client.embeddings.create(model="demo", input=PROMPT, encoding_format="float")
+            assert len(embedded.data[0].embedding) == 3
+        seen = side.proxy.seen
+        # Each is there where nothing is sealed: the test would find it.
+        assert [word for word in words if word.encode() in seen] == ([] if sealed else words)
+    paths = ["/v1/chat/completions", "/v1/chat/completions", "/v1/models", "/v1/embeddings"]
+    assert [request[:2] for request in side.proxy.requests] == [("POST", path) for path in paths]
+    for _, _, headers, _ in side.proxy.requests:
+        names = {"host", "accept", "accept-encoding", "content-type", "content-length"}
+        assert headers.keys() == names
+
+
+def test_each_event_is_there_before_the_next_is_made(side: Side) -> None:
+    side.engine.hold = True
+    with side.client() as client:
+        said = ""
+        for chunk in client.chat.completions.create(**CHAT, stream=True):
+            said += chunk.choices[0].delta.content or ""
+            # A token is made when the one before it has come; else this would wait for ever.
+            side.engine.go_on()
+        assert said == SAID
+
+
+def test_errors_of_the_server_are_the_clients_own(side: Side) -> None:
+    with side.client(api_key="another canary") as client:
+        with pytest.raises(openai.AuthenticationError, match="a key is needed"):
+            client.chat.completions.create(**CHAT)
+        with pytest.raises(openai.AuthenticationError, match="a key is needed"):
+            client.models.list()
+    with side.client() as client:
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(**CHAT, temperature=-4)
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("other")
+    assert b"canary" not in side.proxy.seen
+    assert b"temperature" not in side.proxy.seen
+
+
+def test_an_answer_that_the_proxy_cuts_is_an_error(side: Side) -> None:
+    with side.client() as client:
+        for stream in (False, True):
+            side.proxy.cut = None
+            client.chat.completions.with_raw_response.create(**CHAT, stream=stream).parse()
+            assert spoken(client) == SAID
+            size = sum(map(len, side.proxy.answers[-2 if not stream else -1][1:]))
+            for side.proxy.cut in (0, 10, 40, size // 2, size - 30, size - 1):
+                with pytest.raises(openai.APIConnectionError) as error:
+                    spoken(client) if stream else client.chat.completions.create(**CHAT)
+                assert isinstance(error.value.__cause__, httpx2.RemoteProtocolError)
+                assert "an early end" in str(error.value.__cause__)
+
+
+def test_a_request_that_the_proxy_changed_moved_or_sends_again_is_not_run(side: Side) -> None:
+    def refused(client: openai.OpenAI) -> int:
+        with pytest.raises(openai.APIConnectionError) as error:
+            client.chat.completions.create(**CHAT)
+        assert isinstance(error.value.__cause__, UnsealedError)
+        return error.value.__cause__.status
+
+    with side.client() as client:
+        side.proxy.path_of = lambda _path: "/v1/completions"
+        assert refused(client) == 400
+        side.proxy.path_of = lambda path: path + "?a=b"
+        assert refused(client) == 400
+        side.proxy.path_of = str
+        side.proxy.change = lambda body: bytes([*body[:-1], body[-1] ^ 1])
+        # The answer is sealed where the head came by itself, and was opened before.
+        with pytest.raises((openai.BadRequestError, openai.APIConnectionError)):
+            client.chat.completions.create(**CHAT)
+        side.proxy.change = lambda body: body[:20]
+        assert refused(client) == 400
+        side.proxy.change = bytes
+        assert side.engine.requests == []
+        assert spoken(client) == SAID
+    captured = side.proxy.requests[-1]
+    answers = {side.proxy.send(*captured) for _ in range(3)}
+    assert len(side.engine.requests) == 1
+    # Sealed, each with another key, and short: they say that it was sent before.
+    assert len(answers) == 3
+    assert max(map(len, answers)) < 400
+
+
+def test_a_server_with_another_key_is_told_apart(side: Side) -> None:
+    other = HpkeKey(hybrid=side.key.suite != "x25519")
+    with side.client(other) as client, pytest.raises(openai.APIConnectionError) as error:
+        spoken(client)
+    assert isinstance(error.value.__cause__, UnsealedError)
+    assert "another key" in str(error.value.__cause__)
+    assert side.engine.requests == []
+    assert json.loads(side.proxy.answers[-1][1])["error"]["code"] == "sealed_body"

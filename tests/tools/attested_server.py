@@ -1,0 +1,119 @@
+"""A TLS server in a thread that proves itself, or tries to look as if it did."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from tee_side.attest.attesters import find_attester
+from tee_side.attest.identity import About, Identity
+from tee_side.attest.statement import Statement
+from tsqp.attestation import tls_files
+
+MEASUREMENT = bytes(range(48))
+DIGESTS = {name: sha256(name.encode()).digest() for name in ("model", "policy", "settings")}
+SERVICE = sha256(b"service").digest()
+PLUGIN = sha256(b"plug-in").digest()
+
+
+def identity(measurement: bytes = MEASUREMENT, **other: object) -> Identity:
+    """Make an identity of a simulated TEE; `other`: what it says otherwise than most."""
+    usual: dict[str, object] = {
+        **DIGESTS,
+        "curve_keys": {"runner": sha256(b"runner").digest(), "service 1": SERVICE},
+        "plugins": {"Mine": PLUGIN},
+        "version": "1.2.3",
+    }
+    attester = find_attester("simulated", measurement=measurement)
+    return Identity(attester, About(**(usual | other)))  # type: ignore[arg-type]
+
+
+def policy_text(**other: object) -> str:
+    """Write an appraisal policy that `identity` passes; `other`: claims that differ."""
+    claims: dict[str, object] = {name: [digest.hex()] for name, digest in DIGESTS.items()}
+    claims |= {"plugins": [PLUGIN.hex()], "services": [SERVICE.hex()], "version": ["1.2.3"]}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in (claims | other).items()]
+    head = ['mode = "development"', "max_age_s = 600", "[simulated]"]
+    return "\n".join([*head, f'measurements = ["{MEASUREMENT.hex()}"]', "[claims]", *lines])
+
+
+@dataclass
+class AttestedServer:
+    """What `serving` gives. `received`: bytes that came through TLS, of all connections."""
+
+    port: int
+    received: bytearray = field(default_factory=bytearray)
+    asked: list[bytes] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"https://127.0.0.1:{self.port}"
+
+
+Answer = Callable[[bytes], Statement | bytes]
+
+
+@contextmanager
+def serving(by: Identity, answer: Answer | None = None) -> Iterator[AttestedServer]:
+    """Serve with an identity. `answer`: what is answered to a nonce, in its place; or raw bytes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tls_files(by) as names, socket.create_server(("127.0.0.1", 0)) as listening:
+        context.load_cert_chain(*names)
+        server = AttestedServer(listening.getsockname()[1])
+        threads: list[threading.Thread] = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    plain, _ = listening.accept()
+                except OSError:
+                    return
+                threads.append(threading.Thread(target=carry, args=(plain,)))
+                threads[-1].start()
+
+        def carry(plain: socket.socket) -> None:
+            with suppress(OSError), context.wrap_socket(plain, server_side=True) as near:
+                near.settimeout(30)
+                while (request := _request(near)) and server.received.extend(request) is None:
+                    near.sendall(_reply(request, answer or by.state, server.asked))
+
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        try:
+            yield server
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(30)
+
+
+def _request(near: ssl.SSLSocket) -> bytes:
+    found = b""
+    while b"\r\n\r\n" not in found:
+        piece = near.recv(4096)
+        if not piece:
+            break
+        found += piece
+    return found
+
+
+def _reply(request: bytes, answer: Answer, asked: list[bytes]) -> bytes:
+    path = request.split(b" ")[1]
+    if not path.startswith(b"/v1/attestation?nonce="):
+        body = b'{"served": true}'
+        return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    asked.append(bytes.fromhex(path.partition(b"=")[2].decode()))
+    stated = answer(asked[-1])
+    if isinstance(stated, bytes):
+        return stated
+    fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
+    body = json.dumps(fields).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)

@@ -1,0 +1,261 @@
+"""A kernel with the devices of a confidential VM, for tests of `tee_side.attest.attesters`.
+
+It does what Linux does (drivers/virt/coco, fs/configfs), without hardware and without waiting:
+
+- files appear with `mkdir`; there are fewer of them for TDX;
+- `generation` rises by one with each write; a report is made when it is read and out of date;
+- binary files are written when they are closed, and an error of that is lost;
+- a read may return less than was asked for;
+- each call can be told to fail, and another writer to come in between (`faults`, `intrusions`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, cast
+from uuid import UUID
+
+from tee_side.attest.attesters import System
+
+REPORTS, SEV_GUEST = "/config/tsm/report", "/dev/sev-guest"
+PAGE = 4096
+INVALID_LENGTH, BUSY = 1 << 32, 2 << 32
+GUIDS = {
+    "VCEK": UUID("63da758d-e664-4564-adc5-f4b93be8accd"),
+    "VLEK": UUID("a8074bc2-a25a-483e-aae6-39c045a0b8a1"),
+    "ASK": UUID("4ab7b379-bbac-4fe4-a02f-05aef327c782"),
+    "ARK": UUID("c0b406a4-a803-4952-9743-3fb6014cd0ae"),
+    "CRL": UUID("92f81bc3-5811-4d3d-97ff-d19f88dc67ea"),
+}
+
+# A read-write ioctl of type S, number 2, with the 32 bytes of snp_guest_request_ioctl.
+_GET_EXT_REPORT = 3 << 30 | 32 << 16 | ord("S") << 8 | 2
+_MOST_TABLE_BYTES = 4 * PAGE
+_OTHERS = b"\xee" * 64
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("msg_version", ctypes.c_uint8),
+        ("req_data", ctypes.c_uint64),
+        ("resp_data", ctypes.c_uint64),
+        ("exitinfo2", ctypes.c_uint64),
+    )
+
+
+class _Request(ctypes.Structure):
+    _fields_ = (
+        ("user_data", ctypes.c_uint8 * 64),
+        ("vmpl", ctypes.c_uint32),
+        ("rsvd", ctypes.c_uint8 * 28),
+        ("certs_address", ctypes.c_uint64),
+        ("certs_len", ctypes.c_uint32),
+    )
+
+
+def snp_report(data: bytes, vmpl: int = 0, key: int = 0) -> bytes:
+    """Return a report that can be parsed; its signature is none. `key`: 0 VCEK, 1 VLEK."""
+    report = bytearray(1184)
+    for at, number in ((0x00, 2), (0x08, 1 << 17), (0x30, vmpl), (0x34, 1), (0x48, key << 2)):
+        struct.pack_into("<I", report, at, number)
+    report[0x50:0x90] = data
+    return bytes(report)
+
+
+def certificate_table(certificates: Sequence[tuple[str, bytes]]) -> bytes:
+    """Return the table of certificates that a host gives."""
+    begin = 24 * (len(certificates) + 1)
+    head, body = b"", b""
+    for name, one in certificates:
+        head += GUIDS[name].bytes + struct.pack("<II", begin + len(body), len(one))
+        body += one
+    return head + bytes(24) + body
+
+
+@dataclass
+class _Entry:
+    generation: int = 0
+    made_for: int = -1
+    inblob: bytes = b""
+    vmpl: int = 0
+    report: bytes = b""
+
+
+@dataclass
+class FakeKernel:
+    """A kernel. `provider`: empty for none; `largest_read`: bytes that one read returns at most.
+
+    `faults`: for each call the errors of its first times: "mkdir", "rmdir", or "open", "read" or
+    "commit" with the name of a file. `ioctl_faults`: the same of the ioctl, with `exitinfo2`.
+    `intrusions`: names of files; before the next read of one, another writer writes.
+    """
+
+    provider: str = "sev_guest"
+    configfs: bool = True
+    sev_guest: bool = False
+    report: Callable[[bytes, int], bytes] = snp_report
+    table: bytes = b""
+    status: int = 0
+    largest_read: int = PAGE
+    faults: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    ioctl_faults: list[tuple[int, int]] = field(default_factory=list)
+    intrusions: list[str] = field(default_factory=list)
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    made: list[str] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    opened: int = 0
+
+    def system(self) -> System:
+        """Return it as an attester takes it."""
+        sleep = self.pauses.append
+        return System(REPORTS, SEV_GUEST, self.open, self.mkdir, self.rmdir, self.ioctl, sleep)
+
+    def fail(self, call: str) -> None:
+        """Raise the next error that this call was told to have."""
+        if self.faults[call]:
+            _fail(self.faults[call].pop(0))
+
+    def mkdir(self, path: str) -> None:
+        """Make an entry of configfs."""
+        self.fail("mkdir")
+        if not self.configfs:
+            _fail(errno.ENOENT)
+        if not self.provider:
+            _fail(errno.ENXIO)
+        if os.path.dirname(path) != REPORTS or path in self.entries:
+            _fail(errno.EEXIST)
+        self.entries[path] = _Entry()
+        self.made.append(path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an entry."""
+        self.fail("rmdir")
+        if self.entries.pop(path, None) is None:
+            _fail(errno.ENOENT)
+
+    def open(self, path: str, mode: str, buffering: int) -> IO[Any]:
+        """Open a file of an entry, or the device."""
+        folder, name = os.path.split(path)
+        self.fail(f"open {name}")
+        raw = _File(self, name)
+        if path == SEV_GUEST and self.sev_guest:
+            if (mode, buffering) != ("r+b", 0):
+                _fail(errno.ESPIPE)
+            return cast(IO[Any], raw)
+        readable, writable = ["generation", "provider", "outblob"], ["inblob"]
+        if self.provider == "sev_guest":
+            readable.append("auxblob")
+            writable.append("privlevel")
+        if folder not in self.entries or (mode == "rb" and name not in (*readable, *writable)):
+            _fail(errno.ENOENT)
+        if name not in (readable if mode == "rb" else writable):
+            # A file that is not there cannot be made.
+            _fail(errno.EACCES)
+        raw.entry = self.entries[folder]
+        buffered: Any = io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
+        return cast(IO[Any], buffered)
+
+    def show(self, entry: _Entry, name: str) -> bytes:
+        """Return what a file holds."""
+        self.fail(f"read {name}")
+        if name in self.intrusions:
+            self.intrusions.remove(name)
+            self.store(entry, "inblob", _OTHERS)
+        if name == "generation":
+            return b"%d\n" % entry.generation
+        if name == "provider":
+            return self.provider.encode() + b"\n"
+        if not entry.inblob:
+            _fail(errno.EINVAL)
+        if entry.made_for != entry.generation:
+            entry.report = self.report(entry.inblob, entry.vmpl)
+            entry.made_for = entry.generation
+        return entry.report if name == "outblob" else self.table
+
+    def store(self, entry: _Entry, name: str, data: bytes) -> None:
+        """Write a file."""
+        if name == "privlevel":
+            if int(data) > 3:
+                _fail(errno.EINVAL)
+            entry.vmpl = int(data)
+        else:
+            entry.inblob = data
+        entry.generation += 1
+
+    def ioctl(self, device: IO[Any], code: int, argument: bytearray) -> int:
+        """Make a report with certificates."""
+        call = _Call.from_buffer(argument)
+        request = _Request.from_address(call.req_data)
+        if device.closed or code != _GET_EXT_REPORT:
+            _fail(errno.ENOTTY)
+        call.exitinfo2 = 0xFF
+        if self.ioctl_faults:
+            error, call.exitinfo2 = self.ioctl_faults.pop(0)
+            _fail(error)
+        size, pages = request.certs_len, -(-len(self.table) // PAGE)
+        if call.msg_version != 1 or size % PAGE or size > max(_MOST_TABLE_BYTES, pages * PAGE):
+            _fail(errno.EINVAL)
+        if size < len(self.table):
+            call.exitinfo2, request.certs_len = INVALID_LENGTH, pages * PAGE
+            _fail(errno.EIO)
+        report = b"" if self.status else self.report(bytes(request.user_data), request.vmpl)
+        head = struct.pack("<II24x", self.status, len(report))
+        response, table = (head + report).ljust(4000, b"\0"), self.table.ljust(size, b"\0")
+        ctypes.memmove(call.resp_data, response, len(response))
+        ctypes.memmove(request.certs_address, table, len(table))
+        return 0
+
+
+class _File(io.RawIOBase):
+    entry = _Entry()
+
+    def __init__(self, kernel: FakeKernel, name: str) -> None:
+        super().__init__()
+        self._kernel, self._name = kernel, name
+        self._shown: bytes | None = None
+        self._written = b""
+        kernel.opened += 1
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._shown is None:
+            self._shown = self._kernel.show(self.entry, self._name)
+        part = self._shown[: min(len(buffer), self._kernel.largest_read)]
+        self._shown = self._shown[len(part) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def write(self, data: Any) -> int:
+        if self._name == "privlevel":
+            self._kernel.store(self.entry, self._name, bytes(data))
+        else:
+            self._written += bytes(data)
+        return len(data)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        self._kernel.opened -= 1
+        if self._written:
+            try:
+                self._kernel.fail(f"commit {self._name}")
+            except OSError:
+                return
+            self._kernel.store(self.entry, self._name, self._written)
+
+
+def _fail(error: int) -> None:
+    raise OSError(error, os.strerror(error))

@@ -1,0 +1,400 @@
+"""Makes certificates as AMD's are, and reports of SEV-SNP that they sign: of any content.
+
+Everything is written in DER by hand, so that a test can make what is wrong in one place and signed
+all the same. The keys are the same in every run, and nothing is a secret: the factors of the RSA
+keys are primes of RFC 2409, 3526 and 7919, because to make two keys of 4096 bits takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.padding import MGF1, PSS
+from cryptography.hazmat.primitives.asymmetric.rsa import (
+    RSAPrivateKey,
+    RSAPrivateNumbers,
+    RSAPublicNumbers,
+    rsa_crt_dmp1,
+    rsa_crt_dmq1,
+    rsa_crt_iqmp,
+)
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA384
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from tee_side.attest.evidence import Evidence
+from tee_side.attest.snp_report import REPORT_BYTES, SIGNED_BYTES, Product, SigningKey, Tcb
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+BEGINS, ENDS = b"240101000000Z", b"440101000000Z"
+TCB = Tcb(bootloader=4, tee=0, snp=24, microcode=219)
+TURIN_TCB = Tcb(bootloader=1, tee=1, snp=4, microcode=81, fmc=1)
+AMD = "1.3.6.1.4.1.3704.1"
+# Family, model and stepping.
+CPUID = {
+    "milan": bytes((0x19, 0x01, 1)),
+    "genoa": bytes((0x19, 0x11, 1)),
+    "turin": bytes((0x1A, 2, 1)),
+}
+POLICY = 0x3001F
+ALIAS_CHECKED = 1 << 5
+
+
+# ---------------------------------------------------------------------------------------- DER
+
+
+def element(tag: int, *contents: bytes) -> bytes:
+    """Write an element that holds these."""
+    content = b"".join(contents)
+    size = len(content)
+    if size < 0x80:
+        return bytes((tag, size)) + content
+    length = size.to_bytes((size.bit_length() + 7) // 8)
+    return bytes((tag, 0x80 | len(length))) + length + content
+
+
+def sequence(*elements: bytes) -> bytes:
+    """Write a SEQUENCE."""
+    return element(0x30, *elements)
+
+
+def integer(number: int) -> bytes:
+    """Write a number that is not negative, zero too."""
+    return element(2, number.to_bytes(number.bit_length() // 8 + 1))
+
+
+def oid(name: str) -> bytes:
+    """Write an object identifier."""
+    first, second, *others = map(int, name.split("."))
+    content = bytearray()
+    for number in (40 * first + second, *others):
+        groups = [number >> shift & 0x7F for shift in range(0, max(number.bit_length(), 1), 7)]
+        content += bytes(0x80 | group for group in groups[:0:-1]) + bytes(groups[:1])
+    return element(6, bytes(content))
+
+
+def time(text: bytes) -> bytes:
+    """Write a time: of 13 characters as UTCTime, else as GeneralizedTime."""
+    return element(23 if len(text) == 13 else 24, text)
+
+
+def name(common_name: str) -> bytes:
+    """Write a name as AMD's certificates have it."""
+    pairs = (
+        *(("2.5.4.11", 0x0C, "Engineering"), ("2.5.4.6", 0x13, "US")),
+        *(("2.5.4.7", 0x0C, "Santa Clara"), ("2.5.4.8", 0x0C, "CA")),
+        *(("2.5.4.10", 0x0C, "Advanced Micro Devices"), ("2.5.4.3", 0x0C, common_name)),
+    )
+    return sequence(
+        *(element(0x31, sequence(oid(o), element(tag, text.encode()))) for o, tag, text in pairs)
+    )
+
+
+def extension(number: str, content: bytes, *, critical: bool = False) -> bytes:
+    """Write an extension; `number`: what its identifier is."""
+    flag = element(1, b"\xff") if critical else b""
+    return sequence(oid(number), flag, element(4, content))
+
+
+def extensions(*encoded: bytes) -> bytes:
+    """Write the last field of a certificate."""
+    return element(0xA3, sequence(*encoded))
+
+
+def pss(*more: bytes, salt: int = 48) -> bytes:
+    """Write the AlgorithmIdentifier of RSASSA-PSS with SHA-384."""
+    sha384 = sequence(oid("2.16.840.1.101.3.4.2.2"), element(5))
+    mgf1 = sequence(oid("1.2.840.113549.1.1.8"), sha384)
+    fields = (element(0xA0, sha384), element(0xA1, mgf1), element(0xA2, integer(salt)))
+    return sequence(oid("1.2.840.113549.1.1.10"), sequence(*fields, *more))
+
+
+VERSION_3 = element(0xA0, integer(2))
+PSS_SHORT, PSS_LONG = pss(), pss(element(0xA3, integer(1)))
+
+
+# --------------------------------------------------------------------------------------- keys
+
+
+def _prime(bits: int, digits: int, added: int) -> int:
+    """Return a prime whose middle is the first bits of pi or of e (`digits`), a little raised."""
+    return 2**bits - 2 ** (bits - 64) - 1 + 2**64 * ((digits >> (_DIGITS - bits + 130)) + added)
+
+
+_DIGITS = 3072
+
+
+def _pi() -> int:
+    """Return pi by Machin's formula, in units of 2**-_DIGITS."""
+
+    def arctan(inverse: int) -> int:
+        total, term, n = 0, (1 << _DIGITS + 64) // inverse, 1
+        while term:
+            total += term // n if n % 4 == 1 else -(term // n)
+            term //= inverse * inverse
+            n += 2
+        return total
+
+    return (16 * arctan(5) - 4 * arctan(239)) >> 64
+
+
+def _e() -> int:
+    total, term, n = 0, 1 << _DIGITS + 64, 1
+    while term:
+        total += term
+        term //= n
+        n += 1
+    return total >> 64
+
+
+def rsa_key(p: int, q: int) -> RSAPrivateKey:
+    """Return a key with these factors."""
+    exponent = 65537
+    d = pow(exponent, -1, (p - 1) * (q - 1))
+    numbers = RSAPrivateNumbers(
+        p=p,
+        q=q,
+        d=d,
+        dmp1=rsa_crt_dmp1(d, p),
+        dmq1=rsa_crt_dmq1(d, q),
+        iqmp=rsa_crt_iqmp(p, q),
+        public_numbers=RSAPublicNumbers(exponent, p * q),
+    )
+    # The factors are known to be primes; to find that again takes long.
+    return numbers.private_key(unsafe_skip_rsa_key_validation=True)
+
+
+@cache
+def primes() -> tuple[int, int, int, int]:
+    """Return primes of 1024 bits (RFC 2409), 2048 (RFC 3526 and 7919) and 3072 (RFC 3526)."""
+    pi = _pi()
+    found = (_prime(1024, pi, 129093), _prime(2048, pi, 124476), _prime(2048, _e(), 560316))
+    return (*found, _prime(3072, pi, 1690314))
+
+
+@cache
+def ark_key() -> RSAPrivateKey:
+    """Return the root's key."""
+    return rsa_key(*primes()[1:3])
+
+
+@cache
+def ask_key() -> RSAPrivateKey:
+    """Return the key of intermediates."""
+    return rsa_key(primes()[3], primes()[0])
+
+
+LEAF_KEY = ec.derive_private_key(0x1EAF, ec.SECP384R1())
+
+
+def public(key: RSAPrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    """Write the public key of a key."""
+    return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+# ------------------------------------------------------------------------------- certificates
+
+
+def signed(body: bytes, key: RSAPrivateKey, algorithm: bytes = PSS_SHORT) -> bytes:
+    """Write a certificate or a list: its body, how it is signed, and the signature."""
+    signature = key.sign(body, PSS(MGF1(SHA384()), 48), SHA384())
+    return sequence(body, algorithm, element(3, b"\0", signature))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """What a certificate says; each field as it is encoded."""
+
+    version: bytes = VERSION_3
+    serial: bytes = integer(0)
+    algorithm: bytes = PSS_SHORT
+    issuer: bytes
+    validity: bytes = sequence(time(BEGINS), time(ENDS))
+    subject: bytes
+    key: bytes
+    extensions: bytes
+
+    def encoded(self) -> bytes:
+        """Write it."""
+        begin = (self.version, self.serial, self.algorithm, self.issuer, self.validity)
+        return sequence(*begin, self.subject, self.key, self.extensions)
+
+    def signed(self, key: RSAPrivateKey) -> bytes:
+        """Write the certificate."""
+        return signed(self.encoded(), key, self.algorithm)
+
+
+def ark_body(product: Product) -> Body:
+    """Return the root's certificate before it is signed."""
+    return _authority(f"ARK-{product.capitalize()}", f"ARK-{product.capitalize()}", ark_key(), 1)
+
+
+def ask_body(product: Product, kind: SigningKey = "vcek") -> Body:
+    """Return the ASK, or the ASVK for a VLEK, before it is signed."""
+    return _authority(f"ARK-{product.capitalize()}", _ask_name(product, kind), ask_key(), 2)
+
+
+def _ask_name(product: Product, kind: SigningKey) -> str:
+    return f"SEV-{'VLEK-' if kind == 'vlek' else ''}{product.capitalize()}"
+
+
+def _authority(issuer: str, subject: str, key: RSAPrivateKey, serial: int) -> Body:
+    constraint = extension("2.5.29.19", sequence(element(1, b"\xff")), critical=True)
+    return Body(
+        serial=integer(serial),
+        issuer=name(issuer),
+        subject=name(subject),
+        key=public(key),
+        extensions=extensions(constraint),
+    )
+
+
+def tcb_of(product: Product) -> Tcb:
+    """Return what a leaf and a report of this product have, unless a test says otherwise."""
+    return TURIN_TCB if product == "turin" else TCB
+
+
+def chip_id_of(product: Product) -> bytes:
+    """Return an id as a certificate has it: of 8 bytes in Turin's, of 64 in others."""
+    return hashlib.sha512(product.encode()).digest()[: 8 if product == "turin" else 64]
+
+
+def leaf_extensions(product: Product, kind: SigningKey, tcb: Tcb) -> dict[str, bytes]:
+    """Return what AMD adds to a leaf, by identifier."""
+    numbers = {1: tcb.bootloader, 2: tcb.tee, 3: tcb.snp, 8: tcb.microcode}
+    if product == "turin":
+        numbers[9] = tcb.fmc
+    found = {f"{AMD}.1": integer(1), f"{AMD}.2": element(0x16, product.capitalize().encode())}
+    found |= {f"{AMD}.3.{number}": integer(value) for number, value in numbers.items()}
+    if kind == "vcek":
+        return found | {f"{AMD}.4": chip_id_of(product)}
+    return found | {f"{AMD}.5": element(0x16, b"a provider")}
+
+
+def leaf_body(
+    product: Product = "milan",
+    kind: SigningKey = "vcek",
+    tcb: Tcb | None = None,
+    changed: Mapping[str, bytes | None] | None = None,
+) -> Body:
+    """Return a leaf before it is signed. `changed`: extensions by identifier; None: without it."""
+    found = {**leaf_extensions(product, kind, tcb or tcb_of(product)), **(changed or {})}
+    encoded = [extension(key, value) for key, value in found.items() if value is not None]
+    return Body(
+        issuer=name(_ask_name(product, kind)),
+        subject=name(f"SEV-{kind.upper()}"),
+        key=public(LEAF_KEY),
+        extensions=extensions(*encoded),
+    )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Certificates in DER, and how to trust them."""
+
+    product: Product
+    leaf: bytes
+    ask: bytes
+    ark: bytes
+
+    @property
+    def certificates(self) -> tuple[bytes, bytes, bytes]:
+        """Leaf, intermediate, root."""
+        return self.leaf, self.ask, self.ark
+
+    @property
+    def roots(self) -> dict[str, Product]:
+        """What a verifier pins, in the place of AMD's."""
+        return {hashlib.sha256(self.ark).hexdigest(): self.product}
+
+
+@cache
+def make_chain(product: Product = "milan", kind: SigningKey = "vcek") -> Chain:
+    """Return a chain in which everything is right."""
+    return Chain(
+        product,
+        leaf=leaf_body(product, kind).signed(ask_key()),
+        ask=ask_body(product, kind).signed(ark_key()),
+        ark=ark_body(product).signed(ark_key()),
+    )
+
+
+def crl_body(
+    product: Product = "milan",
+    revoked: Iterable[int] = (),
+    *,
+    begins: bytes = BEGINS,
+    ends: bytes | None = ENDS,
+    issuer: bytes | None = None,
+) -> bytes:
+    """Return a root's list of revoked certificates, by serial number, before it is signed."""
+    entries = [sequence(integer(serial), time(BEGINS)) for serial in revoked]
+    return sequence(
+        *(integer(1), PSS_SHORT, issuer or name(f"ARK-{product.capitalize()}"), time(begins)),
+        *((time(ends),) if ends else ()),
+        *((sequence(*entries),) if entries else ()),
+    )
+
+
+# ------------------------------------------------------------------------------------ reports
+
+
+def tcb_word(tcb: Tcb, product: Product) -> bytes:
+    """Write the 8 bytes of a TCB_VERSION."""
+    if product == "turin":
+        return bytes((tcb.fmc, tcb.bootloader, tcb.tee, tcb.snp, 0, 0, 0, tcb.microcode))
+    return bytes((tcb.bootloader, tcb.tee, 0, 0, 0, 0, tcb.snp, tcb.microcode))
+
+
+def make_report(
+    product: Product = "milan",
+    kind: SigningKey = "vcek",
+    *,
+    version: int = 3,
+    policy: int = POLICY,
+    vmpl: int = 0,
+    platform: int = ALIAS_CHECKED,
+    report_data: bytes = bytes(64),
+    measurement: bytes = bytes(48),
+    host_data: bytes = bytes(32),
+    tcb: Tcb | None = None,
+    changed: Mapping[int, bytes] | None = None,
+    key: ec.EllipticCurvePrivateKey = LEAF_KEY,
+) -> bytes:
+    """Return a report that is signed. `changed`: bytes by where they lie, before it is."""
+    word = tcb_word(tcb or tcb_of(product), product)
+    fields = {
+        0x00: version.to_bytes(4, "little"),
+        0x08: policy.to_bytes(8, "little"),
+        0x30: vmpl.to_bytes(4, "little"),
+        0x34: (1).to_bytes(4, "little"),
+        0x38: word,
+        0x40: platform.to_bytes(8, "little"),
+        0x48: (4 if kind == "vlek" else 0).to_bytes(4, "little"),
+        0x50: report_data,
+        0x90: measurement,
+        0xC0: host_data,
+        0x180: word,
+        0x188: CPUID[product] if version >= 3 else b"",
+        0x1A0: chip_id_of(product) if kind == "vcek" else b"",
+        0x1E0: word,
+        0x1F0: word,
+        **(changed or {}),
+    }
+    data = bytearray(REPORT_BYTES)
+    for at, value in fields.items():
+        data[at : at + len(value)] = value
+    r, s = decode_dss_signature(key.sign(bytes(data[:SIGNED_BYTES]), ec.ECDSA(SHA384())))
+    data[SIGNED_BYTES : SIGNED_BYTES + 144] = r.to_bytes(72, "little") + s.to_bytes(72, "little")
+    return bytes(data)
+
+
+def make_evidence(report: bytes, chain: Chain, crl: bytes = b"") -> Evidence:
+    """Return a report with its certificates, as a server sends it."""
+    certificates = chain.certificates
+    return Evidence(kind="snp", report=report, certificates=certificates, collateral=crl)

@@ -1,0 +1,181 @@
+"""Receipts are signed and chained: a change of any byte, and one that is missing, is noticed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from protocol.codec import pack, unpack
+from protocol.errors import EvidenceError
+from tee_side.attest.receipts import (
+    MAX_RECEIPT_BYTES,
+    NO_RECEIPT,
+    SIGNATURE_BYTES,
+    Receipt,
+    ReceiptChain,
+    sign,
+    verify,
+)
+from tests.tables import each_row
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC = KEY.public_key().public_bytes_raw()
+DOMAIN = b"TSQP receipt 1\0"
+DIGESTS = {
+    name: hashlib.sha256(name.encode()).digest()
+    for name in ("previous", "model", "policy", "request", "response")
+}
+FIELDS: dict[str, Any] = {
+    **DIGESTS,
+    "sequence": 7,
+    "time": 1_764_000_000,
+    "sampling": {"temperature": 0.5, "top_k": 40, "n": 2},
+    "seed": 11,
+    "prompt_tokens": 12,
+    "completion_tokens": 24,
+}
+ANSWER: dict[str, Any] = {
+    "request": DIGESTS["request"],
+    "response": DIGESTS["response"],
+    "sampling": {},
+    "seed": None,
+    "prompt_tokens": 3,
+    "completion_tokens": 0,
+}
+
+
+def receipt(**changes: Any) -> Receipt:
+    return Receipt.model_validate(FIELDS | changes)
+
+
+def signed_map(fields: dict[str, Any], tag: bytes = DOMAIN) -> bytes:
+    """Sign other fields than a server would."""
+    packed = pack(fields)
+    return packed + KEY.sign(tag + packed)
+
+
+def missing_in(chain: Sequence[bytes]) -> list[int]:
+    """Return the places of receipts that do not follow the one before them."""
+    found, before = [], NO_RECEIPT
+    for at, signed in enumerate(chain):
+        if verify(signed, PUBLIC).previous != before:
+            found.append(at)
+        before = hashlib.sha256(signed).digest()
+    return found
+
+
+def chain_of(count: int) -> list[bytes]:
+    chain = ReceiptChain(KEY, DIGESTS["model"], DIGESTS["policy"], lambda: 1_764_000_000.9)
+    return [chain.sign(**ANSWER) for _ in range(count)]
+
+
+@each_row("seed", [0, 11, 2**63 - 1, None])
+def test_what_was_signed_is_read(seed: int | None) -> None:
+    said = receipt(seed=seed)
+    assert verify(sign(KEY, said), PUBLIC) == said
+
+
+def test_a_receipt_is_a_map_and_a_signature_of_its_own_kind() -> None:
+    signed = sign(KEY, receipt())
+    packed, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
+    assert unpack(packed, where="", max_bytes=2**20, max_containers=64) == FIELDS
+    KEY.public_key().verify(signature, DOMAIN + packed)
+    for tag in (b"", b"TSQP attestation claims 1\0"):
+        with pytest.raises(EvidenceError, match="another signature"):
+            verify(signed_map(FIELDS, tag), PUBLIC)
+
+
+def test_no_bit_of_a_receipt_can_be_changed() -> None:
+    signed = sign(KEY, receipt())
+    for at in range(len(signed)):
+        for bit in (1, 0x80):
+            changed = bytearray(signed)
+            changed[at] ^= bit
+            with pytest.raises(EvidenceError, match="another signature"):
+                verify(bytes(changed), PUBLIC)
+    for other in (b"", signed[:-1], signed[1:], signed + b"\0", signed[:64], signed[-64:]):
+        with pytest.raises(EvidenceError, match="another signature"):
+            verify(other, PUBLIC)
+
+
+@each_row("field", [*FIELDS])
+def test_no_field_can_be_another(field: str) -> None:
+    value = FIELDS[field]
+    other: Any = value + 1 if isinstance(value, int) else bytes(32)
+    other = {"temperature": 0.6} if isinstance(value, dict) else other
+    signed, changed = sign(KEY, receipt()), receipt(**{field: other})
+    with pytest.raises(EvidenceError, match="another signature"):
+        verify(pack(changed.model_dump()) + signed[-SIGNATURE_BYTES:], PUBLIC)
+
+
+@each_row("key", [bytes(32), b"", PUBLIC[:-1], PUBLIC + b"\0", PUBLIC[::-1]])
+def test_another_key_is_none(key: bytes) -> None:
+    with pytest.raises(EvidenceError, match="expected one of the key that was given"):
+        verify(sign(KEY, receipt()), key)
+
+
+@each_row(
+    ("change", "where"),
+    [
+        ({"sequence": -1}, "receipt.sequence"),
+        ({"sequence": True}, "receipt.sequence"),
+        ({"previous": bytes(31)}, "receipt.previous"),
+        ({"request": "0" * 32}, "receipt.request"),
+        ({"sampling": {"top_k": "secret"}}, "receipt.sampling"),
+        ({"sampling": {"top_k": True}}, "receipt.sampling"),
+        ({"time": 2**37}, "receipt.time"),
+        ({"seed": 1.5}, "receipt.seed"),
+        ({"prompt_tokens": None}, "receipt.prompt_tokens"),
+        ({"secret": 1}, "receipt"),
+        ({"previous": bytes(MAX_RECEIPT_BYTES)}, "receipt"),
+    ],
+)
+def test_what_is_signed_and_no_receipt_is_refused_and_not_repeated(
+    change: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(EvidenceError) as refused:
+        verify(signed_map(FIELDS | change), PUBLIC)
+    assert refused.value.where == where
+    assert "secret" not in str(refused.value)
+
+
+@each_row("field", [*FIELDS])
+def test_every_field_is_there(field: str) -> None:
+    fields = {name: value for name, value in FIELDS.items() if name != field}
+    with pytest.raises(EvidenceError, match=rf"receipt\.{field}: got nothing"):
+        verify(signed_map(fields), PUBLIC)
+
+
+def test_a_server_signs_one_after_another() -> None:
+    chain = chain_of(4)
+    found = [verify(signed, PUBLIC) for signed in chain]
+    assert [one.sequence for one in found] == [0, 1, 2, 3]
+    assert found[0].previous == bytes(32)
+    assert missing_in(chain) == []
+    assert {one.time for one in found} == {1_764_000_000}
+    assert {(one.model, one.policy) for one in found} == {(DIGESTS["model"], DIGESTS["policy"])}
+    assert {one.prompt_tokens for one in found} == {3}
+
+
+@each_row("at", range(4))
+def test_a_receipt_that_is_missing_twice_there_or_moved_is_noticed(at: int) -> None:
+    chain = chain_of(5)
+    assert missing_in(chain[:at] + chain[at + 1 :]) == [at]
+    assert missing_in([*chain[: at + 1], *chain[at:]]) == [at + 1]
+    moved = [*chain[:at], chain[at + 1], chain[at], *chain[at + 2 :]]
+    assert missing_in(moved)[0] == at
+
+
+def test_the_longest_has_less_than_4_kib_in_base64() -> None:
+    most = 2**63 - 1
+    names = ["top_k", "top_p", "min_p", "temperature", "n", "max_tokens", "logit_bias"]
+    names += ["repetition_penalty", "frequency_penalty", "presence_penalty"]
+    counts = dict.fromkeys(("sequence", "seed", "prompt_tokens", "completion_tokens"), most)
+    longest = sign(KEY, receipt(**counts, time=2**37 - 1, sampling=dict.fromkeys(names, most)))
+    assert len(longest) < 900
+    assert len(base64.b64encode(bytes(MAX_RECEIPT_BYTES))) == 4096

@@ -1,0 +1,282 @@
+"""Bodies that are sealed open as they were, and no other way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hpke
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from protocol.errors import ProtocolError
+from tee_side.attest import sealed_bodies
+from tee_side.attest.sealed_bodies import CHUNK_BYTES, KEY_BYTES, Direction, HpkeKey, seal_secret
+from tests.support import ENVIRONMENT
+from tests.tables import each_row
+
+TARGET = b"/v1/completions?a=b"
+DOMAIN = b"TSQP sealed body 1\0"
+SALT, SECRET = b"s" * 32, b"k" * 32
+# A chunk has this much beside its content.
+MORE = 5 + 16
+PIECES = [b"head", b"", b"Once upon a time", b"x" * 40]
+
+
+@cache
+def key(hybrid: bool) -> HpkeKey:
+    return HpkeKey(hybrid=hybrid)
+
+
+def sealer(name: str = "request", salt: bytes = SALT, secret: bytes = SECRET) -> Direction:
+    return Direction(name.encode(), salt, secret)  # type: ignore[arg-type]
+
+
+def chunks_of(pieces: list[bytes]) -> list[bytes]:
+    """Return the chunk of each piece, the last one final."""
+    sealing = sealer()
+    return [sealing.seal(piece, final=at + 1 == len(pieces)) for at, piece in enumerate(pieces)]
+
+
+def feed(opening: Direction, data: bytes, step: int, found: list[bytes]) -> None:
+    """Open what comes in steps of so many bytes, to its end. Raises ProtocolError."""
+    for at in range(0, len(data), step):
+        found += opening.open(data[at : at + step])
+    opening.close()
+
+
+def opened(data: bytes, by: Direction | None = None, step: int = 2**30) -> list[bytes]:
+    found: list[bytes] = []
+    feed(by or sealer(), data, step, found)
+    return found
+
+
+def refused(data: bytes, expected: list[bytes], step: int = 2**30) -> str:
+    """Have data refused; what was opened before is the beginning of what was sealed."""
+    found: list[bytes] = []
+    with pytest.raises(ProtocolError) as error:
+        feed(sealer(), data, step, found)
+    assert found == expected[: len(found)]
+    assert len(found) < len(expected)
+    return str(error.value)
+
+
+@each_row(
+    "hybrid, suite, public, sealed",
+    [(True, "mlkem768-x25519", 1216, 1168), (False, "x25519", 32, 80)],
+)
+def test_a_secret_opens_by_its_key_and_at_its_target_alone(
+    hybrid: bool, suite: str, public: int, sealed: int
+) -> None:
+    mine, other = key(hybrid), HpkeKey(hybrid=hybrid)
+    assert (mine.suite, len(mine.public), mine.sealed_bytes) == (suite, public, sealed)
+    secret, front = seal_secret(mine.suite, mine.public, TARGET)
+    assert (len(secret), len(front)) == (KEY_BYTES, sealed)
+    assert mine.open_secret(front, TARGET) == secret
+    for target in (b"", TARGET[:-1], TARGET + b"c", b"/v1/chat/completions"):
+        with pytest.raises(ProtocolError, match="another key or target"):
+            mine.open_secret(front, target)
+    with pytest.raises(ProtocolError, match="another key or target"):
+        other.open_secret(front, TARGET)
+    again, another = seal_secret(mine.suite, mine.public, TARGET)
+    assert again != secret
+    assert another[:32] != front[:32]
+
+
+@each_row("hybrid", [True, False])
+def test_no_bit_of_a_sealed_secret_can_be_changed(hybrid: bool) -> None:
+    mine = key(hybrid)
+    _, front = seal_secret(mine.suite, mine.public, TARGET)
+    others = [front[:-1], front + b"\0", b"", bytes(len(front)), b"\xff" * len(front)]
+    for at in range(len(front)):
+        changed = bytearray(front)
+        changed[at] ^= 1 << at % 8
+        others.append(bytes(changed))
+    for other in others:
+        with pytest.raises(ProtocolError, match="another key or target"):
+            mine.open_secret(other, TARGET)
+
+
+@each_row(
+    "suite, public",
+    [
+        ("x25519", b""),
+        ("x25519", bytes(31)),
+        ("x25519", bytes(32)),  # of small order: no secret comes of it
+        ("x25519", b"x" * 33),
+        ("x25519", key(True).public),
+        ("mlkem768-x25519", key(False).public),
+        ("mlkem768-x25519", key(True).public[1:]),
+        ("mlkem768-x25519", key(True).public + b"x"),
+        ("mlkem768-x25519", b"\xff" * 1216),
+        ("mlkem768-x25519", key(True).public[:-32] + bytes(32)),
+    ],
+    ids=str,
+)
+def test_nothing_is_sealed_to_what_is_no_key_of_the_suite(suite: str, public: bytes) -> None:
+    with pytest.raises(ProtocolError, match=f"another HPKE key, expected one of {suite}"):
+        seal_secret(suite, public, TARGET)  # type: ignore[arg-type]
+
+
+def test_without_ml_kem_in_the_library_the_key_is_of_x25519(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Without:
+        @staticmethod
+        def generate() -> MLKEM768PrivateKey:
+            raise UnsupportedAlgorithm("ML-KEM-768")
+
+    monkeypatch.setattr(sealed_bodies, "MLKEM768PrivateKey", Without)
+    made = HpkeKey()
+    assert (made.suite, len(made.public), made.sealed_bytes) == ("x25519", 32, 80)
+    secret, front = seal_secret(made.suite, made.public, TARGET)
+    assert made.open_secret(front, TARGET) == secret
+
+
+@each_row("size", [0, 1, 99, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])
+def test_a_piece_of_any_size_opens_as_it_was(size: int) -> None:
+    piece = bytes(at % 251 for at in range(size))
+    for final in (True, False):
+        sealing = sealer()
+        sealed = sealing.seal(piece, final=final)
+        count = max(1, -(-size // CHUNK_BYTES))
+        assert len(sealed) == size + count * MORE
+        if not final:
+            sealed += sealing.seal(b"", final=True)
+        found = opened(sealed)
+        assert b"".join(found) == piece
+        assert max(map(len, found)) <= CHUNK_BYTES
+        assert opened(sealed, step=1000) == found
+
+
+def test_each_piece_opens_when_it_has_come_however_it_is_cut() -> None:
+    opening = sealer()
+    for sealed, piece in zip(chunks_of(PIECES), PIECES, strict=True):
+        assert [opening.open(sealed[at : at + 1]) for at in range(len(sealed) - 1)] == [[]] * (
+            len(sealed) - 1
+        )
+        assert opening.open(sealed[-1:]) == [piece]
+    opening.close()
+
+
+def test_no_bit_of_a_chunk_can_be_changed() -> None:
+    sealed = b"".join(chunks_of(PIECES))
+    for at in range(len(sealed)):
+        for bit in range(8):
+            changed = bytearray(sealed)
+            changed[at] ^= 1 << bit
+            refused(bytes(changed), PIECES)
+
+
+def test_a_body_that_is_cut_anywhere_is_no_whole_one() -> None:
+    sealed = b"".join(chunks_of(PIECES))
+    for size in range(len(sealed)):
+        assert "an early end" in refused(sealed[:size], PIECES)
+        assert "an early end" in refused(sealed[:size], PIECES, step=7)
+    with pytest.raises(ProtocolError, match="an early end"):
+        sealer().close()
+
+
+def test_chunks_are_neither_moved_nor_left_out_nor_put_in() -> None:
+    one, two, three, last = chunks_of(PIECES)
+    other = sealer(secret=b"o" * 32).seal(b"head")
+    for order in (
+        [two, one, three, last],
+        [one, three, two, last],
+        [one, three, last],
+        [two, three, last],
+        [last],
+        [one, one, two, three, last],
+        [one, last, two, three],
+        [other, two, three, last],
+        [other, one, two, three, last],
+    ):
+        refused(b"".join(order), PIECES)
+        refused(b"".join(order), PIECES, step=1)
+    # Its last chunk is the end, at the place of another as well.
+    early = chunks_of(PIECES[:2])[-1]
+    assert opened(one + early) == PIECES[:2]
+    for more in (b"\0", two, early):
+        for step in (1, 2**30):
+            with pytest.raises(ProtocolError, match="more bytes"):
+                opened(one + early + more, step=step)
+
+
+def test_a_chunk_that_says_to_be_long_is_refused_before_it_comes() -> None:
+    for length in (CHUNK_BYTES + 17, 2**31, 2**32 - 1):
+        with pytest.raises(ProtocolError, match="a longer chunk, expected 65536 bytes at most"):
+            sealer().open(b"\0" + length.to_bytes(4))
+    assert sealer().open(b"\0" + (CHUNK_BYTES + 16).to_bytes(4)) == []
+
+
+def test_what_is_short_of_a_tag_is_refused() -> None:
+    for length in range(16):
+        with pytest.raises(ProtocolError, match="other bytes"):
+            sealer().open(b"\1" + length.to_bytes(4) + bytes(length))
+
+
+@each_row(
+    "change",
+    [{"name": "response"}, {"salt": b"S" * 32}, {"salt": b""}, {"secret": b"K" * 32}],
+    ids=str,
+)
+def test_another_direction_salt_or_secret_has_another_key(change: dict[str, bytes]) -> None:
+    sealed = sealer().seal(b"one", final=True)
+    assert opened(sealed) == [b"one"]
+    assert opened(sealer(**change).seal(b"one", final=True), sealer(**change)) == [b"one"]  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="other bytes"):
+        opened(sealed, sealer(**change))  # type: ignore[arg-type]
+
+
+@each_row("hybrid", [True, False])
+def test_the_format_is_the_one_that_is_written_down(hybrid: bool) -> None:
+    """Read by what the module's first lines say, and no code of it."""
+    x25519, mlkem = X25519PrivateKey.generate(), MLKEM768PrivateKey.generate()
+    public = x25519.public_key().public_bytes_raw()
+    private: X25519PrivateKey | hpke.MLKEM768X25519PrivateKey = x25519
+    kem, size = hpke.KEM.X25519, 32
+    if hybrid:
+        public = mlkem.public_key().public_bytes_raw() + public
+        private = hpke.MLKEM768X25519PrivateKey(mlkem, x25519)
+        kem, size = hpke.KEM.MLKEM768_X25519, 1120
+    secret, front = seal_secret("mlkem768-x25519" if hybrid else "x25519", public, TARGET)
+    suite = hpke.Suite(kem, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
+    assert len(front) == size + 32 + 16
+    assert suite.decrypt(front, private, DOMAIN + TARGET) == secret
+    for name in ("request", "response"):
+        sealing = sealer(name, front, secret)
+        data = sealing.seal(b"head") + sealing.seal(b"body", final=True)
+        by = AESGCM(HKDF(SHA256(), 32, front, DOMAIN + name.encode()).derive(secret))
+        expected = b""
+        for at, piece in enumerate((b"head", b"body")):
+            before = bytes([at]) + (4 + 16).to_bytes(4, "big")
+            expected += before + by.encrypt(at.to_bytes(12, "big"), piece, before)
+        assert data == expected
+
+
+def test_the_two_parts_of_a_hybrid_key_are_both_used() -> None:
+    mine, other = key(True), HpkeKey()
+    for public in (mine.public[:-32] + other.public[-32:], other.public[:-32] + mine.public[-32:]):
+        MLKEM768PublicKey.from_public_bytes(public[:-32])
+        X25519PublicKey.from_public_bytes(public[-32:])
+        _, front = seal_secret("mlkem768-x25519", public, TARGET)
+        with pytest.raises(ProtocolError):
+            mine.open_secret(front, TARGET)
+
+
+def test_no_http_library_is_imported() -> None:
+    code = (
+        "import sys, tee_side.attest.sealed_bodies, tee_side.serve.sealed_heads\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True
+    )
+    for name in ("fastapi", "starlette", "uvicorn", "httpx2", "httpx", "http", "ssl", "requests"):
+        assert f"'{name}'" not in done.stdout

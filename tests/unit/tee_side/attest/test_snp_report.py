@@ -1,0 +1,176 @@
+"""Tests of a report's fields, and of each thing in it that is refused before its signature is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from protocol.errors import EvidenceError
+from tee_side.attest.snp_report import (
+    REPORT_BYTES,
+    SIGNED_BYTES,
+    GuestPolicy,
+    Product,
+    SnpReport,
+    Tcb,
+)
+from tests.tables import each_row
+from tests.tools import snp_chain
+
+
+def _changed(at: int, value: bytes, version: int = 3) -> bytes:
+    return snp_chain.make_report(version=version, changed={at: value})
+
+
+@each_row("version", [2, 3, 5])
+def test_fields_are_read(version: int) -> None:
+    changed = {0x1E0: b"committd", 0x1F0: b"launched", 0x180: b"reported"}
+    data = snp_chain.make_report(
+        version=version,
+        policy=0x10F0000,
+        vmpl=3,
+        report_data=bytes(range(64)),
+        measurement=b"m" * 48,
+        host_data=b"h" * 32,
+        changed=changed,
+    )
+    report = SnpReport.parse(data)
+    assert report.version == version
+    assert report.policy == GuestPolicy(0x10F0000)
+    assert report.vmpl == 3
+    assert report.report_data == bytes(range(64))
+    assert report.measurement == b"m" * 48
+    assert report.host_data == b"h" * 32
+    assert report.reported_tcb == b"reported"
+    assert report.launch_tcb == b"launched"
+    assert report.chip_id == snp_chain.chip_id_of("milan")
+    assert report.product == (None if version == 2 else "milan")
+    assert report.signed == data[:SIGNED_BYTES]
+    assert report.alias_check
+    assert report.signing_key == "vcek"
+
+
+def test_signature_is_two_little_endian_numbers_of_72_bytes() -> None:
+    data = bytearray(snp_chain.make_report())
+    data[0x2A0:0x330] = b"\x01" + bytes(71) + b"\0\x02" + bytes(70)
+    assert SnpReport.parse(bytes(data)).signature == (1, 0x200)
+    data[0x2A0 + 71] = data[0x2E8 + 71] = 0x80
+    assert SnpReport.parse(bytes(data)).signature == (1 + 2**575, 0x200 + 2**575)
+
+
+@each_row(
+    ("word", "product", "tcb"),
+    [
+        (bytes(range(8)), "milan", Tcb(0, 1, 6, 7)),
+        (bytes(range(8)), "genoa", Tcb(0, 1, 6, 7)),
+        (bytes(range(8)), "turin", Tcb(bootloader=1, tee=2, snp=3, microcode=7, fmc=0)),
+        (b"\xff" * 8, "turin", Tcb(255, 255, 255, 255, 255)),
+        (b"\xff" * 8, "milan", Tcb(255, 255, 255, 255, 0)),
+    ],
+)
+def test_tcb_is_laid_out_by_the_product(word: bytes, product: Product, tcb: Tcb) -> None:
+    assert Tcb.parse(word, product) == tcb
+
+
+@each_row("bit", range(64))
+def test_policy_bits(bit: int) -> None:
+    policy = GuestPolicy(1 << bit)
+    assert policy.debug == (bit == 19)
+    assert policy.migration_agent == (bit == 18)
+
+
+@each_row("bit", range(64))
+def test_alias_check_is_bit_5_of_the_platform(bit: int) -> None:
+    report = SnpReport.parse(snp_chain.make_report(platform=1 << bit))
+    assert report.alias_check == (bit == 5)
+
+
+@each_row(("flags", "key"), [(0, "vcek"), (3, "vcek"), (4, "vlek"), (7, "vlek"), (32, "vcek")])
+def test_signing_key_is_bits_2_to_4(flags: int, key: str) -> None:
+    assert SnpReport.parse(_changed(0x48, bytes((flags,)))).signing_key == key
+
+
+@each_row(
+    ("family", "models", "product"),
+    [
+        (0x19, (0x00, 0x01, 0x0F), "milan"),
+        (0x19, (0x10, 0x11, 0x1F, 0xA0, 0xAF), "genoa"),
+        (0x1A, (0x00, 0x02, 0x11), "turin"),
+    ],
+)
+def test_product_is_told_by_cpuid(family: int, models: tuple[int, ...], product: str) -> None:
+    for model in models:
+        for version in (3, 5):
+            data = _changed(0x188, bytes((family, model)), version)
+            assert SnpReport.parse(data).product == product
+
+
+@each_row(
+    ("chip_id", "product"),
+    [
+        (b"\x01" * 8 + bytes(56), "turin"),
+        (bytes(7) + b"\x01" + bytes(56), "turin"),
+        (b"\x01" * 9 + bytes(55), None),
+        (b"\x01" * 8 + bytes(55) + b"\x01", None),
+        (bytes(64), None),
+    ],
+)
+def test_product_of_version_2_is_told_by_the_chip_id(chip_id: bytes, product: str | None) -> None:
+    assert SnpReport.parse(_changed(0x1A0, chip_id, version=2)).product == product
+    # Of later versions CPUID says it, whatever the chip id is.
+    assert SnpReport.parse(_changed(0x1A0, chip_id)).product == "milan"
+
+
+def _processor(family: int, model: int) -> tuple[bytes, str]:
+    text = f"processor: got family {family}, model {model}, expected Milan, Genoa or Turin"
+    return _changed(0x188, bytes((family, model))), text
+
+
+def _unsigned(at: int) -> tuple[bytes, str]:
+    data = bytearray(snp_chain.make_report())
+    data[at] = 1
+    text = "bytes behind the signature: got others, expected zeros: nothing signs them"
+    return bytes(data), text
+
+
+@each_row(
+    ("data", "text"),
+    [
+        (b"", "size: got 0 bytes, expected 1184"),
+        (snp_chain.make_report()[:-1], "size: got 1183 bytes, expected 1184"),
+        (snp_chain.make_report() + b"\0", "size: got 1185 bytes, expected 1184"),
+        *(
+            (_changed(0, n.to_bytes(4, "little")), f"version: got {n}, expected 2 or 3 or 5")
+            for n in (0, 1, 4, 6, 2 + 2**16, 3 + 2**24, 2**32 - 1)
+        ),
+        *(
+            (
+                _changed(0x34, n.to_bytes(4, "little")),
+                f"signature algorithm: got {n}, expected 1, ECDSA P-384 with SHA-384",
+            )
+            for n in (0, 2, 257, 1 + 2**31)
+        ),
+        *(
+            (
+                _changed(0x48, bytes((key << 2,))),
+                f"signing key: got {key}, expected 0, a VCEK, or 1, a VLEK",
+            )
+            for key in range(2, 8)
+        ),
+        *map(_unsigned, (0x330, 0x331, 0x400, REPORT_BYTES - 1)),
+        *(
+            (
+                snp_chain.make_report(policy=policy),
+                f"guest policy: got {policy:#x}, expected bit 17, which is always set",
+            )
+            for policy in (0, 0x1001F, 2**64 - 1 - 2**17)
+        ),
+        *(_processor(0x19, model) for model in (0x20, 0x9F, 0xB0, 0xFF)),
+        *(_processor(0x1A, model) for model in (0x12, 0x50, 0xFF)),
+        *(_processor(family, 0x01) for family in (0, 0x17, 0x18, 0x1B)),
+    ],
+)
+def test_refused(data: bytes, text: str) -> None:
+    with pytest.raises(EvidenceError, match=f"^SNP report: {re.escape(text)}$"):
+        SnpReport.parse(data)

@@ -1,0 +1,230 @@
+"""`tsqp receipt`: who signed an answer, which bytes it had, and what is missing between two."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from protocol.errors import SettingsError
+from tee_side.attest.claims import Claims, report_data
+from tee_side.attest.receipts import ReceiptChain
+from tee_side.attest.simulated import simulate
+from tee_side.serve.app import create_app
+from tests.tables import each_row
+from tests.unit.tee_side.serve.fakes import Reply, call, serving
+from tsqp.cli.main import command
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC = KEY.public_key().public_bytes_raw().hex()
+MODEL, POLICY = b"m" * 32, b"p" * 32
+BODY = b'{"prompt": "Hello", "seed": 3}'
+STREAM = b'{"prompt": "Hello", "stream": true}'
+
+
+class Saved:
+    """Files of answers of one server, as curl saves them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.app = create_app(serving(receipts=ReceiptChain(KEY, MODEL, POLICY)))
+
+    def write(self, name: str, content: bytes) -> str:
+        path = self.directory / name
+        path.write_bytes(content)
+        return str(path)
+
+    def ask(self, body: bytes) -> Reply:
+        kind = {"content-type": "application/json"}
+        return call(self.app, "POST", "/v1/completions", body, kind)
+
+    def whole(self, name: str = "whole") -> list[str]:
+        """Return the files of headers, request and response."""
+        reply = self.ask(BODY)
+        lines = [f"{name}: {value}\r\n" for name, value in reply.headers.items()]
+        headers = f"HTTP/1.1 200 OK\r\n{''.join(lines)}\r\n".encode()
+        contents = {"headers": headers, "request": BODY, "response": b"".join(reply.writes)}
+        return [self.write(f"{name}.{kind}", content) for kind, content in contents.items()]
+
+    def stream(self) -> tuple[str, str]:
+        """Return the files of request and response."""
+        content = b"".join(self.ask(STREAM).writes)
+        return self.write("request", STREAM), self.write("response", content)
+
+
+def verify(*arguments: str, key: str = PUBLIC) -> Result:
+    given = [*arguments, "--key", key] if key else arguments
+    return CliRunner().invoke(command, ["receipt", "verify", *given])
+
+
+def lines_of(result: Result, word: str) -> list[str]:
+    return [line for line in result.stdout.splitlines() if line.startswith(word)]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    return Saved(tmp_path)
+
+
+def test_a_whole_answer_as_curl_saves_it(saved: Saved) -> None:
+    headers, request, response = saved.whole()
+    result = verify(headers, "--request", request, "--response", response)
+    assert result.exit_code == 0
+    assert len(lines_of(result, "pass")) == 3
+    assert lines_of(result, "FAIL") == []
+    assert "says  seed: 3" in result.stdout
+    assert f"says  model: {MODEL.hex()}" in result.stdout
+    assert '"temperature": 1.0' in result.stdout
+
+
+def test_a_stream_as_curl_saves_it_or_without_its_receipt(saved: Saved) -> None:
+    request, response = saved.stream()
+    content = Path(response).read_bytes()
+    answer = content.partition(b": tsqp-receipt ")[0]
+    before, cut = saved.write("before", answer), content.removesuffix(b"data: [DONE]\n\n")
+    for file in (response, before, saved.write("cut", cut)):
+        result = verify(response, "--request", request, "--response", file)
+        assert (result.exit_code, len(lines_of(result, "pass"))) == (0, 3)
+    for other in (content + b"data: more\n\n", answer[:-1], content.replace(b"text", b"tent", 1)):
+        result = verify(response, "--response", saved.write("other", other))
+        assert result.exit_code == 1
+        [line] = lines_of(result, "FAIL")
+        assert line.startswith("FAIL  response: got ")
+
+
+@each_row("at", [0, 1, 2])
+def test_a_byte_of_either_body_or_of_the_receipt(at: int, saved: Saved) -> None:
+    files = saved.whole()
+    content = bytearray(Path(files[at]).read_bytes())
+    place = content.index(b"tsqp-receipt") + 40 if at == 0 else 9
+    content[place] = ord("B" if content[place] != ord("B") else "C")
+    files[at] = saved.write("changed", bytes(content))
+    headers, request, response = files
+    result = verify(headers, "--request", request, "--response", response)
+    assert result.exit_code == 1
+    name = ("receipt", "request", "response")[at]
+    assert len(lines_of(result, f"FAIL  {name}: got ")) == 1
+
+
+def test_a_receipt_alone_and_one_that_is_none(saved: Saved) -> None:
+    text = saved.ask(BODY).headers["tsqp-receipt"].encode()
+    assert verify(saved.write("alone", text + b"\n")).exit_code == 0
+    for content in (b"", b"no receipt", text[:-4], base64.b64encode(bytes(200))):
+        result = verify(saved.write("none", content))
+        assert (result.exit_code, len(lines_of(result, "FAIL"))) == (1, 1)
+        assert not lines_of(result, "says")
+
+
+def test_another_key_and_what_is_no_key(saved: Saved) -> None:
+    headers, *_ = saved.whole()
+    result = verify(headers, key="00" * 32)
+    assert (result.exit_code, lines_of(result, "pass")) == (1, [])
+    assert "expected one of the key that was given" in result.stdout
+    for key in (PUBLIC[:-1], f"{PUBLIC}0", f"0x{PUBLIC}", "ü" * 64):
+        refused = verify(headers, key=key)
+        assert isinstance(refused.exception, SettingsError)
+    assert isinstance(verify(headers, "--key", "", key="").exception, SettingsError)
+
+
+def test_a_piece_of_the_chain(saved: Saved) -> None:
+    files = [saved.whole(str(at))[0] for at in range(4)]
+    whole = verify(*files[1:])
+    assert whole.exit_code == 0
+    assert [line.split(":")[1] for line in lines_of(whole, "pass  chain")] == [
+        " 2 behind 1",
+        " 3 behind 2",
+    ]
+    for given, said in (
+        ([0, 2], "got 2 behind 0, expected 1, "),
+        ([1, 0], "got 0 behind 1, expected 2, "),
+        ([3, 3], "got 3 behind 3, expected 4, "),
+    ):
+        result = verify(*(files[at] for at in given))
+        assert result.exit_code == 1
+        [line] = lines_of(result, "FAIL")
+        assert said in line
+
+
+def test_json_has_the_same(saved: Saved) -> None:
+    headers, request, response = saved.whole()
+    for file, passed in ((response, True), (request, False)):
+        result = verify(headers, "--response", file, "--json")
+        report: dict[str, Any] = json.loads(result.stdout)
+        assert (report["passed"], result.exit_code) == (passed, 0 if passed else 1)
+        assert [step["passed"] for step in report["steps"]] == [True, passed]
+        [receipt] = report["receipts"]
+        assert (receipt["model"], receipt["seed"]) == (MODEL.hex(), 3)
+
+
+def attestation(saved: Saved, evidence_of: bytes = b"", **changes: Any) -> str:
+    """Save what a server with a simulated TEE says of itself."""
+    fields = {
+        "nonce": b"",
+        "time": 0,
+        **dict.fromkeys(("tls_key", "settings"), bytes(32)),
+        "model": MODEL,
+        "policy": POLICY,
+        "receipt_key": bytes.fromhex(PUBLIC),
+        "hpke_suite": "x25519",
+        "hpke_key": b"",
+        "curve_keys": {},
+        "plugins": {},
+        "attested_services": "none",
+        "version": "1",
+    }
+    claims = Claims.model_validate(fields | changes).encode()
+    evidence = simulate(report_data(evidence_of or claims), bytes(48)).encode()
+    texts = {"claims": claims, "evidence": evidence}
+    content = {name: base64.b64encode(one).decode() for name, one in texts.items()}
+    return saved.write("attestation", json.dumps(content).encode())
+
+
+def test_by_an_attestation(saved: Saved) -> None:
+    headers, *_ = saved.whole()
+    result = verify(headers, "--attestation", attestation(saved), key="")
+    assert result.exit_code == 0
+    assert [line.split(":")[0] for line in lines_of(result, "pass")] == [
+        "pass  attestation",
+        f"pass  {headers}",
+        "pass  model",
+        "pass  policy",
+    ]
+    assert "simulated, which proves nothing" in result.stdout
+    for name, wrong in (("model", "model"), ("policy", "policy"), ("receipt_key", "receipt")):
+        result = verify(headers, "--attestation", attestation(saved, **{name: bytes(32)}), key="")
+        assert result.exit_code == 1
+        [line] = lines_of(result, "FAIL")
+        assert line.startswith(f"FAIL  {wrong}: got ")
+    files = [saved.write(f"{at}", content) for at, content in enumerate((b"[1]", b'{"claims": 1}'))]
+    for file in (
+        attestation(saved, b"other claims"),
+        saved.write("none", b"{}"),
+        headers,
+        files[0],
+        files[1],
+    ):
+        result = verify(headers, "--attestation", file, key="")
+        assert (result.exit_code, lines_of(result, "pass")) == (1, [])
+        assert len(lines_of(result, "FAIL")) == 1
+
+
+@each_row(
+    ("arguments", "said"),
+    [
+        (("{0}",), "one of --key and --attestation"),
+        (("{0}", "--key", PUBLIC, "--attestation", "{0}"), "one of --key and --attestation"),
+        (("{0}", "{0}", "--key", PUBLIC, "--request", "{1}"), "of one RECEIPT"),
+        (("--key", PUBLIC), "RECEIPT"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    arguments: tuple[str, ...], said: str, saved: Saved
+) -> None:
+    result = verify(*(one.format(*saved.whole()) for one in arguments), key="")
+    assert result.exit_code == 2
+    assert said in result.stderr

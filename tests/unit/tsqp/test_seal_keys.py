@@ -1,0 +1,124 @@
+"""The key of sealed models: from a file, a descriptor and a command, and never in a message."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import KeyFileError, SettingsError
+from tests.tables import each_row
+from tsqp import seal_keys
+from tsqp.seal_keys import encode_key, key_of_command, provided_key, read_key, read_key_from
+
+KEY = bytes(range(32))
+TEXT = encode_key(KEY)
+NOTHING: dict[str, Any] = dict.fromkeys(("seal_key", "seal_key_fd", "seal_key_command"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.key"
+    path.write_text(TEXT)
+    path.chmod(0o600)
+    return path
+
+
+def pipe(content: str) -> int:
+    reading, writing = os.pipe()
+    os.write(writing, content.encode())
+    os.close(writing)
+    return reading
+
+
+def python(code: str) -> str:
+    return shlex.join((sys.executable, "-c", code))
+
+
+def test_each_provider_gives_the_key(file: Path) -> None:
+    descriptor = pipe(TEXT.rstrip("\n"))  # a tool may leave out the newline
+    assert read_key_from(descriptor) == KEY
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    for given in (
+        {"seal_key": file},
+        {"seal_key_fd": pipe(TEXT)},
+        {"seal_key_command": f"cat {file}"},
+    ):
+        assert provided_key(NOTHING | given) == KEY
+
+
+def test_one_provider_is_asked(file: Path) -> None:
+    for given, count in (({}, 0), ({"seal_key": file, "seal_key_command": "cat"}, 2)):
+        with pytest.raises(SettingsError, match=f"got {count} options, expected one of --seal-k"):
+            provided_key(NOTHING | given)
+
+
+@each_row(
+    ("command", "got"),
+    [
+        ("false", "exit status 1"),
+        (python("import os; os.abort()"), "exit status -6"),
+        ("/nowhere/kms-tool --token secret", "No such file or directory"),
+        ("", "no command"),
+        ("cat 'secret", "no command"),
+        ("cat a\0b", "no command"),
+        ("true", "another content"),
+        (f"echo {TEXT.strip()}; echo secret", "another content"),  # no shell runs it
+        (python("print('secret' * 1000)"), "another content"),
+    ],
+)
+def test_a_command_that_gives_no_key_is_refused_and_not_quoted(command: str, got: str) -> None:
+    with pytest.raises(KeyFileError, match=f"^--seal-key-command: got {got}") as refused:
+        key_of_command(command)
+    assert "secret" not in str(refused.value)
+    assert KEY.hex() not in str(refused.value)
+
+
+def test_a_command_has_no_stdin_and_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, other = os.dup(0), pipe("what the program is told")
+    os.dup2(other, 0)
+    try:
+        echo = python(f"import sys; print(sys.stdin.read() + {TEXT!r}, end='')")
+        assert key_of_command(echo) == KEY
+    finally:
+        os.dup2(ours, 0)
+        os.close(ours)
+        os.close(other)
+    monkeypatch.setattr(seal_keys, "_COMMAND_TIMEOUT_S", 0.01)
+    with pytest.raises(KeyFileError, match=r"got nothing within 0\.01 s"):
+        key_of_command("sleep 60")
+
+
+def test_a_key_file_is_for_its_owner_alone(file: Path) -> None:
+    for mode in (0o640, 0o604, 0o620):
+        file.chmod(mode)
+        with pytest.raises(KeyFileError, match=f"got mode {mode:04o}"):
+            read_key(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "x", TEXT * 2, TEXT[:-2], TEXT.upper(), " " + TEXT, TEXT + "\n", "\xff" * 80),
+        TEXT.replace("seal", "audit"),
+        "x" * 10_000,
+    ],
+)
+def test_another_content_is_refused_and_not_quoted(file: Path, text: str) -> None:
+    file.write_text(text, encoding="latin-1")
+    for read in (lambda: read_key(file), lambda: read_key_from(pipe(text))):
+        with pytest.raises(KeyFileError) as refused:
+            read()
+        assert KEY.hex() not in str(refused.value).lower()
+
+
+def test_a_descriptor_that_is_not_open_is_refused() -> None:
+    with pytest.raises(KeyFileError, match="descriptor 999: got Bad file descriptor"):
+        read_key_from(999)

@@ -1,0 +1,48 @@
+"""`tsqp proxy`: an address on this machine that leads to a server which proves what it is."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import click
+
+from protocol.errors import SettingsError
+from tsqp.cli.appraising import appraisal_options, read_appraisal
+from tsqp.cli.settings import CONTEXT, FiniteFloatRange, config_option
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("url")
+@appraisal_options
+@click.option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Port 0: a free one.")
+@click.option(
+    "--again-minutes",
+    type=FiniteFloatRange(0, 1440, min_open=True),
+    default=10.0,
+    help="After how many the server must prove itself again; else connections are cut.",
+)
+@config_option
+def proxy(
+    *, url: str, policy: Path | None, mode: str | None, listen: str, again_minutes: float
+) -> None:
+    """Listen on this machine, and carry each connection to the server at URL over attested TLS.
+
+    URL is https://HOST:PORT. Programs use http://127.0.0.1:8080/v1 as they would use the server.
+    What comes in is in the clear: listen on an address of this machine alone.
+    """
+    from tsqp.client.attested_tls import AttestedContext
+    from tsqp.client.connection import Address
+    from tsqp.client.proxy import Proxy
+
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SettingsError("--listen", got=repr(listen), expected="HOST:PORT")
+    appraisal = read_appraisal(policy, mode)
+    context = AttestedContext(appraisal, again_minutes * 60)
+    say = partial(click.echo, err=True)
+    made = Proxy((host.strip("[]"), int(port)), Address.of(url), context, say)
+    with closing(made):
+        say(f"ready: http://{host}:{made.port}/v1 leads to {url}, which is verified")
+        made.serve_forever()

@@ -1,0 +1,183 @@
+"""TLS to a server that proves what it is, as an `ssl.SSLContext`.
+
+The handshake of each connection goes on until the server has proved itself over it:
+
+1. its certificate has evidence of its own key, which passes the appraisal; or it is, byte for byte,
+   one that did;
+2. asked over this connection with a new nonce, it gives new evidence with the same claims, unless
+   it did so a few minutes ago with the same certificate.
+
+Whatever uses the context sends nothing before. A server in the middle that copied a certificate has
+not its key, and ends in the handshake.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import ssl
+import time
+from base64 import b64decode
+from binascii import Error as Base64Error
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+from protocol.errors import EvidenceError, TsqpError
+from tee_side.attest.appraisal import Appraisal, Expected, appraise
+from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.claims import NONCE_BYTES, Claims
+from tee_side.attest.statement import Statement, read_certificate
+
+AGAIN_S = 600.0
+
+_TIMEOUT_S = 30.0
+_MAX_ANSWER_BYTES = 256 * 1024
+_OF_A_CERTIFICATE = b""
+
+
+class NotAttestedError(TsqpError):
+    """A server that did not prove to be what was asked for. `appraisal`: None where none was made.
+
+    Nothing was sent to it but a nonce.
+    """
+
+    def __init__(self, where: str, got: str, expected: str, appraisal: Appraisal | None) -> None:
+        super().__init__(where, got=got, expected=expected)
+        self.appraisal = appraisal
+
+    @classmethod
+    def of(cls, where: str, appraisal: Appraisal) -> NotAttestedError:
+        """Name the first step that failed."""
+        step = next(step for step in appraisal.steps if not step.passed)
+        return cls(f"{where}: {step.name}", step.got, step.expected, appraisal)
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What a server proved: its certificate (DER), both appraisals, when (monotonic seconds)."""
+
+    certificate: bytes
+    of_certificate: Appraisal
+    fresh: Appraisal
+    since_s: float
+
+
+class AttestedContext(ssl.SSLContext):
+    """A client's context for servers that pass an appraisal.
+
+    `again_s`: after how long new evidence is asked for on a new connection. `utc`, `clock`: of
+    certificates and of `again_s`. Its sockets raise NotAttestedError, ssl.SSLError and OSError.
+    """
+
+    policy: AppraisalPolicy
+    again_s: float
+    proved: Proved | None
+
+    def __new__(cls, *_: object, **__: object) -> AttestedContext:
+        """Make a context of TLS 1.3, without authorities: evidence takes their place."""
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+
+    def __init__(
+        self,
+        policy: AppraisalPolicy,
+        again_s: float = AGAIN_S,
+        utc: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy, self.again_s, self._utc, self._clock = policy, again_s, utc, clock
+        self.proved = None
+        self.minimum_version = ssl.TLSVersion.TLSv1_3
+        self.check_hostname = False
+        self.verify_mode = ssl.CERT_NONE
+        self.sslsocket_class = _AttestedSocket
+
+    def wrap_bio(self, *_: Any, **__: Any) -> ssl.SSLObject:
+        """Refuse what would not go through the socket that asks."""
+        raise NotImplementedError("AttestedContext: sockets alone, not asyncio's objects")
+
+    def require(self, connection: ssl.SSLSocket) -> None:
+        """Have the other end of a connection prove itself. Raises NotAttestedError."""
+        certificate = connection.getpeercert(binary_form=True) or b""
+        known = self.proved
+        if known is not None and self._clock() - known.since_s >= self.again_s:
+            known = None
+        if known is not None and certificate == known.certificate:
+            return
+        try:
+            stated, tls_key = read_certificate(certificate)
+            first = self._appraise("certificate", stated, _OF_A_CERTIFICATE, tls_key)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            second = self._appraise("new evidence", _ask(connection, nonce), nonce, tls_key)
+        except EvidenceError as error:
+            raise NotAttestedError(error.where, error.got, error.expected, None) from None
+        _require_same(first.claims, second.claims)
+        self.proved = Proved(certificate, first, second, self._clock())
+
+    def _appraise(self, where: str, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
+        expected = Expected(nonce, tls_key, self._utc())
+        found = appraise(stated.read_evidence(), stated.claims, self.policy, expected)
+        if not found.passed:
+            raise NotAttestedError.of(where, found)
+        return found
+
+
+class _AttestedSocket(ssl.SSLSocket):
+    """A socket whose handshake ends when the other end has proved itself."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        """Shake hands, and have the context ask. Raises NotAttestedError."""
+        super().do_handshake(block)
+        context = self.context
+        if not isinstance(context, AttestedContext):
+            raise TypeError("AttestedContext: got another context, expected the one that made this")
+        timeout_s = self.gettimeout()
+        self.settimeout(_TIMEOUT_S if timeout_s is None else timeout_s)
+        try:
+            context.require(self)
+        except BaseException:
+            self.close()
+            raise
+        self.settimeout(timeout_s)
+
+
+def _ask(connection: ssl.SSLSocket, nonce: bytes) -> Statement:
+    """Ask over a connection for a statement of now. Raises EvidenceError."""
+    path = f"/v1/attestation?nonce={nonce.hex()}"
+    connection.sendall(f"GET {path} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode())
+    reply = HTTPResponse(connection)
+    try:
+        reply.begin()
+        # The connection is used further: its end is where the length says, and not another's.
+        most = int(reply.headers["content-length"])
+        body = reply.read(most) if 0 <= most <= _MAX_ANSWER_BYTES else b""
+    except (HTTPException, TypeError, ValueError):
+        body = b""
+    finally:
+        reply.close()
+    if reply.status != 200:
+        got = f"status {reply.status}"
+        raise EvidenceError("new evidence", got=got, expected="an answer with evidence")
+    return read_answer(body)
+
+
+def read_answer(body: bytes) -> Statement:
+    """Read the JSON that `/v1/attestation` answers with. Raises EvidenceError."""
+    try:
+        fields = {name: b64decode(text, validate=True) for name, text in json.loads(body).items()}
+        return Statement(**fields)
+    except (ValueError, TypeError, AttributeError, RecursionError, Base64Error):
+        expected = "claims and evidence, as /v1/attestation gives them"
+        raise EvidenceError("answer", got="another content", expected=expected) from None
+
+
+def _require_same(certified: Claims | None, fresh: Claims | None) -> None:
+    """Require the claims of a certificate again; its nonce and its time are its own."""
+    if certified is None or fresh is None:
+        raise NotAttestedError("claims", "none", "those of the certificate", None)
+    ours, theirs = (claims.model_dump(exclude={"nonce", "time"}) for claims in (certified, fresh))
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise NotAttestedError(f"new evidence: {name}", "another", "the certificate's", None)

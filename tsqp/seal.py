@@ -1,0 +1,140 @@
+"""Seals a model directory, where it may be seen; `protocol.model.sealed` has the format."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import ModelError, SealError
+from protocol.model.config import read_config
+from protocol.model.files import SEALED_MAGIC, fill, is_there, opened, size_of
+from protocol.model.sealed import (
+    CHUNK_BYTES,
+    KEY_BYTES,
+    SALT_BYTES,
+    SEAL_FILE,
+    ChunkCipher,
+    FileSeal,
+    SealedModel,
+    SealIndex,
+    read_index,
+    unwrap,
+    wrap,
+)
+
+# Told how many bytes have just been sealed, and how many there are in all.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What was sealed. `skipped`: names that are no file; `digest`: for `--seal-digest`."""
+
+    files: int
+    plain_bytes: int
+    skipped: tuple[str, ...]
+    digest: str
+
+
+def seal_model(
+    directory: Path,
+    key: bytes,
+    output: Path,
+    progress: Progress = lambda _done, _total: None,
+) -> Sealed:
+    """Encrypt the files of a model directory, but not of directories in it, into a new directory.
+
+    One chunk is in memory at a time. A run that fails leaves nothing behind. Raises ModelError for
+    what is no model, or an output that is there; SealError for what is sealed; OSError.
+    """
+    _check_output(output)
+    read_config(directory)  # a wrong directory is noticed before any work
+    if is_there(directory / SEAL_FILE):
+        where = str(directory / SEAL_FILE)
+        raise SealError(where, got="a file of this name", expected="none: the seal's own has it")
+    names = sorted(path.name for path in directory.iterdir() if not path.is_dir())
+    skipped = sorted(path.name for path in directory.iterdir() if path.is_dir())
+    total = sum(_size(directory / name) for name in names)
+    content_key = secrets.token_bytes(KEY_BYTES)
+    # Beside the directory that it becomes: a rename within a file system is one step.
+    partial = output.with_name(f".{output.name}.{secrets.token_hex(8)}.partial")
+    try:
+        partial.mkdir()
+        files = {}
+        for name in names:
+            files[name] = _seal_file(
+                directory / name, content_key, partial / name, lambda n: progress(n, total)
+            )
+        body = SealIndex(files=files).model_dump_json(indent=1).encode() + b"\n"
+        _write(partial / SEAL_FILE, [wrap(content_key, key, body)])
+        digest = SealedModel(partial, key).digest
+        partial.rename(output)
+    finally:
+        # Not there any more where all went well.
+        shutil.rmtree(partial, ignore_errors=True)
+    return Sealed(len(files), total, tuple(skipped), digest)
+
+
+def rewrap(directory: Path, old: bytes, new: bytes) -> str:
+    """Have a seal opened by another key and not by the old one. Return its digest, which stays.
+
+    Whoever has a copy of the old index and the old key can open the files still. Raises SealError,
+    OSError.
+    """
+    path = directory / SEAL_FILE
+    content_key, body = unwrap(read_index(path), old, str(path))
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        _write(partial, [wrap(content_key, new, body)])
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return hashlib.sha256(body).hexdigest()
+
+
+def _check_output(output: Path) -> None:
+    if os.path.lexists(output):
+        raise ModelError(str(output), got="something of this name", expected="a new directory")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        where = str(output.parent)
+        raise ModelError(where, got="no such directory to write to", expected="one")
+
+
+def _size(path: Path) -> int:
+    with opened(path) as descriptor:
+        return size_of(descriptor, path)
+
+
+def _seal_file(
+    path: Path, content_key: bytes, output: Path, tell: Callable[[int], None]
+) -> FileSeal:
+    header = SEALED_MAGIC + secrets.token_bytes(SALT_BYTES)
+    with opened(path) as descriptor:
+        cipher = ChunkCipher(content_key, header, size_of(descriptor, path))
+
+        def stored() -> Iterator[bytes]:
+            yield header
+            plain = memoryview(bytearray(min(CHUNK_BYTES, cipher.size)))
+            for chunk in range(cipher.chunks):
+                start = chunk * CHUNK_BYTES
+                part = plain[: cipher.size - start]
+                fill(descriptor, part, start, path)
+                yield cipher.seal(chunk, part)
+                tell(len(part))
+
+        _write(output, stored())
+    return FileSeal(size=cipher.size, header=hashlib.sha256(header).hexdigest())
+
+
+def _write(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a new file, and bring it to the disk."""
+    with path.open("xb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
