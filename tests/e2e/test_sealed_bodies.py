@@ -210,4 +210,5 @@ def test_a_server_with_another_key_is_told_apart(side: Side) -> None:
     assert isinstance(error.value.__cause__, UnsealedError)
     assert "another key" in str(error.value.__cause__)
     assert side.engine.requests == []
-    assert json.loads(side.proxy.answers[-1][1])["error"]["code"] == "sealed_body"
+    body = side.proxy.send(*side.proxy.requests[-1])
+    assert json.loads(body)["error"]["code"] == "sealed_body"

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from protocol.codec import pack
 from protocol.errors import ProtocolError
 from tee_side.attest.sealed_bodies import CONTENT_TYPE, Direction, HpkeKey
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
@@ -51,6 +52,7 @@ class Server(httpx2.BaseTransport):
         self.headers = {"content-type": b"text/event-stream", "x-ratelimit-limit": b"9"}
         self.parts: list[bytes] = []
         self.said: bytes | None = None
+        self.target = b""
         self.change: Any = list
         self.stream = Pieces([])
 
@@ -58,7 +60,8 @@ class Server(httpx2.BaseTransport):
         self.sent.append(request)
         data = request.read()
         front = data[: self.key.sealed_bytes]
-        secret = self.key.open_secret(front, request.url.raw_path)
+        target = self.target or request.url.raw_path
+        secret = self.key.open_secret(front, target)
         opening = Direction(b"request", front, secret)
         head, *body = opening.open(data[len(front) :])
         opening.close()
@@ -115,6 +118,25 @@ def test_a_request_is_sealed_and_its_answer_opened(key: HpkeKey) -> None:
         "content-length": str(len(sent.content)),
     }
     assert server.closed
+
+
+@each_row(
+    "url, target",
+    [
+        (URL, TARGET),
+        ("https://proxy.example", b"/"),
+        ("https://proxy.example/a", b"/a"),
+        ("https://proxy.example/a%20b/", b"/a%20b/"),
+        ("https://proxy.example/a?", b"/a"),
+        ("https://proxy.example/a?b=?", b"/a?b=?"),
+        ("https://proxy.example/a#b", b"/a"),
+    ],
+)
+def test_a_request_is_sealed_to_its_path_and_query(url: str, target: bytes) -> None:
+    server = Server()
+    server.target = target
+    with client_of(server) as client:
+        assert client.get(url).content == b"".join(PIECES)
 
 
 @each_row("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])
@@ -280,7 +302,15 @@ def test_an_answer_without_a_seal_is_never_given(outer: dict[str, Any]) -> None:
     assert error.value.status == outer.get("status", 200)
 
 
-@each_row("head", [b"", b"no map", b"\x80", b"\xc0"])
+@each_row(
+    "head",
+    [
+        *(b"", b"no map", b"\x80", b"\xc0"),
+        *(pack({"status": status, "headers": {}}) for status in (199, 600, -1, "200", 200.0)),
+        pack({"status": 200, "headers": {"a b": b""}}),
+        pack({"status": 200, "headers": {}, "more": 1}),
+    ],
+)
 def test_a_head_of_another_form_is_an_error(head: bytes) -> None:
     server = Server()
     server.said = head
