@@ -45,6 +45,11 @@ class PluginError(InputError):
     """A user's own file or package that cannot be loaded, or lacks what it is loaded for."""
 
 
+def source_of(module: str) -> bytes | None:
+    """Return the file that a user's module was loaded from, as it was; None for other modules."""
+    return _sources.get(module)
+
+
 @contextmanager
 def checking_files(check: FileCheck) -> Iterator[None]:
     """Have `check` called with each user's file of this block, before it is used.

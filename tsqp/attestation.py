@@ -7,11 +7,9 @@ import json
 import os
 import re
 import ssl
-import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.abc import InspectLoader
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from zmq.utils import z85
 
+from protocol.curve import one_for_each
 from protocol.errors import SettingsError
 from protocol.model.files import read_bytes
 from tee_side.attest.attesters import find_attester
 from tee_side.attest.identity import About, Identity
+from tee_side.plugins import source_of
 from tee_side.protect.calibration import calibration_path
 from tsqp.cli.program import model_directory
 from tsqp.cli.running import Loaded, policy_digest
@@ -32,16 +32,17 @@ from tsqp.manifest import MAX_FILE_BYTES
 if TYPE_CHECKING:
     from tee_side.policy.placement import Policy
 
-# What shapes answers and what leaves, beside model and policy.
-_CLAIMED = (
-    *("dtype", "kernels", "when_out", "micro_batches", "shares_in_the_clear", "step_tokens"),
-    *("max_model_len", "max_sequences", "speculative", "speculative_tokens", "prefix_reuse"),
-    *("fixed_tempo_ms", "round_usage", "pooling", "page", "api_keys", "audit_log"),
-)
-# Of those, files of the operator's: whether there is one.
-_GIVEN = ("api_keys", "audit_log")
+# Of where things are and how long to wait for them; all other options are claimed.
+_NOT_CLAIMED = {
+    *("model", "host", "port", "tls_certificate", "tls_key", "gpu", "identity", "service_key"),
+    *("attest", "attest_certificate", "attest_collateral", "manifest", "manifest_digest", "policy"),
+    *("seal_key", "seal_key_fd", "seal_key_command", "seal_digest", "served_model_name"),
+    *("connect_timeout_s", "request_timeout_s", "heartbeat_timeout_s", "threads", "spin_us"),
+    *("audit_key", "audit_key_fd", "max_message_mib", "max_kv_mib", "calibration"),
+}
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
 _OURS = ("protocol.", "tee_side.", "tsqp.")
+_NO_KEY = z85.encode(bytes(32))
 
 
 def identify(settings: Mapping[str, Any], loaded: Loaded) -> Identity:
@@ -93,8 +94,12 @@ def _in_memory(content: bytes) -> int:
 
 
 def _settings_digest(settings: Mapping[str, Any], policy: Policy) -> bytes:
-    said = {name: settings[name] for name in _CLAIMED}
-    said |= {name: said[name] is not None for name in _GIVEN}
+    said = {
+        # Of a file, whether there is one: where it is belongs to this machine alone.
+        name: value is not None if isinstance(value, Path | None) else value
+        for name, value in settings.items()
+        if name not in _NOT_CLAIMED
+    }
     if policy.arithmetic == "int8":
         directory = model_directory(settings["model"])
         said["calibration"] = calibration_digest(directory, settings["calibration"])
@@ -108,24 +113,32 @@ def calibration_digest(directory: Path, given: Path | None) -> str:
 
 
 def _curve_keys(settings: Mapping[str, Any], loaded: Loaded) -> dict[str, bytes]:
+    """Return the runner's key, and that of each service; zeros for one that proves none."""
     keys = read_client_keys(dict(settings), loaded.manifest)
-    said = [("runner", one.public) for one in keys[:1]]
-    said += [(f"service {number}", one.service) for number, one in enumerate(keys, 1)]
-    return {owner: z85.decode(key) for owner, key in said}
+    endpoints = settings["gpu"] if loaded.policy.services else ()
+    found = one_for_each(keys, endpoints) if endpoints else []
+    said = {
+        f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
+    }
+    said |= {"runner": keys[0].public} if keys else {}
+    return {owner: z85.decode(key) for owner, key in said.items()}
 
 
 def _plugins(policy: Policy) -> dict[str, bytes]:
-    """Return a digest of the source of each mask that is not ours, by its name."""
+    """Return a digest of the source of each mask that is not ours, by its name.
+
+    Raises SettingsError for one of an installed package: its files may not be what was imported.
+    """
     found = {}
     for kind in map(type, policy.masks):
         if kind.__module__.startswith(_OURS):
             continue
-        loader = getattr(sys.modules[kind.__module__], "__loader__", None)
-        source = loader.get_source(kind.__module__) if isinstance(loader, InspectLoader) else None
+        source, name = source_of(kind.__module__), ascii(kind.__name__)
         if source is None:
-            got, expected = f"{kind.__name__}, which has none", "masks with a source, to claim it"
-            raise SettingsError("--attest: source", got=got, expected=expected)
-        found[kind.__name__] = hashlib.sha256(source.encode()).digest()
+            expected = "masks of files: what a package has on the disk may not be what was imported"
+            raise SettingsError("--attest: policy", got=f"the mask {name}", expected=expected)
+        digest = hashlib.sha256(source).digest()
+        found[f"{name} {digest.hex()[:8]}"] = digest
     return found
 
 

@@ -34,6 +34,7 @@ from protocol.errors import SettingsError
 from tee_side.attest.snp_report import Product, SigningKey
 from tee_side.refusals import first_problem
 
+Rtmr: TypeAlias = Literal["0", "1", "2", "3"]
 Mode: TypeAlias = Literal["development", "production", "gpu-confidential"]
 NotLookedAt: TypeAlias = Literal["any"]
 
@@ -42,6 +43,13 @@ def _from_hex(value: object) -> object:
     return bytes.fromhex(value) if isinstance(value, str) and value != "any" else value
 
 
+def _whole(value: object) -> object:
+    if type(value) is not int:
+        raise ValueError("a whole number")
+    return value
+
+
+Number = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Hex32 = Annotated[bytes, BeforeValidator(_from_hex), Field(min_length=32, max_length=32)]
 Hex48 = Annotated[bytes, BeforeValidator(_from_hex), Field(min_length=48, max_length=48)]
 
@@ -51,27 +59,29 @@ class _Table(BaseModel):
 
 
 class MinimumTcb(_Table):
-    """The oldest firmware of a product; `fmc`: of Turin alone."""
+    """The oldest firmware of a product; `fmc`: of Turin, and of no other."""
 
-    bootloader: int
-    tee: int
-    snp: int
-    microcode: int
-    fmc: int = 0
+    bootloader: Number
+    tee: Number
+    snp: Number
+    microcode: Number
+    fmc: Number | None = None
 
 
 class SnpPolicy(_Table):
     """What a guest of SEV-SNP must be.
 
     Milan is accepted where it is named alone: its root of trust was extracted in software in 2026.
+    `revocation`: whether AMD's list of revoked certificates has to come with the evidence.
     """
 
     measurements: tuple[Hex48, ...] | NotLookedAt
     host_data: tuple[Hex32, ...] | NotLookedAt
     products: tuple[Product, ...]
     minimum_tcb: dict[Product, MinimumTcb] | NotLookedAt
+    revocation: Literal["required", "any"] = "required"
     signing_key: SigningKey | NotLookedAt = "vcek"
-    vmpl: int | NotLookedAt = 0
+    vmpl: Number | NotLookedAt = 0
     debug: Literal["off", "any"] = "off"
     migration_agent: Literal["off", "any"] = "off"
     alias_check: Literal["done", "any"] = "done"
@@ -80,15 +90,25 @@ class SnpPolicy(_Table):
     def _each_product_has_a_minimum(self) -> SnpPolicy:
         if self.minimum_tcb != "any" and set(self.minimum_tcb) != set(self.products):
             raise ValueError("a minimum_tcb for each of the products, and no other")
+        for product, least in () if self.minimum_tcb == "any" else self.minimum_tcb.items():
+            if (least.fmc is None) == (product == "turin"):
+                raise ValueError("fmc in the minimum_tcb of turin, and of no other")
         return self
 
 
 class TdxPolicy(_Table):
-    """What a guest of TDX must be; `rtmr`: by number, "0" to "3"."""
+    """What a guest of TDX must be; `rtmr`: by number, "0" to "3"; `config_id`: MRCONFIGID."""
 
     mrtd: tuple[Hex48, ...] | NotLookedAt
-    rtmr: dict[Literal["0", "1", "2", "3"], tuple[Hex48, ...]] | NotLookedAt
+    rtmr: dict[Rtmr, tuple[Hex48, ...] | NotLookedAt] | NotLookedAt
+    config_id: tuple[Hex48, ...] | NotLookedAt
     tcb_status: tuple[str, ...] | NotLookedAt = ("UpToDate",)
+
+    @model_validator(mode="after")
+    def _each_register(self) -> TdxPolicy:
+        if self.rtmr != "any" and len(self.rtmr) < 4:
+            raise ValueError('each of rtmr "0" to "3"')
+        return self
 
 
 class SimulatedPolicy(_Table):
@@ -112,7 +132,7 @@ class AppraisalPolicy(_Table):
     """A policy; a kind of TEE without a table is not accepted."""
 
     mode: Mode
-    max_age_s: int | NotLookedAt
+    max_age_s: Annotated[Number, Field(ge=1)] | NotLookedAt
     claims: ClaimsPolicy
     snp: SnpPolicy | None = None
     tdx: TdxPolicy | None = None

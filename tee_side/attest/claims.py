@@ -23,7 +23,8 @@ NONCE_BYTES = 32
 _DOMAIN = b"TSQP attestation claims 1\0"
 
 Digest: TypeAlias = Annotated[bytes, Field(strict=True, min_length=32, max_length=32)]
-Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
+# Shown to people as it is.
+Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256, pattern=r"\A[ -~]*\z")]
 
 
 class Claims(BaseModel):
@@ -33,7 +34,7 @@ class Claims(BaseModel):
     enclave's clock. `tls_key`: of the public key (SubjectPublicKeyInfo). `hpke_key`: public, of
     `hpke_suite`. `receipt_key`: public, of Ed25519. `model`: of its manifest. `policy`: see
     `policy_digest`. `settings`: of every other option. `curve_keys`: public keys of ZeroMQ's CURVE
-    by owner: "runner", and "service" with its number for those that it speaks to.
+    by owner: "runner", and "service" with its number for those that it speaks to; zeros: none.
     `plugins`: of files that are the operator's own, masks among them, by name.
     `attested_services`: what evidence services had to give to this enclave, "none" for none.
     """

@@ -20,11 +20,15 @@ from tee_side.attest.snp_report import Product, SnpReport, Tcb
 
 
 class VerifiedSnp(NamedTuple):
-    """A report that a processor of AMD's signed, of this product and with this firmware."""
+    """A report that a processor of AMD's signed, of this product and with this firmware.
+
+    `revocation_checked`: whether a list of revoked certificates was there.
+    """
 
     report: SnpReport
     product: Product
     tcb: Tcb
+    revocation_checked: bool
     kind: Literal["snp"] = "snp"
 
     @property
@@ -57,7 +61,7 @@ def verify_snp(
         leaf.key.verify(signature, parsed.signed, ECDSA(SHA384()))
     except InvalidSignature:
         raise _refused("signature", "a wrong one", "that of the leaf's key") from None
-    return VerifiedSnp(parsed, leaf.product, tcb)
+    return VerifiedSnp(parsed, leaf.product, tcb, crl is not None)
 
 
 def _require_chip(report: SnpReport, leaf: Leaf) -> None:

@@ -28,6 +28,11 @@ EXTENSION = x509.ObjectIdentifier("2.23.133.5.4.9")
 _MAX_BYTES = MAX_CLAIMS_BYTES + MAX_EVIDENCE_BYTES
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tsqp")])
 _CLOCKS_APART = timedelta(minutes=5)
+# What the library raises for certificates that it cannot read.
+_UNREADABLE = (
+    *(ValueError, x509.ExtensionNotFound, x509.DuplicateExtension),
+    *(x509.UnsupportedGeneralNameType, x509.InvalidVersion, UnsupportedAlgorithm),
+)
 
 
 class Statement(BaseModel):
@@ -84,7 +89,7 @@ def read_certificate(encoded: bytes) -> tuple[Statement, bytes]:
         public = certificate.public_key()
         if not isinstance(stated, x509.UnrecognizedExtension):
             raise ValueError
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, UnsupportedAlgorithm):
+    except _UNREADABLE:
         expected = f"a certificate with evidence ({EXTENSION.dotted_string})"
         where = "certificate of the server"
         raise EvidenceError(where, got="another", expected=expected) from None

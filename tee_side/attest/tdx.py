@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 
 from protocol.errors import EvidenceError, SettingsError
 
-_FIELDS = ("mr_td", "rt_mr0", "rt_mr1", "rt_mr2", "rt_mr3", "report_data", "td_attributes")
+_FIELDS = ("mr_td", "rt_mr0", "rt_mr1", "rt_mr2", "rt_mr3", "report_data", "mr_config_id")
+_MIGRATABLE = 1 << 29
 # Parts of the library's messages, which are not repeated: they may quote what it was given.
 _REASONS = {
     "xpired": "collateral or certificates that have expired",
@@ -40,13 +41,14 @@ _REASONS = {
 class VerifiedTdx(NamedTuple):
     """A quote that Intel's key signed; `status`: of the platform's firmware, by Intel's list.
 
-    `mrtd`, `rtmr`: measurements of 48 bytes. `advisories`: Intel's names of what is known of such
+    `mrtd`, `rtmr`, `config_id`: 48 bytes each. `advisories`: Intel's names of what is known of such
     firmware.
     """
 
     mrtd: bytes
     rtmr: tuple[bytes, bytes, bytes, bytes]
     report_data: bytes
+    config_id: bytes
     status: str
     advisories: tuple[str, ...] = ()
     kind: Literal["tdx"] = "tdx"
@@ -67,12 +69,18 @@ def verify_tdx(quote: bytes, collateral: bytes, now: datetime) -> VerifiedTdx:
         got = next((_REASONS[part] for part in _REASONS if part in text), "another")
         raise _refused("quote", got, "one that Intel's keys signed") from None
     match found["report"]:
-        case {"TD10": dict(body)} | {"TD15": {"base": dict(body)}}:
-            mrtd, *rtmr, data, attributes = (bytes.fromhex(body[name]) for name in _FIELDS)
+        case {"TD10": dict(body)}:
+            migrates = False
+        case {"TD15": {"base": dict(body), "mr_service_td": str(service)}}:
+            migrates = any(bytes.fromhex(service))
         case _:
             raise _refused("kind of TEE", "another", "TDX 1.0 or 1.5")
+    mrtd, *rtmr, data, config_id = (bytes.fromhex(body[name]) for name in _FIELDS)
+    attributes = int.from_bytes(bytes.fromhex(body["td_attributes"]), "little")
+    if migrates or attributes & _MIGRATABLE:
+        raise _refused("attributes", "a guest that may be migrated", "one that may not")
     # The library refuses it as well. No bit of this byte is one of a guest that is left alone.
-    if attributes[0]:
+    if attributes & 0xFF:
         raise _refused("attributes", "a guest that its host may debug", "one that it may not")
     if found["status"] == "Revoked":
         raise _refused("TCB status", "Revoked", "firmware that Intel has not revoked")
@@ -80,6 +88,7 @@ def verify_tdx(quote: bytes, collateral: bytes, now: datetime) -> VerifiedTdx:
         mrtd,
         (rtmr[0], rtmr[1], rtmr[2], rtmr[3]),
         data,
+        config_id,
         found["status"],
         tuple(found["advisory_ids"]),
     )

@@ -22,19 +22,19 @@ from tee_side.attest.identity import Identity
 from tee_side.serve.errors import ApiError
 
 _NONCE = re.compile(f"[0-9a-fA-F]{{{2 * NONCE_BYTES}}}")
-_AT_ONCE, _A_SECOND = 32, 8
+_AT_ONCE, _A_SECOND, _MOST_WAITING = 32, 8, 16
 
 
 class Attestation:
     """Answers with statements, one at a time; `clock`: monotonic seconds.
 
-    32 may be asked for at once, and then 8 a second; others get a 429.
+    32 may be asked for at once, and then 8 a second; while 16 wait, none. Others get a 429.
     """
 
     def __init__(self, identity: Identity, clock: Callable[[], float] = time.monotonic) -> None:
         self._identity, self._clock = identity, clock
         self._left, self._since_s = float(_AT_ONCE), clock()
-        self._turn = asyncio.Lock()
+        self._turn, self._waiting = asyncio.Lock(), 0
 
     def route(self) -> APIRoute:
         """Return the path."""
@@ -47,11 +47,14 @@ class Attestation:
             expected = f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits"
             raise ApiError(400, expected, param="query.nonce", code="invalid_nonce")
         self._take()
-        async with self._turn:
-            try:
+        self._waiting += 1
+        try:
+            async with self._turn:
                 stated = await asyncio.to_thread(self._identity.state, bytes.fromhex(nonce))
-            except EvidenceError:
-                raise ApiError(503, "the hardware gives no evidence", code="no_evidence") from None
+        except EvidenceError:
+            raise ApiError(503, "the hardware gives no evidence", code="no_evidence") from None
+        finally:
+            self._waiting -= 1
         fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
         return JSONResponse(fields, headers={"cache-control": "no-store"})
 
@@ -59,7 +62,7 @@ class Attestation:
         now_s = self._clock()
         self._left = min(_AT_ONCE, self._left + (now_s - self._since_s) * _A_SECOND)
         self._since_s = now_s
-        if self._left < 1:
+        if self._left < 1 or self._waiting >= _MOST_WAITING:
             again = {"retry-after": "1"}
             raise ApiError(429, "too many ask for evidence", code="rate_limited", headers=again)
         self._left -= 1

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import EvidenceError, SettingsError, describe
+from tsqp.cli.appraising import appraisal_options, read_appraisal
 from tsqp.cli.options import use
 from tsqp.cli.program import EXIT_FAILURE
 from tsqp.cli.settings import CONTEXT, PATH, config_option
 
 if TYPE_CHECKING:
-    from tee_side.attest.appraisal import Step
+    from tee_side.attest.appraisal import Appraisal, Step
+    from tee_side.attest.appraisal_policy import AppraisalPolicy
     from tee_side.attest.claims import Claims
     from tee_side.attest.receipts import Receipt
 
@@ -48,7 +50,7 @@ def receipt() -> None:
     type=PATH,
     metavar="FILE",
     allow_from_autoenv=False,
-    help="What the server answered to GET /v1/attestation: it has the key, the model, the policy.",
+    help="What the server answered to GET /v1/attestation; appraised by --policy or --mode.",
 )
 @click.option(
     "--request",
@@ -64,6 +66,7 @@ def receipt() -> None:
     allow_from_autoenv=False,
     help="The body that came, byte for byte; of a stream, up to its receipt or all of it.",
 )
+@appraisal_options
 @use("json")
 @config_option
 @click.pass_context
@@ -76,14 +79,16 @@ def verify(
     attestation: Path | None,
     request: Path | None,
     response: Path | None,
+    policy: Path | None,
+    mode: str | None,
     as_json: bool,
 ) -> None:
     """Check a receipt: who signed it, and the bodies that it is of.
 
     RECEIPT is a file with the header tsqp-receipt of an answer (curl -D), a stream as it was saved,
     or base64 alone. Several, in their order, are a piece of the server's chain: one that is missing
-    between them shows. The evidence of --attestation has to be genuine; tsqp verify says what it is
-    worth. Exit status 1 if anything differs.
+    between them shows. --attestation is appraised by --policy or --mode, as tsqp verify does. Exit
+    status 1 if anything differs.
     """
     from tee_side.attest.appraisal import Step
     from tee_side.attest.receipts import verify as verified
@@ -97,10 +102,9 @@ def verify(
     found: list[tuple[bytes, Receipt]] = []
     try:
         if attestation is not None:
-            claims, kind = _claims_of(attestation)
-            worth = "which proves nothing" if kind == "simulated" else "genuine"
-            steps.append(Step("attestation", True, f"{kind}, {worth}", "genuine"))
-            key = claims.receipt_key
+            appraised = _appraised(attestation, read_appraisal(policy, mode))
+            claims, steps = appraised.claims, list(appraised.steps)
+            key = b"" if claims is None else claims.receipt_key
         for file in files:
             signed = _read(file)
             one = verified(signed, key)
@@ -133,20 +137,14 @@ def _key(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
-def _claims_of(path: Path) -> tuple[Claims, str]:
-    """Return the claims of a server's attestation, and of which kind its evidence is.
-
-    Raises EvidenceError for what is not genuine, or of other claims.
-    """
-    from tee_side.attest.appraisal import verify_evidence
-    from tee_side.attest.claims import Claims, report_data
+def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
+    """Appraise what a server said of itself. Raises EvidenceError for what cannot be read."""
+    from tee_side.attest.appraisal import Expected, appraise
     from tsqp.client.attested_tls import read_answer
 
-    statement = read_answer(path.read_bytes())
-    evidence = statement.read_evidence()
-    if verify_evidence(evidence, datetime.now(UTC)).report_data != report_data(statement.claims):
-        raise EvidenceError(f"{path}: claims", got="others", expected="those of the evidence")
-    return Claims.decode(statement.claims), evidence.kind
+    stated = read_answer(path.read_bytes())
+    expected = Expected(None, None, datetime.now(UTC))
+    return appraise(stated.read_evidence(), stated.claims, policy, expected)
 
 
 def _read(path: Path) -> bytes:

@@ -13,13 +13,17 @@ not its key, and ends in the handshake.
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
+import socket
 import ssl
+import threading
 import time
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException, HTTPResponse
@@ -34,7 +38,7 @@ from tee_side.attest.statement import Statement, read_certificate
 AGAIN_S = 600.0
 
 _TIMEOUT_S = 30.0
-_MAX_ANSWER_BYTES = 256 * 1024
+MAX_ANSWER_BYTES = 256 * 1024
 _OF_A_CERTIFICATE = b""
 
 
@@ -94,16 +98,26 @@ class AttestedContext(ssl.SSLContext):
         self.verify_mode = ssl.CERT_NONE
         self.sslsocket_class = _AttestedSocket
 
+    def wrap_socket(self, sock: socket.socket, *args: Any, **options: Any) -> ssl.SSLSocket:
+        """Wrap a client's socket; its handshake cannot be put off. Raises as its handshake does."""
+        put_off = not options.pop("do_handshake_on_connect", True)
+        if args or put_off or options.pop("server_side", False):
+            raise ValueError("AttestedContext: clients alone, whose handshake comes first")
+        return super().wrap_socket(sock, **options)
+
     def wrap_bio(self, *_: Any, **__: Any) -> ssl.SSLObject:
         """Refuse what would not go through the socket that asks."""
         raise NotImplementedError("AttestedContext: sockets alone, not asyncio's objects")
 
-    def require(self, connection: ssl.SSLSocket) -> None:
+    @property
+    def stale(self) -> bool:
+        """Whether the server has to prove itself again before more is sent to it."""
+        return self.proved is None or self._clock() - self.proved.since_s >= self.again_s
+
+    def require(self, connection: _AttestedSocket) -> None:
         """Have the other end of a connection prove itself. Raises NotAttestedError."""
         certificate = connection.getpeercert(binary_form=True) or b""
-        known = self.proved
-        if known is not None and self._clock() - known.since_s >= self.again_s:
-            known = None
+        known = None if self.stale else self.proved
         if known is not None and certificate == known.certificate:
             return
         try:
@@ -125,7 +139,13 @@ class AttestedContext(ssl.SSLContext):
 
 
 class _AttestedSocket(ssl.SSLSocket):
-    """A socket whose handshake ends when the other end has proved itself."""
+    """A socket whose handshake ends when the other end has proved itself.
+
+    It sends through TLS, and only then: `SSLSocket` itself sends in the clear once another thread
+    has shut it down.
+    """
+
+    _proved = False
 
     def do_handshake(self, block: bool = False) -> None:
         """Shake hands, and have the context ask. Raises NotAttestedError."""
@@ -135,24 +155,70 @@ class _AttestedSocket(ssl.SSLSocket):
             raise TypeError("AttestedContext: got another context, expected the one that made this")
         timeout_s = self.gettimeout()
         self.settimeout(_TIMEOUT_S if timeout_s is None else timeout_s)
+        # Of all together: the other end could send a byte now and then.
+        ending = threading.Timer(_TIMEOUT_S, cut, (self,))
+        ending.daemon = True
+        ending.start()
         try:
             context.require(self)
         except BaseException:
             self.close()
             raise
+        finally:
+            ending.cancel()
         self.settimeout(timeout_s)
+        self._proved = True
+
+    def ask(self, request: bytes) -> None:
+        """Send what the other end is asked before it has proved anything."""
+        self._encrypted().write(request)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Send through TLS. Raises OSError before the other end has proved itself, and after."""
+        if flags or not self._proved:
+            raise OSError(errno.EPERM, "nothing is sent before the other end has proved itself")
+        sent: int = self._encrypted().write(data)
+        return sent
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        """Send all of it, as `send` does."""
+        with memoryview(data) as view, view.cast("B") as left:
+            at = 0
+            while at < len(left):
+                at += self.send(left[at:], flags)
+
+    def sendto(self, *_: Any) -> int:
+        """Refuse what goes past TLS."""
+        raise NotImplementedError("AttestedContext: send and sendall alone")
+
+    def sendfile(self, *_: Any, **__: Any) -> int:
+        """Refuse what goes past TLS."""
+        raise NotImplementedError("AttestedContext: send and sendall alone")
+
+    def _encrypted(self) -> Any:
+        # Taken once: another thread may end it at any time.
+        encrypted = getattr(self, "_sslobj", None)
+        if encrypted is None:
+            raise OSError(errno.ENOTCONN, "TLS is over")
+        return encrypted
 
 
-def _ask(connection: ssl.SSLSocket, nonce: bytes) -> Statement:
+def cut(connection: socket.socket) -> None:
+    """End a connection that another thread uses; its TLS is left as it is."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     """Ask over a connection for a statement of now. Raises EvidenceError."""
     path = f"/v1/attestation?nonce={nonce.hex()}"
-    connection.sendall(f"GET {path} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode())
+    connection.ask(f"GET {path} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode())
     reply = HTTPResponse(connection)
     try:
         reply.begin()
         # The connection is used further: its end is where the length says, and not another's.
         most = int(reply.headers["content-length"])
-        body = reply.read(most) if 0 <= most <= _MAX_ANSWER_BYTES else b""
+        body = reply.read(most) if 0 <= most <= MAX_ANSWER_BYTES else b""
     except (HTTPException, TypeError, ValueError):
         body = b""
     finally:

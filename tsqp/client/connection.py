@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from protocol.errors import EndpointError, SettingsError
+from tee_side.attest.appraisal import Appraisal
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tsqp.client.attested_tls import AGAIN_S, AttestedContext, Proved
 
@@ -21,12 +22,12 @@ _WHOLE_S = 600.0
 class Connection(NamedTuple):
     """What `openai.OpenAI` takes: `OpenAI(base_url=..., http_client=..., api_key=...)`.
 
-    `proved`: what the server proved when it was connected to.
+    `appraisal`: what the server proved when it was connected to, step by step.
     """
 
     base_url: str
     http_client: httpx2.Client
-    proved: Proved
+    appraisal: Appraisal
 
 
 class Address(NamedTuple):
@@ -61,8 +62,9 @@ def prove(address: Address, context: AttestedContext) -> Proved:
     try:
         with socket.create_connection((address.host, address.port), _CONNECT_S) as plain:
             context.wrap_socket(plain, server_hostname=address.host).close()
-    except OSError as error:  # an ssl.SSLError is one
-        got = getattr(error, "reason", None) or error.strerror or type(error).__name__
+    except (OSError, UnicodeError) as error:  # an ssl.SSLError is an OSError
+        got = getattr(error, "reason", None) or getattr(error, "strerror", None)
+        got = got or type(error).__name__
         raise EndpointError(str(address), got=got, expected="a server with TLS 1.3") from None
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")
@@ -70,22 +72,41 @@ def prove(address: Address, context: AttestedContext) -> Proved:
 
 
 def connect(
-    url: str, appraisal: AppraisalPolicy | Path | str, again_s: float = AGAIN_S
+    url: str,
+    appraisal: AppraisalPolicy | Path | str,
+    again_s: float = AGAIN_S,
+    *,
+    sealed: bool = False,
 ) -> Connection:
     """Have a server prove itself, and return what reaches it and nothing else.
 
-    `appraisal`: a policy, or the path of its file. A new connection after `again_s` seconds asks
-    for new evidence; a server with another certificate is appraised anew. Where it fails, the
-    request does, and nothing of it was sent. Raises NotAttestedError, EndpointError, SettingsError.
+    `appraisal`: a policy, or the path of its file. After `again_s` seconds, and for another
+    certificate, it has to prove itself again. Where it fails, the request does, and nothing of it
+    was sent. `sealed`: for a server behind a proxy that ends TLS: `url` is the proxy's, whose
+    certificate is that of an authority, and bodies and headers are sealed to the server's key.
+    Raises NotAttestedError, EndpointError, SettingsError.
     """
     import httpx2
 
     policy = appraisal
     if not isinstance(policy, AppraisalPolicy):
         policy = AppraisalPolicy.load(Path(policy))
-    address, context = Address.of(url), AttestedContext(policy, again_s)
-    proved = prove(address, context)
-    timeout = httpx2.Timeout(_WHOLE_S, connect=_CONNECT_S)
-    # A proxy of the environment would be spoken to in the clear.
-    client = httpx2.Client(verify=context, timeout=timeout, trust_env=False)
-    return Connection(f"https://{address}/v1", client, proved)
+    address, timeout = Address.of(url), httpx2.Timeout(_WHOLE_S, connect=_CONNECT_S)
+    base = f"https://{address}"
+    if sealed:
+        from tsqp.client.sealed_connection import ProvedTransport
+
+        carried = ProvedTransport(base, policy, httpx2.HTTPTransport(), again_s)
+        try:
+            found = carried.prove()
+        except httpx2.TransportError as error:
+            expected = "a proxy with a certificate that is trusted here"
+            raise EndpointError(str(address), got=type(error).__name__, expected=expected) from None
+        client = httpx2.Client(transport=carried, timeout=timeout)
+        return Connection(f"{base}/v1", client, found)
+    from tsqp.client.attested_transport import AttestedTransport
+
+    context = AttestedContext(policy, again_s)
+    found = prove(address, context).fresh
+    client = httpx2.Client(transport=AttestedTransport(address, context), timeout=timeout)
+    return Connection(f"{base}/v1", client, found)

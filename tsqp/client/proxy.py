@@ -14,11 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from protocol.errors import EndpointError, TsqpError
-from tsqp.client.attested_tls import AttestedContext
+from tsqp.client.attested_tls import AttestedContext, cut
 from tsqp.client.connection import Address, prove
 
 _CONNECT_S = 30.0
 _CHUNK_BYTES = 64 * 1024
+# Of connections, each with a thread; and how long to wait when none can be accepted.
+_MOST, _PAUSE_S = 256, 0.2
 
 
 class Proxy:
@@ -38,9 +40,11 @@ class Proxy:
         self._server, self._context, self._say = server, context, say
         self._tunnels: set[socket.socket] = set()
         self._guard, self._over = threading.Lock(), threading.Event()
+        self._places = threading.Semaphore(_MOST)
         self.proved = prove(server, context)
         try:
-            self._listening = socket.create_server(listen)
+            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+            self._listening = socket.create_server(listen, family=family)
         except OSError as error:
             got = error.strerror or type(error).__name__
             where = f"--listen {listen[0]}:{listen[1]}"
@@ -54,8 +58,14 @@ class Proxy:
         while not self._over.is_set():
             try:
                 near, _ = self._listening.accept()
-            except OSError:
-                break  # closed
+            except OSError as error:
+                # Closed, or no descriptor is left for now.
+                if not self._over.wait(_PAUSE_S):
+                    self._say(f"not accepted: {error.strerror or type(error).__name__}")
+                continue
+            if not self._places.acquire(blocking=False):
+                near.close()
+                continue
             threading.Thread(target=self._carry, args=(near,), daemon=True).start()
 
     def close(self) -> None:
@@ -68,26 +78,27 @@ class Proxy:
         self._cut()
 
     def _carry(self, near: socket.socket) -> None:
-        with near:
-            try:
+        try:
+            with near:
                 host, port = self._server
                 plain = socket.create_connection((host, port), _CONNECT_S)
-                far = self._context.wrap_socket(plain, server_hostname=self._server.host)
-            except TsqpError as error:
-                self._say(f"refused: {error}")
-                return
-            except OSError as error:
-                self._say(f"refused: {self._server}: {error.strerror or type(error).__name__}")
-                return
-            both = {near, far}
-            with far:
-                with self._guard:
-                    self._tunnels |= both
-                try:
-                    _carry_both(near, far)
-                finally:
-                    with self._guard:
-                        self._tunnels -= both
+                with self._context.wrap_socket(plain, server_hostname=host) as far:
+                    self._carry_both(near, far)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing is carried
+            self._say(f"refused: {_words(error)}")
+        finally:
+            self._places.release()
+
+    def _carry_both(self, near: socket.socket, far: ssl.SSLSocket) -> None:
+        both = {near, far}
+        with self._guard:
+            self._tunnels |= both
+        try:
+            with suppress(OSError):
+                _carry_bytes(near, far)
+        finally:
+            with self._guard:
+                self._tunnels -= both
 
     def _prove_again(self) -> None:
         """Have the server prove itself again and again: connections may last for long."""
@@ -95,30 +106,42 @@ class Proxy:
             try:
                 self._context.proved = None
                 prove(self._server, self._context)
-            except TsqpError as error:
-                self._say(f"connections are cut: {error}")
+            except Exception as error:  # noqa: BLE001 - without a proof, nothing goes on
+                self._say(f"connections are cut: {_words(error)}")
                 self._cut()
 
     def _cut(self) -> None:
         with self._guard:
             for one in self._tunnels:
-                with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                cut(one)
 
 
-def _carry_both(near: socket.socket, far: ssl.SSLSocket) -> None:
-    """Carry bytes both ways until one side ends.
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, TsqpError) else type(error).__name__
+
+
+def _carry_bytes(near: socket.socket, far: ssl.SSLSocket) -> None:
+    """Carry bytes both ways until the server's side ends; the other may have sent all it has.
 
     By one thread, as OpenSSL asks for. It sends while it does not read: the server reads a request
-    to its end before it answers.
+    to its end before it answers. TLS has records of its own, so there may be nothing to read.
     """
-    far.settimeout(None)
     near.settimeout(None)
-    with suppress(OSError):
-        while True:
-            ready = [far] if far.pending() else select.select([near, far], [], [])[0]
-            for source in ready:
-                piece = source.recv(_CHUNK_BYTES)
-                if not piece:
-                    return
-                (near if source is far else far).sendall(piece)
+    open_ones: list[socket.socket] = [near, far]
+    while True:
+        ready = [far] if far.pending() else select.select(open_ones, [], [])[0]
+        if near in ready:
+            if piece := near.recv(_CHUNK_BYTES):
+                far.settimeout(None)
+                far.sendall(piece)
+            else:
+                open_ones.remove(near)
+        if far in ready:
+            far.settimeout(0.0)
+            try:
+                piece = far.recv(_CHUNK_BYTES)
+            except ssl.SSLWantReadError:
+                continue
+            if not piece:
+                return
+            near.sendall(piece)

@@ -63,7 +63,8 @@ products = ["genoa"]
 minimum_tcb = {{ genoa = {{ bootloader = 10, tee = 0, snp = 23, microcode = 84 }} }}
 [tdx]
 mrtd = ["{MEASUREMENT.hex()}"]
-rtmr = {{ 1 = ["{"11" * 48}"] }}
+rtmr = {{ 0 = "any", 1 = ["{"11" * 48}"], 2 = "any", 3 = "any" }}
+config_id = ["{"22" * 48}"]
 [claims]
 model = ["{CLAIMS.model.hex()}"]
 policy = ["{CLAIMS.policy.hex()}"]
@@ -77,6 +78,7 @@ TDX = VerifiedTdx(
     mrtd=MEASUREMENT,
     rtmr=(bytes(48), b"\x11" * 48, bytes(48), bytes(48)),
     report_data=report_data(CLAIMS.encode()),
+    config_id=b"\x22" * 48,
     status="UpToDate",
     advisories=(),
 )
@@ -89,10 +91,10 @@ def load(folder: Path, text: str) -> AppraisalPolicy:
     return AppraisalPolicy.load(path)
 
 
-def snp(claims: Claims, tcb: Tcb = TCB, **changes: Any) -> Verified:
+def snp(claims: Claims, tcb: Tcb = TCB, *, revocation: bool = True, **changes: Any) -> Verified:
     """Return a report of these claims, as it was verified."""
     report = replace(REPORT, **({"report_data": report_data(claims.encode())} | changes))
-    return VerifiedSnp(report, report.product or "genoa", tcb)
+    return VerifiedSnp(report, report.product or "genoa", tcb, revocation)
 
 
 def look(
@@ -124,7 +126,8 @@ def test_what_is_asked_for_passes_every_step(tmp_path: Path) -> None:
     assert found.claims == CLAIMS
     assert [step.name for step in found.steps] == [
         *("evidence", "claims", "product", "measurement", "host data", "debug", "migration agent"),
-        *("VMPL", "signing key", "alias check", "TCB: bootloader", "TCB: tee", "TCB: snp"),
+        *("VMPL", "signing key", "revocation", "alias check"),
+        *("TCB: bootloader", "TCB: tee", "TCB: snp"),
         *("TCB: microcode", "TCB: fmc", "launch TCB: bootloader", "launch TCB: tee"),
         *("launch TCB: snp", "launch TCB: microcode", "launch TCB: fmc", "nonce", "TLS key"),
         *("age", "model", "policy", "settings"),
@@ -143,6 +146,7 @@ def test_what_is_asked_for_passes_every_step(tmp_path: Path) -> None:
         ({"vmpl": 1}, "VMPL", "1"),
         ({"signing_key": "vlek"}, "signing key", "vlek"),
         ({"alias_check": False}, "alias check", "not done"),
+        ({"revocation": False}, "revocation", "not checked"),
         ({"tcb": TCB._replace(bootloader=9)}, "TCB: bootloader", "9"),
         ({"tcb": TCB._replace(snp=22)}, "TCB: snp", "22"),
         ({"tcb": TCB._replace(microcode=83)}, "TCB: microcode", "83"),
@@ -164,6 +168,7 @@ def test_what_a_guest_of_snp_must_be(
     [
         ({"mrtd": bytes(48)}, "MRTD"),
         ({"rtmr": (bytes(48),) * 4}, "RTMR1"),
+        ({"config_id": bytes(48)}, "MRCONFIGID"),
         ({"status": "OutOfDate"}, "TCB status"),
     ],
 )
@@ -193,6 +198,19 @@ def test_what_a_guest_of_tdx_must_be(tmp_path: Path, changes: dict[str, Any], st
 def test_what_it_must_claim(tmp_path: Path, changes: dict[str, Any], step: str) -> None:
     claims = CLAIMS.model_copy(update=changes)
     assert failed(look(load(tmp_path, POLICY), snp(claims), claims)) == [step]
+
+
+def test_a_certificate_is_as_old_as_its_server(tmp_path: Path) -> None:
+    claims = CLAIMS.model_copy(update={"nonce": b"", "time": 0})
+    certified = Expected(b"", CLAIMS.tls_key, NOW)
+    found = look(load(tmp_path, POLICY), snp(claims), claims, certified)
+    assert found.passed
+    assert "age" not in {step.name for step in found.steps}
+
+
+def test_a_service_without_a_key_is_seen(tmp_path: Path) -> None:
+    claims = CLAIMS.model_copy(update={"curve_keys": {"service 1": bytes(32)}})
+    assert failed(look(load(tmp_path, POLICY), snp(claims), claims)) == ["service key"]
 
 
 def test_clocks_may_be_a_minute_apart(tmp_path: Path) -> None:
@@ -261,7 +279,7 @@ def test_a_kind_without_a_table_is_refused(tmp_path: Path) -> None:
 ANY = {
     f'measurements = ["{bytes(48).hex()}", "{MEASUREMENT.hex()}"]': 'measurements = "any"',
     f'host_data = ["{HOST_DATA.hex()}"]': 'host_data = "any"\nvmpl = "any"\ndebug = "any"\n'
-    'migration_agent = "any"\nsigning_key = "any"\nalias_check = "any"',
+    'migration_agent = "any"\nsigning_key = "any"\nalias_check = "any"\nrevocation = "any"',
     "minimum_tcb = { genoa = { bootloader = 10, tee = 0, snp = 23, microcode = 84 } }": (
         'minimum_tcb = "any"'
     ),
@@ -277,6 +295,7 @@ def test_what_is_not_looked_at_says_any(tmp_path: Path) -> None:
     claims = CLAIMS.model_copy(update={"time": 0})
     odd = {"measurement": bytes(48), "vmpl": 3, "signing_key": "vlek", "alias_check": False}
     odd |= {"policy": GuestPolicy(0xF0000), "host_data": bytes(32), "tcb": Tcb(0, 0, 0, 0)}
+    odd |= {"revocation": False, "launch_tcb": bytes(8)}
     found = look(load(tmp_path, text), snp(claims, **odd), claims)
     assert not failed(found)
 
@@ -295,6 +314,13 @@ without = partial(str.replace, POLICY)
         (without('version = ["1.0"]', ""), "claims.version"),
         (without("max_age_s = 60", ""), "max_age_s"),
         (without("max_age_s = 60", "max_age = 60"), "max_age"),
+        (without("max_age_s = 60", "max_age_s = 0"), "max_age_s"),
+        (without("max_age_s = 60", "max_age_s = true"), "max_age_s"),
+        (without("[snp]", "[snp]\nvmpl = true"), "snp.vmpl"),
+        (without("microcode = 84", "microcode = 84, fmc = 1"), "snp"),
+        (without("genoa", "turin"), "snp"),
+        (without('2 = "any", 3', "3"), "tdx"),
+        (without(f'config_id = ["{"22" * 48}"]', ""), "tdx.config_id"),
         (without('mode = "production"', 'mode = "lax"'), "mode"),
         (without(CLAIMS.model.hex(), "12"), "claims.model"),
         (without(CLAIMS.model.hex(), "no hex"), "claims.model"),

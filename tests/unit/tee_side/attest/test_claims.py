@@ -61,7 +61,7 @@ def test_what_is_written_is_read() -> None:
         {"hpke_suite": "x25519", "hpke_key": b"h" * 32},
         {"curve_keys": {}},
         {"curve_keys": {f"service {n}": _DIGEST for n in range(255)}},
-        {"plugins": {"ü" * 128: _DIGEST}},
+        {"plugins": {"~ " * 128: _DIGEST}},
         {"attested_services": "", "version": "v" * 256},
     ],
 )
@@ -69,10 +69,11 @@ def test_accepted(changed: dict[str, Any]) -> None:
     assert Claims.decode(_packed(**changed)) == Claims(**{**GOOD, **changed})
 
 
-def test_a_name_that_could_not_be_read_is_not_written() -> None:
+@each_row("written", ["v" * 257, "1\nverified", "\x1b[2J", "ü"])
+def test_a_name_that_could_not_be_read_or_shown_is_not_written(written: str) -> None:
     for name in ("version", "attested_services"):
         with pytest.raises(ValidationError):
-            Claims(**{**GOOD, name: "v" * 257})
+            Claims(**{**GOOD, name: written})
 
 
 def test_digest_is_of_the_bytes_behind_the_domain() -> None:

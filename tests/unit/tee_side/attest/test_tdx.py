@@ -33,6 +33,7 @@ BODY = {
     "rt_mr2": "04" * 48,
     "rt_mr3": "05" * 48,
     "report_data": "06" * 64,
+    "mr_config_id": "07" * 48,
     "td_attributes": "0000001000000000",
 }
 
@@ -74,7 +75,7 @@ def test_what_the_library_verified_is_returned(
 
     rtmr = (b"\2" * 48, b"\3" * 48, b"\4" * 48, b"\5" * 48)
     said = ("OutOfDate", ("INTEL-SA-00001",), "tdx")
-    assert found == (b"\1" * 48, rtmr, b"\6" * 64, *said)
+    assert found == (b"\1" * 48, rtmr, b"\6" * 64, b"\7" * 48, *said)
 
 
 def test_the_library_is_given_quote_collateral_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +93,16 @@ def test_the_library_is_given_quote_collateral_and_seconds(monkeypatch: pytest.M
         pytest.param(answer({"TD10": BODY}, "Revoked"), "TCB status", id="revoked"),
         pytest.param(answer({"SgxEnclave": BODY}), "kind of TEE", id="SGX"),
         pytest.param(answer({"TD15Ex": {"base": {"base": BODY}}}), "kind of TEE", id="unknown"),
+        pytest.param(
+            answer({"TD10": BODY | {"td_attributes": "0000002000000000"}}),
+            "attributes",
+            id="migratable",
+        ),
+        pytest.param(
+            answer({"TD15": {"base": BODY, "mr_service_td": "01" + "00" * 47}}),
+            "attributes",
+            id="with a service TD, which migrates it",
+        ),
         *(
             pytest.param(
                 answer({"TD10": BODY | {"td_attributes": f"{1 << bit:02x}00001000000000"}}),

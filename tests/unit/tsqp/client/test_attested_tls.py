@@ -179,14 +179,13 @@ def test_new_evidence_is_asked_for_after_a_while_and_of_another_certificate(
         assert not server.received
 
 
-def test_age_of_a_certificate_counts(honest: Identity, policy: AppraisalPolicy) -> None:
+def test_a_certificate_may_be_old_and_new_evidence_may_not(
+    honest: Identity, policy: AppraisalPolicy
+) -> None:
     later = datetime.now(UTC) + timedelta(seconds=700)
-    with (
-        serving(honest) as server,
-        pytest.raises(NotAttestedError, match="certificate: age: got 7"),
-    ):
-        prove(Address.of(server.url), AttestedContext(policy, utc=lambda: later))
-    assert not server.received
+    context = AttestedContext(policy, utc=lambda: later)
+    with serving(honest) as server, pytest.raises(NotAttestedError, match="new evidence: age"):
+        prove(Address.of(server.url), context)
 
 
 def test_no_simulated_tee_in_production(tmp_path: Path, honest: Identity) -> None:
@@ -216,6 +215,67 @@ def test_an_http_client_goes_through_it(tmp_path: Path, honest: Identity) -> Non
         pytest.raises(NotAttestedError, match="certificate: policy"),
     ):
         connect(server.url, path)
+
+
+def test_nothing_goes_to_another_address(policy: AppraisalPolicy, honest: Identity) -> None:
+    with serving(honest) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.0)
+        connection = connect(server.url, policy)
+        port = other.getsockname()[1]
+        with connection.http_client as client:
+            for url in (
+                f"http://127.0.0.1:{server.port}/v1/models",
+                f"https://127.0.0.1:{port}/v1/models",
+                f"https://localhost:{server.port}/v1/models",
+                f"http://127.0.0.1:{port}/v1/models",
+            ):
+                with pytest.raises(NotAttestedError, match="another scheme, host or port"):
+                    client.post(url, content=b"a prompt")
+            with pytest.raises(BlockingIOError):
+                other.accept()
+        assert b"a prompt" not in server.received
+
+
+def test_connections_that_are_kept_are_asked_again(
+    policy: AppraisalPolicy, honest: Identity
+) -> None:
+    with serving(honest) as server:
+        connection = connect(server.url, policy, again_s=1e-6)
+        with connection.http_client as client:
+            for asked in (2, 3, 4):
+                client.get(f"{connection.base_url}/models")
+                assert len(server.asked) >= asked
+
+
+def test_a_handshake_cannot_be_put_off(policy: AppraisalPolicy, honest: Identity) -> None:
+    context = AttestedContext(policy)
+    with serving(honest) as server:
+        for options in ({"do_handshake_on_connect": False}, {"server_side": True}):
+            with (
+                socket.create_connection(("127.0.0.1", server.port)) as plain,
+                pytest.raises(ValueError, match="whose handshake comes first"),
+            ):
+                context.wrap_socket(plain, **options)
+    unconnected = context.wrap_socket(socket.socket())
+    with unconnected, pytest.raises(OSError, match="before the other end has proved itself"):
+        unconnected.send(b"a prompt")
+
+
+def test_nothing_is_sent_in_the_clear_when_tls_is_over(
+    policy: AppraisalPolicy, honest: Identity
+) -> None:
+    with serving(honest) as server:
+        plain = socket.create_connection(("127.0.0.1", server.port))
+        with AttestedContext(policy).wrap_socket(plain) as connection:
+            # As another thread may leave it at any time: `SSLSocket` would send past TLS now.
+            connection._sslobj = None  # type: ignore[attr-defined]
+            for send in (connection.send, connection.sendall):
+                with pytest.raises(OSError, match="TLS is over"):
+                    send(b"a prompt")
+            with pytest.raises(NotImplementedError):
+                connection.sendto(b"a prompt", ("127.0.0.1", server.port))
+            with pytest.raises(NotImplementedError):
+                connection.sendfile(None)  # type: ignore[arg-type]
 
 
 def test_only_sockets_can_be_asked(policy: AppraisalPolicy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import selectors
 import socket
 import threading
 import time
@@ -75,6 +76,57 @@ def test_bytes_go_both_ways_over_a_connection_of_their_own(
         assert bytes(server.received).count(REQUEST) == 4
     assert len(server.asked) == 1
     assert not said
+
+
+def test_a_client_may_take_its_time_and_end_its_side(
+    policy: AppraisalPolicy, honest: Identity
+) -> None:
+    with serving(honest) as server, proxied(server, policy) as (proxy, _):
+        for _ in range(2):  # of the second connection, nothing but tickets has been read
+            with _connect(proxy) as near, selectors.DefaultSelector() as waiting:
+                waiting.register(near, selectors.EVENT_READ)
+                assert not waiting.select(0.3)
+                near.sendall(REQUEST)
+                near.shutdown(socket.SHUT_WR)
+                assert near.recv(1000).endswith(b'{"served": true}')
+
+
+def test_whatever_fails_it_goes_on_and_cuts(
+    policy: AppraisalPolicy, honest: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fail(*_: object) -> None:
+        failed.set()
+        raise RuntimeError("a mistake")
+
+    with serving(honest) as server, proxied(server, policy, 0.2) as (proxy, said):
+        with _connect(proxy) as near:
+            near.sendall(REQUEST)
+            assert near.recv(1000).endswith(b'{"served": true}')
+            monkeypatch.setattr("tsqp.client.proxy.prove", fail)
+            assert near.recv(1000) == b""
+        assert failed.wait(WAIT_S)
+    assert "connections are cut: RuntimeError" in said
+
+
+def test_it_outlives_a_lack_of_descriptors(
+    policy: AppraisalPolicy, honest: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures = socket.socket.accept, iter([OSError(24, "Too many open files")])
+
+    def sometimes(listening: socket.socket) -> object:
+        if listening is proxy._listening and (failure := next(failures, None)) is not None:
+            raise failure
+        return accept(listening)
+
+    with serving(honest) as server, proxied(server, policy) as (proxy, said):
+        monkeypatch.setattr(socket.socket, "accept", sometimes)
+        for _ in range(2):
+            with _connect(proxy) as near:
+                near.sendall(REQUEST)
+                assert near.recv(1000).endswith(b'{"served": true}')
+    assert said == ["not accepted: Too many open files"]
 
 
 def test_it_does_not_start_without_a_proof(policy: AppraisalPolicy) -> None:

@@ -1,0 +1,149 @@
+"""Tests of what a server claims: each claim is of what runs."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from protocol.errors import SettingsError
+from protocol.model.manifest import Manifest
+from tee_side.attest.claims import Claims
+from tee_side.policy.placement import load_policy
+from tests.tables import each_row
+from tsqp.attestation import _NOT_CLAIMED, identify, tls_files
+from tsqp.cli.program import model_directory
+from tsqp.cli.running import Loaded, policy_digest
+from tsqp.cli.serve import serve
+from tsqp.key_files import new_key_pair
+from tsqp.manifest import make_manifest
+
+MASK = """
+from tee_side.protect.masks.mask import RowMask
+
+
+class Mine(RowMask):
+    '''{}'''
+
+    name = "mine"
+"""
+
+
+@pytest.fixture(scope="module")
+def manifest() -> Manifest:
+    """Of the demo model."""
+    return make_manifest(model_directory("demo"))
+
+
+def usual() -> dict[str, Any]:
+    """Return the options of `tee-runner serve demo`, as click gives them."""
+    context = serve.make_context("serve", ["demo", "--attest", "simulated"])
+    return dict(context.params)
+
+
+def claims(loaded: Loaded, **changes: Any) -> Claims:
+    return Claims.decode(identify(usual() | changes, loaded).state(b"").claims)
+
+
+@pytest.fixture
+def loaded(manifest: Manifest) -> Loaded:
+    """Under tee-only."""
+    return Loaded(manifest, load_policy("tee-only"), None)
+
+
+def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded, manifest: Manifest) -> None:
+    found = claims(loaded)
+    assert found.model == hashlib.sha256(manifest.to_bytes()).digest()
+    assert found.policy.hex() == policy_digest(loaded.policy)
+    other = replace(loaded, policy=load_policy("shielded"))
+    assert claims(other).policy.hex() == policy_digest(other.policy) != found.policy.hex()
+
+
+def test_without_a_manifest_nothing_is_claimed(loaded: Loaded) -> None:
+    with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
+        claims(replace(loaded, manifest=None))
+
+
+@each_row(
+    ("name", "value"),
+    [
+        ("dtype", "float32"),
+        ("when_out", "tee"),
+        ("speculative", "ngram"),
+        ("prefix_reuse", True),
+        ("fixed_tempo_ms", 5.0),
+        ("round_usage", 16),
+        ("default_max_tokens", 7),
+        ("allow_origin", ("*",)),
+        ("bank_key_beside_bank", True),
+        ("bank", Path("a.bank")),
+        ("api_keys", Path("keys.toml")),
+        ("page", True),
+        ("shares_in_the_clear", True),
+        ("link_rtt_us", 5.0),
+    ],
+)
+def test_an_option_that_matters_is_claimed(loaded: Loaded, name: str, value: object) -> None:
+    assert usual()[name] != value
+    assert claims(loaded, **{name: value}).settings != claims(loaded).settings
+
+
+def test_where_a_file_is_does_not_matter(loaded: Loaded) -> None:
+    one, other = (claims(loaded, api_keys=Path(name)).settings for name in ("a.toml", "b.toml"))
+    assert one == other
+    assert claims(loaded, port=1).settings == claims(loaded, port=2).settings
+
+
+def test_each_option_is_claimed_or_known_not_to_be() -> None:
+    assert usual().keys() >= _NOT_CLAIMED
+
+
+def test_a_calibration_is_claimed_by_its_content(loaded: Loaded, tmp_path: Path) -> None:
+    shielded = replace(loaded, policy=load_policy("shielded"))
+    path = tmp_path / "calibration.safetensors"
+    found = set()
+    for content in (b"one", b"two", b"one"):
+        path.write_bytes(content)
+        found.add(claims(shielded, calibration=path).settings)
+    assert len(found) == 2
+
+
+def test_keys_of_services_are_claimed_and_those_without_as_well(
+    loaded: Loaded, tmp_path: Path
+) -> None:
+    shielded = replace(loaded, policy=load_policy("shielded"))
+    gpu = ("tcp://a:1", "tcp://b:1")
+    assert claims(shielded, gpu=gpu).curve_keys == {
+        "service 1": bytes(32),
+        "service 2": bytes(32),
+    }
+    secret, _, public = new_key_pair(tmp_path / "runner")
+    service, _ = zmq.curve_keypair()
+    keyed = {"identity": secret, "service_key": (service.decode(),)}
+    assert claims(shielded, gpu=gpu, **keyed).curve_keys == {
+        "runner": z85.decode(public.encode()),
+        "service 1": z85.decode(service),
+        "service 2": z85.decode(service),
+    }
+    # Nothing leaves under tee-only, whatever is named.
+    assert "service 1" not in claims(loaded, gpu=gpu).curve_keys
+
+
+def test_the_key_of_a_connection_is_not_on_a_disk(loaded: Loaded) -> None:
+    made = identify(usual(), loaded)
+    with tls_files(made) as names:
+        for name in names:
+            assert Path(name).resolve().name.startswith("memfd:")
+        assert b"PRIVATE KEY" in Path(names[1]).read_bytes()
+    for name in names:
+        assert not Path(name).exists()
+
+
+def test_certificates_are_read_in_both_forms(loaded: Loaded, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere\.pem: got No such file"):
+        claims(loaded, attest_certificate=(tmp_path / "nowhere.pem",))

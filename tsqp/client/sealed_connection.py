@@ -1,0 +1,97 @@
+"""Reaches a server that proves itself from behind a proxy that ends TLS."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from threading import Lock
+
+import httpx2
+
+from protocol.errors import EvidenceError
+from tee_side.attest.appraisal import Appraisal, Expected, appraise
+from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.claims import NONCE_BYTES
+from tsqp.client.attested_tls import MAX_ANSWER_BYTES, NotAttestedError, read_answer
+from tsqp.client.sealing import SealedTransport, UnsealedError
+
+
+class ProvedTransport(httpx2.BaseTransport):
+    """Seals requests to the key that a server proved to have.
+
+    New evidence, of a new nonce, is asked for after `again_s`, and after an answer that was not
+    sealed: the server may have been started again, with another key. `url`: where it is asked,
+    without a path; `inner`: what carries requests to the proxy. Where the server does not prove
+    itself, a request raises NotAttestedError, and nothing of it is sent.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        policy: AppraisalPolicy,
+        inner: httpx2.BaseTransport,
+        again_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._url, self._policy, self._inner = f"{url}/v1/attestation", policy, inner
+        self._again_s, self._clock = again_s, clock
+        self._guard, self._since_s = Lock(), 0.0
+        self._sealed: SealedTransport | None = None
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request, sealed."""
+        with self._guard:
+            if self._sealed is None or self._clock() - self._since_s >= self._again_s:
+                self._prove()
+            sealed = self._sealed
+        if sealed is None:
+            raise NotAttestedError("server", "no proof", "one", None)
+        try:
+            return sealed.handle_request(request)
+        except UnsealedError:
+            with self._guard:
+                self._sealed = None
+            raise
+
+    def prove(self) -> Appraisal:
+        """Have the server prove itself. Raises NotAttestedError, httpx2.TransportError."""
+        with self._guard:
+            return self._prove()
+
+    def close(self) -> None:
+        """Close what carries requests."""
+        self._inner.close()
+
+    def _prove(self) -> Appraisal:
+        self._sealed = None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        asked = httpx2.Request("GET", self._url, params={"nonce": nonce.hex()})
+        answer = self._inner.handle_request(asked)
+        try:
+            stated = read_answer(_body(answer))
+            expected = Expected(nonce, None, datetime.now(UTC))
+            found = appraise(stated.read_evidence(), stated.claims, self._policy, expected)
+        except EvidenceError as error:
+            raise NotAttestedError(error.where, error.got, error.expected, None) from None
+        finally:
+            answer.close()
+        if not found.passed or found.claims is None:
+            raise NotAttestedError.of("new evidence", found)
+        claims = found.claims
+        self._sealed = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
+        self._since_s = self._clock()
+        return found
+
+
+def _body(answer: httpx2.Response) -> bytes:
+    if answer.status_code != 200:
+        got = f"status {answer.status_code}"
+        raise EvidenceError("new evidence", got=got, expected="an answer with evidence")
+    found = b""
+    for piece in answer.iter_bytes():
+        found += piece
+        if len(found) > MAX_ANSWER_BYTES:
+            raise EvidenceError("new evidence", got="a long answer", expected="evidence")
+    return found
