@@ -11,6 +11,7 @@ from protocol.errors import EndpointError, SettingsError
 from tee_side.attest.appraisal import Appraisal
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tsqp.client.attested_tls import AGAIN_S, AttestedContext, Proved
+from tsqp.extras import require
 
 if TYPE_CHECKING:
     import httpx2
@@ -86,6 +87,7 @@ def connect(
     certificate is that of an authority, and bodies and headers are sealed to the server's key.
     Raises NotAttestedError, EndpointError, SettingsError.
     """
+    require("httpx2", "tsqp.client.connect", "the extra attest: pip install '.[attest]'")
     import httpx2
 
     policy = appraisal
