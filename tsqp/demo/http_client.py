@@ -42,13 +42,14 @@ def _choices(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
         with connection.getresponse() as reply:
             for line in reply:
-                event = line.decode().removeprefix("data: ").strip()
+                kind, _, event = line.decode().strip().partition(": ")
+                if kind != "data":
+                    continue  # nothing, or a comment such as a receipt
                 if event == "[DONE]":
                     return
-                if event:
-                    content = json.loads(event)
-                    if "choices" not in content:
-                        break
-                    yield from content["choices"]
+                content = json.loads(event)
+                if "choices" not in content:
+                    break
+                yield from content["choices"]
         got = f"status {reply.status} and no end"
         raise ProcessError("tee-runner serve", got=got, expected="a whole answer")

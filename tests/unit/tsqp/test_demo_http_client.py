@@ -61,7 +61,7 @@ def answering(status: int, body: str) -> Iterator[tuple[str, list[dict[str, obje
 
 def test_text_is_shown_as_it_comes_and_tokens_are_returned() -> None:
     shown: list[str] = []
-    with answering(200, f"{OPENING}{CHUNKS}data: [DONE]\n\n") as (url, asked):
+    with answering(200, f"{OPENING}{CHUNKS}: a comment\n\ndata: [DONE]\n\n") as (url, asked):
         assert stream_chat(url, "hello", 7, shown.append) == [b"on", b"ce"]
     assert shown == ["", *TOKENS]
     (body,) = asked
