@@ -18,6 +18,9 @@ from tsqp.cli.program import model_directory
 from tsqp.lab.bench.model import Case, PolicyRun, Report
 from tsqp.lab.explain.explanation import explain
 
+# Its processes have 240 s, of which two slow cores take half.
+pytestmark = pytest.mark.timeout(300)
+
 DEMO = model_directory("demo")
 LAYERS = 5
 PROMPT, CONTEXT = 12, 9
