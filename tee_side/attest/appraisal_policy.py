@@ -25,33 +25,53 @@ What it leaves out is at its strictest, or refused; what is not to be looked at 
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, describe
 from tee_side.attest.snp_report import Product, SigningKey
-from tee_side.refusals import first_problem
+from tee_side.refusals import first_problem, refusal
 
 Rtmr: TypeAlias = Literal["0", "1", "2", "3"]
 Mode: TypeAlias = Literal["development", "production", "gpu-confidential"]
 NotLookedAt: TypeAlias = Literal["any"]
 
 
-def _from_hex(value: object) -> object:
-    return bytes.fromhex(value) if isinstance(value, str) and value != "any" else value
+def _digests(size: int) -> BeforeValidator:
+    """Return what reads a list of digests of so many bytes, or "any"."""
+
+    def read(value: object) -> object:
+        if value == "any":
+            return value
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            with suppress(ValueError):
+                found = tuple(map(bytes.fromhex, value))
+                if all(len(one) == size for one in found):
+                    return found
+        raise refusal(
+            describe(value), f'a list of texts of {2 * size} hexadecimal digits, or "any"'
+        )
+
+    return BeforeValidator(read)
 
 
-def _whole(value: object) -> object:
-    if type(value) is not int:
-        raise ValueError("a whole number")
-    return value
+def _number(least: int, *others: str) -> BeforeValidator:
+    """Return what reads a whole number of at least so much, or one of the others."""
+
+    def read(value: object) -> object:
+        if (type(value) is int and value >= least) or value in others:
+            return value
+        raise refusal(describe(value), " or ".join([f"a whole number from {least} on", *others]))
+
+    return BeforeValidator(read)
 
 
-Number = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Hex32 = Annotated[bytes, BeforeValidator(_from_hex), Field(min_length=32, max_length=32)]
-Hex48 = Annotated[bytes, BeforeValidator(_from_hex), Field(min_length=48, max_length=48)]
+Number: TypeAlias = Annotated[int, _number(0)]
+Digests: TypeAlias = Annotated[tuple[bytes, ...] | NotLookedAt, _digests(32)]
+Measurements: TypeAlias = Annotated[tuple[bytes, ...] | NotLookedAt, _digests(48)]
 
 
 class _Table(BaseModel):
@@ -75,13 +95,13 @@ class SnpPolicy(_Table):
     `revocation`: whether AMD's list of revoked certificates has to come with the evidence.
     """
 
-    measurements: tuple[Hex48, ...] | NotLookedAt
-    host_data: tuple[Hex32, ...] | NotLookedAt
+    measurements: Measurements
+    host_data: Digests
     products: tuple[Product, ...]
     minimum_tcb: dict[Product, MinimumTcb] | NotLookedAt
     revocation: Literal["required", "any"] = "required"
     signing_key: SigningKey | NotLookedAt = "vcek"
-    vmpl: Number | NotLookedAt = 0
+    vmpl: Annotated[int | NotLookedAt, _number(0, "any")] = 0
     debug: Literal["off", "any"] = "off"
     migration_agent: Literal["off", "any"] = "off"
     alias_check: Literal["done", "any"] = "done"
@@ -99,9 +119,9 @@ class SnpPolicy(_Table):
 class TdxPolicy(_Table):
     """What a guest of TDX must be; `rtmr`: by number, "0" to "3"; `config_id`: MRCONFIGID."""
 
-    mrtd: tuple[Hex48, ...] | NotLookedAt
-    rtmr: dict[Rtmr, tuple[Hex48, ...] | NotLookedAt] | NotLookedAt
-    config_id: tuple[Hex48, ...] | NotLookedAt
+    mrtd: Measurements
+    rtmr: dict[Rtmr, Measurements] | NotLookedAt
+    config_id: Measurements
     tcb_status: tuple[str, ...] | NotLookedAt = ("UpToDate",)
 
     @model_validator(mode="after")
@@ -114,17 +134,17 @@ class TdxPolicy(_Table):
 class SimulatedPolicy(_Table):
     """What a simulated TEE must say of itself."""
 
-    measurements: tuple[Hex48, ...] | NotLookedAt
+    measurements: Measurements
 
 
 class ClaimsPolicy(_Table):
     """What must run in it; see Claims. `services`: CURVE keys of services that it may speak to."""
 
-    model: tuple[Hex32, ...] | NotLookedAt
-    policy: tuple[Hex32, ...] | NotLookedAt
-    settings: tuple[Hex32, ...] | NotLookedAt
-    plugins: tuple[Hex32, ...] | NotLookedAt
-    services: tuple[Hex32, ...] | NotLookedAt
+    model: Digests
+    policy: Digests
+    settings: Digests
+    plugins: Digests
+    services: Digests
     version: tuple[str, ...] | NotLookedAt
 
 
@@ -132,7 +152,7 @@ class AppraisalPolicy(_Table):
     """A policy; a kind of TEE without a table is not accepted."""
 
     mode: Mode
-    max_age_s: Annotated[Number, Field(ge=1)] | NotLookedAt
+    max_age_s: Annotated[int | NotLookedAt, _number(1, "any")]
     claims: ClaimsPolicy
     snp: SnpPolicy | None = None
     tdx: TdxPolicy | None = None
