@@ -159,6 +159,7 @@ RECORDINGS: tuple[Recording, ...] = (
     _script("memory"),
     _script("verify_cost", may_miss=True),
     _script("failover_cost", may_miss=True),
+    _script("attestation", may_miss=True),
 )
 
 

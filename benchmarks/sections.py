@@ -12,6 +12,7 @@ from benchmarks.memory import PROMPT, SHAPE
 from benchmarks.targets import (
     CALLS_TARGET,
     CPU_TARGET,
+    HANDSHAKE_TARGET,
     HTTP_TARGET_PERCENT,
     MEMORY_TARGET_BYTES,
     OVERHEAD_TARGETS,
@@ -27,6 +28,7 @@ from benchmarks.targets import (
     TOGETHER_TARGET,
     TRANSPORTS,
     TRUSTED_CPU_TARGET,
+    VERIFY_TARGET_MS,
     Check,
     at_least,
     at_most,
@@ -439,6 +441,24 @@ def _verify(documents: Documents) -> tuple[list[Check], list[str]]:
     return checks, [markdown((*columns, "secrets", "share", f"<= {percent(target)}"), rows)]
 
 
+def _attestation(documents: Documents) -> tuple[list[Check], list[str]]:
+    found = documents["attestation"]
+    took = f"{found['verify_ms']:.2f} ms"
+    ok = found["verify_ms"] <= VERIFY_TARGET_MS
+    checks = [Check("verification, SEV-SNP", f"<= {VERIFY_TARGET_MS:g} ms", took, ok)]
+    rows = [(checks[0].what, took, "", checks[0].wanted, verdict(checks[0]))]
+    for evidence, one in found["handshakes"].items():
+        what, cells = f"handshake, evidence: {evidence}", (f"{one['ms']:.2f} ms", "", "", "")
+        if evidence in ("SEV-SNP", "TDX"):
+            check = at_most(what, one["ratio"], HANDSHAKE_TARGET)
+            checks.append(check)
+            cells = (cells[0], check.reached, check.wanted, verdict(check))
+        elif evidence != "none":
+            cells = (cells[0], hundredths(one["ratio"]), "", "")
+        rows.append((what, *cells))
+    return checks, [markdown(("what", "time", "ratio", "wanted", "reached"), rows)]
+
+
 def _failover(documents: Documents) -> tuple[list[Check], list[str]]:
     found = documents["failover_cost"]
     checks, rows = [], []
@@ -596,6 +616,13 @@ SECTIONS: tuple[Section, ...] = (
         " turns, as multiples of the plain channel in the same round. Noise is what another plain"
         " channel to the same service differs by, in all but two of ten blocks.",
         _failover,
+    ),
+    Section(
+        "attestation",
+        "Proof before the prompt",
+        ("attestation",),
+        "A verified report of SEV-SNP, and handshakes in turns with one without evidence.",
+        _attestation,
     ),
     Section(
         "time",

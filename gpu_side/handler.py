@@ -6,8 +6,9 @@ A request is checked, then computed, in the same way whatever computes it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from gpu_side.cuda.kernels import CudaKernels
 from gpu_side.kernels import Kernels, NullWeights, TorchKernels
@@ -16,6 +17,7 @@ from gpu_side.replies import Kernel, Result
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import RequestChecker
 from gpu_side.weights import ServiceWeights
+from protocol.errors import ErrorCode, EvidenceError, ProtocolError
 from protocol.messages import (
     EmbeddingRequest,
     HealthRequest,
@@ -25,13 +27,16 @@ from protocol.messages import (
 )
 from protocol.shared_memory import SlotMemory
 
+Attest: TypeAlias = Callable[[bytes, str], bytes]
+
 
 class RequestHandler:
     """Answers requests from weights, or from the null device that is there instead of them.
 
     Stateless between requests. `limits`: what Init says of the queue, which is the loop's.
-    `spin_us`: how long to ask a GPU without a pause whether it is done. Call it under
-    `torch.inference_mode`, which costs more than some requests do.
+    `spin_us`: how long to ask a GPU without a pause whether it is done. `attest`: returns what the
+    service states of itself, with evidence, for a nonce and the digest of what it serves; None: it
+    gives no evidence. Call it under `torch.inference_mode`, which costs more than some requests do.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class RequestHandler:
         max_message_bytes: int,
         limits: QueueLimits | None = None,
         spin_us: float = 0.0,
+        attest: Attest | None = None,
     ) -> None:
         self._model: ServedModel
         self._kernels: Kernels
@@ -53,6 +59,7 @@ class RequestHandler:
         self._max_message_bytes = max_message_bytes
         self._limits = limits or QueueLimits()
         self._instance_id = secrets.token_hex(16)
+        self._attest = attest
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.
@@ -92,6 +99,15 @@ class RequestHandler:
 
         return expanded
 
-    def _init(self, _request: Request, _slot: SlotMemory | None) -> Result:
+    def _init(self, request: Any, _slot: SlotMemory | None) -> Result:
         reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)
-        return reply, None
+        if not request.nonce or self._attest is None:
+            return reply, None
+        try:
+            statement = self._attest(request.nonce, self._model.model_digest)
+        except EvidenceError as error:
+            code = ErrorCode.UNAVAILABLE
+            raise ProtocolError(
+                error.where, got=error.got, expected=error.expected, code=code
+            ) from None
+        return reply.model_copy(update={"statement": statement}), None

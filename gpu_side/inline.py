@@ -63,6 +63,7 @@ _FRAMED_ONLY = (
     "layers",
     "max_queued_requests",
     "max_queued_bytes",
+    "statement",
 )
 
 # Requests that may name one module under `module_name`, as the published Linear does.

@@ -16,7 +16,7 @@ from gpu_side.access import ServiceKeys
 from gpu_side.allow_list_reload import rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
-from gpu_side.handler import RequestHandler
+from gpu_side.handler import Attest, RequestHandler
 from gpu_side.kernels import NullWeights
 from gpu_side.log_limit import limited
 from gpu_side.queues import QueueLimits
@@ -124,8 +124,8 @@ class ServiceSettings:
         return QueueLimits(self.max_queued_requests, of_one, self.max_queued_total_requests, of_all)
 
 
-def serve(settings: ServiceSettings) -> None:
-    """Run the service until SIGTERM or SIGINT.
+def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
+    """Run the service until SIGTERM or SIGINT. `attest`: see RequestHandler.
 
     Raises SettingsError, KeyFileError, EndpointError, ModelError or KernelError while starting;
     afterwards EndpointError alone, where a key was revoked and the address cannot be bound again,
@@ -155,7 +155,7 @@ def serve(settings: ServiceSettings) -> None:
             beside.enter_context(rereads_list(listener, settings.allow))
             log.info("bound", extra={"fields": {"endpoint": listener.endpoint, **_lets_in(keys)}})
             _serve_metrics(settings, state, beside)
-            operators = _load(settings, device, state, stop)
+            operators = _load(settings, device, state, stop, attest)
             if operators is not None:
                 log.info(
                     "ready",
@@ -234,7 +234,11 @@ class _StoppedWhileLoadingError(Exception):
 
 
 def _load(
-    settings: ServiceSettings, device: Device, state: ServiceState, stop: StopSignal
+    settings: ServiceSettings,
+    device: Device,
+    state: ServiceState,
+    stop: StopSignal,
+    attest: Attest | None = None,
 ) -> RequestHandler | None:
     """Read the weights; None if a stop signal came meanwhile."""
     began = time.monotonic()
@@ -265,7 +269,10 @@ def _load(
         )
         _log_loaded(held, 0, time.monotonic() - began)
         return RequestHandler(
-            NullWeights(held, device, torch_dtype(dtype)), limit, state.queue.limits
+            NullWeights(held, device, torch_dtype(dtype)),
+            limit,
+            state.queue.limits,
+            attest=attest,
         )
     logged = time.monotonic()
 
@@ -289,7 +296,7 @@ def _load(
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    return RequestHandler(weights, limit, state.queue.limits, settings.spin_us)
+    return RequestHandler(weights, limit, state.queue.limits, settings.spin_us, attest)
 
 
 def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:

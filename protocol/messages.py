@@ -17,6 +17,8 @@ PROTOCOL_VERSION = 1
 MAX_LAYERS = 4096
 MAX_TIMEOUT_MS = 3_600_000
 MAX_TIMING_US = 2**53
+# Of what evidence is asked with.
+NONCE_BYTES = 32
 
 ModuleName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FloatDtype = Literal["float32", "float16", "bfloat16"]
@@ -55,9 +57,10 @@ class Message(BaseModel):
 
 
 class InitRequest(Message):
-    """Ask what the service holds."""
+    """Ask what the service holds; with a `nonce` of 32 bytes, also for evidence of what it is."""
 
     method: ClassVar[str] = "Init"
+    nonce: Annotated[bytes, Field(max_length=NONCE_BYTES)] = b""
 
 
 class HealthRequest(Message):
@@ -195,7 +198,8 @@ class InitReply(Message):
     notices that two endpoints lead to one service. `layers`: whose linear weights it holds; the
     embedding goes with layer 0 and the LM head with the model's last. `max_queued_requests` and
     `max_queued_bytes`: of one client, how much may wait; what is beyond is answered with
-    QUEUE_FULL. Only the framed form carries these nine.
+    QUEUE_FULL. `statement`: claims of the service and evidence of them for the request's nonce
+    (`tee_side.attest.statement`), nothing without one. Only the framed form carries these ten.
     """
 
     config: InitConfig
@@ -210,6 +214,7 @@ class InitReply(Message):
     layers: Layers
     max_queued_requests: Size
     max_queued_bytes: ByteCount
+    statement: Annotated[bytes, Field(max_length=256 * 1024)] = b""
 
     @model_validator(mode="after")
     def _consistent(self) -> InitReply:

@@ -14,6 +14,7 @@ from protocol.channel import ChannelWrapper, Traffic
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, one_for_each
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.errors import SettingsError
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
@@ -59,6 +60,7 @@ class RunnerSettings:
     `keys`: none, one for all services, or one for each in the order of `gpu`.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
+    `appraise_service`: see `tee_side.remote.attested`; a policy with attested services needs it.
     `kernels`: see `protocol.native.use`, None: those in use.
     """
 
@@ -80,6 +82,7 @@ class RunnerSettings:
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     manifest: Manifest | None = None
     shares_in_the_clear: bool = False
+    appraise_service: Callable[[str, ClientKeys | None, bytes, bytes], None] | None = None
 
 
 class Cores(NamedTuple):
@@ -125,6 +128,10 @@ class Runner:
         endpoints = [spec.endpoint for spec in specs]
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
         allowed = settings.shares_in_the_clear
+        appraise = settings.appraise_service
+        if policy.services and policy.service.attested != "none" and appraise is None:
+            expected = f"what services must be: policy {policy.name} asks them for evidence"
+            raise SettingsError("--service-appraisal", got="none", expected=expected)
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
@@ -171,6 +178,7 @@ class Runner:
                 lambda *said: check().verify(*said),
                 settings.link,
                 settings.request_timeout_s,
+                appraise and (lambda endpoint, *said: appraise(endpoint, key_of[endpoint], *said)),
             )
             self._services = Services(groups, config.num_hidden_layers, options)
             opened.callback(self._services.close)

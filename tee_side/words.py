@@ -29,7 +29,11 @@ LIGHT_OPERATORS: tuple[LightOperator, ...] = get_args(LightOperator)
 LAYERLESS: tuple[Operator, ...] = ("embedding", "lm_head")
 PRODUCTS: tuple[Operator, ...] = ("attn_scores", "attn_values")
 
-Place = Literal["tee", "gpu"]
+# "attested": on the GPU side, of services that prove what they are before anything is sent.
+Place = Literal["tee", "gpu", "attested"]
+
+# The evidence that services may have to give: of their machine, and of its GPUs.
+Attested = Literal["none", "snp", "snp+nvidia", "tdx", "tdx+nvidia", "simulated"]
 
 # How results of what leaves are checked; see `tee_side.protect.verification`.
 Verify = Literal["none", "freivalds"]

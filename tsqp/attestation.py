@@ -7,6 +7,7 @@ import json
 import os
 import re
 import ssl
+import time
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,31 +15,34 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from zmq.utils import z85
 
 from protocol.curve import one_for_each
 from protocol.errors import SettingsError
-from protocol.model.files import read_bytes
-from tee_side.attest.attesters import find_attester
-from tee_side.attest.identity import About, Identity
+from tee_side.attest.attesters import Attester, find_attester
+from tee_side.attest.claims import NONE, Claims, report_data
+from tee_side.attest.statement import Statement
 from tee_side.plugins import source_of
-from tee_side.protect.calibration import calibration_path
-from tsqp.cli.program import model_directory
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.identity import About, Identity
 from tsqp.cli.running import Loaded, policy_digest
 from tsqp.cli.trust import read_client_keys
-from tsqp.manifest import MAX_FILE_BYTES
+from tsqp.seal_keys import key_of_server
 
 if TYPE_CHECKING:
+    from protocol.model.manifest import Manifest
     from tee_side.policy.placement import Policy
 
 # Of where things are and how long to wait for them; all other options are claimed.
 _NOT_CLAIMED = {
     *("model", "host", "port", "tls_certificate", "tls_key", "gpu", "identity", "service_key"),
     *("attest", "attest_certificate", "attest_collateral", "manifest", "manifest_digest", "policy"),
-    *("seal_key", "seal_key_fd", "seal_key_command", "seal_digest", "served_model_name"),
+    *("seal_key", "seal_key_fd", "seal_key_command", "seal_key_server", "seal_digest"),
     *("connect_timeout_s", "request_timeout_s", "heartbeat_timeout_s", "threads", "spin_us"),
     *("audit_key", "audit_key_fd", "max_message_mib", "max_kv_mib", "calibration"),
+    "served_model_name",
 }
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
 _OURS = ("protocol.", "tee_side.", "tsqp.")
@@ -50,24 +54,83 @@ def identify(settings: Mapping[str, Any], loaded: Loaded) -> Identity:
 
     Raises EvidenceError and SettingsError.
     """
-    if loaded.manifest is None:
-        expected = "--manifest, which pins what is claimed (tsqp manifest MODEL)"
-        raise SettingsError("--attest", got="no --manifest", expected=expected)
-    attester = find_attester(
+    about = _about(settings, loaded.manifest, loaded.policy)
+    return Identity(attester_of(settings), about)
+
+
+def release_key(
+    settings: Mapping[str, Any], manifest: Manifest | None, policy: Policy, url: str
+) -> bytes:
+    """Have the key server at `url` give the key of MODEL's seal to what runs here.
+
+    Says on stderr what that server is told. It is what clients are told later, but for keys of
+    connections and receipts, which there are not yet. Raises as `key_of_server`.
+    """
+    if settings["attest"] is None:
+        expected = "--attest: a key server gives the key to evidence"
+        raise SettingsError("--seal-key-server", got="no --attest", expected=expected)
+    about = _about(settings, manifest, policy)
+    attester = attester_of(settings)
+
+    def state(nonce: bytes, key: HpkeKey) -> Statement:
+        claims = Claims(
+            nonce=nonce,
+            time=round(time.time()),
+            tls_key=NONE,
+            hpke_suite=key.suite,
+            hpke_key=key.public,
+            receipt_key=NONE,
+            **about._asdict(),
+        ).encode()
+        evidence = attester.attest(report_data(claims))
+        return Statement(claims=claims, evidence=evidence.encode())
+
+    named = {"model": about.model, "policy": about.policy, "settings": about.settings}
+    said = ", ".join(f"{name} {digest.hex()}" for name, digest in named.items())
+    click.echo(f"a key server is asked, with evidence of {attester.kind}: {said}", err=True)
+    return key_of_server(url, state)
+
+
+def refuse_inside(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse files of MODEL that a key server is told of, before it gives the key to MODEL.
+
+    Raises SettingsError.
+    """
+    for name in ("manifest", "policy"):
+        path = Path(settings[name] or "")
+        if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
+            got = f"a file in {directory}, with --seal-key-server"
+            expected = "one outside: it is read before that server gives the key"
+            raise SettingsError(f"--{name}", got=got, expected=expected)
+
+
+def attester_of(settings: Mapping[str, Any]) -> Attester:
+    """Return what gives evidence, by the options of `--attest`. Raises EvidenceError."""
+    """Return what gives evidence of the kind that `--attest` names.
+
+    Raises EvidenceError, and SettingsError for files that cannot be read.
+    """
+    return find_attester(
         settings["attest"],
         certificates=[one for path in settings["attest_certificate"] for one in _der(path)],
         collateral=_content(settings["attest_collateral"]),
         measurement=hashlib.sha384(version("tsqp").encode()).digest(),
     )
-    about = About(
-        model=hashlib.sha256(loaded.manifest.to_bytes()).digest(),
-        policy=bytes.fromhex(policy_digest(loaded.policy)),
-        settings=_settings_digest(settings, loaded.policy),
-        curve_keys=_curve_keys(settings, loaded),
-        plugins=_plugins(loaded.policy),
+
+
+def _about(settings: Mapping[str, Any], manifest: Manifest | None, policy: Policy) -> About:
+    if manifest is None:
+        expected = "--manifest, which pins what is claimed (tsqp manifest MODEL)"
+        raise SettingsError("--attest", got="no --manifest", expected=expected)
+    return About(
+        model=hashlib.sha256(manifest.to_bytes()).digest(),
+        policy=bytes.fromhex(policy_digest(policy)),
+        settings=settings_digest(settings),
+        curve_keys=_curve_keys(settings, manifest, policy),
+        plugins=_plugins(policy),
         version=version("tsqp"),
+        attested_services=policy.service.attested,
     )
-    return Identity(attester, about)
 
 
 @contextmanager
@@ -93,29 +156,26 @@ def _in_memory(content: bytes) -> int:
     return descriptor
 
 
-def _settings_digest(settings: Mapping[str, Any], policy: Policy) -> bytes:
+def settings_digest(settings: Mapping[str, Any]) -> bytes:
+    """Return SHA-256 over what options say, but for those of `_NOT_CLAIMED`; no file is read.
+
+    The manifest pins the calibration. A key server is told the digest before MODEL can be read.
+    """
     said = {
         # Of a file, whether there is one: where it is belongs to this machine alone.
         name: value is not None if isinstance(value, Path | None) else value
         for name, value in settings.items()
         if name not in _NOT_CLAIMED
     }
-    if policy.arithmetic == "int8":
-        directory = model_directory(settings["model"])
-        said["calibration"] = calibration_digest(directory, settings["calibration"])
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
-def calibration_digest(directory: Path, given: Path | None) -> str:
-    """Return SHA-256 of the calibration of a model, in hex. Raises CalibrationError."""
-    content = read_bytes(calibration_path(directory, given), MAX_FILE_BYTES, inside=False)
-    return hashlib.sha256(content).hexdigest()
-
-
-def _curve_keys(settings: Mapping[str, Any], loaded: Loaded) -> dict[str, bytes]:
+def _curve_keys(
+    settings: Mapping[str, Any], manifest: Manifest | None, policy: Policy
+) -> dict[str, bytes]:
     """Return the runner's key, and that of each service; zeros for one that proves none."""
-    keys = read_client_keys(dict(settings), loaded.manifest)
-    endpoints = settings["gpu"] if loaded.policy.services else ()
+    keys = read_client_keys(dict(settings), manifest)
+    endpoints = settings["gpu"] if policy.services else ()
     found = one_for_each(keys, endpoints) if endpoints else []
     said = {
         f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)

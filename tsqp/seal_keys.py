@@ -9,19 +9,39 @@ import os
 import re
 import shlex
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, IncompleteRead
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from protocol.curve import read_text, require_only_we_read
-from protocol.errors import KeyFileError, SettingsError
+from protocol.errors import EndpointError, KeyFileError, ProtocolError, SettingsError
 from protocol.model.sealed import KEY_BYTES
+
+if TYPE_CHECKING:
+    from tee_side.attest.statement import Statement
+    from tee_side.serve.hpke_key import HpkeKey
+
+# Makes a statement of a key server's nonce and of the key that it is to seal its answer to.
+State: TypeAlias = "Callable[[bytes, HpkeKey], Statement]"
+
+NONCE_PATH, KEY_PATH = "/v1/nonce", "/v1/key"
 
 _LINE = "tsqp-seal-key 1 "
 _KEY = re.compile(f"{_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n?")
 _MAX_BYTES = 1024
 # A tool that asks a key service far away takes seconds.
 _COMMAND_TIMEOUT_S = 60.0
+# Of each of the two requests to a key server.
+_SERVER_TIMEOUT_S = 30.0
+_MAX_ANSWER_BYTES = 4096
+_URL = re.compile(r"http://(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?/?")
+_NONCE = re.compile(rb"[0-9a-f]{64}")
+_STEP = re.compile(rb"[A-Za-z][A-Za-z0-9 '_.:-]{0,99}")
+_DOMAIN = b"TSQP release of a model's key 1\0"
 
 
 def encode_key(key: bytes) -> str:
@@ -76,6 +96,85 @@ def key_of_command(command: str) -> bytes:
     return _parsed(ended.stdout[:_MAX_BYTES].decode("ascii", "replace"), where)
 
 
+def key_of_server(url: str, state: State) -> bytes:
+    """Have a `tsqp keyserver` give the key to what runs here. Takes 60 s at most, and `state`'s.
+
+    What it says is not quoted, but for the name of the step that this program failed. Raises
+    SettingsError, EndpointError, KeyFileError, EvidenceError.
+    """
+    from tee_side.serve.hpke_key import HpkeKey
+
+    host, port = _host_and_port(url)
+    where = f"--seal-key-server http://{f'[{host}]' if ':' in host else host}:{port}"
+    found = _ask(where, (host, port), "GET", NONCE_PATH)
+    if not _NONCE.fullmatch(found):
+        raise KeyFileError(where, got="another answer", expected="a nonce, as tsqp keyserver gives")
+    nonce, key = bytes.fromhex(found.decode()), HpkeKey()
+    sealed = _ask(where, (host, port), "POST", KEY_PATH, state(nonce, key).encode())
+    try:
+        opened = key.open(sealed, release_info(nonce))
+    except ProtocolError:
+        opened = b""
+    if len(opened) != KEY_BYTES:
+        expected = "a key that is sealed to this program, for this nonce"
+        raise KeyFileError(where, got="another answer", expected=expected)
+    return opened
+
+
+def release_info(nonce: bytes) -> bytes:
+    """Return what a released key is bound to by HPKE: a purpose, and the nonce of a statement."""
+    return _DOMAIN + nonce
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    found = _URL.fullmatch(url)
+    if found is None or (port := int(found[3] or 80)) > 65535:
+        # Not quoted: a password may stand in it.
+        expected = "http://HOST[:PORT], without TLS: the key comes sealed to this program"
+        raise SettingsError("--seal-key-server", got="another form", expected=expected)
+    return found[1] or found[2], port
+
+
+def _ask(
+    where: str, address: tuple[str, int], method: str, path: str, body: bytes | None = None
+) -> bytes:
+    from tsqp.client.attested_tls import cut
+
+    began_s, late = time.monotonic(), threading.Event()
+
+    def end() -> None:
+        late.set()
+        cut(connection.sock)
+
+    try:
+        with closing(HTTPConnection(*address, timeout=_SERVER_TIMEOUT_S)) as connection:
+            connection.connect()
+            # Of all together: a server could send a byte now and then.
+            left_s = began_s + _SERVER_TIMEOUT_S - time.monotonic()
+            ending = threading.Timer(left_s, end)
+            ending.daemon = True
+            ending.start()
+            try:
+                connection.request(method, path, body)
+                reply = connection.getresponse()
+                answer = reply.read(_MAX_ANSWER_BYTES)
+            finally:
+                ending.cancel()
+        if late.is_set() or reply.length:
+            raise IncompleteRead(b"")
+    except (OSError, HTTPException, UnicodeError) as error:
+        got = getattr(error, "strerror", None) or type(error).__name__
+        if late.is_set():
+            got = f"no whole answer within {_SERVER_TIMEOUT_S:g} s"
+        raise EndpointError(where, got=got, expected="an answer of tsqp keyserver") from None
+    if reply.status == 403 and _STEP.fullmatch(answer):
+        got = f"a refusal: the step {answer.decode()!r} failed"
+        raise KeyFileError(where, got=got, expected="a key (its own output says what differs)")
+    if reply.status != 200:
+        raise KeyFileError(where, got=f"status {reply.status}", expected="200")
+    return answer
+
+
 # By the setting that names it.
 PROVIDERS: Mapping[str, Callable[[Any], bytes]] = {
     "seal_key": read_key,
@@ -84,14 +183,20 @@ PROVIDERS: Mapping[str, Callable[[Any], bytes]] = {
 }
 
 
-def provided_key(settings: Mapping[str, Any]) -> bytes:
-    """Take the key from the one provider that the settings name. Raises as it, SettingsError."""
-    given = [name for name in PROVIDERS if settings[name] is not None]
+def provided_key(
+    settings: Mapping[str, Any], release: Callable[[str], bytes] | None = None
+) -> bytes:
+    """Take the key from the one provider that the settings name. Raises as it, SettingsError.
+
+    `release`: of `seal_key_server`, for a program that can prove what it runs.
+    """
+    providers = {**PROVIDERS, **({} if release is None else {"seal_key_server": release})}
+    given = [name for name in providers if settings[name] is not None]
     if len(given) != 1:
-        options = [f"--{name.replace('_', '-')}" for name in PROVIDERS]
+        options = [f"--{name.replace('_', '-')}" for name in providers]
         expected = f"one of {', '.join(options)}"
         raise SettingsError("key of the seal", got=f"{len(given)} options", expected=expected)
-    return PROVIDERS[given[0]](settings[given[0]])
+    return providers[given[0]](settings[given[0]])
 
 
 def _parsed(text: str, where: str) -> bytes:

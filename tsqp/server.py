@@ -28,23 +28,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol import native
 from protocol.errors import EndpointError, SettingsError
-from tee_side.attest.identity import Identity
+from protocol.model.files import read_bytes
 from tee_side.engine.background import BackgroundEngine, State
 from tee_side.engine.grammar import GrammarCompiler
+from tee_side.protect.calibration import calibration_path
 from tee_side.runner import Runner
 from tee_side.serve.app import Guarded, create_app
 from tee_side.serve.attestation import Attestation
 from tee_side.serve.audit_log import AuditLog, read_key, read_key_from
 from tee_side.serve.errors import ApiError, loading
+from tee_side.serve.identity import Identity
 from tee_side.serve.keys import ApiKeys
 from tee_side.serve.limits import Limits
 from tee_side.serve.metrics import Metrics
 from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import ServedModel, Serving
 from tee_side.serve.watch import Watch
-from tsqp.attestation import calibration_digest, tls_files
+from tsqp.attestation import tls_files
 from tsqp.cli.running import policy_digest
 from tsqp.cli.serve import model_name
+from tsqp.manifest import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from tsqp.page.feed import Feed
@@ -263,7 +266,8 @@ def _fingerprint(runner: Runner, calibration: Path | None) -> str:
     said = [runner.model_digest, policy_digest(runner.policy), str(runner.dtype)]
     said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
     if runner.policy.arithmetic == "int8":
-        said.append(calibration_digest(runner.model_directory, calibration))
+        path = calibration_path(runner.model_directory, calibration)
+        said.append(hashlib.sha256(read_bytes(path, MAX_FILE_BYTES, inside=False)).hexdigest())
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return f"tsqp-{version('tsqp')}-{native.choice().variant}-{digest[:16]}"
 

@@ -6,25 +6,25 @@ The result is a list of named steps, each of which passed or says what differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from datetime import datetime
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from protocol.errors import EvidenceError
 from tee_side.attest.appraisal_policy import AppraisalPolicy, SimulatedPolicy, SnpPolicy, TdxPolicy
-from tee_side.attest.claims import Claims, report_data
+from tee_side.attest.claims import Claims, gpu_nonce, report_data
 from tee_side.attest.evidence import Evidence
+from tee_side.attest.nvidia import verify_nvidia
 from tee_side.attest.simulated import VerifiedSimulated, verify_simulated
 from tee_side.attest.snp import VerifiedSnp, verify_snp
 from tee_side.attest.snp_report import Tcb
+from tee_side.attest.statement import Statement
 from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 
 Verified: TypeAlias = VerifiedSnp | VerifiedTdx | VerifiedSimulated
 
 _CLOCKS_APART_S = 60
 _ANY = "any"
-# It is as old as its server, and new evidence over the same connection follows.
-_OF_A_CERTIFICATE = b""
 
 
 class Step(NamedTuple):
@@ -53,6 +53,11 @@ class Appraisal(NamedTuple):
         """Whether every step did."""
         return self.claims is not None and all(step.passed for step in self.steps)
 
+    @property
+    def failure(self) -> Step:
+        """The first step that failed; of one that passed there is none (StopIteration)."""
+        return next(step for step in self.steps if not step.passed)
+
 
 class Expected(NamedTuple):
     """What the reader knows by itself.
@@ -66,30 +71,27 @@ class Expected(NamedTuple):
     now: datetime
 
 
-def appraise(
-    evidence: Evidence,
-    claims: bytes,
-    policy: AppraisalPolicy,
-    expected: Expected,
-    verify: Callable[[Evidence, datetime], Verified] | None = None,
-) -> Appraisal:
+def appraise(stated: Statement, policy: AppraisalPolicy, expected: Expected) -> Appraisal:
     """Verify evidence, and compare it and its claims with a policy; for neither is an error raised.
 
-    What is not genuine is not looked at any further. `verify`: see `verify_evidence`.
+    What is not genuine is not looked at any further.
     """
+    steps, claims = list[Step](), None
     try:
-        verified = (verify or verify_evidence)(evidence, expected.now)
-        found = Claims.decode(claims)
+        evidence = Evidence.decode(stated.evidence)
+        verified = verify_evidence(evidence, expected.now)
+        found = Claims.decode(stated.claims)
+        steps.append(Step("evidence", True, f"{evidence.kind}, genuine", "genuine"))
+        bound = verified.report_data == report_data(stated.claims)
+        steps.append(Step("claims", bound, "bound" if bound else "others", "what the report is of"))
+        if bound:
+            claims = found
+            steps += _platform_steps(verified, policy)
+            steps += _gpu_steps(evidence, gpu_nonce(stated.claims), policy, expected.now)
+            steps += _claim_steps(found, policy, expected)
     except EvidenceError as error:
-        return Appraisal((Step(error.where, False, error.got, error.expected),), None)
-    steps = [Step("evidence", True, f"{evidence.kind}, genuine", "genuine")]
-    bound = verified.report_data == report_data(claims)
-    steps.append(Step("claims", bound, "bound" if bound else "others", "what the report is of"))
-    if not bound:
-        return Appraisal(tuple(steps), None)
-    steps += _platform_steps(verified, policy)
-    steps += _claim_steps(found, policy, expected)
-    return Appraisal(tuple(steps), found)
+        steps.append(Step(error.where, False, error.got, error.expected))
+    return Appraisal(tuple(steps), claims)
 
 
 def verify_evidence(evidence: Evidence, now: datetime) -> Verified:
@@ -106,9 +108,13 @@ def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[Ste
         case VerifiedSnp(), AppraisalPolicy(snp=SnpPolicy() as table):
             yield from _snp_steps(verified, table)
         case VerifiedTdx(), AppraisalPolicy(tdx=TdxPolicy() as table):
-            yield from _tdx_steps(verified, table)
+            yield _step("MRTD", verified.mrtd, table.mrtd)
+            for number, allowed in () if isinstance(table.rtmr, str) else table.rtmr.items():
+                yield _step(f"RTMR{number}", verified.rtmr[int(number)], allowed)
+            yield _step("MRCONFIGID", verified.config_id, table.config_id)
+            yield _step("TCB status", verified.status, table.tcb_status)
         case VerifiedSimulated(), AppraisalPolicy(simulated=SimulatedPolicy() as table):
-            yield _among("measurement", verified.measurement, table.measurements)
+            yield _step("measurement", verified.measurement, table.measurements)
         case _:
             kinds = [kind for kind in ("snp", "tdx", "simulated") if getattr(policy, kind)]
             expected = " or ".join(kinds) or "none"
@@ -117,18 +123,17 @@ def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[Ste
 
 def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[Step]:
     report = verified.report
-    yield _among("product", verified.product, table.products)
-    yield _among("measurement", report.measurement, table.measurements)
-    yield _among("host data", report.host_data, table.host_data)
-    yield _equal("debug", "on" if report.policy.debug else "off", table.debug)
-    agent = "allowed" if report.policy.migration_agent else "off"
-    yield _equal("migration agent", agent, table.migration_agent)
-    yield _equal("VMPL", report.vmpl, table.vmpl)
-    yield _equal("signing key", report.signing_key, table.signing_key)
+    yield _step("product", verified.product, table.products)
+    yield _step("measurement", report.measurement, table.measurements)
+    yield _step("host data", report.host_data, table.host_data)
+    yield _step("debug", "on" if report.debug else "off", table.debug)
+    agent = "allowed" if report.migration_agent else "off"
+    yield _step("migration agent", agent, table.migration_agent)
+    yield _step("VMPL", report.vmpl, table.vmpl)
+    yield _step("signing key", report.signing_key, table.signing_key)
     checked = "checked" if verified.revocation_checked else "not checked"
-    passed = verified.revocation_checked or table.revocation == _ANY
-    yield Step("revocation", passed, checked, table.revocation)
-    yield _equal("alias check", "done" if report.alias_check else "not done", table.alias_check)
+    yield _step("revocation", checked, table.revocation)
+    yield _step("alias check", "done" if report.alias_check else "not done", table.alias_check)
     if isinstance(table.minimum_tcb, str):
         yield Step("TCB", True, str(verified.tcb), _ANY)
     elif (least := table.minimum_tcb.get(verified.product)) is not None:
@@ -140,59 +145,50 @@ def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[Step]:
                 yield Step(f"{what}: {name}", number >= wanted, str(number), f"{wanted} or more")
 
 
-def _tdx_steps(verified: VerifiedTdx, table: TdxPolicy) -> Iterator[Step]:
-    yield _among("MRTD", verified.mrtd, table.mrtd)
-    for number, allowed in () if isinstance(table.rtmr, str) else table.rtmr.items():
-        yield _among(f"RTMR{number}", verified.rtmr[int(number)], allowed)
-    yield _among("MRCONFIGID", verified.config_id, table.config_id)
-    yield _among("TCB status", verified.status, table.tcb_status)
+def _gpu_steps(
+    evidence: Evidence, nonce: bytes, policy: AppraisalPolicy, now: datetime
+) -> Iterator[Step]:
+    table = policy.nvidia
+    if bool(evidence.gpus) != (table is not None):
+        got, wanted = ", ".join(evidence.gpus) or "none", "none" if table is None else "some"
+        yield Step("GPUs", False, got, wanted)
+    elif table is not None:
+        for name, gpu in evidence.gpus.items():
+            found = verify_nvidia(gpu.report, gpu.certificates, nonce, now)
+            yield _step(f"GPU {name}", found.digest, table.measurements)
+            yield _step(f"GPU {name}: driver", found.driver, table.driver)
+            yield _step(f"GPU {name}: VBIOS", found.vbios, table.vbios)
 
 
 def _claim_steps(claims: Claims, policy: AppraisalPolicy, expected: Expected) -> Iterator[Step]:
     table = policy.claims
     if expected.nonce is not None:
-        same = claims.nonce == expected.nonce
-        own = "the one that was sent" if expected.nonce else "none, as in a certificate"
-        yield Step("nonce", same, own if same else "another", own)
+        yield _step("nonce", claims.nonce, expected.nonce)
     if expected.tls_key is not None:
-        same = claims.tls_key == expected.tls_key
-        yield Step("TLS key", same, "of the connection" if same else "another", "of the connection")
-    if expected.nonce != _OF_A_CERTIFICATE:
+        yield _step("TLS key", claims.tls_key, expected.tls_key)
+    # A certificate is as old as its server, and new evidence over the same connection follows.
+    if expected.nonce != b"":
         age_s = round(expected.now.timestamp()) - claims.time
         most = math.inf if isinstance(policy.max_age_s, str) else policy.max_age_s
         fresh = -_CLOCKS_APART_S <= age_s <= most
         yield Step("age", fresh, f"{age_s} s", f"{most} s at most")
-    yield _among("model", claims.model, table.model)
-    yield _among("policy", claims.policy, table.policy)
-    yield _among("settings", claims.settings, table.settings)
-    yield _among("version", claims.version, table.version)
-    yield _each_among("plug-in", claims.plugins.values(), table.plugins)
-    services = [key for owner, key in claims.curve_keys.items() if owner != "runner"]
-    yield _each_among("service key", services, table.services)
+    for name in ("model", "policy", "settings", "version"):
+        yield _step(name, getattr(claims, name), getattr(table, name))
+    for name, digest in claims.plugins.items():
+        yield _step(f"plug-in {name}", digest, table.plugins)
+    for owner, key in claims.curve_keys.items():
+        if owner != "runner":
+            yield _step(f"key of {owner}", key, table.services)
     if policy.mode == "gpu-confidential":
-        got = claims.attested_services
-        yield Step("attested services", got != "none", got, "services that are attested")
+        yield _step("attested services", claims.attested_services, ("snp+nvidia", "tdx+nvidia"))
 
 
-def _equal(name: str, got: object, wanted: object) -> Step:
-    return Step(name, wanted in (_ANY, got), str(got), str(wanted))
+def _step(name: str, got: object, allowed: object) -> Step:
+    """Compare with one value, with several, or with none of them ("any")."""
+    among = allowed if isinstance(allowed, tuple) else (allowed,)
+    passed = allowed == _ANY or got in among
+    return Step(name, passed, _words(got), " or ".join(map(_words, among)) or "none")
 
 
-def _among(name: str, got: bytes | str, allowed: Collection[bytes | str] | Literal["any"]) -> Step:
-    if isinstance(allowed, str):
-        return Step(name, True, _words(got), _ANY)
-    return Step(name, got in allowed, _words(got), " or ".join(map(_words, allowed)) or "none")
-
-
-def _each_among(
-    name: str, found: Collection[bytes], allowed: Collection[bytes] | Literal["any"]
-) -> Step:
-    """Compare several at once: the step names the first that is not allowed."""
-    others = [one for one in found if not isinstance(allowed, str) and one not in allowed]
-    if others:
-        return _among(name, others[0], allowed)
-    return Step(name, True, ", ".join(map(_words, found)) or "none", _ANY)
-
-
-def _words(value: bytes | str) -> str:
-    return value.hex() if isinstance(value, bytes) else value
+def _words(value: object) -> str:
+    return (value.hex() if isinstance(value, bytes) else str(value)) or "none"

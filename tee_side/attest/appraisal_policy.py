@@ -13,6 +13,11 @@ What it leaves out is at its strictest, or refused; what is not to be looked at 
    genoa = { bootloader = 10, tee = 0, snp = 23, microcode = 84 }
    turin = { bootloader = 1, tee = 1, snp = 4, microcode = 81, fmc = 1 }
 
+   [nvidia]                    # of GPUs of that machine; without it, none are accepted
+   measurements = ["..."]      # 96 hexadecimal digits each: firmware and all that it measured
+   driver = ["590.48.01"]
+   vbios = "any"
+
    [claims]
    model = ["..."]             # what `tsqp manifest` prints
    policy = ["..."]
@@ -24,8 +29,8 @@ What it leaves out is at its strictest, or refused; what is not to be looked at 
 
 from __future__ import annotations
 
+import re
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -33,6 +38,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 from protocol.errors import SettingsError, describe
 from tee_side.attest.snp_report import Product, SigningKey
+from tee_side.plugins import FileCheck, accept_any
 from tee_side.refusals import first_problem, refusal
 
 Rtmr: TypeAlias = Literal["0", "1", "2", "3"]
@@ -42,18 +48,16 @@ NotLookedAt: TypeAlias = Literal["any"]
 
 def _digests(size: int) -> BeforeValidator:
     """Return what reads a list of digests of so many bytes, or "any"."""
+    digest = f"[0-9a-fA-F]{{{2 * size}}}"
 
     def read(value: object) -> object:
+        texts = value if isinstance(value, list) else [None]
         if value == "any":
             return value
-        if isinstance(value, list) and all(isinstance(one, str) for one in value):
-            with suppress(ValueError):
-                found = tuple(map(bytes.fromhex, value))
-                if all(len(one) == size for one in found):
-                    return found
-        raise refusal(
-            describe(value), f'a list of texts of {2 * size} hexadecimal digits, or "any"'
-        )
+        if all(isinstance(text, str) and re.fullmatch(digest, text) for text in texts):
+            return tuple(map(bytes.fromhex, texts))
+        expected = f'a list of texts of {2 * size} hexadecimal digits, or "any"'
+        raise refusal(describe(value), expected)
 
     return BeforeValidator(read)
 
@@ -99,7 +103,7 @@ class SnpPolicy(_Table):
     host_data: Digests
     products: tuple[Product, ...]
     minimum_tcb: dict[Product, MinimumTcb] | NotLookedAt
-    revocation: Literal["required", "any"] = "required"
+    revocation: Literal["checked", "any"] = "checked"
     signing_key: SigningKey | NotLookedAt = "vcek"
     vmpl: Annotated[int | NotLookedAt, _number(0, "any")] = 0
     debug: Literal["off", "any"] = "off"
@@ -137,8 +141,16 @@ class SimulatedPolicy(_Table):
     measurements: Measurements
 
 
+class NvidiaPolicy(_Table):
+    """What GPUs must be, each of them; `measurements`: see `VerifiedNvidia.digest`."""
+
+    measurements: Measurements
+    driver: tuple[str, ...] | NotLookedAt
+    vbios: tuple[str, ...] | NotLookedAt
+
+
 class ClaimsPolicy(_Table):
-    """What must run in it; see Claims. `services`: CURVE keys of services that it may speak to."""
+    """What must run in it; see Claims. `services`: CURVE keys of it or that it may speak to."""
 
     model: Digests
     policy: Digests
@@ -157,6 +169,7 @@ class AppraisalPolicy(_Table):
     snp: SnpPolicy | None = None
     tdx: TdxPolicy | None = None
     simulated: SimulatedPolicy | None = None
+    nvidia: NvidiaPolicy | None = None
 
     @model_validator(mode="after")
     def _simulated_in_development_alone(self) -> AppraisalPolicy:
@@ -173,10 +186,12 @@ class AppraisalPolicy(_Table):
         return cls.model_validate(said | {"claims": looked_at})
 
     @classmethod
-    def load(cls, path: Path) -> AppraisalPolicy:
-        """Read a file. Raises SettingsError."""
+    def load(cls, path: Path, check: FileCheck = accept_any) -> AppraisalPolicy:
+        """Read a file. Raises SettingsError, and what `check` raises of its path and content."""
         try:
-            return cls.model_validate(tomllib.loads(path.read_text()), strict=False)
+            content = path.read_bytes()
+            check(path, content)
+            return cls.model_validate(tomllib.loads(content.decode()), strict=False)
         except OSError as error:
             got = error.strerror or type(error).__name__
             raise SettingsError(str(path), got=got, expected="an appraisal policy") from None

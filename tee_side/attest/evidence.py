@@ -1,60 +1,44 @@
 """Evidence: what hardware says of what runs, with the certificates that prove it.
 
-One map of msgpack, of which every field is written. A verifier needs nothing else, and no network.
+A verifier needs nothing else, and no network.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from protocol.codec import pack, unpack
-from protocol.errors import EvidenceError, ProtocolError
-from protocol.validation import validate
+from tee_side.attest.record import Name, Record
 
 Kind: TypeAlias = Literal["snp", "tdx", "simulated"]
+Certificates: TypeAlias = Annotated[tuple[bytes, ...], Field(strict=False)]
 
-MAX_EVIDENCE_BYTES = 64 * 1024
-# Of maps and arrays, and of keys in a map.
-_MAX_CONTAINERS = 256
+MAX_EVIDENCE_BYTES = 128 * 1024
 REPORT_DATA_BYTES = 64
 
-Map = TypeVar("Map", bound=BaseModel)
-Bytes: TypeAlias = Annotated[bytes, Field(strict=True)]
+
+class GpuEvidence(Record):
+    """A GPU's report, and its certificates in DER from leaf to root; see `nvidia`."""
+
+    report: bytes
+    certificates: Certificates
 
 
-class Evidence(BaseModel):
-    """Evidence of one kind.
+class Evidence(Record):
+    """Evidence of one kind, and of the GPUs of the same machine.
 
     `report`: a report of SEV-SNP, a quote of TDX, or what `simulated` writes. `certificates`: in
     DER, of SEV-SNP: leaf, intermediate, root. `collateral`: of SEV-SNP a list of revoked
-    certificates (DER) or nothing, of TDX what Intel says of the platform (JSON).
+    certificates (DER) or nothing, of TDX what Intel says of the platform (JSON). `gpus`: by name;
+    each has a digest of the claims in its report.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    what: ClassVar[str] = "evidence"
+    max_bytes: ClassVar[int] = MAX_EVIDENCE_BYTES
 
     kind: Kind
-    report: Bytes
-    certificates: tuple[Bytes, ...]
-    collateral: Bytes
-
-    def encode(self) -> bytes:
-        """Return it as bytes."""
-        return pack(self.model_dump())
-
-    @classmethod
-    def decode(cls, data: bytes) -> Evidence:
-        """Read what the other side sent. Raises EvidenceError."""
-        return read_map(cls, data, "evidence", MAX_EVIDENCE_BYTES)
-
-
-def read_map(model: type[Map], data: bytes, where: str, most: int) -> Map:
-    """Read a map of msgpack that a peer sent; nothing of it is quoted. Raises EvidenceError."""
-    try:
-        fields = unpack(data, where=where, max_bytes=most, max_containers=_MAX_CONTAINERS)
-        return validate(model, fields, where)
-    except ProtocolError as error:
-        # Behind the name of a field come keys that the peer chose.
-        field = ".".join(error.where.split(".")[:2])
-        raise EvidenceError(field, got=error.got, expected=error.expected) from None
+    report: bytes
+    certificates: Certificates
+    collateral: bytes
+    gpus: Annotated[dict[Name, GpuEvidence], Field(max_length=8)] = Field(default_factory=dict)

@@ -21,7 +21,7 @@ import hashlib
 import re
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -38,7 +38,6 @@ PINNED_ROOTS = frozenset({"102bf659d5419614c9d8e6aecebc80454eb26b1df6a769ac720b9
 CHAIN_LENGTH = 5
 
 # Below the same root are other devices' certificates, switches' for example.
-_CHIPS: dict[str, Literal["hopper", "blackwell"]] = {"GH100": "hopper", "GB100": "blackwell"}
 _LEAF_NAME = re.compile(r"CN=(GH100|GB100) [A-Z]\d\d GSP FMC LF,O=NVIDIA Corporation,.*")
 _BELOW_ROOT = "O=NVIDIA Corporation,CN=NVIDIA {} Identity"
 # CompositeDeviceID (Hopper) and DiceTcbInfo (Blackwell), and what is before their first SHA-384.
@@ -62,7 +61,6 @@ class VerifiedNvidia(NamedTuple):
     `measurements`: numbers 1 to 64, 48 bytes each; zeros where the GPU has none of that number.
     """
 
-    architecture: Literal["hopper", "blackwell"]
     firmware: bytes
     measurements: tuple[bytes, ...]
     driver: str
@@ -85,7 +83,7 @@ def verify_nvidia(
 
     `nonce`: 32 bytes, which the GPU was asked with; `now`: when, with a time zone.
     """
-    leaf, architecture = _verified_leaf(certificates, now, roots)
+    leaf = _verified_leaf(certificates, now, roots)
     signed, r, s = report[:-96], report[-96:-48], report[-48:]
     try:
         key = leaf.public_key()
@@ -97,12 +95,12 @@ def verify_nvidia(
         raise _refused("report: signature", "a wrong one", "that of the leaf's key") from None
     if signed[_NONCE] != nonce:
         raise _refused("report: nonce", "another", "the one that the GPU was asked with")
-    return VerifiedNvidia(architecture, _firmware(leaf), *_parse(signed))
+    return VerifiedNvidia(_firmware(leaf), *_parse(signed))
 
 
 def _verified_leaf(
     certificates: Sequence[bytes], now: datetime, roots: Collection[str]
-) -> tuple[x509.Certificate, Literal["hopper", "blackwell"]]:
+) -> x509.Certificate:
     if len(certificates) != CHAIN_LENGTH:
         raise _refused("certificates", str(len(certificates)), f"{CHAIN_LENGTH}, leaf to root")
     if hashlib.sha256(certificates[-1]).hexdigest() not in roots:
@@ -110,9 +108,9 @@ def _verified_leaf(
     try:
         leaf, *between, root = chain = [*map(x509.load_der_x509_certificate, certificates)]
         # As in browsers, whose rules a leaf that is no server's does not meet.
-        extensions = ExtensionPolicy.webpki_defaults_ca(), ExtensionPolicy.permit_all()
+        ca, leaves = ExtensionPolicy.webpki_defaults_ca(), ExtensionPolicy.permit_all()
         rules = PolicyBuilder().store(Store([root])).time(now)
-        rules = rules.extension_policies(ca_policy=extensions[0], ee_policy=extensions[1])
+        rules = rules.extension_policies(ca_policy=ca, ee_policy=leaves)
         found = rules.build_client_verifier().verify(leaf, between).chain
     except (VerificationError, ValueError):
         expected = f"one to the root, each valid at {now.isoformat(timespec='seconds')}"
@@ -120,9 +118,8 @@ def _verified_leaf(
     named = _LEAF_NAME.fullmatch(leaf.subject.rfc4514_string())
     below_root = between[-1].subject.rfc4514_string()
     if found != chain or named is None or below_root != _BELOW_ROOT.format(named[1]):
-        expected = f"those of the firmware of {' or '.join(_CHIPS)}"
-        raise _refused("certificates", "those of another device", expected)
-    return leaf, _CHIPS[named[1]]
+        raise _refused("certificates", "those of another device", "those of GH100 or GB100")
+    return leaf
 
 
 def _firmware(leaf: x509.Certificate) -> bytes:

@@ -7,33 +7,22 @@ signature included, so that one that is left out, put in or moved shows.
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from pydantic import BaseModel, ConfigDict, Field
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import Field
 
-from protocol.codec import pack
 from protocol.errors import EvidenceError
-from tee_side.attest.claims import Digest, Name
-from tee_side.attest.evidence import read_map
+from tee_side.attest.record import Digest, Name, Record
 
-# In base64, 4 KiB; with the greatest numbers, a receipt has less than 900 bytes.
-MAX_RECEIPT_BYTES = 3 * 1024
 SIGNATURE_BYTES = 64
-# What the first receipt of a key has in place of the one before it.
-NO_RECEIPT = bytes(32)
+DOMAIN = b"TSQP receipt 1\0"
 
-_DOMAIN = b"TSQP receipt 1\0"
-
-Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-Number: TypeAlias = Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)]
+Count: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Receipt(BaseModel):
+class Receipt(Record):
     """What was asked and answered; digests are SHA-256.
 
     `sequence`: how many receipts the key signed before; `previous`: digest of the last of them.
@@ -43,55 +32,29 @@ class Receipt(BaseModel):
     are counted as the answer tells them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    what: ClassVar[str] = "receipt"
+    # In base64, 4 KiB; with the greatest numbers, a receipt has less than 900 bytes.
+    max_bytes: ClassVar[int] = 3 * 1024
 
     sequence: Count
     previous: Digest
-    time: Annotated[int, Field(strict=True, ge=0, lt=2**37)]
+    time: Annotated[int, Field(ge=0, lt=2**37)]
     model: Digest
     policy: Digest
     request: Digest
     response: Digest
-    sampling: dict[Name, Number]
+    sampling: dict[Name, int | float]
     seed: Count | None
     prompt_tokens: Count
     completion_tokens: Count
 
 
-def sign(key: Ed25519PrivateKey, receipt: Receipt) -> bytes:
-    """Return a receipt with its signature behind it."""
-    packed = pack(receipt.model_dump())
-    return packed + key.sign(_DOMAIN + packed)
-
-
 def verify(signed: bytes, public_key: bytes) -> Receipt:
-    """Return the receipt that `sign` wrote with the key of these 32 bytes. Raises EvidenceError."""
+    """Return the receipt that the key of these 32 bytes signed. Raises EvidenceError."""
     packed, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _DOMAIN + packed)
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, DOMAIN + packed)
     except (InvalidSignature, ValueError):
         expected = "one of the key that was given"
         raise EvidenceError("receipt", got="another signature", expected=expected) from None
-    return read_map(Receipt, packed, "receipt", MAX_RECEIPT_BYTES)
-
-
-class ReceiptChain:
-    """Signs the receipts of one server, of one thread. `clock`: seconds since 1970."""
-
-    def __init__(
-        self,
-        key: Ed25519PrivateKey,
-        model: bytes,
-        policy: bytes,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._key, self._model, self._policy, self._clock = key, model, policy, clock
-        self._sequence, self._previous = 0, NO_RECEIPT
-
-    def sign(self, **said: object) -> bytes:
-        """Return the next receipt, signed. `said`: the fields that this chain does not know."""
-        known = {"sequence": self._sequence, "previous": self._previous, "time": int(self._clock())}
-        known |= {"model": self._model, "policy": self._policy}
-        signed = sign(self._key, Receipt.model_validate(known | said))
-        self._sequence, self._previous = self._sequence + 1, hashlib.sha256(signed).digest()
-        return signed
+    return Receipt.decode(packed)

@@ -6,6 +6,7 @@ ATTESTATION_REPORT. All numbers are little-endian.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -14,17 +15,11 @@ from protocol.errors import EvidenceError
 Product: TypeAlias = Literal["milan", "genoa", "turin"]
 SigningKey: TypeAlias = Literal["vcek", "vlek"]
 
-REPORT_BYTES = 0x4A0
-SIGNED_BYTES = 0x2A0
-VERSIONS = (2, 3, 5)
-
-_NUMBER_BYTES = 72  # of each of r and s; those of P-384 take 48
-_R, _S = 0x2A0, 0x2A0 + _NUMBER_BYTES
-_SIGNING_KEYS: dict[int, SigningKey] = {0: "vcek", 1: "vlek"}
-_ECDSA_P384_SHA384 = 1
-_CHIP_ID = slice(0x1A0, 0x1E0)
-# A Turin has an id of 8 bytes, and zeros behind it.
-_TURIN_CHIP_ID_BYTES = 8
+REPORT_BYTES, SIGNED_BYTES = 0x4A0, 0x2A0
+# 0x00 version, 0x08 policy, 0x30 VMPL, 0x34 signature algorithm, 0x40 platform, 0x48 flags; then
+# what is bytes, from 0x50, 0x90, 0xC0, 0x180, 0x1A0 and 0x1F0 on.
+_LAYOUT = struct.Struct("<I4xQ 32xII 8xQ I4x 64s 48s 32s 160x8s 24x64s 16x8s")
+_BYTES = ("report_data", "measurement", "host_data", "reported_tcb", "chip_id", "launch_tcb")
 
 
 class Tcb(NamedTuple):
@@ -44,99 +39,63 @@ class Tcb(NamedTuple):
         return cls(word[0], word[1], word[6], word[7])
 
 
-class GuestPolicy(NamedTuple):
-    """What the guest's owner allows (GUEST_POLICY)."""
-
-    bits: int
-
-    @property
-    def migration_agent(self) -> bool:
-        """Whether a migration agent may be attached, which can read the guest."""
-        return bool(self.bits >> 18 & 1)
-
-    @property
-    def debug(self) -> bool:
-        """Whether the host may read the guest's memory."""
-        return bool(self.bits >> 19 & 1)
-
-
 @dataclass(frozen=True, slots=True)
 class SnpReport:
     """A report that was parsed, and not verified yet.
 
-    `product`: by CPUID, which reports have from version 3 on, or by the chip id of a Turin; None
-    where the report does not tell. `reported_tcb`, `launch_tcb`: 8 bytes whose
-    meaning the product says. `signature`: r and s.
+    `debug`: whether the host may read the guest's memory; `migration_agent`: whether one may be
+    attached, which can read the guest. `product`: by CPUID, which reports have from version 3 on,
+    or by the chip id of a Turin; None where the report does not tell. `reported_tcb`, `launch_tcb`:
+    8 bytes whose meaning the product says.
     """
 
-    version: int
-    policy: GuestPolicy
-    vmpl: int
-    alias_check: bool
-    signing_key: SigningKey
     report_data: bytes
     measurement: bytes
     host_data: bytes
     reported_tcb: bytes
+    chip_id: bytes
     launch_tcb: bytes
     product: Product | None
-    chip_id: bytes
-    signed: bytes
-    signature: tuple[int, int]
+    signing_key: SigningKey
+    vmpl: int
+    debug: bool
+    migration_agent: bool
+    alias_check: bool
 
     @classmethod
     def parse(cls, data: bytes) -> SnpReport:
         """Parse the 1184 bytes of a report. Raises EvidenceError."""
-        if len(data) != REPORT_BYTES:
-            raise _refused("size", f"{len(data)} bytes", f"{REPORT_BYTES}")
-
-        def number(at: int, size: int = 4) -> int:
-            return int.from_bytes(data[at : at + size], "little")
-
-        version, flags = number(0x00), number(0x48)
-        if version not in VERSIONS:
-            raise _refused("version", str(version), " or ".join(map(str, VERSIONS)))
-        if (algorithm := number(0x34)) != _ECDSA_P384_SHA384:
-            raise _refused("signature algorithm", str(algorithm), "1, ECDSA P-384 with SHA-384")
-        if (key := _SIGNING_KEYS.get(flags >> 2 & 7)) is None:
-            raise _refused("signing key", str(flags >> 2 & 7), "0, a VCEK, or 1, a VLEK")
-        if any(data[_S + _NUMBER_BYTES :]):
-            raise _refused("bytes behind the signature", "others", "zeros: nothing signs them")
-        policy = GuestPolicy(number(0x08, 8))
-        if not policy.bits >> 17 & 1:
-            raise _refused("guest policy", f"{policy.bits:#x}", "bit 17, which is always set")
+        _require(len(data) == REPORT_BYTES, "size", f"{len(data)} bytes", f"{REPORT_BYTES}")
+        version, policy, vmpl, algorithm, platform, flags, *strings = _LAYOUT.unpack_from(data)
+        key = flags >> 2 & 7
+        _require(version in (2, 3, 5), "version", str(version), "2 or 3 or 5")
+        _require(algorithm == 1, "signature algorithm", str(algorithm), "1, ECDSA P-384 by SHA-384")
+        _require(key in (0, 1), "signing key", str(key), "0, a VCEK, or 1, a VLEK")
+        _require(bool(policy >> 17 & 1), "guest policy", f"{policy:#x}", "bit 17, always set")
+        _require(not any(data[0x330:]), "bytes behind the signature", "others", "unsigned zeros")
         return cls(
-            version=version,
-            policy=policy,
-            vmpl=number(0x30),
-            alias_check=bool(number(0x40, 8) >> 5 & 1),
-            signing_key=key,
-            report_data=data[0x50:0x90],
-            measurement=data[0x90:0xC0],
-            host_data=data[0xC0:0xE0],
-            reported_tcb=data[0x180:0x188],
-            launch_tcb=data[0x1F0:0x1F8],
+            **dict(zip(_BYTES, strings, strict=True)),
             product=_product(version, data),
-            chip_id=data[_CHIP_ID],
-            signed=data[:SIGNED_BYTES],
-            signature=(number(_R, _NUMBER_BYTES), number(_S, _NUMBER_BYTES)),
+            signing_key="vlek" if key else "vcek",
+            vmpl=vmpl,
+            debug=bool(policy >> 19 & 1),
+            migration_agent=bool(policy >> 18 & 1),
+            alias_check=bool(platform >> 5 & 1),
         )
 
 
 def _product(version: int, data: bytes) -> Product | None:
+    family, model, chip_id = data[0x188], data[0x189], data[0x1A0:0x1E0]
     if version == 2:
-        chip_id = data[_CHIP_ID]
-        turin = any(chip_id) and not any(chip_id[_TURIN_CHIP_ID_BYTES:])
-        return "turin" if turin else None
-    family, model = data[0x188], data[0x189]
-    if family == 0x19 and model <= 0x0F:
-        return "milan"
-    if family == 0x19 and (0x10 <= model <= 0x1F or 0xA0 <= model <= 0xAF):
-        return "genoa"
-    if family == 0x1A and model <= 0x11:
-        return "turin"
-    raise _refused("processor", f"family {family}, model {model}", "Milan, Genoa or Turin")
+        # A Turin has an id of 8 bytes, and zeros behind it.
+        return "turin" if any(chip_id[:8]) and not any(chip_id[8:]) else None
+    if family == 0x19 and (model <= 0x1F or 0xA0 <= model <= 0xAF):
+        return "milan" if model <= 0x0F else "genoa"
+    turin = family == 0x1A and model <= 0x11
+    _require(turin, "processor", f"family {family}, model {model}", "Milan, Genoa or Turin")
+    return "turin"
 
 
-def _refused(what: str, got: str, expected: str) -> EvidenceError:
-    return EvidenceError(f"SNP report: {what}", got=got, expected=expected)
+def _require(condition: bool, what: str, got: str, expected: str) -> None:
+    if not condition:
+        raise EvidenceError(f"SNP report: {what}", got=got, expected=expected)

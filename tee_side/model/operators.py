@@ -118,7 +118,7 @@ def place(
             alone = operator in LAYERLESS
             placed = policy.at(operator, 0 if alone else layer, phase)
             padded = isinstance(placed.mask, AdditiveMask)
-            if placed.place == "gpu" and not (padded and withheld):
+            if placed.leaves and not (padded and withheld):
                 drawn.update([placed.mask] if padded and placed.mask else [])
                 return remote(operator, layer, phase)
             return stays(local(operator, None if alone else layer))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from tee_side.protect.masks.mask import Mask
-from tee_side.words import LAYERLESS, Operator
+from tee_side.words import LAYERLESS, Attested, Operator
 
 # What the GPU side sees of an operator that is sent to it in the clear.
 SEEN: dict[Operator, str] = {
@@ -30,6 +30,13 @@ _APART = {
     False: "and an observer of both links, which are NOT encrypted, reads prompt and answer",
 }
 
+# What more is known of services, by the evidence that they have to give.
+_BY_EVIDENCE = "; by {} evidence each service proves, before anything is sent, what sees it"
+_ATTESTED = {
+    "none": "",
+    "simulated": "; services give simulated evidence, which proves nothing",
+}
+
 _Masked: TypeAlias = list[tuple[Operator, Mask]]
 
 
@@ -39,11 +46,12 @@ def leakage_summary(
     *,
     verified: bool,
     links_encrypted: bool,
+    attested: Attested,
 ) -> str | None:
     """Say what the GPU side learns under the policy `name`, the worst first; None if nothing.
 
     `verified`: whether the results of all of it are; `links_encrypted`: whether all links that
-    shares depend on are.
+    shares depend on are; `attested`: by what evidence services prove what they are.
 
     Hidden states in the clear give the prompt away to any holder of the public weights
     (vocabulary matching, arXiv 2505.18332). "Uniform random numbers" is said only of a policy
@@ -51,6 +59,13 @@ def leakage_summary(
     """
     if not leaving:
         return None
+    seen = _seen(leaving, verified=verified, links_encrypted=links_encrypted)
+    return f"policy {name}: {seen}{_ATTESTED.get(attested, _BY_EVIDENCE.format(attested))}"
+
+
+def _seen(
+    leaving: Sequence[tuple[Operator, Mask | None]], *, verified: bool, links_encrypted: bool
+) -> str:
     clear = [operator for operator, mask in leaving if mask is None]
     masked = [(operator, mask) for operator, mask in leaving if mask is not None]
     within = (
@@ -64,7 +79,7 @@ def leakage_summary(
     if not clear and all(mask.uniform for _, mask in masked):
         each = "each GPU service" if shared else "the GPU"
         seen = f"{each} sees uniform random numbers, lengths and timing{apart}"
-        return f"policy {name}: {seen}; {promised}"
+        return f"{seen}; {promised}"
     # Whatever order and company ids are sent in: those of the prompt are among them.
     ids = [found for found in masked if found[0] == "embedding" and not found[1].uniform]
     broken = [found for found in masked if found not in ids and found[1].broken]
@@ -85,7 +100,7 @@ def leakage_summary(
         # Of the rest more has been said than lengths and lies could tell.
         if len(parts) == 1:
             parts += ["lengths and timing", promised]
-    return f"policy {name}: the GPU sees {'; '.join(parts)}"
+    return f"the GPU sees {'; '.join(parts)}"
 
 
 def _in_the_clear(operators: Sequence[Operator]) -> str:

@@ -19,6 +19,12 @@ Python file with a `Policy` named `POLICY`:
 
 Every operator must be placed, for every layer and phase exactly once. What leaves the TEE states
 its `mask` and its `verify`; "none" is the only way to send something unmasked or unverified.
+
+    [service]
+    attested = "snp+nvidia"
+
+has every service prove by such evidence what it is, before anything is sent to it. Where it must,
+`place = "attested"` says that this is what the placement relies on.
 """
 
 from __future__ import annotations
@@ -64,6 +70,7 @@ from tee_side.words import (
     OPERATORS,
     PHASES,
     PROJECTIONS,
+    Attested,
     Operator,
     Phase,
     Place,
@@ -118,9 +125,10 @@ def _mask(value: object, info: ValidationInfo) -> Mask | None:
 class Placement(BaseModel):
     """Where an operator runs: in which layers (None: all) and in which phase (None: both).
 
-    With place "gpu", `mask` and `verify` must be given; mask "none" reads as None. `verify`: how
+    Of what leaves, `mask` and `verify` must be given; mask "none" reads as None. `verify`: how
     results are checked. "freivalds" refuses wrong ones (docs/verification.md), of integers all, of
-    floats those that rounding does not explain; "none" believes them.
+    floats those that rounding does not explain; "none" believes them. Place "attested": on the GPU
+    side, and only where services have to prove what they are.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -131,10 +139,15 @@ class Placement(BaseModel):
     layers: Annotated[LayerRange | None, BeforeValidator(_layer_range)] = None
     phase: Phase | None = None
 
+    @property
+    def leaves(self) -> bool:
+        """Whether it runs on the GPU side."""
+        return self.place != "tee"
+
     @model_validator(mode="after")
     def _states_protection(self) -> Placement:
         for key, expected in _STATED.items():
-            if self.place == "gpu" and key not in self.model_fields_set:
+            if self.leaves and key not in self.model_fields_set:
                 raise refusal("nothing", expected, key)
         return self
 
@@ -172,6 +185,14 @@ PolicyArithmetic: TypeAlias = Literal["float", "int8", "int8-dynamic"]
 _Conflicts: TypeAlias = Iterator[tuple[str, str, str]]
 
 
+class ServiceTerms(BaseModel):
+    """What every service must prove, by which evidence; see `tee_side.remote.attested`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    attested: Attested
+
+
 class Policy(BaseModel):
     """Where each operator runs.
 
@@ -192,6 +213,7 @@ class Policy(BaseModel):
     arithmetic: PolicyArithmetic = "float"
     prefill: Literal["always", "stock"] = "always"
     decode_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    service: ServiceTerms = ServiceTerms(attested="none")
     operators: dict[Operator, Placements]
 
     @model_validator(mode="wrap")
@@ -225,7 +247,9 @@ class Policy(BaseModel):
 
     def _conflicts_of(self, operator: Operator, placed: Placement) -> Iterator[tuple[str, str]]:
         """Yield what does not go together in a placement, and what would."""
-        mask, in_tee = placed.mask, placed.place == "tee"
+        mask, in_tee = placed.mask, not placed.leaves
+        if placed.place == "attested" and self.service.attested == "none":
+            yield 'place = "attested"', 'attested in [service], such as "snp+nvidia"'
         if placed.layers is not None and operator in LAYERLESS:
             yield f"layers {placed.layers}", "no layers, as it belongs to none"
         if placed.verify != "none" and in_tee:
@@ -307,7 +331,7 @@ class Policy(BaseModel):
         """Yield what leaves the TEE."""
         for operator in OPERATORS:
             for placement in self.operators[operator]:
-                if placement.place == "gpu":
+                if placement.leaves:
                     yield operator, placement
 
     @property
@@ -360,6 +384,7 @@ class Policy(BaseModel):
             [(operator, placement.mask) for operator, placement in self.leaving()],
             verified=all(placement.verify != "none" for _, placement in self.leaving()),
             links_encrypted=links_encrypted,
+            attested=self.service.attested,
         )
 
 

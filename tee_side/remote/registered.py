@@ -69,7 +69,7 @@ def find_registered(policy: Policy) -> dict[str, type[RegisteredOperator]]:
         if (entry := one_entry_point(GROUP, name)) is None:
             raise PolicyError(
                 f"policy {policy.name}: {operator}",
-                got='place = "gpu" without a package that sends it',
+                got="a placement that leaves, without a package that sends it",
                 expected=f"an installed package that registers {name!r} in the entry points"
                 f' {GROUP}, as tsqp does, or place = "tee"',
             )

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from protocol.errors import EvidenceError
-from tee_side.attest.claims import NONCE_BYTES
-from tee_side.attest.identity import Identity
+from protocol.messages import NONCE_BYTES
 from tee_side.serve.errors import ApiError
+from tee_side.serve.identity import Identity
 
 _NONCE = re.compile(f"[0-9a-fA-F]{{{2 * NONCE_BYTES}}}")
 _AT_ONCE, _A_SECOND, _MOST_WAITING = 32, 8, 16

@@ -16,8 +16,8 @@ import base64
 import hashlib
 from collections.abc import Sequence
 
-from tee_side.attest.receipts import ReceiptChain
 from tee_side.engine.request import Request
+from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.serving import Counts
 
 HEADER = "tsqp-receipt"

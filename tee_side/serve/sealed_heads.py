@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.codec import pack, unpack
 from protocol.validation import validate
-from tee_side.attest.sealed_bodies import CHUNK_BYTES
+from tee_side.serve.sealed_bodies import CHUNK_BYTES
 
 _MAX_HEADERS = 128
 

@@ -25,8 +25,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import ProtocolError
-from tee_side.attest.sealed_bodies import CONTENT_TYPE, KEY_BYTES, Direction, HpkeKey
 from tee_side.serve.errors import ApiError
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, open_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead, joined, target_of
 
 WINDOW_S = 120
@@ -133,7 +134,7 @@ class _Opened:
             if not message.get("more_body", False):
                 break
         sealed, rest = data[: key.sealed_bytes], data[key.sealed_bytes :]
-        self.secret = key.open_secret(sealed, target)
+        self.secret = open_secret(key, sealed, target)
         self._direction = Direction(b"request", sealed, self.secret)
         chunks = self._chunks({**message, "body": rest})
         while not chunks:
@@ -168,7 +169,7 @@ class _Sealed:
     """Seals what an app sends. `status`: of its answer, 0 before it."""
 
     def __init__(self, secret: bytes, send: Send) -> None:
-        self._salt, self._send, self.status = secrets.token_bytes(KEY_BYTES), send, 0
+        self._salt, self._send, self.status = secrets.token_bytes(SALT_BYTES), send, 0
         self._direction = Direction(b"response", self._salt, secret)
 
     async def send(self, message: Message) -> None:

@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 from starlette.requests import Request as HttpRequest
 
 from protocol.model.config import ModelConfig
-from tee_side.attest.receipts import ReceiptChain
 from tee_side.engine.background import BackgroundEngine
 from tee_side.engine.request import Grammar, Pooling
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.token_names import TokenNames
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]

@@ -18,8 +18,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from openai.lib.streaming.chat import ContentDeltaEvent
 
 from protocol.errors import EndpointError
-from tee_side.attest.receipts import Receipt, ReceiptChain, verify
+from tee_side.attest.receipts import Receipt, verify
 from tee_side.serve.app import create_app
+from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.serving import Serving
 from tests.unit.tee_side.serve.fakes import SAID, FakeEngine, serving
 

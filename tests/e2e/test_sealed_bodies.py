@@ -17,11 +17,11 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 
-from tee_side.attest.receipts import ReceiptChain
-from tee_side.attest.sealed_bodies import HpkeKey
 from tee_side.engine.request import Delivery
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.sealing import Sealing
 from tests.e2e.test_receipts import KEY as RECEIPT_KEY
 from tests.e2e.tls_ending_proxy import Proxy, tls_ending_proxy

@@ -1,6 +1,6 @@
-"""Targets that read evidence of attestation: DER, AMD's certificates, reports, claims.
+"""Targets that read evidence of attestation: AMD's certificates in DER, reports, claims.
 
-Certificates are read as if every signature were right, so that what lies behind it is reached.
+Leaves are read as if every signature were right, so that what lies behind it is reached.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from protocol.errors import EvidenceError
-from tee_side.attest import der
-from tee_side.attest.amd_certificates import _verified_leaf
+from tee_side.attest import amd_certificates
 from tee_side.attest.claims import Claims
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.snp_report import Product, SigningKey, SnpReport, Tcb
@@ -22,77 +22,51 @@ from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator
 from tests.fuzz.wire_targets import mutate_inline
 from tests.tools import snp_chain
+from tests.tools.snp_chain import children, element, make_chain, make_report, span
 
-# Whether an element holds others, and tags of every kind that certificates have.
-_CONSTRUCTED = 0x20
+# Tags of every kind that certificates have, and whether an element holds others.
 _TAGS = (1, 2, 3, 4, 5, 6, 12, 19, 23, 24, 0x30, 0x31, 0xA0, 0xA3)
+_CONSTRUCTED = 0x20
 _PRODUCTS: tuple[Product, ...] = ("milan", "turin")
 _KINDS: tuple[SigningKey, ...] = ("vcek", "vlek")
 
 
-# ----------------------------------------------------------------------------------------- DER
+# ------------------------------------------------------------------------------ certificates, DER
 
 
-def _read(element: der.Element) -> int:
-    """Read everything inside an element; return how many elements there are."""
-    if snp_chain.element(element.tag, element.content) != element.encoded:
-        raise ValueError("an element with two encodings")
-    if element.tag == der.INTEGER:
-        if snp_chain.integer(der.integer(element)) != element.encoded:
-            raise ValueError("a number with two encodings")
-    elif element.tag == der.BIT_STRING:
-        der.bits(element)
-    elif element.tag in (der.UTC_TIME, der.GENERALIZED_TIME):
-        der.moment(element)
-    return 1 + sum(map(_read, element.children() if element.tag & _CONSTRUCTED else ()))
-
-
-def _run_der(case: Case) -> str:
-    (data,) = case
-    element = der.read(data, data[0] if data else 0)
-    tag = element.tag if element.tag in _TAGS else "unknown"
-    return f"tag {tag}, {min(_read(element), 3)} of them"
-
-
-def _mutated(mutator: Mutator, element: der.Element, other: der.Element) -> bytes:
+def _mutated(mutator: Mutator, encoded: bytes, other: bytes) -> bytes:
     """Change something inside an element, and write the lengths around it anew."""
-    tag, content, _ = element
-    if tag & _CONSTRUCTED and content and mutator.chance(0.9):
-        parts, others = element.children(), other.children()
+    content = encoded[span(encoded)[0] :]
+    if encoded[0] & _CONSTRUCTED and content and mutator.chance(0.9):
+        parts, others = _inside(encoded), _inside(other)
         at, kind = mutator.below(len(parts)), mutator.below(12)
-        encoded = [part.encoded for part in parts]
         if kind == 0:
-            del encoded[at]
+            del parts[at]
         elif kind == 1:
-            encoded.insert(at, mutator.pick(encoded))
+            parts.insert(at, mutator.pick(parts))
         elif kind == 2:
-            encoded[at] = mutator.pick(others or parts).encoded
+            parts[at] = mutator.pick(others or parts)
         elif kind == 3:
-            encoded[at], encoded[0] = encoded[0], encoded[at]
+            parts[at], parts[0] = parts[0], parts[at]
         else:
-            encoded[at] = _mutated(mutator, parts[at], others[at] if at < len(others) else other)
-        return snp_chain.element(tag, *encoded)
+            parts[at] = _mutated(mutator, parts[at], others[at] if at < len(others) else other)
+        return element(encoded[0], *parts)
     if mutator.chance(0.2):
-        return snp_chain.element(mutator.pick(_TAGS), content)
-    return snp_chain.element(tag, mutator.bytes(content))
+        return element(mutator.pick(_TAGS), content)
+    return element(encoded[0], mutator.bytes(content))
+
+
+def _inside(encoded: bytes) -> list[bytes]:
+    return [encoded[at : span(encoded, at)[1]] for at in children(encoded)]
 
 
 def _mutate_der(mutator: Mutator, case: Case, other: Case) -> Case:
     """Change an element, or bytes of any kind."""
     if mutator.chance(0.7):
-        with suppress(EvidenceError):
-            first, second = (der.read(one, one[0] if one else 0) for one in (case[0], other[0]))
-            return (_mutated(mutator, first, second),)
+        # Where an element is no longer one, its length leads nowhere.
+        with suppress(IndexError):
+            return (_mutated(mutator, case[0], other[0]),)
     return (mutator.bytes(case[0]),)
-
-
-@cache
-def _fields() -> list[Case]:
-    body = der.read(snp_chain.make_chain().leaf, der.SEQUENCE).children()[0]
-    return [(field.encoded,) for field in body.children()]
-
-
-# -------------------------------------------------------------------------------- certificates
 
 
 class _AnySignature:
@@ -103,35 +77,36 @@ class _AnySignature:
     def verify(self, *_arguments: object) -> None:
         """Accept it."""
 
+    def public_key(self) -> _AnySignature:
+        """Return it: it is its own certificate."""
+        return self
+
 
 RSAPublicKey.register(_AnySignature)
+_signed_body = amd_certificates._signed_body
 
 
-class _Issuer:
-    """An intermediate whose key is such."""
-
-    def __init__(self, product: Product, kind: SigningKey) -> None:
-        encoded = snp_chain.make_chain(product, kind).ask
-        self.subject = x509.load_der_x509_certificate(encoded).subject
-
-    def public_key(self) -> _AnySignature:
-        """Return the key."""
-        return _AnySignature()
+def _unverified(name: str, encoded: bytes, issuer: x509.Certificate) -> bytes:
+    by: Any = _AnySignature() if name == "leaf" else issuer
+    return _signed_body(name, encoded, by)
 
 
-_issuer = cache(_Issuer)
+_report = cache(lambda *which: SnpReport.parse(make_report(*which)))
 
 
 def _run_leaf(case: Case) -> str:
     product: Product = "turin" if b"Turin" in case[0] else "milan"
-    issuer: Any = _issuer(product, "vlek" if b"VLEK" in case[0] else "vcek")
-    leaf = _verified_leaf(case[0], issuer, product, snp_chain.NOW)
-    return f"{leaf.product} {leaf.kind} {min(len(leaf.chip_id or b''), 65) // 8}"
+    kind: SigningKey = "vlek" if b"VLEK" in case[0] else "vcek"
+    chain = make_chain(product, kind)
+    certificates = (case[0], chain.ask, chain.ark)
+    with chain.pinned(), patch.object(amd_certificates, "_signed_body", _unverified):
+        amd_certificates.verify_chain(_report(product, kind), certificates, snp_chain.NOW)
+    return f"{product} {kind}"
 
 
 @cache
 def _leaves() -> list[Case]:
-    return [(snp_chain.make_chain(product, kind).leaf,) for product in _PRODUCTS for kind in _KINDS]
+    return [(make_chain(product, kind).leaf,) for product in _PRODUCTS for kind in _KINDS]
 
 
 # ------------------------------------------------------------------------------ reports, claims
@@ -139,16 +114,16 @@ def _leaves() -> list[Case]:
 
 def _run_report(case: Case) -> str:
     report = SnpReport.parse(case[0])
-    if report.signed != case[0][: len(report.signed)] or len(report.report_data) != 64:
+    if report.report_data != case[0][0x50:0x90]:
         raise ValueError("other bytes than those of the report")
     tcb = Tcb.parse(report.reported_tcb, report.product or "milan")
-    return f"{report.version} {report.product} {report.signing_key} {max(tcb) > 127}"
+    return f"{case[0][0]} {report.product} {report.signing_key} {max(tcb) > 127}"
 
 
 @cache
 def _reports() -> list[Case]:
     return [
-        (snp_chain.make_report(product, kind, version=version),)
+        (make_report(product, kind, version=version),)
         for product in (*_PRODUCTS, "genoa")
         for kind in _KINDS
         for version in (2, 3, 5)
@@ -211,7 +186,6 @@ def _run_evidence(case: Case) -> str:
 _target = partial(Target, errors=(EvidenceError,), weight=1.0)
 
 ATTEST_TARGETS = (
-    _target("der", _fields, _mutate_der, _run_der),
     _target("amd-certificates", _leaves, _mutate_der, _run_leaf),
     _target("snp-report", _reports, _mutate_report, _run_report),
     _target("attestation-claims", _claims, mutate_inline, _run_claims),

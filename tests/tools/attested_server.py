@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from tee_side.attest.attesters import find_attester
-from tee_side.attest.identity import About, Identity
 from tee_side.attest.statement import Statement
+from tee_side.serve.identity import About, Identity
 from tsqp.attestation import tls_files
 
 MEASUREMENT = bytes(range(48))
@@ -30,6 +30,7 @@ def identity(measurement: bytes = MEASUREMENT, **other: object) -> Identity:
         "curve_keys": {"runner": sha256(b"runner").digest(), "service 1": SERVICE},
         "plugins": {"Mine": PLUGIN},
         "version": "1.2.3",
+        "attested_services": "none",
     }
     attester = find_attester("simulated", measurement=measurement)
     return Identity(attester, About(**(usual | other)))  # type: ignore[arg-type]

@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from typing import IO, Any, cast
 from uuid import UUID
 
-from tee_side.attest.attesters import System
+import pytest
 
-REPORTS, SEV_GUEST = "/config/tsm/report", "/dev/sev-guest"
+from tee_side.attest import attesters
+from tee_side.attest.attesters import REPORTS, SEV_GUEST
+
 PAGE = 4096
 INVALID_LENGTH, BUSY = 1 << 32, 2 << 32
 GUIDS = {
@@ -92,13 +94,15 @@ class _Entry:
 class FakeKernel:
     """A kernel. `provider`: empty for none; `largest_read`: bytes that one read returns at most.
 
-    `faults`: for each call the errors of its first times: "mkdir", "rmdir", or "open", "read" or
-    "commit" with the name of a file. `ioctl_faults`: the same of the ioctl, with `exitinfo2`.
-    `intrusions`: names of files; before the next read of one, another writer writes.
+    `writable`: whether this user may make directories. `faults`: for each call the errors of its
+    first times: "mkdir", "rmdir", or "open", "read" or "commit" with the name of a file.
+    `ioctl_faults`: the same of the ioctl, with `exitinfo2`. `intrusions`: names of files; before
+    the next read of one, another writer writes.
     """
 
     provider: str = "sev_guest"
     configfs: bool = True
+    writable: bool = True
     sev_guest: bool = False
     report: Callable[[bytes, int], bytes] = snp_report
     table: bytes = b""
@@ -112,27 +116,35 @@ class FakeKernel:
     pauses: list[float] = field(default_factory=list)
     opened: int = 0
 
-    def system(self) -> System:
-        """Return it as an attester takes it."""
-        sleep = self.pauses.append
-        return System(REPORTS, SEV_GUEST, self.open, self.mkdir, self.rmdir, self.ioctl, sleep)
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Let attesters call it in the place of the real one."""
+        calls = {"access": self.access, "mkdtemp": self.mkdtemp, "rmdir": self.rmdir}
+        calls |= {"open": self.open, "ioctl": self.ioctl, "sleep": self.pauses.append}
+        for name, call in calls.items():
+            patch.setattr(attesters, name, call, raising=name != "open")
 
     def fail(self, call: str) -> None:
         """Raise the next error that this call was told to have."""
         if self.faults[call]:
             _fail(self.faults[call].pop(0))
 
-    def mkdir(self, path: str) -> None:
-        """Make an entry of configfs."""
+    def access(self, path: str, mode: int) -> bool:
+        """Say whether directories can be made there."""
+        return (path, mode) == (REPORTS, os.W_OK) and self.configfs and self.writable
+
+    def mkdtemp(self, prefix: str, dir: str) -> str:  # noqa: A002
+        """Make an entry of configfs, as `tempfile.mkdtemp` does."""
         self.fail("mkdir")
-        if not self.configfs:
+        if dir != REPORTS or not self.configfs:
             _fail(errno.ENOENT)
+        if not self.writable:
+            _fail(errno.EACCES)
         if not self.provider:
             _fail(errno.ENXIO)
-        if os.path.dirname(path) != REPORTS or path in self.entries:
-            _fail(errno.EEXIST)
+        path = f"{dir}/{prefix}{len(self.made)}"
         self.entries[path] = _Entry()
         self.made.append(path)
+        return path
 
     def rmdir(self, path: str) -> None:
         """Remove an entry."""
@@ -140,15 +152,14 @@ class FakeKernel:
         if self.entries.pop(path, None) is None:
             _fail(errno.ENOENT)
 
-    def open(self, path: str, mode: str, buffering: int) -> IO[Any]:
+    def open(self, path: str, mode: str, buffering: int = -1) -> IO[Any]:
         """Open a file of an entry, or the device."""
         folder, name = os.path.split(path)
         self.fail(f"open {name}")
-        raw = _File(self, name)
         if path == SEV_GUEST and self.sev_guest:
             if (mode, buffering) != ("r+b", 0):
                 _fail(errno.ESPIPE)
-            return cast(IO[Any], raw)
+            return cast(IO[Any], _File(self, name))
         readable, writable = ["generation", "provider", "outblob"], ["inblob"]
         if self.provider == "sev_guest":
             readable.append("auxblob")
@@ -158,6 +169,7 @@ class FakeKernel:
         if name not in (readable if mode == "rb" else writable):
             # A file that is not there cannot be made.
             _fail(errno.EACCES)
+        raw = _File(self, name)
         raw.entry = self.entries[folder]
         buffered: Any = io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
         return cast(IO[Any], buffered)

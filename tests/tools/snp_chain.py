@@ -8,10 +8,12 @@ keys are primes of RFC 2409, 3526 and 7919, because to make two keys of 4096 bit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from unittest.mock import patch
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.padding import MGF1, PSS
@@ -27,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from tee_side.attest.evidence import Evidence
+from tee_side.attest.amd_certificates import PINNED_ROOTS
 from tee_side.attest.snp_report import REPORT_BYTES, SIGNED_BYTES, Product, SigningKey, Tcb
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -78,6 +80,25 @@ def oid(name: str) -> bytes:
     return element(6, bytes(content))
 
 
+def span(encoded: bytes, at: int = 0) -> tuple[int, int]:
+    """Return where the content of the element at `at` begins and ends; its length is believed."""
+    begin, size = at + 2, encoded[at + 1]
+    if size >= 0x80:
+        begin += size & 0x7F
+        size = int.from_bytes(encoded[at + 2 : begin])
+    return begin, begin + size
+
+
+def children(encoded: bytes, at: int = 0) -> list[int]:
+    """Return where the elements inside the element at `at` begin; none unless it can hold any."""
+    found = []
+    begin, end = span(encoded, at)
+    while encoded[at] & 0x20 and begin < end:
+        found.append(begin)
+        begin = span(encoded, begin)[1]
+    return found
+
+
 def time(text: bytes) -> bytes:
     """Write a time: of 13 characters as UTCTime, else as GeneralizedTime."""
     return element(23 if len(text) == 13 else 24, text)
@@ -123,7 +144,7 @@ PSS_SHORT, PSS_LONG = pss(), pss(element(0xA3, integer(1)))
 
 def _prime(bits: int, digits: int, added: int) -> int:
     """Return a prime whose middle is the first bits of pi or of e (`digits`), a little raised."""
-    return 2**bits - 2 ** (bits - 64) - 1 + 2**64 * ((digits >> (_DIGITS - bits + 130)) + added)
+    return (1 << bits) - (1 << bits - 64) - 1 + 2**64 * ((digits >> (_DIGITS - bits + 130)) + added)
 
 
 _DIGITS = 3072
@@ -307,10 +328,12 @@ class Chain:
         """Leaf, intermediate, root."""
         return self.leaf, self.ask, self.ark
 
-    @property
-    def roots(self) -> dict[str, Product]:
-        """What a verifier pins, in the place of AMD's."""
-        return {hashlib.sha256(self.ark).hexdigest(): self.product}
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Pin its root in the place of AMD's."""
+        roots = {hashlib.sha256(self.ark).hexdigest(): self.product}
+        with patch.dict(PINNED_ROOTS, roots, clear=True):
+            yield
 
 
 @cache
@@ -392,9 +415,3 @@ def make_report(
     r, s = decode_dss_signature(key.sign(bytes(data[:SIGNED_BYTES]), ec.ECDSA(SHA384())))
     data[SIGNED_BYTES : SIGNED_BYTES + 144] = r.to_bytes(72, "little") + s.to_bytes(72, "little")
     return bytes(data)
-
-
-def make_evidence(report: bytes, chain: Chain, crl: bytes = b"") -> Evidence:
-    """Return a report with its certificates, as a server sends it."""
-    certificates = chain.certificates
-    return Evidence(kind="snp", report=report, certificates=certificates, collateral=crl)

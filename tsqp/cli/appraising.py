@@ -25,7 +25,7 @@ def appraisal_options(command: Callable[..., Any]) -> Callable[..., Any]:
         type=PATH,
         metavar="FILE",
         allow_from_autoenv=False,  # elsewhere it is a placement policy
-        help="What the server must be: an appraisal policy, in TOML.",
+        help="What has to prove itself must be: an appraisal policy, in TOML.",
     )
     mode = click.option(
         "--mode",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
 from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from protocol.errors import SettingsError
+from tsqp.cli.attesting import attest_options
 from tsqp.cli.logs import configure
 from tsqp.cli.options import use
 from tsqp.cli.program import (
@@ -142,6 +143,12 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     help="Let in every client that reaches the address, from other machines as well.",
 )
 @use("heartbeat-timeout-s")
+@attest_options("runners")
+@click.option(
+    "--attest-gpus",
+    is_flag=True,
+    help="Give evidence of this machine's GPUs as well (NVIDIA, in confidential mode).",
+)
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"
 )
@@ -170,6 +177,7 @@ def command(
     allow_anyone: bool,
     heartbeat_timeout_s: float,
     log_level: str,
+    **evidence: Any,
 ) -> None:
     """Hold the weights of MODEL and do the heavy operators for tee-runner.
 
@@ -178,8 +186,11 @@ def command(
     """
     configure(log_level)
     from gpu_side.service import ServiceSettings, serve
+    from tsqp.service_attestation import service_attestation
 
     directory = model_directory(model)
+    held = _held(layers, directory)
+    computes = {"device": device, "dtype": dtype, "arithmetic": arithmetic, "layers": held}
     serve(
         ServiceSettings(
             model=directory,
@@ -191,7 +202,7 @@ def command(
             threads=threads,
             max_message_bytes=max_message_mib * MIB,
             spin_us=spin_us,
-            layers=_held(layers, directory),
+            layers=held,
             metrics=metrics,
             max_queued_requests=max_queued_requests,
             max_queued_bytes=max_queued_mib and max_queued_mib * MIB,
@@ -202,7 +213,8 @@ def command(
             allow=allow,
             allow_anyone=allow_anyone,
             heartbeat_timeout_s=heartbeat_timeout_s,
-        )
+        ),
+        service_attestation(identity, evidence, computes),
     )
 
 

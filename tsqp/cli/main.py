@@ -24,11 +24,11 @@ from tsqp.extras import needing
 
 _EXTRA = "the extra demo: pip install '.[demo]'"
 _NAMED_SO = (
-    *("audit", "bench", "calibrate", "doctor", "explain", "health", "keys"),
+    *("audit", "bench", "calibrate", "doctor", "explain", "health", "keys", "keyserver"),
     *("leak", "manifest", "plan", "provision", "proxy", "receipt", "seal", "verify"),
 )
 # Commands that make keys, or read a text that may be private.
-_WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "provision", "seal"}
+_WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}
 _MODULES = {
     "policies": "catalogue",
     "masks": "catalogue",

@@ -95,6 +95,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         metavar="NAME|FILE",
         shell_complete=complete_policy,
     ),
+    "service-appraisal": _file(
+        "What services must be whose policy has them prove it: an appraisal policy, in TOML."
+    ),
     "manifest": _file("What MODEL must hold, byte for byte, as tsqp manifest wrote it."),
     "manifest-digest": _row(
         str,

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import click
 
-from protocol.errors import SettingsError
 from tsqp.cli.appraising import appraisal_options, read_appraisal
-from tsqp.cli.settings import CONTEXT, FiniteFloatRange, config_option
+from tsqp.cli.settings import CONTEXT, FiniteFloatRange, Listen, config_option
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("url")
 @appraisal_options
-@click.option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Port 0: a free one.")
+@click.option("--listen", type=Listen(), default="127.0.0.1:8080", help="Port 0: a free one.")
 @click.option(
     "--again-minutes",
     type=FiniteFloatRange(0, 1440, min_open=True),
@@ -25,7 +24,12 @@ from tsqp.cli.settings import CONTEXT, FiniteFloatRange, config_option
 )
 @config_option
 def proxy(
-    *, url: str, policy: Path | None, mode: str | None, listen: str, again_minutes: float
+    *,
+    url: str,
+    policy: Path | None,
+    mode: str | None,
+    listen: tuple[str, int],
+    again_minutes: float,
 ) -> None:
     """Listen on this machine, and carry each connection to the server at URL over attested TLS.
 
@@ -36,13 +40,10 @@ def proxy(
     from tsqp.client.connection import Address
     from tsqp.client.proxy import Proxy
 
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise SettingsError("--listen", got=repr(listen), expected="HOST:PORT")
     appraisal = read_appraisal(policy, mode)
     context = AttestedContext(appraisal, again_minutes * 60)
     say = partial(click.echo, err=True)
-    made = Proxy((host.strip("[]"), int(port)), Address.of(url), context, say)
+    made = Proxy(listen, Address.of(url), context, say)
     with closing(made):
-        say(f"ready: http://{host}:{made.port}/v1 leads to {url}, which is verified")
+        say(f"ready: http://{Address(listen[0], made.port)}/v1 leads to {url}, which is verified")
         made.serve_forever()

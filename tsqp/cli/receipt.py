@@ -144,7 +144,7 @@ def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
 
     stated = read_answer(path.read_bytes())
     expected = Expected(None, None, datetime.now(UTC))
-    return appraise(stated.read_evidence(), stated.claims, policy, expected)
+    return appraise(stated, policy, expected)
 
 
 def _read(path: Path) -> bytes:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,12 +20,14 @@ from tsqp.cli.printing import Printer
 from tsqp.cli.program import model_directory
 from tsqp.cli.status import StatusLine, pads_left, traffic
 from tsqp.cli.trust import (
+    KEY_SERVER,
     SEAL,
     bank_place,
     load_manifest,
     load_pinned_policy,
     open_seal,
     read_client_keys,
+    service_appraisal,
     warn_without_keys,
 )
 
@@ -60,7 +63,8 @@ _MASKS = ("calibration", "key", "when_out")
 _BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _OTHERS = (
-    *("policy", "identity", "service_key", "manifest", "manifest_digest", "max_new_tokens", "stop"),
+    *("policy", "service_appraisal", "identity", "service_key", "manifest", "manifest_digest"),
+    *("max_new_tokens", "stop"),
     *("link_gbps", "link_rtt_us", "step_tokens", "max_kv_mib", "max_message_mib", "stats", "json"),
 )
 RUN_OPTIONS = tuple(
@@ -86,16 +90,25 @@ class Loaded:
 def load(settings: dict[str, Any], *, text_needed: bool) -> Loaded:
     """Open the seal, read manifest, policy and tokenizer, which is left out if the model has none.
 
-    Raises SealError, and ModelError for a missing directory, or a missing tokenizer that is needed.
+    A key server is told of manifest and policy: they are then read before the seal is open. Raises
+    SealError, and ModelError for a missing directory, or a missing tokenizer that is needed.
     """
     from protocol.model.config import read_config
     from protocol.model.manifest import find_file
     from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 
     directory = model_directory(settings["model"])
-    open_seal(directory, settings)
+    by_server = settings.get(KEY_SERVER) is not None
+    if by_server:
+        from tsqp.attestation import refuse_inside, release_key
+
+        refuse_inside(directory, settings)
+    else:
+        open_seal(directory, settings)
     manifest = load_manifest(directory, settings)
     policy = load_pinned_policy(settings["policy"], manifest)
+    if by_server:
+        open_seal(directory, settings, partial(release_key, settings, manifest, policy))
     # First, because a missing directory is to be called that, and not a missing tokenizer.
     read_config(directory, manifest)
     there = text_needed or find_file(directory, TOKENIZER_FILE, manifest) is not None
@@ -148,6 +161,7 @@ def open_runner(
             engine=engine or engine_settings(settings),
             max_message_bytes=settings["max_message_mib"] * MIB,
             keys=keys,
+            appraise_service=service_appraisal(settings, policy, loaded.manifest),
             **{name: settings[name] for name in _SAME},
         ),
         table,

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from protocol.errors import SettingsError
+from tsqp.cli.attesting import attest_options
 from tsqp.cli.options import use
 from tsqp.cli.running import SERVING_OPTIONS, engine_settings, hides, load, open_runner
 from tsqp.cli.settings import CONTEXT, PATH, FiniteFloatRange, config_option, model_argument
@@ -27,20 +28,11 @@ _COUNT = click.IntRange(min=1)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: one that is free.")
 @click.option("--tls-certificate", type=PATH, metavar="FILE", help="PEM, with its chain.")
 @click.option("--tls-key", type=PATH, metavar="FILE", help="PEM, of the certificate.")
+@attest_options("clients")
 @click.option(
-    "--attest",
-    type=click.Choice(["snp", "tdx", "simulated"]),
-    help="Prove to clients what runs here, by evidence of this hardware; keys are made inside.",
-)
-@click.option(
-    "--attest-certificate",
-    type=PATH,
-    multiple=True,
-    metavar="FILE",
-    help="Of AMD's, in DER or PEM, where the host gives none; repeatable.",
-)
-@click.option(
-    "--attest-collateral", type=PATH, metavar="FILE", help="TDX: Intel's; SEV-SNP: AMD's CRL."
+    "--seal-key-server",
+    metavar="URL",
+    help="MODEL is sealed: a tsqp keyserver that gives its key to what --attest proves.",
 )
 @click.option(
     "--api-keys",
@@ -122,8 +114,8 @@ def serve(**settings: Any) -> None:
         raise SettingsError("--page", got=f"--host {settings['host']}", expected=expected)
     loaded = load(settings, text_needed=True)
     policy = loaded.policy
-    if settings["prefix_reuse"] is None:
-        settings["prefix_reuse"] = not hides(policy)
+    # Settings stay as they were given: a digest of them may have been told to a key server.
+    reuses = settings["prefix_reuse"]
     guesses = settings["speculative"] == "ngram"
     engine = engine_settings(
         settings,
@@ -131,7 +123,7 @@ def serve(**settings: Any) -> None:
         max_sequences=settings["max_sequences"],
         max_waiting=settings["max_waiting"],
         speculative_tokens=settings["speculative_tokens"] if guesses else 0,
-        prefix_reuse=settings["prefix_reuse"],
+        prefix_reuse=not hides(policy) if reuses is None else reuses,
     )
     _say(began, f"loading {settings['model']} under policy {policy.name}")
     identity = None

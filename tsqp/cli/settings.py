@@ -119,6 +119,21 @@ class FiniteFloatRange(click.FloatRange):
         return number
 
 
+class Listen(click.ParamType[tuple[str, int]]):
+    """An address to listen at, HOST:PORT; an IPv6 address in brackets."""
+
+    name = "HOST:PORT"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, int]:
+        """Return host and port, or fail."""
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            self.fail(f"{value!r} is not HOST:PORT.", param, ctx)
+        return host.strip("[]"), int(port)
+
+
 class StopText(click.types.StringParamType):
     """A stop string. In the environment they are separated by newlines, as they may have spaces."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,28 +20,34 @@ if TYPE_CHECKING:
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
     from tee_side.protect.pads.bank_files import BankPlace
+    from tee_side.remote.attested import ServiceAppraisal
 
 # Settings of a sealed model.
 SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
+# Of commands that prove what they run. A settings file may say it: the manifest is read before.
+KEY_SERVER = "seal_key_server"
+_APPRAISAL = "--service-appraisal"
 
 
-def open_seal(directory: Path, settings: Mapping[str, Any]) -> None:
+def open_seal(
+    directory: Path, settings: Mapping[str, Any], release: Callable[[str], bytes] | None = None
+) -> None:
     """Have MODEL read through its seal from now on, where a key is given.
 
-    Says on stderr what a seal is worth whose digest is not. Raises SettingsError, KeyFileError,
-    SealError.
+    Says on stderr what a seal is worth whose digest is not. `release`: asks the key server, where
+    one is named. Raises SettingsError, KeyFileError, SealError, and as `release`.
     """
     from protocol.model.files import use_seal
 
     _refuse_from_settings_file(*SEAL)
     digest = _checked_digest(settings, "seal_digest")
     use_seal(directory, None)
-    if all(settings[name] is None for name in SEAL):
+    if release is None and all(settings[name] is None for name in SEAL):
         return
     from protocol.model.sealed import SealedModel
     from tsqp.seal_keys import provided_key
 
-    seal = SealedModel(directory, provided_key(settings), digest)
+    seal = SealedModel(directory, provided_key(settings, release), digest)
     use_seal(directory, seal)
     if digest is None:
         click.echo(
@@ -154,6 +160,32 @@ def read_client_keys(settings: dict[str, Any], manifest: Manifest | None) -> tup
         raise SettingsError("keys", got=f"{given} alone", expected=f"{missing} as well, or neither")
     secret, check = read_secret_key(identity), check_of(manifest, "--service-key")
     return tuple(ClientKeys(secret, public_key(service, check)) for service in services)
+
+
+def service_appraisal(
+    settings: Mapping[str, Any], policy: Policy, manifest: Manifest | None
+) -> ServiceAppraisal | None:
+    """Return what appraises the services of a policy, None for one that asks for no evidence.
+
+    With a manifest, only by a file that it pins. Raises SettingsError, ManifestError.
+    """
+    attested, path, option = policy.service.attested, settings["service_appraisal"], _APPRAISAL
+    if attested == "none":
+        if path is not None:
+            expected = f"nothing: policy {policy.name} has no attested services"
+            raise SettingsError(option, got=str(path), expected=expected)
+        return None
+    from tee_side.attest.appraisal_policy import AppraisalPolicy
+    from tee_side.remote.attested import ServiceAppraisal
+
+    if path is not None:
+        appraisal = AppraisalPolicy.load(path, check_of(manifest, option))
+    elif attested == "simulated":
+        appraisal = AppraisalPolicy.development()
+    else:
+        expected = f"a file that says what services must be: policy {policy.name} asks for evidence"
+        raise SettingsError(option, got="none", expected=expected)
+    return ServiceAppraisal(attested, appraisal)
 
 
 def bank_place(settings: Mapping[str, Any]) -> BankPlace | None:

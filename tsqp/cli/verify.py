@@ -88,7 +88,7 @@ def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
     try:
         stated = read_answer(Path(name).read_bytes())
         expected = Expected(None, None, datetime.now(UTC))
-        found = appraise(stated.read_evidence(), stated.claims, policy, expected)
+        found = appraise(stated, policy, expected)
     except OSError as error:
         got = error.strerror or type(error).__name__
         raise SettingsError(name, got=got, expected="https://HOST:PORT, or a file") from None

@@ -30,9 +30,10 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from protocol.errors import EvidenceError, TsqpError
+from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Appraisal, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import NONCE_BYTES, Claims
+from tee_side.attest.claims import Claims
 from tee_side.attest.statement import Statement, read_certificate
 
 AGAIN_S = 600.0
@@ -55,7 +56,7 @@ class NotAttestedError(TsqpError):
     @classmethod
     def of(cls, where: str, appraisal: Appraisal) -> NotAttestedError:
         """Name the first step that failed."""
-        step = next(step for step in appraisal.steps if not step.passed)
+        step = appraisal.failure
         return cls(f"{where}: {step.name}", step.got, step.expected, appraisal)
 
 
@@ -132,7 +133,7 @@ class AttestedContext(ssl.SSLContext):
 
     def _appraise(self, where: str, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
         expected = Expected(nonce, tls_key, self._utc())
-        found = appraise(stated.read_evidence(), stated.claims, self.policy, expected)
+        found = appraise(stated, self.policy, expected)
         if not found.passed:
             raise NotAttestedError.of(where, found)
         return found

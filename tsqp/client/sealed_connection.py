@@ -11,9 +11,9 @@ from threading import Lock
 import httpx2
 
 from protocol.errors import EvidenceError
+from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Appraisal, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import NONCE_BYTES
 from tsqp.client.attested_tls import MAX_ANSWER_BYTES, NotAttestedError, read_answer
 from tsqp.client.sealing import SealedTransport, UnsealedError
 
@@ -72,7 +72,7 @@ class ProvedTransport(httpx2.BaseTransport):
         try:
             stated = read_answer(_body(answer))
             expected = Expected(nonce, None, datetime.now(UTC))
-            found = appraise(stated.read_evidence(), stated.claims, self._policy, expected)
+            found = appraise(stated, self._policy, expected)
         except EvidenceError as error:
             raise NotAttestedError(error.where, error.got, error.expected, None) from None
         finally:

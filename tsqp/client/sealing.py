@@ -6,7 +6,7 @@ For servers behind a proxy that ends TLS: it sees neither bodies nor headers, an
     http_client = httpx2.Client(transport=transport)
     client = openai.OpenAI(http_client=http_client, base_url=..., api_key=...)
 
-The claims are those of an appraisal that passed. `tee_side.attest.sealed_bodies` has the format.
+The claims are those of an appraisal that passed. `tee_side.serve.sealed_bodies` has the format.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from contextlib import contextmanager
 import httpx2
 
 from protocol.errors import ProtocolError
-from tee_side.attest.sealed_bodies import (
-    CONTENT_TYPE,
-    KEY_BYTES,
-    Direction,
-    SuiteName,
-    seal_secret,
-)
+from tee_side.serve.hpke_key import SuiteName
+from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead, joined, target_of
 
 # Of the connection to the proxy, and not of the request.
@@ -121,10 +116,10 @@ class _Opened(httpx2.SyncByteStream):
 
 def _chunks(answer: httpx2.Response, secret: bytes) -> Iterator[bytes]:
     pieces, front = answer.iter_raw(), b""
-    while len(front) < KEY_BYTES and (piece := next(pieces, None)) is not None:
+    while len(front) < SALT_BYTES and (piece := next(pieces, None)) is not None:
         front += piece
-    direction = Direction(b"response", front[:KEY_BYTES], secret)
-    yield from direction.open(front[KEY_BYTES:])
+    direction = Direction(b"response", front[:SALT_BYTES], secret)
+    yield from direction.open(front[SALT_BYTES:])
     for piece in pieces:
         yield from direction.open(piece)
     direction.close()

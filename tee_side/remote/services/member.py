@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from typing import TypeAlias
 
 from protocol.channel import Channel, ChannelWrapper, Traffic
 from protocol.errors import DeadlineExceededError, EndpointError, ServiceError, TsqpError
-from protocol.messages import InitReply, InitRequest, Response
+from protocol.messages import NONCE_BYTES, InitReply, InitRequest, Response
 from protocol.pending import PendingChannel
 from tee_side.remote.services.plan import ReplicaGroup, one_service
 
 # A handshake that is not answered by then is begun again, over a new connection.
 _HANDSHAKE_S = 5.0
+# Hardware takes its time for evidence.
+_ATTESTED_HANDSHAKE_S = 30.0
 # From one failed attempt to the next.
 _PAUSE_S = 0.05
 # How long one attempt to connect a stream may take.
@@ -27,13 +30,16 @@ class ConnectOptions:
 
     `open` returns a fresh channel; `verify` compares an Init reply from an endpoint with what is
     asked of it for some layers, and raises ModelMismatchError or ReplyError. `link`: what
-    each channel is wrapped in. `timeout_s`: deadline of a request that names none.
+    each channel is wrapped in. `timeout_s`: deadline of a request that names none. `appraise`:
+    takes an endpoint, its statement and the nonce that it is of, and raises EvidenceError; None:
+    services need not prove what they are.
     """
 
     open: Callable[[str], PendingChannel]
     verify: Callable[[str, Response | None, tuple[int, int]], InitReply]
     link: ChannelWrapper | None = None
     timeout_s: float = 60.0
+    appraise: Callable[[str, bytes, bytes], None] | None = None
 
 
 # The service processes of a run, by the instance id that each gives itself: the share and the
@@ -83,6 +89,7 @@ class Member:
         self._total = total
         # A connection on which Init was asked, and until when its answer is waited for.
         self._handshake: tuple[PendingChannel, int, float] | None = None
+        self._nonce = b""
         self._next_attempt = 0.0
 
     def try_connect(self, until: float) -> bool:
@@ -117,6 +124,8 @@ class Member:
         options, group = self._options, self._group
         response = connection.wait(request_id).response
         reply = options.verify(self.endpoint, response, (group.first, group.last))
+        if options.appraise is not None:
+            options.appraise(self.endpoint, reply.statement, self._nonce)
         here = (group.share, self.endpoint)
         share, where = self._instances.setdefault(reply.instance_id, here)
         if where != self.endpoint:
@@ -137,8 +146,12 @@ class Member:
         try:
             connection.use_one_connection()
             connection.traffic = self._total
-            give_up = time.monotonic() + _HANDSHAKE_S
-            request_id = connection.submit(InitRequest(), _HANDSHAKE_S, send_within_s=_CONNECT_S)
+            attested = self._options.appraise is not None
+            within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
+            self._nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
+            give_up = time.monotonic() + within_s
+            request = InitRequest(nonce=self._nonce)
+            request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
         except BaseException:
             connection.close()
             raise

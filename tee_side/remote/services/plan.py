@@ -184,11 +184,15 @@ def check_links(
 
     The holder of a key that two shares have can be both services, and an observer of links without
     keys adds what crosses them. `specs`: with their shares. `shares_in_the_clear`: allow links
-    without keys that do not leave this machine. Raises SettingsError, also for keys of a stream.
+    without keys that do not leave this machine. Raises SettingsError, also for keys of a stream,
+    and for none where services have to be attested.
     """
     for spec, own in zip(specs, keys, strict=True):
         if own is not None:
             require_zmq_keys(spec.endpoint)
+        elif policy.service.attested != "none":
+            expected = "--identity and --service-key: the key of its link is in its evidence"
+            raise _refused(f"{spec.endpoint} without keys", expected)
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}

@@ -13,7 +13,7 @@ from gpu_side.kernels import NullWeights
 from gpu_side.queues import QueueLimits
 from gpu_side.served_model import read_served_model
 from gpu_side.weights import ServiceWeights, load_weights
-from protocol.errors import ErrorCode, ProtocolError, SettingsError
+from protocol.errors import ErrorCode, EvidenceError, ProtocolError, SettingsError
 from protocol.messages import (
     EmbeddingRequest,
     InitReply,
@@ -150,6 +150,29 @@ def test_init_says_which_layers_and_how_much_may_wait(
     whole = read_served_model(directory)[0]
     assert (reply.model_digest, reply.linear_digest) == (whole.model_digest, whole.linear_digest)
     assert reply.norm_weights.keys() == whole.norms.keys()
+
+
+def test_init_states_what_the_service_is_for_a_nonce(directory: Path) -> None:
+    held = _null(directory, None)
+
+    def attest(nonce: bytes, digest: str) -> bytes:
+        assert digest == held.model.model_digest
+        if nonce == bytes(32):
+            raise EvidenceError("device", got="nothing", expected="evidence")
+        return b"stated " + nonce
+
+    handler = RequestHandler(held, LIMIT, attest=attest)
+    for asked, by, stated in (
+        (b"", handler, b""),
+        (b"nonce", handler, b"stated nonce"),
+        (b"nonce", RequestHandler(held, LIMIT), b""),
+    ):
+        reply = by.apply(InitRequest(nonce=asked))[0]
+        assert isinstance(reply, InitReply)
+        assert reply.statement == stated
+    with pytest.raises(ProtocolError, match="device: got nothing") as refused:
+        handler.apply(InitRequest(nonce=bytes(32)))
+    assert refused.value.code == ErrorCode.UNAVAILABLE
 
 
 @each_row("layers", [(0, LAST + 1), (LAST + 1, LAST + 1), (2, 1), (-1, 0)])

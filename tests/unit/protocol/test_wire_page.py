@@ -10,7 +10,7 @@ import pytest
 
 from gpu_side.encoding import open_request, read_request
 from protocol.encoding import encode_request
-from protocol.messages import EmbeddingRequest, LinearRequest, Request, RingLinearRequest
+from protocol.messages import EmbeddingRequest, LinearRequest, Request
 from protocol.seed import expand
 from protocol.tensors import WireTensor
 
@@ -33,9 +33,9 @@ def _dumps() -> list[bytes]:
 
 
 def test_every_dump_is_found() -> None:
-    assert [len(dump) for dump in _dumps()] == [98, 150, 8, 133, 8]
+    assert [len(dump) for dump in _dumps()] == [98, 150, 8]
     page = PAGE.read_text(encoding="utf-8")
-    for claim in ("one frame of 98 bytes", "Frame 0, 150 bytes", "Frame 0, 133 bytes"):
+    for claim in ("one frame of 98 bytes", "Frame 0, 150 bytes"):
         assert claim in page
 
 
@@ -43,7 +43,7 @@ def _tensor(dtype: str, shape: tuple[int, ...], dump: bytes) -> WireTensor:
     return WireTensor(dtype, shape, dump)
 
 
-EMBEDDING, LINEAR, LINEAR_DATA, RING, RING_DATA = _dumps()
+EMBEDDING, LINEAR, LINEAR_DATA = _dumps()
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,6 @@ EMBEDDING, LINEAR, LINEAR_DATA, RING, RING_DATA = _dumps()
                 hidden_states=_tensor("float32", (1, 2), bytes.fromhex("0000803f00000040")),
             ),
         ),
-        (
-            [RING, RING_DATA],
-            RingLinearRequest(
-                layer_idx=0,
-                module_names=("o_proj",),
-                elements=_tensor("int32", (1, 2), bytes.fromhex("01000000feffffff")),
-            ),
-        ),
     ],
 )
 def test_dump_is_the_request(frames: list[bytes], expected: Request) -> None:
@@ -87,9 +79,11 @@ def test_the_page_says_how_a_seed_begins() -> None:
     assert expand(bytes(32), 2).hex() == found[1]
 
 
-def test_our_own_client_sends_the_ring_linear_of_the_page() -> None:
-    request = read_request(open_request([RING, RING_DATA], 2**20))
+def test_our_own_client_sends_the_linear_of_the_page() -> None:
+    request = read_request(open_request([LINEAR, LINEAR_DATA], 2**20))
     header, data = encode_request(request, 1, 60000)
     # In another order, and with numbers of another width: the page shows the shortest spelling.
-    assert msgpack.unpackb(header) == msgpack.unpackb(RING)
-    assert data == RING_DATA
+    shown = msgpack.unpackb(LINEAR)
+    shown["request"]["bias"] = True
+    assert msgpack.unpackb(header) == shown
+    assert data == LINEAR_DATA

@@ -35,6 +35,7 @@ class FakeInit:
     max_message_bytes: int = 2**20
     max_queued_requests: int = 8
     max_queued_bytes: int = 4096
+    statement: bytes = b"stated"
 
 
 @dataclass
@@ -43,7 +44,8 @@ class FakeService:
 
     An error is raised by `wait`; "lost" ends the connection, "lost at submit" before sending.
     `held`: what its Init reply is checked to be; an error is what the check finds. `swallows`: how
-    many of the next Inits it never answers. `given_s`: how long each request in `got` might take.
+    many of the next Inits it never answers. `nonces`: of Inits. `given_s`: how long each request
+    in `got` might take.
     """
 
     endpoint: str
@@ -56,6 +58,7 @@ class FakeService:
     events: list[str] = field(default_factory=list)
     given_s: list[float] = field(default_factory=list)
     swallows: int = 0
+    nonces: list[bytes] = field(default_factory=list)
     connections: int = 0
     comes_back: float = float("inf")
     checked_layers: list[tuple[int, int]] = field(default_factory=list)
@@ -105,6 +108,7 @@ class FakeConnection(Channel):
             assert send_within_s is not None
             assert send_within_s < timeout_s
             service.events.append("Init")
+            service.nonces.append(request.nonce)
             if not service.is_up:
                 raise DeadlineExceededError(self.endpoint, got="nobody", expected="somebody")
         else:

@@ -203,7 +203,7 @@ def test_an_unknown_operator_is_refused_by_name(tmp_path: Path) -> None:
 def test_an_unknown_place_is_refused(tmp_path: Path, place: str) -> None:
     error = refusal(tmp_path / "p.toml", policy_toml(lm_head=place))
     assert error.where.endswith(": policy mine: lm_head: place")
-    assert error.expected == "'tee' or 'gpu'"
+    assert error.expected == "'tee', 'gpu' or 'attested'"
 
 
 @pytest.mark.parametrize("placement", ["true", "3", "[]", '["tee", 3]', "[true]", '[["tee"]]'])

@@ -233,7 +233,7 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "the second of two that say nothing else": (
         {"lm_head": '[{ place = "tee" }, { place = "cpu" }]'},
-        "policy mine: lm_head: placement 2: place: got 'cpu', expected 'tee' or 'gpu'",
+        "policy mine: lm_head: placement 2: place: got 'cpu', expected 'tee', 'gpu' or 'attested'",
     ),
     "a prompt in the clear from stock": (
         {"o_proj": CLEAR_TOML, "arithmetic": '"int8"', "prefill": '"stock"'},
@@ -271,7 +271,7 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "an unknown place": (
         {"o_proj": '"cpu"'},
-        "policy mine: o_proj: place: got 'cpu', expected 'tee' or 'gpu'",
+        "policy mine: o_proj: place: got 'cpu', expected 'tee', 'gpu' or 'attested'",
     ),
     "an unknown setting": (
         {"arithmetics": '"int8"'},

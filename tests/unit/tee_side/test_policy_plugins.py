@@ -111,14 +111,15 @@ def test_a_python_policy_is_refused_as_a_file_is(tmp_path: Path) -> None:
         Policy(summary="s", operators=dict.fromkeys(OPERATORS, "tee"))  # type: ignore[call-arg]
     with pytest.raises(PolicyError, match=r"^policy: got 3, expected "):
         Policy.model_validate(3)
-    with pytest.raises(PolicyError, match=": o_proj: place: got 'cpu', expected 'tee' or 'gpu'"):
+    text = ": o_proj: place: got 'cpu', expected 'tee', 'gpu' or 'attested'"
+    with pytest.raises(PolicyError, match=text):
         Policy.model_validate_json('{"name": "n", "summary": "", "operators": {"o_proj": "cpu"}}')
     path = tmp_path / "mine.py"
     path.write_text(POLICY_FILE.replace('Placement(place="tee")', '{"place": "cpu"}'))
     with pytest.raises(InputError) as refused:
         load_policy(str(path))
     assert str(refused.value) == (
-        f"{path}: policy mine: embedding: place: got 'cpu', expected 'tee' or 'gpu'"
+        f"{path}: policy mine: embedding: place: got 'cpu', expected 'tee', 'gpu' or 'attested'"
     )
 
 

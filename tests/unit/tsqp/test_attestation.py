@@ -13,15 +13,21 @@ from zmq.utils import z85
 
 from protocol.errors import SettingsError
 from protocol.model.manifest import Manifest
-from tee_side.attest.claims import Claims
+from tee_side.attest.claims import NONE, Claims, report_data
+from tee_side.attest.evidence import Evidence
+from tee_side.attest.simulated import verify_simulated
+from tee_side.attest.statement import Statement
 from tee_side.policy.placement import load_policy
+from tee_side.serve.hpke_key import HpkeKey
 from tests.tables import each_row
-from tsqp.attestation import _NOT_CLAIMED, identify, tls_files
+from tsqp import attestation
+from tsqp.attestation import _NOT_CLAIMED, identify, release_key, tls_files
 from tsqp.cli.program import model_directory
 from tsqp.cli.running import Loaded, policy_digest
 from tsqp.cli.serve import serve
 from tsqp.key_files import new_key_pair
 from tsqp.manifest import make_manifest
+from tsqp.seal_keys import State
 
 MASK = """
 from tee_side.protect.masks.mask import RowMask
@@ -103,14 +109,43 @@ def test_each_option_is_claimed_or_known_not_to_be() -> None:
     assert usual().keys() >= _NOT_CLAIMED
 
 
-def test_a_calibration_is_claimed_by_its_content(loaded: Loaded, tmp_path: Path) -> None:
+def test_nothing_of_the_model_is_read(loaded: Loaded) -> None:
+    """A key server is told before it opens; the manifest pins the calibration as well."""
     shielded = replace(loaded, policy=load_policy("shielded"))
-    path = tmp_path / "calibration.safetensors"
-    found = set()
-    for content in (b"one", b"two", b"one"):
-        path.write_bytes(content)
-        found.add(claims(shielded, calibration=path).settings)
-    assert len(found) == 2
+    path = Path("/nowhere/calibration.safetensors")
+    elsewhere = claims(shielded, model="/nowhere", calibration=path)
+    assert elsewhere.settings == claims(shielded).settings
+
+
+def test_a_key_server_is_told_what_clients_are(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def server(url: str, state: State) -> bytes:
+        said[url] = state(bytes(32), key)
+        return b"the key"
+
+    said: dict[str, Statement] = {}
+    key, policy = HpkeKey(), loaded.policy
+    monkeypatch.setattr(attestation, "key_of_server", server)
+    settings = usual() | {"seal_key_server": "http://a", "dtype": "float32"}
+    assert release_key(settings, loaded.manifest, policy, "http://a") == b"the key"
+    told = Claims.decode(said["http://a"].claims)
+    evidence = Evidence.decode(said["http://a"].evidence)
+    assert verify_simulated(evidence.report).report_data == report_data(said["http://a"].claims)
+    assert (told.nonce, told.hpke_suite, told.hpke_key) == (bytes(32), key.suite, key.public)
+    assert told.tls_key == told.receipt_key == NONE
+    own = {"nonce", "time", "tls_key", "receipt_key", "hpke_suite", "hpke_key"}
+    theirs = claims(loaded, dtype="float32")
+    assert told.model_dump(exclude=own) == theirs.model_dump(exclude=own)
+    shown = capsys.readouterr().err
+    assert all(one.hex() in shown for one in (told.model, told.policy, told.settings))
+
+
+def test_without_attest_or_a_manifest_no_key_server_is_asked(loaded: Loaded) -> None:
+    with pytest.raises(SettingsError, match="--seal-key-server: got no --attest"):
+        release_key(usual() | {"attest": None}, loaded.manifest, loaded.policy, "http://a")
+    with pytest.raises(SettingsError, match="--manifest, which pins what is claimed"):
+        release_key(usual(), None, loaded.policy, "http://a")
 
 
 def test_keys_of_services_are_claimed_and_those_without_as_well(

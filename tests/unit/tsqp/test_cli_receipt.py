@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import SettingsError
 from tee_side.attest.claims import Claims, report_data
-from tee_side.attest.receipts import ReceiptChain
 from tee_side.attest.simulated import simulate
 from tee_side.serve.app import create_app
+from tee_side.serve.receipt_chain import ReceiptChain
 from tests.tables import each_row
 from tests.unit.tee_side.serve.fakes import Reply, call, serving
 from tsqp.cli.main import command

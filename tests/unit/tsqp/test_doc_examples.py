@@ -68,6 +68,7 @@ def test_the_page_for_operators_names_all_metrics_and_events() -> None:
     sources = [
         p.read_text("utf-8") for d in ("gpu_side", "tee_side") for p in (ROOT / d).rglob("*.py")
     ]
+    sources.append((ROOT / "tsqp/service_attestation.py").read_text("utf-8"))
     events = {event for source in sources for event in said.findall(source)}
     events |= set(re.findall(r'\bwarn\("(\w+)"', "".join(sources)))
     assert {"ready", "no_more_clients", "service_quarantined", "liar_unknown"} <= events

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from click.testing import CliRunner
 
 from protocol import native
 from protocol.errors import SettingsError
-from tee_side.attest import attesters
 from tests.support import Service, make_model, running_service
 from tests.tools.fake_tsm import FakeKernel
 from tsqp import doctor, preflight
@@ -216,8 +214,7 @@ def test_kernels_that_are_not_used_are_noted(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_gives_evidence_is_listed(
     monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel, states: tuple[str, ...]
 ) -> None:
-    here = functools.partial(attesters.find_attester, system=kernel.system())
-    monkeypatch.setattr(attesters, "find_attester", here)
+    kernel.install(monkeypatch)
     found = {one.name: one for one in doctor.examine() if one.topic == "tee"}
     names = ("attester snp", "attester tdx", "attester simulated")
     assert tuple(found[name].state for name in names) == states

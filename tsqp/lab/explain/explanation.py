@@ -114,7 +114,7 @@ def _row(
     policy: Policy, operator: Operator, layers: range, phase: Phase | None, measured: StepTraffic
 ) -> OperatorRow:
     placement = policy.at(operator, layers.start, phase or "decode")
-    leaves = placement.place == "gpu"
+    leaves = placement.leaves
     costs = {
         name: measured.phase_cost(name, operator, layers) if leaves else None
         for name in PHASES

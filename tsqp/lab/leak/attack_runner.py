@@ -314,7 +314,7 @@ def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
     def covers(where: Where) -> set[str]:
         layer, operator = where
         placed = [policy.at(operator, layer or 0, phase) for phase in PHASES]
-        masks = [one.mask for one in placed if one.place == "gpu"]
+        masks = [one.mask for one in placed if one.leaves]
         return {mask.described() if mask is not None else "in the clear" for mask in masks}
 
     known: set[str] = set()

@@ -271,7 +271,7 @@ def _check_products(policy: Policy, layers: int) -> None:
     """Refuse attention products whose layer no other request tells. Raises PolicyError."""
     for layer in range(layers):
         for phase in PHASES:
-            leaves = {op for op in OPERATORS if policy.at(op, layer, phase).place == "gpu"}
+            leaves = {op for op in OPERATORS if policy.at(op, layer, phase).leaves}
             if leaves.intersection(PRODUCTS) and not leaves.issuperset((*PRODUCTS, "qkv_proj")):
                 raise PolicyError(
                     f"policy {policy.name}, layer {layer}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,12 +14,15 @@ from typing import Any
 import pytest
 
 from protocol.errors import EvidenceError, SettingsError
+from tee_side.attest import appraisal
 from tee_side.attest.appraisal import Appraisal, Expected, Verified, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import Claims, report_data
-from tee_side.attest.evidence import Evidence
+from tee_side.attest.claims import Claims, gpu_nonce, report_data
+from tee_side.attest.evidence import Evidence, GpuEvidence, Kind
+from tee_side.attest.nvidia import VerifiedNvidia
 from tee_side.attest.snp import VerifiedSnp
-from tee_side.attest.snp_report import GuestPolicy, SnpReport, Tcb
+from tee_side.attest.snp_report import SnpReport, Tcb
+from tee_side.attest.statement import Statement
 from tee_side.attest.tdx import VerifiedTdx
 from tests.tables import each_row
 
@@ -33,13 +37,13 @@ CLAIMS = Claims(
     version="1.0",
     curve_keys={"runner": bytes(32), "service 1": b"s" * 32},
     plugins={"Mine": b"p" * 32},
-    attested_services="snp",
+    attested_services="snp+nvidia",
     **{name: sha256(name.encode()).digest() for name in ("tls_key", "receipt_key", "model")},
     **{name: sha256(name.encode()).digest() for name in ("policy", "settings")},
 )
 REPORT = SnpReport(
-    version=3,
-    policy=GuestPolicy(0x30000),
+    debug=False,
+    migration_agent=False,
     vmpl=0,
     alias_check=True,
     signing_key="vcek",
@@ -50,8 +54,6 @@ REPORT = SnpReport(
     launch_tcb=bytes([10, 0, 0, 0, 0, 0, 23, 84]),
     product="genoa",
     chip_id=bytes(64),
-    signed=b"",
-    signature=(1, 1),
 )
 POLICY = f"""
 mode = "production"
@@ -80,7 +82,6 @@ TDX = VerifiedTdx(
     report_data=report_data(CLAIMS.encode()),
     config_id=b"\x22" * 48,
     status="UpToDate",
-    advisories=(),
 )
 
 
@@ -102,16 +103,33 @@ def look(
     verified: Verified,
     claims: Claims = CLAIMS,
     expected: Expected | None = None,
+    gpus: Mapping[str, VerifiedNvidia] | None = None,
 ) -> Appraisal:
     """Appraise what stands for verified evidence."""
-    evidence = Evidence(kind="snp", report=b"", certificates=(), collateral=b"")
-    usual = Expected(NONCE, CLAIMS.tls_key, NOW)
+    usual = expected or Expected(NONCE, CLAIMS.tls_key, NOW)
+    gpus = gpus or {}
 
     def verify(_evidence: Evidence, now: datetime) -> Verified:
-        assert now == (expected or usual).now
+        assert now == usual.now
         return verified
 
-    return appraise(evidence, claims.encode(), policy, expected or usual, verify)
+    def verify_gpu(
+        report: bytes, certificates: tuple[bytes, ...], nonce: bytes, now: datetime
+    ) -> VerifiedNvidia:
+        assert (certificates, nonce, now) == ((b"leaf",), gpu_nonce(claims.encode()), usual.now)
+        return gpus[report.decode()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(appraisal, "verify_evidence", verify)
+        patch.setattr(appraisal, "verify_nvidia", verify_gpu)
+        return appraise(stated(claims, gpus), policy, usual)
+
+
+def stated(claims: Claims, gpus: Iterable[str] = (), kind: Kind = "snp") -> Statement:
+    """Return a statement with evidence that would not pass any verification."""
+    given = {name: GpuEvidence(report=name.encode(), certificates=(b"leaf",)) for name in gpus}
+    evidence = Evidence(kind=kind, report=b"", certificates=(), collateral=b"", gpus=given)
+    return Statement(claims=claims.encode(), evidence=evidence.encode())
 
 
 def failed(found: Appraisal) -> list[str]:
@@ -131,7 +149,7 @@ def test_what_is_asked_for_passes_every_step(tmp_path: Path) -> None:
         *("TCB: microcode", "TCB: fmc", "launch TCB: bootloader", "launch TCB: tee"),
         *("launch TCB: snp", "launch TCB: microcode", "launch TCB: fmc", "nonce", "TLS key"),
         *("age", "model", "policy", "settings"),
-        *("version", "plug-in", "service key"),
+        *("version", "plug-in Mine", "key of service 1"),
     ]
 
 
@@ -141,8 +159,8 @@ def test_what_is_asked_for_passes_every_step(tmp_path: Path) -> None:
         ({"measurement": b"\x01" * 48}, "measurement", "01" * 48),
         ({"host_data": bytes(32)}, "host data", "00" * 32),
         ({"product": "milan"}, "product", "milan"),
-        ({"policy": GuestPolicy(0xB0000)}, "debug", "on"),
-        ({"policy": GuestPolicy(0x70000)}, "migration agent", "allowed"),
+        ({"debug": True}, "debug", "on"),
+        ({"migration_agent": True}, "migration agent", "allowed"),
         ({"vmpl": 1}, "VMPL", "1"),
         ({"signing_key": "vlek"}, "signing key", "vlek"),
         ({"alias_check": False}, "alias check", "not done"),
@@ -190,9 +208,9 @@ def test_what_a_guest_of_tdx_must_be(tmp_path: Path, changes: dict[str, Any], st
         ({"policy": bytes(32)}, "policy"),
         ({"settings": bytes(32)}, "settings"),
         ({"version": "1.1"}, "version"),
-        ({"plugins": {"Mine": bytes(32)}}, "plug-in"),
-        ({"plugins": CLAIMS.plugins | {"More": bytes(32)}}, "plug-in"),
-        ({"curve_keys": {"service 1": bytes(32)}}, "service key"),
+        ({"plugins": {"Mine": bytes(32)}}, "plug-in Mine"),
+        ({"plugins": CLAIMS.plugins | {"More": bytes(32)}}, "plug-in More"),
+        ({"curve_keys": {"service 1": bytes(32)}}, "key of service 1"),
     ],
 )
 def test_what_it_must_claim(tmp_path: Path, changes: dict[str, Any], step: str) -> None:
@@ -210,7 +228,7 @@ def test_a_certificate_is_as_old_as_its_server(tmp_path: Path) -> None:
 
 def test_a_service_without_a_key_is_seen(tmp_path: Path) -> None:
     claims = CLAIMS.model_copy(update={"curve_keys": {"service 1": bytes(32)}})
-    assert failed(look(load(tmp_path, POLICY), snp(claims), claims)) == ["service key"]
+    assert failed(look(load(tmp_path, POLICY), snp(claims), claims)) == ["key of service 1"]
 
 
 def test_clocks_may_be_a_minute_apart(tmp_path: Path) -> None:
@@ -233,8 +251,49 @@ def test_a_file_has_no_nonce_and_no_connection(tmp_path: Path) -> None:
 def test_gpu_confidential_asks_for_attested_services(tmp_path: Path) -> None:
     policy = load(tmp_path, POLICY.replace("production", "gpu-confidential"))
     assert look(policy, snp(CLAIMS)).passed
-    claims = CLAIMS.model_copy(update={"attested_services": "none"})
-    assert failed(look(policy, snp(claims), claims)) == ["attested services"]
+    for other in ("none", "snp", "simulated+nvidia"):
+        claims = CLAIMS.model_copy(update={"attested_services": other})
+        assert failed(look(policy, snp(claims), claims)) == ["attested services"]
+
+
+GPU = VerifiedNvidia(b"f" * 48, (bytes(48),) * 64, "590.12", "96.00.A5.00.01")
+WITH_GPUS = f"""{POLICY}
+[nvidia]
+measurements = ["{GPU.digest.hex()}"]
+driver = ["590.12"]
+vbios = ["96.00.A5.00.01"]
+"""
+
+
+@each_row(
+    ("changes", "step"),
+    [
+        ({"firmware": bytes(48)}, "GPU 1"),
+        ({"measurements": (b"\x01" * 48,) * 64}, "GPU 1"),
+        ({"driver": "535.1"}, "GPU 1: driver"),
+        ({"vbios": "96"}, "GPU 1: VBIOS"),
+    ],
+)
+def test_what_each_gpu_must_be(tmp_path: Path, changes: dict[str, Any], step: str) -> None:
+    policy = load(tmp_path, WITH_GPUS)
+    assert look(policy, snp(CLAIMS), gpus={"0": GPU, "1": GPU}).passed
+    other = GPU._replace(**changes)
+    assert failed(look(policy, snp(CLAIMS), gpus={"0": GPU, "1": other})) == [step]
+
+
+def test_gpus_are_there_where_they_are_asked_for_and_nowhere_else(tmp_path: Path) -> None:
+    assert failed(look(load(tmp_path, WITH_GPUS), snp(CLAIMS))) == ["GPUs"]
+    assert failed(look(load(tmp_path, POLICY), snp(CLAIMS), gpus={"0": GPU})) == ["GPUs"]
+
+
+def test_a_gpu_whose_report_is_not_genuine_fails_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appraisal, "verify_evidence", lambda _evidence, _now: snp(CLAIMS))
+    expected = Expected(None, None, NOW)
+    found = appraise(stated(CLAIMS, ["0"]), load(tmp_path, WITH_GPUS), expected)
+    assert failed(found) == ["NVIDIA certificates"]
+    assert not found.passed
 
 
 def test_claims_that_the_report_is_not_of_are_not_read(tmp_path: Path) -> None:
@@ -245,13 +304,14 @@ def test_claims_that_the_report_is_not_of_are_not_read(tmp_path: Path) -> None:
     assert not found.passed
 
 
-def test_evidence_that_is_not_genuine_ends_it(tmp_path: Path) -> None:
+def test_evidence_that_is_not_genuine_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def verify(_evidence: Evidence, _now: datetime) -> Verified:
         raise EvidenceError("SNP report: signature", got="a wrong one", expected="its own")
 
-    evidence = Evidence(kind="snp", report=b"", certificates=(), collateral=b"")
-    given = (evidence, CLAIMS.encode(), load(tmp_path, POLICY), Expected(None, None, NOW))
-    found = appraise(*given, verify)
+    monkeypatch.setattr(appraisal, "verify_evidence", verify)
+    found = appraise(stated(CLAIMS), load(tmp_path, POLICY), Expected(None, None, NOW))
     assert [tuple(step) for step in found.steps] == [
         ("SNP report: signature", False, "a wrong one", "its own")
     ]
@@ -261,8 +321,7 @@ def test_evidence_that_is_not_genuine_ends_it(tmp_path: Path) -> None:
 def test_evidence_is_verified_by_its_kind(tmp_path: Path) -> None:
     policy, expected = load(tmp_path, POLICY), Expected(None, None, NOW)
     for kind, where in (("snp", "SNP report"), ("tdx", "TDX"), ("simulated", "simulated report")):
-        evidence = Evidence(kind=kind, report=b"no", certificates=(), collateral=b"")  # type: ignore[arg-type]
-        (step,) = appraise(evidence, CLAIMS.encode(), policy, expected).steps
+        (step,) = appraise(stated(CLAIMS, kind=kind), policy, expected).steps  # type: ignore[arg-type]
         assert step.name.startswith(where)
 
 
@@ -294,7 +353,7 @@ def test_what_is_not_looked_at_says_any(tmp_path: Path) -> None:
         text = text.replace(strict, loose)
     claims = CLAIMS.model_copy(update={"time": 0})
     odd = {"measurement": bytes(48), "vmpl": 3, "signing_key": "vlek", "alias_check": False}
-    odd |= {"policy": GuestPolicy(0xF0000), "host_data": bytes(32), "tcb": Tcb(0, 0, 0, 0)}
+    odd |= {"debug": True, "migration_agent": True, "host_data": bytes(32), "tcb": Tcb(0, 0, 0, 0)}
     odd |= {"revocation": False, "launch_tcb": bytes(8)}
     found = look(load(tmp_path, text), snp(claims, **odd), claims)
     assert not failed(found)

@@ -170,6 +170,6 @@ def test_refused(data: bytes, text: str) -> None:
 )
 def test_another_encoding_of_the_same_is_refused(data: bytes) -> None:
     assert data not in (_packed(), _packed(time=5))
-    text = "^claims: got another encoding, expected that of `encode`$"
+    text = "^claims: got another encoding, expected names in order$"
     with pytest.raises(EvidenceError, match=text):
         Claims.decode(data)

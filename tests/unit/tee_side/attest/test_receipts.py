@@ -12,15 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.codec import pack, unpack
 from protocol.errors import EvidenceError
-from tee_side.attest.receipts import (
-    MAX_RECEIPT_BYTES,
-    NO_RECEIPT,
-    SIGNATURE_BYTES,
-    Receipt,
-    ReceiptChain,
-    sign,
-    verify,
-)
+from tee_side.attest.receipts import SIGNATURE_BYTES, Receipt, verify
+from tee_side.serve.receipt_chain import ReceiptChain
 from tests.tables import each_row
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -55,13 +48,24 @@ def receipt(**changes: Any) -> Receipt:
 
 def signed_map(fields: dict[str, Any], tag: bytes = DOMAIN) -> bytes:
     """Sign other fields than a server would."""
-    packed = pack(fields)
+    ordered = {
+        name: dict(sorted(value.items())) if isinstance(value, dict) else value
+        for name, value in sorted(fields.items())
+    }
+    return signed_bytes(pack(ordered), tag)
+
+
+def signed_bytes(packed: bytes, tag: bytes = DOMAIN) -> bytes:
     return packed + KEY.sign(tag + packed)
+
+
+def sign(said: Receipt) -> bytes:
+    return signed_bytes(said.encode())
 
 
 def missing_in(chain: Sequence[bytes]) -> list[int]:
     """Return the places of receipts that do not follow the one before them."""
-    found, before = [], NO_RECEIPT
+    found, before = [], bytes(32)
     for at, signed in enumerate(chain):
         if verify(signed, PUBLIC).previous != before:
             found.append(at)
@@ -77,11 +81,11 @@ def chain_of(count: int) -> list[bytes]:
 @each_row("seed", [0, 11, 2**63 - 1, None])
 def test_what_was_signed_is_read(seed: int | None) -> None:
     said = receipt(seed=seed)
-    assert verify(sign(KEY, said), PUBLIC) == said
+    assert verify(sign(said), PUBLIC) == said
 
 
 def test_a_receipt_is_a_map_and_a_signature_of_its_own_kind() -> None:
-    signed = sign(KEY, receipt())
+    signed = sign(receipt())
     packed, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
     assert unpack(packed, where="", max_bytes=2**20, max_containers=64) == FIELDS
     KEY.public_key().verify(signature, DOMAIN + packed)
@@ -91,7 +95,7 @@ def test_a_receipt_is_a_map_and_a_signature_of_its_own_kind() -> None:
 
 
 def test_no_bit_of_a_receipt_can_be_changed() -> None:
-    signed = sign(KEY, receipt())
+    signed = sign(receipt())
     for at in range(len(signed)):
         for bit in (1, 0x80):
             changed = bytearray(signed)
@@ -108,7 +112,7 @@ def test_no_field_can_be_another(field: str) -> None:
     value = FIELDS[field]
     other: Any = value + 1 if isinstance(value, int) else bytes(32)
     other = {"temperature": 0.6} if isinstance(value, dict) else other
-    signed, changed = sign(KEY, receipt()), receipt(**{field: other})
+    signed, changed = sign(receipt()), receipt(**{field: other})
     with pytest.raises(EvidenceError, match="another signature"):
         verify(pack(changed.model_dump()) + signed[-SIGNATURE_BYTES:], PUBLIC)
 
@@ -116,7 +120,7 @@ def test_no_field_can_be_another(field: str) -> None:
 @each_row("key", [bytes(32), b"", PUBLIC[:-1], PUBLIC + b"\0", PUBLIC[::-1]])
 def test_another_key_is_none(key: bytes) -> None:
     with pytest.raises(EvidenceError, match="expected one of the key that was given"):
-        verify(sign(KEY, receipt()), key)
+        verify(sign(receipt()), key)
 
 
 @each_row(
@@ -132,7 +136,7 @@ def test_another_key_is_none(key: bytes) -> None:
         ({"seed": 1.5}, "receipt.seed"),
         ({"prompt_tokens": None}, "receipt.prompt_tokens"),
         ({"secret": 1}, "receipt"),
-        ({"previous": bytes(MAX_RECEIPT_BYTES)}, "receipt"),
+        ({"previous": bytes(Receipt.max_bytes)}, "receipt"),
     ],
 )
 def test_what_is_signed_and_no_receipt_is_refused_and_not_repeated(
@@ -142,6 +146,14 @@ def test_what_is_signed_and_no_receipt_is_refused_and_not_repeated(
         verify(signed_map(FIELDS | change), PUBLIC)
     assert refused.value.where == where
     assert "secret" not in str(refused.value)
+
+
+def test_a_receipt_has_one_encoding() -> None:
+    packed = sign(receipt())[:-SIGNATURE_BYTES]
+    fields = unpack(packed, where="", max_bytes=2**20, max_containers=64)
+    backwards = pack(dict(reversed(fields.items())))
+    with pytest.raises(EvidenceError, match="receipt: got another encoding"):
+        verify(signed_bytes(backwards), PUBLIC)
 
 
 @each_row("field", [*FIELDS])
@@ -176,6 +188,6 @@ def test_the_longest_has_less_than_4_kib_in_base64() -> None:
     names = ["top_k", "top_p", "min_p", "temperature", "n", "max_tokens", "logit_bias"]
     names += ["repetition_penalty", "frequency_penalty", "presence_penalty"]
     counts = dict.fromkeys(("sequence", "seed", "prompt_tokens", "completion_tokens"), most)
-    longest = sign(KEY, receipt(**counts, time=2**37 - 1, sampling=dict.fromkeys(names, most)))
+    longest = sign(receipt(**counts, time=2**37 - 1, sampling=dict.fromkeys(names, most)))
     assert len(longest) < 900
-    assert len(base64.b64encode(bytes(MAX_RECEIPT_BYTES))) == 4096
+    assert len(base64.b64encode(bytes(Receipt.max_bytes))) == 4096

@@ -21,7 +21,8 @@ _ORDER = 2**384 - 1388124618062372383947042015309946732620727252194336364173
 
 def _verify(report: bytes, chain: Chain | None = None, crl: bytes | None = None) -> VerifiedSnp:
     chain = chain or make_chain()
-    return verify_snp(report, chain.certificates, NOW, crl, chain.roots)
+    with chain.pinned():
+        return verify_snp(report, chain.certificates, NOW, crl)
 
 
 def _refuses(text: str) -> Any:
@@ -50,14 +51,13 @@ def test_accepted(product: Product) -> None:
             assert verified.product == product
             assert verified.tcb == made.tcb_of(product)
             assert verified.report_data == bytes(range(64))
-            assert verified.report.version == version
 
 
 def test_what_a_report_says_is_not_judged_here() -> None:
     """Debug, levels and so on are for the policy of whoever reads it."""
     report = _verify(make_report(policy=0xF0000, vmpl=3, platform=0)).report
-    assert report.policy.debug
-    assert report.policy.migration_agent
+    assert report.debug
+    assert report.migration_agent
     assert report.vmpl == 3
     assert not report.alias_check
 
@@ -90,22 +90,22 @@ def test_report_is_of_the_product_whose_root_it_is(of: Product, by: Product) -> 
     chain = make_chain(by, "vlek")
     tcb = made.tcb_word(made.tcb_of(by), by)
     report = make_report(of, "vlek", changed={0x180: tcb})
-    with _refuses(f"SNP report: processor: got {of}, expected {by}, as the leaf says"):
+    with _refuses(f"AMD root: got that of {by}, expected {of}"):
         _verify(report, chain)
 
 
 def test_a_turin_is_known_by_its_chip_id_where_the_report_has_no_cpuid() -> None:
     changed = {0x1A0: made.chip_id_of("turin") + bytes(56)}
     report = make_report("milan", "vlek", version=2, changed=changed)
-    with _refuses("SNP report: processor: got turin, expected milan, as the leaf says"):
+    with _refuses("AMD root: got that of milan, expected turin"):
         _verify(report, make_chain("milan", "vlek"))
 
 
 @each_row(("of", "by"), [("vcek", "vlek"), ("vlek", "vcek")])
 def test_report_says_which_key_signed_it(of: SigningKey, by: SigningKey) -> None:
-    report = make_report(kind=of)
-    with _refuses(f"SNP report: signing key: got {of}, expected {by}, as the leaf says"):
-        _verify(report, make_chain("milan", by))
+    asks = {"vcek": "SEV-VCEK by SEV-Milan", "vlek": "SEV-VLEK by SEV-VLEK-Milan"}
+    with _refuses(f"AMD leaf: got another name, expected {asks[of]}"):
+        _verify(make_report(kind=of), make_chain("milan", by))
 
 
 @each_row("product", ["milan", "genoa", "turin"])
@@ -115,7 +115,7 @@ def test_each_part_of_the_tcb_is_the_leafs(product: Product) -> None:
     for name in names:
         for step in (1, -1):
             other = tcb._replace(**{name: (getattr(tcb, name) + step) % 256})
-            with _refuses(f"SNP report: reported TCB: got {other}, expected {tcb}, as the leaf"):
+            with _refuses(f"AMD leaf: got {tcb}, expected {other}, as the report says"):
                 _verify(make_report(product, tcb=other), chain)
 
 
@@ -123,7 +123,7 @@ def test_each_part_of_the_tcb_is_the_leafs(product: Product) -> None:
 def test_chip_is_the_leafs(product: Product) -> None:
     chip, chain = made.chip_id_of(product), make_chain(product)
     for other in (bytes(64), chip[:8] + bytes(56), chip[:-1] + b"\0", b"\0" + chip[1:], chip[::-1]):
-        with _refuses("SNP report: chip id: got another, expected the one of the leaf"):
+        with _refuses("AMD leaf: got another chip id, expected the report's in a VCEK"):
             _verify(make_report(product, changed={0x1A0: other}), chain)
 
 
@@ -135,7 +135,7 @@ def test_chip_of_a_turin_is_8_bytes_and_zeros() -> None:
         chip + b"\1" + bytes(55),
         chip + bytes(55) + b"\1",
     ):
-        with _refuses("SNP report: chip id: got another, expected the one of the leaf"):
+        with _refuses("AMD leaf: got another chip id, expected the report's in a VCEK"):
             _verify(make_report("turin", changed={0x1A0: other}), chain)
 
 
@@ -144,7 +144,7 @@ def test_an_empty_chip_id_in_a_leaf_is_none() -> None:
     body = made.leaf_body(changed={f"{made.AMD}.4": b""})
     good = make_chain()
     chain = Chain("milan", leaf=body.signed(made.ask_key()), ask=good.ask, ark=good.ark)
-    with _refuses("SNP report: chip id: got another, expected the one of the leaf"):
+    with _refuses("AMD leaf: got another chip id, expected the report's in a VCEK"):
         _verify(make_report(changed={0x1A0: bytes(64)}), chain)
 
 
@@ -164,11 +164,11 @@ def test_signature_is_by_the_leafs_key() -> None:
         *(_with_signature(report, *one) for one in ((1, 1), (2**576 - 1, 2**576 - 1), (_ORDER, 0))),
     ]
     for wrong in unsigned:
-        with _refuses("SNP report: signature: got a wrong one, expected that of the leaf's key"):
+        with _refuses("SNP report: got a wrong signature, expected the leaf's"):
             _verify(wrong)
     r, s = _signature(report)
     for pair in ((s, r), (r + _ORDER, s), (r, s + _ORDER), (r, 0), (0, s), (r | 1 << 384, s)):
-        with _refuses("SNP report: signature: got a wrong one"):
+        with _refuses("SNP report: got a wrong signature"):
             _verify(_with_signature(report, *pair))
     assert _verify(_with_signature(report, r, s))
 
@@ -179,4 +179,4 @@ def test_a_signature_has_a_twin_which_says_nothing_else() -> None:
     r, s = _signature(report)
     twin = _with_signature(report, r, _ORDER - s)
     assert twin != report
-    assert _verify(twin).report.signed == _verify(report).report.signed
+    assert _verify(twin) == _verify(report)

@@ -9,8 +9,6 @@ import pytest
 from protocol.errors import EvidenceError
 from tee_side.attest.snp_report import (
     REPORT_BYTES,
-    SIGNED_BYTES,
-    GuestPolicy,
     Product,
     SnpReport,
     Tcb,
@@ -36,8 +34,6 @@ def test_fields_are_read(version: int) -> None:
         changed=changed,
     )
     report = SnpReport.parse(data)
-    assert report.version == version
-    assert report.policy == GuestPolicy(0x10F0000)
     assert report.vmpl == 3
     assert report.report_data == bytes(range(64))
     assert report.measurement == b"m" * 48
@@ -46,17 +42,8 @@ def test_fields_are_read(version: int) -> None:
     assert report.launch_tcb == b"launched"
     assert report.chip_id == snp_chain.chip_id_of("milan")
     assert report.product == (None if version == 2 else "milan")
-    assert report.signed == data[:SIGNED_BYTES]
     assert report.alias_check
     assert report.signing_key == "vcek"
-
-
-def test_signature_is_two_little_endian_numbers_of_72_bytes() -> None:
-    data = bytearray(snp_chain.make_report())
-    data[0x2A0:0x330] = b"\x01" + bytes(71) + b"\0\x02" + bytes(70)
-    assert SnpReport.parse(bytes(data)).signature == (1, 0x200)
-    data[0x2A0 + 71] = data[0x2E8 + 71] = 0x80
-    assert SnpReport.parse(bytes(data)).signature == (1 + 2**575, 0x200 + 2**575)
 
 
 @each_row(
@@ -75,9 +62,9 @@ def test_tcb_is_laid_out_by_the_product(word: bytes, product: Product, tcb: Tcb)
 
 @each_row("bit", range(64))
 def test_policy_bits(bit: int) -> None:
-    policy = GuestPolicy(1 << bit)
-    assert policy.debug == (bit == 19)
-    assert policy.migration_agent == (bit == 18)
+    report = SnpReport.parse(snp_chain.make_report(policy=1 << 17 | 1 << bit))
+    assert report.debug == (bit == 19)
+    assert report.migration_agent == (bit == 18)
 
 
 @each_row("bit", range(64))
@@ -130,7 +117,7 @@ def _processor(family: int, model: int) -> tuple[bytes, str]:
 def _unsigned(at: int) -> tuple[bytes, str]:
     data = bytearray(snp_chain.make_report())
     data[at] = 1
-    text = "bytes behind the signature: got others, expected zeros: nothing signs them"
+    text = "bytes behind the signature: got others, expected unsigned zeros"
     return bytes(data), text
 
 
@@ -147,7 +134,7 @@ def _unsigned(at: int) -> tuple[bytes, str]:
         *(
             (
                 _changed(0x34, n.to_bytes(4, "little")),
-                f"signature algorithm: got {n}, expected 1, ECDSA P-384 with SHA-384",
+                f"signature algorithm: got {n}, expected 1, ECDSA P-384 by SHA-384",
             )
             for n in (0, 2, 257, 1 + 2**31)
         ),
@@ -162,7 +149,7 @@ def _unsigned(at: int) -> tuple[bytes, str]:
         *(
             (
                 snp_chain.make_report(policy=policy),
-                f"guest policy: got {policy:#x}, expected bit 17, which is always set",
+                f"guest policy: got {policy:#x}, expected bit 17, always set",
             )
             for policy in (0, 0x1001F, 2**64 - 1 - 2**17)
         ),

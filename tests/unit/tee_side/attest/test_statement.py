@@ -12,9 +12,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.errors import EvidenceError
 from tee_side.attest.claims import Claims, report_data
+from tee_side.attest.evidence import Evidence
 from tee_side.attest.receipts import verify
 from tee_side.attest.simulated import verify_simulated
-from tee_side.attest.statement import EXTENSION, Statement, certify, key_digest, read_certificate
+from tee_side.attest.statement import EXTENSION, Statement, key_digest, read_certificate
+from tee_side.serve.identity import certify
 from tests.tables import each_row
 from tests.tools.attested_server import DIGESTS, MEASUREMENT, SERVICE, identity
 
@@ -73,7 +75,7 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
     assert claims.curve_keys["service 1"] == SERVICE
     assert claims.tls_key == key_digest(made.tls_key.public_key())
     assert (claims.hpke_suite, claims.hpke_key) == (made.hpke_key.suite, made.hpke_key.public)
-    found = verify_simulated(stated.read_evidence().report)
+    found = verify_simulated(Evidence.decode(stated.evidence).report)
     assert (found.measurement, found.report_data) == (MEASUREMENT, report_data(stated.claims))
     signed = made.receipts().sign(
         request=bytes(32),

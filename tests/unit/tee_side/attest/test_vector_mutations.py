@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from protocol.errors import EvidenceError
-from tee_side.attest import der
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.snp_report import REPORT_BYTES
+from tests.tools import snp_chain
 from tests.unit.tee_side.attest.snp_vectors import SNP_VECTORS, SnpVector
 from tests.vectors import needs_vectors
 
@@ -46,18 +46,16 @@ def _regions(which: int, data: bytes) -> list[tuple[int, int]]:
     """Return where things lie: of a report by its layout, of a certificate by its elements."""
     if which == _REPORT:
         return list(zip(_FIELDS, (*_FIELDS[1:], REPORT_BYTES), strict=True))
-    return _elements(data, der.read(data, der.SEQUENCE), 0)
+    return _elements(data, 0)
 
 
-def _elements(data: bytes, element: der.Element, at: int) -> list[tuple[int, int]]:
+def _elements(data: bytes, at: int) -> list[tuple[int, int]]:
     """Return headers of elements that hold others, and whole elements that do not."""
-    begin = at + len(element.encoded) - len(element.content)
-    if not element.tag & 0x20:
-        return [(at, begin + len(element.content))]
-    found = [(at, begin)]
-    for child in element.children():
-        found += _elements(data, child, begin)
-        begin += len(child.encoded)
+    begin, end = snp_chain.span(data, at)
+    inside = snp_chain.children(data, at)
+    found = [(at, begin if inside else end)]
+    for child in inside:
+        found += _elements(data, child)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from protocol.errors import EvidenceError
 from tee_side.attest.amd_certificates import PINNED_ROOTS, verify_chain
 from tee_side.attest.snp import verify_snp
-from tee_side.attest.snp_report import Product, Tcb
+from tee_side.attest.snp_report import Product, SnpReport, Tcb
 from tests.tables import each_row
+from tests.tools.snp_chain import make_report
 from tests.unit.tee_side.attest.snp_vectors import (
     DSTACK,
     GO,
@@ -46,18 +48,18 @@ def test_report_is_genuine(vector: SnpVector) -> None:
     verified = verify_snp(vector.report, vector.chain, vector.now)
     report = verified.report
     assert (verified.product, verified.tcb) == (vector.product, vector.tcb)
-    assert (report.version, report.signing_key) == (vector.version, vector.kind)
-    assert (report.vmpl, report.policy.debug) == (vector.vmpl, vector.debug)
+    assert (vector.report[0], report.signing_key) == (vector.version, vector.kind)
+    assert (report.vmpl, report.debug) == (vector.vmpl, vector.debug)
     assert report.report_data == vector.report[0x50:0x90]
-    assert not report.policy.migration_agent
+    assert not report.migration_agent
 
 
 def test_a_report_that_allows_debug_is_genuine_and_says_so() -> None:
     """Its signature is right: the policy of whoever reads it must refuse it."""
     (vector,) = (vector for vector in SNP_VECTORS if vector.debug)
     report = verify_snp(vector.report, vector.chain, vector.now).report
-    assert report.policy.bits == 0xB0000
-    assert report.policy.debug
+    assert vector.report[0x08:0x10] == 0xB0000.to_bytes(8, "little")
+    assert report.debug
 
 
 def test_current_tcb_may_be_newer_than_the_one_of_the_leaf() -> None:
@@ -76,13 +78,28 @@ def test_before_and_after_its_time_a_leaf_is_refused(vector: SnpVector) -> None:
         verify_snp(vector.report, vector.chain, datetime(2021, 1, 1, tzinfo=UTC))
 
 
+GENOA_TCB = Tcb(10, 0, 23, 84)
+_CHIP_ID = bytes.fromhex("2b060104019c78010404")
+
+
+def _report(leaf: bytes, product: Product, tcb: Tcb) -> SnpReport:
+    """Return a report that a VCEK is right for, unsigned: its source has none."""
+    behind = leaf.partition(_CHIP_ID)[2]
+    changed = {0x1A0: behind[1 : 1 + behind[0]].ljust(64, b"\0")}
+    return SnpReport.parse(make_report(product, tcb=tcb, changed=changed))
+
+
 @each_row(
-    ("path", "product"),
-    [(f"{VIRTEE}/vcek_turin.der", "turin"), (OPENPCC, "genoa")],
+    ("path", "product", "tcb"),
+    [
+        (f"{VIRTEE}/vcek_turin.der", "turin", Tcb(0, 0, 0, 9, fmc=0)),
+        (OPENPCC, "genoa", GENOA_TCB),
+    ],
 )
-def test_leaf_without_a_report_is_genuine(path: str, product: Product) -> None:
+def test_leaf_without_a_report_is_genuine(path: str, product: Product, tcb: Tcb) -> None:
     leaf = read_pem(path)[-1] if path == OPENPCC else read_bytes(path)
-    assert verify_chain(certificates(leaf, product), NOW).kind == "vcek"
+    report = _report(leaf, product, tcb)
+    assert verify_chain(report, certificates(leaf, product), NOW)[0] == product
 
 
 @each_row("name", ["legacy", "new"])
@@ -90,7 +107,7 @@ def test_leaf_that_is_made_wrong_is_refused(name: str) -> None:
     leaf = read_bytes(f"{RUST_SNP}/test-vcek-invalid-{name}.der")
     for product in PRODUCTS:
         with pytest.raises(EvidenceError) as caught:
-            verify_chain(certificates(leaf, product), NOW)
+            verify_chain(_report(leaf, product, GENOA_TCB), certificates(leaf, product), NOW)
         assert caught.value.where == "AMD leaf"
         assert caught.value.got == "a wrong signature"
 
@@ -125,19 +142,20 @@ def test_every_source_has_the_same_authorities(
 
 @each_row("vector", SNP_VECTORS, ids=lambda vector: vector.name)
 def test_chain_of_another_product_or_kind_is_refused(vector: SnpVector) -> None:
-    for product in PRODUCTS:
-        for which in ("ask", "asvk"):
-            chain = (vector.leaf, authority(product, which), authority(product, "ark"))
-            if chain != vector.chain:
-                with _refuses("AMD leaf: got a wrong signature"):
-                    verify_snp(vector.report, chain, vector.now)
     leaf, intermediate, _ = vector.chain
     for product in PRODUCTS:
+        root = authority(product, "ark")
+        # Reports of version 2 do not say their product.
+        other = f"AMD root: got that of {product}, expected {vector.product}"
+        known = product == vector.product or vector.version == 2
+        for which in ("ask", "asvk"):
+            chain = (leaf, authority(product, which), root)
+            if chain != vector.chain:
+                with _refuses("AMD leaf: got a wrong signature" if known else other):
+                    verify_snp(vector.report, chain, vector.now)
         if product != vector.product:
-            with _refuses("AMD ASK: got a wrong signature"):
-                verify_snp(
-                    vector.report, (leaf, intermediate, authority(product, "ark")), vector.now
-                )
+            with _refuses("AMD ASK: got a wrong signature" if known else other):
+                verify_snp(vector.report, (leaf, intermediate, root), vector.now)
 
 
 # ------------------------------------------------------------------------------------ the CRLs
@@ -159,17 +177,18 @@ def test_crl_is_by_its_root_and_has_its_time(
     product: Product, inside: datetime, behind: datetime
 ) -> None:
     leaf = read_pem(OPENPCC)[-1] if product == "genoa" else SNP_VECTORS[0].leaf
-    chain, crl = certificates(leaf, product), _crl(product)
-    assert verify_chain(chain, inside, crl).product == product
+    report = _report(leaf, product, GENOA_TCB if product == "genoa" else SNP_VECTORS[0].tcb)
+    verify, crl = partial(verify_chain, report, certificates(leaf, product)), _crl(product)
+    assert verify(inside, crl)[0] == product
     for now in (behind, datetime(2024, 10, 1, tzinfo=UTC)):
         with _refuses("AMD CRL: got 202"):
-            verify_chain(chain, now, crl)
+            verify(now, crl)
         if now == behind:
-            assert verify_chain(chain, now)
-    with _refuses("AMD CRL: got a wrong signature, expected that of its issuer"):
-        verify_chain(chain, inside, _crl("milan" if product == "genoa" else "genoa"))
-    with _refuses("AMD CRL: got a wrong signature, expected that of its issuer"):
-        verify_chain(chain, inside, crl[:-1] + bytes((crl[-1] ^ 1,)))
+            assert verify(now)
+    with _refuses("AMD CRL: got a wrong signature"):
+        verify(inside, _crl("milan" if product == "genoa" else "genoa"))
+    with _refuses("AMD CRL: got a wrong signature"):
+        verify(inside, crl[:-1] + bytes((crl[-1] ^ 1,)))
 
 
 # -------------------------------------------------------------------------------- all of them

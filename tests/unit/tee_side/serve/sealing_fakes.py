@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tee_side.attest.sealed_bodies import CONTENT_TYPE, KEY_BYTES, Direction, HpkeKey, seal_secret
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
 from tee_side.serve.sealing import Sealing
 from tests.unit.tee_side.serve.fakes import Connection, Reply, connection
@@ -35,8 +36,8 @@ class SealedRequest(NamedTuple):
         assert reply.status == 200
         assert reply.headers["content-type"] == CONTENT_TYPE
         data = b"".join(reply.writes)
-        opening = Direction(b"response", data[:KEY_BYTES], self.secret)
-        head, *rest = opening.open(data[KEY_BYTES:])
+        opening = Direction(b"response", data[:SALT_BYTES], self.secret)
+        head, *rest = opening.open(data[SALT_BYTES:])
         opening.close()
         read = ResponseHead.decode(head)
         headers = {name: value.decode() for name, value in read.headers.items()}

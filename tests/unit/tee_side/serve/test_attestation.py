@@ -12,9 +12,9 @@ from starlette.requests import Request
 
 from protocol.errors import EvidenceError
 from tee_side.attest.claims import Claims
-from tee_side.attest.identity import Identity
 from tee_side.serve.attestation import Attestation
 from tee_side.serve.errors import ApiError
+from tee_side.serve.identity import Identity
 from tests.tables import each_row
 from tests.tools.attested_server import identity
 from tsqp.client.attested_tls import read_answer

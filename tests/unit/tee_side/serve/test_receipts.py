@@ -14,12 +14,13 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import EndpointError, LimitError
-from tee_side.attest.receipts import NO_RECEIPT, Receipt, ReceiptChain, verify
+from tee_side.attest.receipts import Receipt, verify
 from tee_side.engine.request import Delivery, NewToken, PromptRead
 from tee_side.serve.app import create_app
 from tee_side.serve.audit_log import AuditLog, AuditReader, open_log
 from tee_side.serve.limits import Limits
 from tee_side.serve.metrics import Metrics
+from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.serving import Serving
 from tee_side.serve.watch import Watch
 from tests.tables import each_row
@@ -99,7 +100,7 @@ def sha256(content: bytes) -> bytes:
 
 
 def follow(chain: Sequence[bytes]) -> bool:
-    before = [NO_RECEIPT, *map(sha256, chain[:-1])]
+    before = [bytes(32), *map(sha256, chain[:-1])]
     return [verify(signed, PUBLIC).previous for signed in chain] == before
 
 
@@ -114,7 +115,7 @@ def test_a_receipt_is_of_the_bytes_that_were_sent_and_received(
     assert reply.status == 200
     assert (found.request, found.response) == (sha256(content), sha256(answer))
     assert (found.model, found.policy, found.time) == (MODEL, POLICY, NOW)
-    assert (found.sequence, found.previous) == (0, NO_RECEIPT)
+    assert (found.sequence, found.previous) == (0, bytes(32))
     assert ("tsqp-receipt" in reply.headers) is not stream
     for changed in (answer[:-1], answer + b"\n", answer.replace(b'"', b"'", 1), answer + LINE):
         assert sha256(changed) != found.response
@@ -264,7 +265,7 @@ def test_a_client_that_left_has_none_and_leaves_no_gap() -> None:
 
     reply, noted = asyncio.run(run())
     found = receipt_of(reply)
-    assert (found.sequence, found.previous) == (0, NO_RECEIPT)
+    assert (found.sequence, found.previous) == (0, bytes(32))
     assert noted == [None, sha256(split(reply)[1])]
 
 

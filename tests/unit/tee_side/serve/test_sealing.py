@@ -14,10 +14,11 @@ from starlette.requests import Request
 
 from protocol.codec import pack
 from protocol.errors import EndpointError, ProtocolError
-from tee_side.attest.sealed_bodies import CHUNK_BYTES, CONTENT_TYPE, HpkeKey
 from tee_side.serve import sealing as module
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.sealed_bodies import CHUNK_BYTES, CONTENT_TYPE
 from tee_side.serve.sealed_heads import RequestHead
 from tee_side.serve.sealing import WINDOW_S, Remembered, Sealing
 from tests.tables import each_row

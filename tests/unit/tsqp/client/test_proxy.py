@@ -15,8 +15,8 @@ import pytest
 
 from protocol.errors import EndpointError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.identity import Identity
 from tee_side.attest.statement import Statement
+from tee_side.serve.identity import Identity
 from tests.tools.attested_server import AttestedServer, identity, policy_text, serving
 from tsqp.client import AttestedContext, NotAttestedError
 from tsqp.client.connection import Address

@@ -11,8 +11,8 @@ import pytest
 
 from protocol.errors import EndpointError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.identity import Identity
-from tee_side.attest.sealed_bodies import CONTENT_TYPE
+from tee_side.serve.identity import Identity
+from tee_side.serve.sealed_bodies import CONTENT_TYPE, open_secret
 from tests.tools.attested_server import identity, policy_text
 from tsqp.client import NotAttestedError, connect
 from tsqp.client.sealed_connection import ProvedTransport
@@ -59,9 +59,8 @@ def test_what_goes_out_is_sealed_to_the_key_that_was_proved(policy: AppraisalPol
     assert sent.headers["content-type"] == CONTENT_TYPE
     body = sent.read()
     assert b"canary" not in body
-    assert carrier.by.hpke_key.open_secret(
-        body[: carrier.by.hpke_key.sealed_bytes], b"/v1/completions"
-    )
+    key = carrier.by.hpke_key
+    assert open_secret(key, body[: key.sealed_bytes], b"/v1/completions")
 
 
 def test_another_server_gets_nothing(policy: AppraisalPolicy) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from protocol.codec import pack
 from protocol.errors import ProtocolError
-from tee_side.attest.sealed_bodies import CONTENT_TYPE, Direction, HpkeKey
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.sealed_bodies import CONTENT_TYPE, Direction, open_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
 from tests.tables import each_row
 from tsqp.client.sealing import SealedTransport, UnsealedError
@@ -61,7 +62,7 @@ class Server(httpx2.BaseTransport):
         data = request.read()
         front = data[: self.key.sealed_bytes]
         target = self.target or request.url.raw_path
-        secret = self.key.open_secret(front, target)
+        secret = open_secret(self.key, front, target)
         opening = Direction(b"request", front, secret)
         head, *body = opening.open(data[len(front) :])
         opening.close()

@@ -115,7 +115,7 @@ def _places(view: View) -> list[Where]:
 def _begins(policy: Policy, places: list[Where]) -> bool:
     """Say whether prompts cross, without which there is no beginning to read on from."""
     placements = (policy.at(operator, layer or 0, "prefill") for layer, operator in places)
-    return any(placement.place == "gpu" for placement in placements)
+    return any(placement.leaves for placement in placements)
 
 
 def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:

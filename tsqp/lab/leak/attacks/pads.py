@@ -196,7 +196,7 @@ def _known_rows(view: View) -> torch.Tensor:
     prefill = view.policy.at("qkv_proj", 0, "prefill")
     crossed = _crossed(view)
     first = [row for row, (_, token) in enumerate(crossed.owners) if token == 0]
-    return crossed.rows_RI[first if prefill.place == "gpu" else []]
+    return crossed.rows_RI[first if prefill.leaves else []]
 
 
 def _tables(public: PublicModel) -> torch.Tensor:

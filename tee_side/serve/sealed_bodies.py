@@ -6,8 +6,8 @@
                 | AES-256-GCM of 64 KiB at most, its tag at the end
 
 - The first chunk of each is a head (`tee_side.serve.sealed_heads`). The others are the body.
-- HPKE is RFC 9180's in base mode, with HKDF-SHA256 and AES-256-GCM. Its `info` is a domain tag and
-  the request's target, so that a request opens at no other path.
+- HPKE is `tee_side.serve.hpke_key`'s. Its `info` is a domain tag and the request's target, so that
+  a request opens at no other path.
 - The key of a direction comes from the secret by HKDF-SHA256. The salt is what stands before the
   chunks: a request that is answered twice has two keys for its answers. A chunk's nonce is its
   index, and the 5 bytes in front of it are its associated data: a body that was cut, added to or
@@ -20,27 +20,21 @@ from __future__ import annotations
 
 import secrets
 import struct
-from contextlib import suppress
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hpke
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import ErrorCode, ProtocolError
-
-SuiteName: TypeAlias = Literal["mlkem768-x25519", "x25519"]
+from tee_side.serve.hpke_key import KEY_BYTES, HpkeKey, SuiteName, seal
 
 CONTENT_TYPE = "message/tsqp-sealed"
 CHUNK_BYTES = 64 * 1024
-KEY_BYTES = 32  # of AES-256 and of X25519; of a secret, and of a response's salt
+SALT_BYTES = 32  # of a response
 
-_KEMS = {"mlkem768-x25519": hpke.KEM.MLKEM768_X25519, "x25519": hpke.KEM.X25519}
 _TAG_BYTES = 16
 _FRONT = struct.Struct("!BI")
 _DOMAIN = b"TSQP sealed body 1\0"
@@ -48,48 +42,18 @@ _DOMAIN = b"TSQP sealed body 1\0"
 _refused = partial(ProtocolError, "sealed body", code=ErrorCode.MALFORMED_MESSAGE)
 
 
-class HpkeKey:
-    """A private key, in memory alone. `public`: its public key, of `suite`.
-
-    `hybrid`: with ML-KEM-768 where the library has it, whose public key stands before X25519's.
-    `sealed_bytes`: of a secret that is sealed to it.
-    """
-
-    def __init__(self, *, hybrid: bool = True) -> None:
-        key = X25519PrivateKey.generate()
-        self._private: X25519PrivateKey | hpke.MLKEM768X25519PrivateKey = key
-        self.suite: SuiteName = "x25519"
-        self.public = key.public_key().public_bytes_raw()
-        with suppress(UnsupportedAlgorithm):
-            if hybrid:
-                other = MLKEM768PrivateKey.generate()
-                self._private = hpke.MLKEM768X25519PrivateKey(other, key)
-                self.suite = "mlkem768-x25519"
-                self.public = other.public_key().public_bytes_raw() + self.public
-        self.sealed_bytes = _KEMS[self.suite].enc_length() + KEY_BYTES + _TAG_BYTES
-
-    def open_secret(self, sealed: bytes, target: bytes) -> bytes:
-        """Return the secret of a request to a target. Raises ProtocolError."""
-        try:
-            return _hpke(self.suite).decrypt(sealed, self._private, _DOMAIN + target)
-        except InvalidTag:
-            raise _refused(got="another key or target", expected="this one's") from None
-
-
 def seal_secret(suite: SuiteName, public: bytes, target: bytes) -> tuple[bytes, bytes]:
     """Return a new secret and how it is sealed, for a request to a target: its path and query.
 
     Raises ProtocolError where `public` is no key of `suite`.
     """
-    secret, first = secrets.token_bytes(KEY_BYTES), public[:-KEY_BYTES]
-    try:
-        key: X25519PublicKey | hpke.MLKEM768X25519PublicKey
-        key = last = X25519PublicKey.from_public_bytes(public[-KEY_BYTES:])
-        if first:
-            key = hpke.MLKEM768X25519PublicKey(MLKEM768PublicKey.from_public_bytes(first), last)
-        return secret, _hpke(suite).encrypt(secret, key, _DOMAIN + target)
-    except (TypeError, ValueError):
-        raise _refused(got="another HPKE key", expected=f"one of {suite}") from None
+    secret = secrets.token_bytes(KEY_BYTES)
+    return secret, seal(suite, public, _DOMAIN + target, secret)
+
+
+def open_secret(key: HpkeKey, sealed: bytes, target: bytes) -> bytes:
+    """Return the secret of a request to a target. Raises ProtocolError."""
+    return key.open(sealed, _DOMAIN + target)
 
 
 class Direction:
@@ -135,7 +99,3 @@ class Direction:
         """Take note that no more bytes come. Raises ProtocolError: the last chunk is missing."""
         if not self._ended:
             raise _refused(got="an early end", expected="the last chunk")
-
-
-def _hpke(suite: SuiteName) -> hpke.Suite:
-    return hpke.Suite(_KEMS[suite], hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)

@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import ProtocolError
-from tee_side.attest import sealed_bodies
-from tee_side.attest.sealed_bodies import CHUNK_BYTES, KEY_BYTES, Direction, HpkeKey, seal_secret
+from tee_side.serve import hpke_key
+from tee_side.serve.hpke_key import KEY_BYTES, HpkeKey
+from tee_side.serve.sealed_bodies import CHUNK_BYTES, Direction, open_secret, seal_secret
 from tests.support import ENVIRONMENT
 from tests.tables import each_row
 
@@ -78,12 +79,12 @@ def test_a_secret_opens_by_its_key_and_at_its_target_alone(
     assert (mine.suite, len(mine.public), mine.sealed_bytes) == (suite, public, sealed)
     secret, front = seal_secret(mine.suite, mine.public, TARGET)
     assert (len(secret), len(front)) == (KEY_BYTES, sealed)
-    assert mine.open_secret(front, TARGET) == secret
+    assert open_secret(mine, front, TARGET) == secret
     for target in (b"", TARGET[:-1], TARGET + b"c", b"/v1/chat/completions"):
-        with pytest.raises(ProtocolError, match="another key or target"):
-            mine.open_secret(front, target)
-    with pytest.raises(ProtocolError, match="another key or target"):
-        other.open_secret(front, TARGET)
+        with pytest.raises(ProtocolError, match="another key, purpose or content"):
+            open_secret(mine, front, target)
+    with pytest.raises(ProtocolError, match="another key, purpose or content"):
+        open_secret(other, front, TARGET)
     again, another = seal_secret(mine.suite, mine.public, TARGET)
     assert again != secret
     assert another[:32] != front[:32]
@@ -99,8 +100,8 @@ def test_no_bit_of_a_sealed_secret_can_be_changed(hybrid: bool) -> None:
         changed[at] ^= 1 << at % 8
         others.append(bytes(changed))
     for other in others:
-        with pytest.raises(ProtocolError, match="another key or target"):
-            mine.open_secret(other, TARGET)
+        with pytest.raises(ProtocolError, match="another key, purpose or content"):
+            open_secret(mine, other, TARGET)
 
 
 @each_row(
@@ -120,7 +121,7 @@ def test_no_bit_of_a_sealed_secret_can_be_changed(hybrid: bool) -> None:
     ids=str,
 )
 def test_nothing_is_sealed_to_what_is_no_key_of_the_suite(suite: str, public: bytes) -> None:
-    with pytest.raises(ProtocolError, match=f"another HPKE key, expected one of {suite}"):
+    with pytest.raises(ProtocolError, match=f"another public key, expected one of {suite}"):
         seal_secret(suite, public, TARGET)  # type: ignore[arg-type]
 
 
@@ -132,11 +133,11 @@ def test_without_ml_kem_in_the_library_the_key_is_of_x25519(
         def generate() -> MLKEM768PrivateKey:
             raise UnsupportedAlgorithm("ML-KEM-768")
 
-    monkeypatch.setattr(sealed_bodies, "MLKEM768PrivateKey", Without)
+    monkeypatch.setattr(hpke_key, "MLKEM768PrivateKey", Without)
     made = HpkeKey()
     assert (made.suite, len(made.public), made.sealed_bytes) == ("x25519", 32, 80)
     secret, front = seal_secret(made.suite, made.public, TARGET)
-    assert made.open_secret(front, TARGET) == secret
+    assert open_secret(made, front, TARGET) == secret
 
 
 @each_row("size", [0, 1, 99, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])
@@ -267,12 +268,12 @@ def test_the_two_parts_of_a_hybrid_key_are_both_used() -> None:
         X25519PublicKey.from_public_bytes(public[-32:])
         _, front = seal_secret("mlkem768-x25519", public, TARGET)
         with pytest.raises(ProtocolError):
-            mine.open_secret(front, TARGET)
+            open_secret(mine, front, TARGET)
 
 
 def test_no_http_library_is_imported() -> None:
     code = (
-        "import sys, tee_side.attest.sealed_bodies, tee_side.serve.sealed_heads\n"
+        "import sys, tee_side.serve.sealed_bodies, tee_side.serve.sealed_heads\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run(

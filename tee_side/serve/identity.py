@@ -1,4 +1,4 @@
-"""The keys of an enclave, made at its start, and what it says of itself with them.
+"""The keys of a server, made at its start, and what it says of itself with them.
 
 No key is ever on a disk, and none outlives the process.
 """
@@ -9,16 +9,25 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
-from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    SECP256R1,
+    EllipticCurvePrivateKey,
+    generate_private_key,
+)
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from tee_side.attest.attesters import Attester
 from tee_side.attest.claims import Claims, report_data
-from tee_side.attest.receipts import ReceiptChain
-from tee_side.attest.sealed_bodies import HpkeKey
-from tee_side.attest.statement import Statement, certify, key_digest
+from tee_side.attest.statement import EXTENSION, Statement, key_digest
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.receipt_chain import ReceiptChain
 
 _LASTS = timedelta(days=365)
+_CLOCKS_APART = timedelta(minutes=5)
+_NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tsqp")])
 
 
 class About(NamedTuple):
@@ -30,11 +39,11 @@ class About(NamedTuple):
     curve_keys: Mapping[str, bytes]
     plugins: Mapping[str, bytes]
     version: str
-    attested_services: str = "none"
+    attested_services: str
 
 
 class Identity:
-    """Keys of an enclave: of its connections, of bodies sealed to it, of its receipts.
+    """Keys of a server: of its connections, of bodies sealed to it, of its receipts.
 
     `certificate`: of `tls_key`, in DER, with a statement in it. Raises EvidenceError where the
     hardware gives no evidence.
@@ -80,3 +89,23 @@ class Identity:
         ).encode()
         evidence = self._attester.attest(report_data(claims))
         return Statement(claims=claims, evidence=evidence.encode())
+
+
+def certify(
+    key: EllipticCurvePrivateKey, statement: Statement, now: datetime, lasts: timedelta
+) -> bytes:
+    """Return a certificate (DER) of a key by itself, with a statement in it."""
+    stated = x509.UnrecognizedExtension(EXTENSION, statement.encode())
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(_NAME)
+        .issuer_name(_NAME)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCKS_APART)
+        .not_valid_after(now + lasts)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(stated, critical=False)
+        .sign(key, SHA256())
+    )
+    return made.public_bytes(Encoding.DER)

@@ -1,0 +1,57 @@
+"""Has services prove what they are, before anything secret is sent to them.
+
+A policy says by which evidence (`[service] attested`), an appraisal policy what it must say. The
+evidence is new, of a nonce of ours. Its claims name the key of the link that it comes by, and that
+link is encrypted with it: what else copies the evidence can neither read nor answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from zmq.utils import z85
+
+from protocol.curve import ClientKeys
+from protocol.errors import EvidenceError
+from tee_side.attest.appraisal import Expected, appraise
+from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.evidence import Evidence
+from tee_side.attest.statement import Statement
+from tee_side.words import Attested
+
+
+class ServiceAppraisal:
+    """Appraises services. `attested`: by which evidence; `policy`: what it must say."""
+
+    def __init__(
+        self,
+        attested: Attested,
+        policy: AppraisalPolicy,
+        utc: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._attested, self._policy, self._utc = attested, policy, utc
+
+    def __call__(
+        self, endpoint: str, keys: ClientKeys | None, statement: bytes, nonce: bytes
+    ) -> None:
+        """Appraise what a service states of itself for a nonce.
+
+        `keys`: of the link that it came by. Raises EvidenceError.
+        """
+        where = f"service {endpoint}"
+        if not statement:
+            expected = f"{self._attested} evidence (gpu-service --attest)"
+            raise EvidenceError(where, got="none", expected=expected)
+        stated = Statement.decode(statement)
+        found = appraise(stated, self._policy, Expected(nonce, None, self._utc()))
+        if not found.passed or found.claims is None:
+            step = found.failure
+            raise EvidenceError(f"{where}: {step.name}", got=step.got, expected=step.expected)
+        evidence = Evidence.decode(stated.evidence)
+        given = f"{evidence.kind}{'+nvidia' if evidence.gpus else ''}"
+        if given != self._attested:
+            raise EvidenceError(f"{where}: evidence", got=given, expected=self._attested)
+        # Alone: what names others as well is the evidence of a runner.
+        if keys is None or found.claims.curve_keys != {"service": z85.decode(keys.service)}:
+            raise EvidenceError(f"{where}: key", got="another", expected="that of its link, alone")

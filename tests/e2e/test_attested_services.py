@@ -1,0 +1,125 @@
+"""A runner that sends nothing to a service that has not proved what it is: real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.support import Service, run, running_service
+
+PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "4", "--json")
+POLICY = """
+name = "to-attested"
+summary = "everything that is heavy, in the clear, to a service that proves what it is"
+[service]
+attested = "simulated"
+[operators]
+embedding = "tee"
+qkv_proj = { place = "attested", mask = "none", verify = "none" }
+attn_scores = "tee"
+attn_values = "tee"
+o_proj = { place = "attested", mask = "none", verify = "none" }
+gate_up_proj = { place = "attested", mask = "none", verify = "none" }
+down_proj = { place = "attested", mask = "none", verify = "none" }
+lm_head = "tee"
+"""
+APPRAISAL = """
+mode = "development"
+max_age_s = 60
+[simulated]
+measurements = ["{}"]
+[claims]
+model = "any"
+policy = "any"
+settings = "any"
+version = "any"
+plugins = []
+services = "any"
+"""
+MEASUREMENT = hashlib.sha384(version("tsqp").encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys of both sides, and a policy."""
+    made = tmp_path_factory.mktemp("services")
+    for name in ("runner", "service", "other"):
+        assert run("tsqp", "keys", "new", str(made / name)).returncode == 0
+    (made / "policy.toml").write_text(POLICY)
+    (made / "appraisal.toml").write_text(APPRAISAL.format(MEASUREMENT))
+    (made / "wrong.toml").write_text(APPRAISAL.format("00" * 48))
+    return made
+
+
+def serving(folder: Path, *more: str) -> Iterator[Service]:
+    keys = ("--identity", str(folder / "service.key"), "--allow", str(folder / "runner.pub"))
+    with running_service("demo", "tcp://127.0.0.1:*", *keys, *more) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def attested(folder: Path) -> Iterator[Service]:
+    yield from serving(folder, "--attest", "simulated")
+
+
+@pytest.fixture(scope="module")
+def silent(folder: Path) -> Iterator[Service]:
+    """A service that gives no evidence."""
+    yield from serving(folder)
+
+
+def generate(folder: Path, service: Service, *more: str) -> tuple[int, str, str]:
+    keys = ("--identity", str(folder / "runner.key"), "--service-key", str(folder / "service.pub"))
+    given = ("--gpu", service.endpoint, "--policy", str(folder / "policy.toml"), *keys, *PROMPT)
+    found = run("tee-runner", "generate", "demo", "--dtype", "float32", *given, *more)
+    return found.returncode, found.stdout, found.stderr
+
+
+def test_what_an_attested_service_computes_is_what_the_tee_would(
+    folder: Path, attested: Service
+) -> None:
+    alone = run(
+        "tee-runner", "generate", "demo", "--dtype", "float32", "--policy", "tee-only", *PROMPT
+    )
+    status, said, errors = generate(
+        folder, attested, "--service-appraisal", str(folder / "appraisal.toml")
+    )
+    assert status == 0, errors
+    assert json.loads(said)["token_ids"] == json.loads(alone.stdout)["token_ids"]
+    assert "services give simulated evidence, which proves nothing" in errors
+    # In development no file is needed.
+    assert generate(folder, attested)[0] == 0
+
+
+def test_a_service_with_another_measurement_is_asked_for_nothing(
+    folder: Path, attested: Service
+) -> None:
+    status, _, errors = generate(
+        folder, attested, "--service-appraisal", str(folder / "wrong.toml")
+    )
+    assert status != 0
+    assert f"service {attested.endpoint}: measurement: got {MEASUREMENT}, expected 00" in errors
+
+
+def test_a_service_without_evidence_is_asked_for_nothing(folder: Path, silent: Service) -> None:
+    status, _, errors = generate(folder, silent)
+    assert status != 0
+    assert "got none, expected simulated evidence (gpu-service --attest)" in errors
+
+
+def test_links_have_keys_and_files_have_a_use(folder: Path, attested: Service) -> None:
+    policy = ("--policy", str(folder / "policy.toml"))
+    found = run("tee-runner", "generate", "demo", *policy, "--gpu", attested.endpoint, *PROMPT)
+    assert "without keys, expected --identity and --service-key" in found.stderr
+    appraisal = ("--service-appraisal", str(folder / "appraisal.toml"))
+    found = run("tee-runner", "generate", "demo", "--policy", "tee-only", *appraisal, *PROMPT)
+    assert "--service-appraisal: got" in found.stderr
+    found = run("gpu-service", "demo", "--bind", "tcp://127.0.0.1:*", "--attest", "simulated")
+    assert "--attest: got no --identity" in found.stderr
+    found = run("gpu-service", "demo", "--bind", "tcp://127.0.0.1:*", "--attest-gpus")
+    assert "--attest-gpus: got it alone, expected --attest as well" in found.stderr

@@ -1,0 +1,138 @@
+"""A sealed model's key by attestation: `tsqp keyserver` and `tee-runner serve`, real processes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import pytest
+
+from protocol.model.files import use_seal
+from tests.e2e.in_process import call
+from tests.e2e.serving import TEE_ONLY, running_server
+from tests.e2e.test_bad_input import refused
+from tests.forked import ENVIRONMENT, Forked
+from tsqp.client import connect
+
+WAIT_S = 60
+
+
+class Sealed(NamedTuple):
+    """The demo model, sealed. `options`: of a server that has it, but for its key."""
+
+    directory: Path
+    key: Path
+    manifest: Path
+    model: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (*TEE_ONLY, "--attest", "simulated", "--manifest", str(self.manifest))
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Sealed:
+    root = tmp_path_factory.mktemp("sealed")
+    key, directory, manifest = root / "model.key", root / "sealed", root / "manifest.json"
+    made = call("tsqp", "manifest", "demo", "-o", str(manifest))
+    for arguments in (("new-key", str(key)), ("demo", "--to", str(key), "-o", str(directory))):
+        assert call("tsqp", "seal", *arguments).returncode == 0
+    return Sealed(directory, key, manifest, made.stdout.split()[-1])
+
+
+def written(path: Path, digests: dict[str, str]) -> Path:
+    """Write a policy, for the key server and for clients."""
+    claims = "\n".join(f'{name} = ["{digest}"]' for name, digest in digests.items())
+    path.write_text(
+        'mode = "development"\nmax_age_s = 3600\n[simulated]\nmeasurements = "any"\n[claims]\n'
+        f'{claims}\nversion = "any"\nplugins = []\nservices = []\n'
+    )
+    return path
+
+
+@contextmanager
+def serving_keys(sealed: Sealed, policy: Path) -> Iterator[tuple[str, Forked]]:
+    """Run `tsqp keyserver`, and give its address."""
+    arguments = ("keyserver", str(sealed.key), "--policy", str(policy), "--listen", "127.0.0.1:0")
+    process = Forked("tsqp", arguments, ENVIRONMENT)
+    try:
+        assert "Nothing is proved" in process.stderr.readline()
+        ready = process.stderr.readline()
+        assert ready.startswith("ready: http://127.0.0.1:")
+        yield ready.split()[1], process
+    finally:
+        process.kill()
+
+
+def test_a_model_opens_for_what_the_key_server_s_policy_names(
+    sealed: Sealed, tmp_path: Path
+) -> None:
+    anything = {"model": "00" * 32, "policy": "00" * 32, "settings": "00" * 32}
+    policy = written(tmp_path / "other.toml", anything)
+    with serving_keys(sealed, policy) as (url, key_server):
+        arguments = (*("serve", str(sealed.directory)), *sealed.options, "--seal-key-server", url)
+        process = Forked("tee-runner", arguments, ENVIRONMENT)
+        _, said = process.communicate(WAIT_S)
+        assert process.returncode == 2
+        assert f"{url}: got a refusal: the step 'model' failed, expected a key" in said
+        assert f"refused: model: got {sealed.model}, expected {'00' * 32}" in (
+            key_server.stderr.readline()
+        )
+        key_server.send_signal(signal.SIGTERM)
+        assert key_server.wait(WAIT_S) == 128 + signal.SIGTERM
+    # What an operator reads off, and writes into the policy.
+    digests = dict(re.findall(r"(\w+) ([0-9a-f]{64})", said))
+    assert digests.keys() == anything.keys()
+    assert digests["model"] == sealed.model
+    policy = written(tmp_path / "appraisal.toml", digests)
+    with serving_keys(sealed, policy) as (url, key_server):
+        given = (*sealed.options, "--seal-key-server", url)
+        with running_server(*given, model=str(sealed.directory)) as server:
+            assert "released to simulated: model " in key_server.stderr.readline()
+            # Clients are told the very digests.
+            connection = connect(server.address, policy)
+            client = openai.OpenAI(
+                base_url=connection.base_url, http_client=connection.http_client, api_key="none"
+            )
+            with client:
+                reply = client.completions.create(model="sealed", prompt="Once", max_tokens=4)
+            assert reply.choices[0].text
+
+
+def test_what_is_refused(sealed: Sealed, tmp_path: Path) -> None:
+    directory, config = tmp_path / "sealed", tmp_path / "settings.toml"
+    shutil.copytree(sealed.directory, directory)
+    shutil.copyfile(sealed.manifest, directory / "manifest.json")
+    (directory / "policy.toml").write_text("")
+    config.write_text('seal-key-server = "http://127.0.0.1:9"\n')
+    server = ("--seal-key-server", "http://127.0.0.1:9")
+    inside, policy = str(directory / "manifest.json"), str(directory / "policy.toml")
+    before = signal.getsignal(signal.SIGHUP)
+    for arguments, said in (
+        ((*TEE_ONLY, *server), "--seal-key-server: got no --attest, expected --attest: a key"),
+        ((*sealed.options[:-2], *server), "--attest: got no --manifest"),
+        ((*sealed.options[:-1], inside, *server), f"--manifest: got a file in {directory}, with"),
+        (
+            (*sealed.options, "--policy", policy, *server),
+            f"--policy: got a file in {directory}, with --seal-key-server, expected one outside",
+        ),
+        ((*sealed.options, *server, "--seal-key", str(sealed.key)), "of the seal: got 2 options"),
+        ((*sealed.options, *server[:1], "https://a"), "--seal-key-server: got another form"),
+    ):
+        result = call("tee-runner", "serve", str(directory), *arguments)
+        # It says what it tells a key server, before it asks.
+        result.stderr = re.sub("(?m)^a key server is asked.*\n", "", result.stderr)
+        refused(result, said)
+    given = (str(directory), "--config", str(config), *sealed.options)
+    # A settings file may say it, where the manifest pins that file.
+    refused(call("tee-runner", "serve", *given), "settings.toml: got a file that ", " does not pin")
+    generate = ("generate", str(directory), "--prompt", "x", *server)
+    refused(call("tee-runner", *generate), "No such option '--seal-key-server'")
+    signal.signal(signal.SIGHUP, before)
+    use_seal(directory, None)

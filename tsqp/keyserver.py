@@ -1,0 +1,226 @@
+"""Gives the key of sealed models to programs that prove what they run: `tsqp keyserver`.
+
+    GET  /v1/nonce      64 hexadecimal digits: 32 bytes
+    POST /v1/key        a statement (`tee_side.attest.statement`) with that nonce in its claims
+         200            the key, sealed by HPKE to the key in the claims; its `info` is a domain tag
+                        and the nonce, so that it opens for no other purpose, and the reverse
+         403            the name of the first step that failed
+
+- Plain HTTP: the key opens in the attested program alone. TLS would prove a name, which a program
+  in a TEE cannot check: its disk and its clock are the host's.
+- A false server can give another key. It opens nothing, unless the sealed model was changed for one
+  of that key; then files differ from the manifest, which the asking program has to have, and whose
+  digest its clients are told. `--seal-digest` shows it at once.
+- A nonce is a time and a MAC, by a key of this process: nothing is kept. Whoever sends a statement
+  again gets the same key, sealed to the same program.
+- The claims name no key of a connection or of receipts: a server that serves has both, and gives
+  statements to everybody. One of those gets no key.
+
+The library's HTTP server is enough, and needs no extra. What it lacks is here: a bound for
+connections, each of which has a thread, and for the time of each as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+
+from protocol.errors import EndpointError, EvidenceError, ProtocolError, TsqpError
+from protocol.messages import NONCE_BYTES
+from tee_side.attest.appraisal import Expected, Step, appraise
+from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.claims import NONE, Claims
+from tee_side.attest.evidence import Evidence
+from tee_side.attest.statement import Statement
+from tee_side.serve.hpke_key import seal
+from tsqp.client.attested_tls import cut
+from tsqp.seal_keys import KEY_PATH, NONCE_PATH, release_info
+
+NONCE_LASTS_S = 60.0
+
+_TIME_BYTES = 8
+_SIZE = re.compile("[0-9]{1,9}")
+_OK, _REFUSED, _NO_PATH, _NO_SIZE, _TOO_LONG = 200, 403, 404, 411, 413
+
+
+class KeyRelease:
+    """Decides who gets `key`; any thread may ask. `say`: told each decision, in one line.
+
+    `utc`, `clock`: the time of day, and the seconds by which nonces grow old.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        policy: AppraisalPolicy,
+        say: Callable[[str], object],
+        utc: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._key, self._policy, self._say, self._utc, self._clock = key, policy, say, utc, clock
+        self._mac_key = secrets.token_bytes(32)
+
+    def nonce(self) -> bytes:
+        """Return a nonce of now."""
+        now = int(self._clock() * 1000).to_bytes(_TIME_BYTES)
+        return now + self._mac(now)
+
+    def answer(self, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of the answer to a statement."""
+        try:
+            stated = Statement.decode(body)
+            claims = Claims.decode(stated.claims)
+        except EvidenceError as error:
+            return self._refuse(_failed(error))
+        found = appraise(stated, self._policy, Expected(claims.nonce, None, self._utc()))
+        found = found._replace(steps=(*self._own_steps(claims), *found.steps))
+        if not found.passed:
+            return self._refuse(found.failure)
+        try:
+            info = release_info(claims.nonce)
+            sealed = seal(claims.hpke_suite, claims.hpke_key, info, self._key)
+        except ProtocolError as error:
+            return self._refuse(_failed(error))
+        said = {"model": claims.model, "policy": claims.policy, "settings": claims.settings}
+        digests = ", ".join(f"{name} {digest.hex()}" for name, digest in said.items())
+        self._tell(f"released to {Evidence.decode(stated.evidence).kind}: {digests}")
+        return _OK, sealed
+
+    def _own_steps(self, claims: Claims) -> tuple[Step, ...]:
+        then, mac = claims.nonce[:_TIME_BYTES], claims.nonce[_TIME_BYTES:]
+        ours = hmac.compare_digest(mac, self._mac(then))
+        age_s = self._clock() - int.from_bytes(then) / 1000
+        most = f"one of this server, {NONCE_LASTS_S:g} s old at most"
+        serves = claims.tls_key != NONE or claims.receipt_key != NONE
+        return (
+            Step("nonce", ours, "ours" if ours else "another", most),
+            Step("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
+            Step("purpose", not serves, "to serve" if serves else "a key", "a key"),
+        )
+
+    def _mac(self, moment: bytes) -> bytes:
+        found = hmac.digest(self._mac_key, moment, hashlib.sha256)
+        return found[: NONCE_BYTES - _TIME_BYTES]
+
+    def _refuse(self, step: Step) -> tuple[int, bytes]:
+        self._tell(f"refused: {step.name}: got {step.got}, expected {step.expected}")
+        return _REFUSED, step.name.encode()
+
+    def _tell(self, decision: str) -> None:
+        self._say(f"{self._utc().isoformat(timespec='seconds')} {decision}")
+
+
+class KeyServer(ThreadingMixIn, TCPServer):
+    """Speaks HTTP for a KeyRelease; port 0: one that is free. Raises EndpointError.
+
+    `most`: connections at once; others wait. `deadline_s`: of a connection, from its first byte to
+    its last.
+    """
+
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(
+        self,
+        listen: tuple[str, int],
+        release: KeyRelease,
+        say: Callable[[str], object],
+        *,
+        most: int = 32,
+        deadline_s: float = 10.0,
+    ) -> None:
+        self.release, self._say, self.deadline_s = release, say, deadline_s
+        self.places = threading.BoundedSemaphore(most)
+        self.address_family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+        try:
+            super().__init__(listen, _Connection)
+        except OSError as error:
+            got = error.strerror or type(error).__name__
+            where = f"--listen {listen[0]}:{listen[1]}"
+            raise EndpointError(where, got=got, expected="an address that is free") from None
+        self.port: int = self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, when there is a place for it."""
+        self.places.acquire()
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no more threads for now
+            self.places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, and end it when its time is over."""
+        ending = threading.Timer(self.deadline_s, cut, (request,))
+        ending.daemon = True
+        try:
+            ending.start()
+            super().process_request_thread(request, client_address)
+        finally:
+            ending.cancel()
+            self.places.release()
+
+    def handle_error(self, _request: Any, _client_address: Any) -> None:
+        """Name an error that ended a connection, unless it is one of the network."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            self._say(f"a connection ended by {type(error).__name__}")
+
+
+class _Connection(BaseHTTPRequestHandler):
+    """One request and its answer."""
+
+    server: KeyServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Give a nonce."""
+        if self.path == NONCE_PATH:
+            self._answer(_OK, self.server.release.nonce().hex().encode())
+        else:
+            self._answer(_NO_PATH)
+
+    def do_POST(self) -> None:
+        """Answer a statement."""
+        length = self.headers.get("content-length", "")
+        size = int(length) if _SIZE.fullmatch(length) else None
+        if self.path != KEY_PATH:
+            self._answer(_NO_PATH)
+        elif size is None:
+            self._answer(_NO_SIZE)
+        elif size > Statement.max_bytes:
+            self._answer(_TOO_LONG)
+        elif len(body := self.rfile.read(size)) == size:
+            self._answer(*self.server.release.answer(body))
+        else:
+            self.close_connection = True
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response_only(status)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("cache-control", "no-store")
+        self.send_header("connection", "close")  # one request for each
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no request, without a word of it."""
+        self._answer(code)
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing of a request."""
+
+
+def _failed(error: TsqpError) -> Step:
+    return Step(error.where, False, error.got, error.expected)
