@@ -29,7 +29,6 @@ PINNED_ROOTS: dict[str, Product] = {
     "4c6598d19c18719c5dfd4a7d335f674e5bfe1d8f800cea2cf270c10d103db2f1": "genoa",
     "1f084161a44bb6d93778a904877d4819cafa5d05ef4193b2ded9dd9c73dd3f6a": "turin",
 }
-MAX_BYTES = 8192
 
 _PSS = padding.PSS(padding.MGF1(hashes.SHA384()), salt_length=48)
 # The same as AlgorithmIdentifiers: some of AMD's leaves write the last field, which is at its
@@ -102,7 +101,7 @@ def verify_chain(
 
 def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> bytes:
     """Return the body of a certificate or list; what `issuer` did not sign is read no further."""
-    _require(len(encoded) <= MAX_BYTES, name, f"{len(encoded)} bytes", f"{MAX_BYTES} at most")
+    _require(len(encoded) <= 8192, name, f"{len(encoded)} bytes", "8192 at most")
     found, key = asn1.decode_der(_Signed, encoded), issuer.public_key()
     body, algorithm = asn1.encode_der(found.body), asn1.encode_der(found.algorithm)
     _require(algorithm in _PSS_DER, name, "another signature algorithm", "RSA-PSS with SHA-384")
@@ -112,6 +111,7 @@ def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> bytes:
         key.verify(found.signature.as_bytes(), body, _PSS, hashes.SHA384())
     except InvalidSignature:
         raise EvidenceError(f"AMD {name}", got="a wrong signature", expected="AMD's") from None
+    # It stands outside of what is signed: AMD has signed the very same bytes inside.
     _require(algorithm in body, name, "two signature algorithms", "the one that is signed")
     return body
 
@@ -132,6 +132,7 @@ def _leaf_key(
     leaf = asn1.decode_der(_LeafBody, _signed_body("leaf", encoded, ask))
     begins, ends = (one.as_datetime() for one in leaf.validity)
     _require_valid("leaf", begins, ends, now)
+    _require(not begins.microsecond | ends.microsecond, "leaf", "a part of a second", "whole ones")
     _require(leaf.version == 2, "leaf", "another version", "version 3")
     kind, vlek = report.signing_key.upper(), report.signing_key == "vlek"
     asks = f"VLEK-{product.capitalize()}" if vlek else product.capitalize()

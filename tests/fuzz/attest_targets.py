@@ -5,19 +5,26 @@ Leaves are read as if every signature were right, so that what lies behind it is
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from cryptography.utils import CryptographyDeprecationWarning
 
-from protocol.errors import EvidenceError
+from protocol.errors import EvidenceError, ProtocolError
 from tee_side.attest import amd_certificates
 from tee_side.attest.claims import Claims
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.snp_report import Product, SigningKey, SnpReport, Tcb
+from tee_side.attest.statement import Statement, read_certificate
+from tee_side.serve.identity import certify
+from tee_side.serve.sealed_bodies import Direction
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator
 from tests.fuzz.wire_targets import mutate_inline
@@ -183,6 +190,60 @@ def _run_evidence(case: Case) -> str:
     return f"{evidence.kind} {min(len(evidence.certificates), 4)}"
 
 
+# ---------------------------------------------------------------- certificates of servers, bodies
+
+
+@cache
+def _certificates() -> list[Case]:
+    key = ec.derive_private_key(1, ec.SECP256R1())
+    stated = Statement(claims=_claims()[0][0], evidence=_evidence()[0][0])
+    return [(certify(key, stated, snp_chain.NOW, timedelta(days=1)),)]
+
+
+def _run_certificate(case: Case) -> str:
+    with warnings.catch_warnings():
+        # Of a serial number of 0, which a later version of the library refuses.
+        warnings.simplefilter("ignore", CryptographyDeprecationWarning)
+        stated, key = read_certificate(case[0])
+    return f"{bool(stated.claims)} {bool(stated.evidence)} {len(key)}"
+
+
+def _direction() -> Direction:
+    return Direction(b"request", bytes(32), bytes(range(32)))
+
+
+@cache
+def _bodies() -> list[Case]:
+    sealing = _direction()
+    chunks = sealing.seal(b"head"), sealing.seal(b"b" * 40), sealing.seal(b"", final=True)
+    return [chunks, (b"".join(chunks),)]
+
+
+def _mutate_body(mutator: Mutator, case: Case, other: Case) -> Case:
+    pieces = list(case)
+    at, kind = mutator.below(len(pieces)), mutator.below(4)
+    if kind == 0:
+        # The same bytes, cut elsewhere.
+        middle = mutator.below(len(pieces[at]) + 1)
+        pieces[at : at + 1] = [pieces[at][:middle], pieces[at][middle:]]
+    elif kind == 1:
+        pieces.insert(at, mutator.pick(other))
+    elif kind == 2 and len(pieces) > 1:
+        del pieces[at]
+    else:
+        pieces[at] = mutator.bytes(pieces[at])
+    return tuple(pieces[:8])
+
+
+def _run_body(case: Case) -> str:
+    opening = _direction()
+    opened = [piece for data in case for piece in opening.open(data)]
+    opening.close()
+    if not b"".join([b"head", b"b" * 40]).startswith(b"".join(opened)):
+        raise ValueError("other content than was sealed")
+    return f"{len(opened)} chunks of {min(len(case), 4)} pieces"
+
+
 _target = partial(Target, errors=(EvidenceError,), weight=1.0)
 
 ATTEST_TARGETS = (
@@ -190,4 +251,6 @@ ATTEST_TARGETS = (
     _target("snp-report", _reports, _mutate_report, _run_report),
     _target("attestation-claims", _claims, mutate_inline, _run_claims),
     _target("attestation-evidence", _evidence, mutate_inline, _run_evidence),
+    _target("server-certificate", _certificates, _mutate_der, _run_certificate),
+    _target("sealed-body", _bodies, _mutate_body, _run_body, errors=(ProtocolError,)),
 )

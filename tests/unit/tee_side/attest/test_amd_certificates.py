@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from protocol.errors import EvidenceError
 from tee_side.attest import amd_certificates
-from tee_side.attest.amd_certificates import MAX_BYTES, PINNED_ROOTS, verify_chain
+from tee_side.attest.amd_certificates import PINNED_ROOTS, verify_chain
 from tee_side.attest.snp_report import Product, SigningKey, SnpReport
 from tests.tables import each_row
 from tests.tools import snp_chain as made
@@ -174,7 +174,8 @@ def test_signatures(where: str) -> None:
         (parts(body, algorithm, made.element(4, b"\0", signature)), _BYTES),
         (parts(body, algorithm, made.element(3, b"\x08", signature)), _BYTES),
         (parts(body, algorithm, made.element(3)), _BYTES),
-        (made.sequence(bytes(MAX_BYTES)), f"{of} {MAX_BYTES + 4} bytes, expected 8192 at most"),
+        (made.sequence(bytes(8189)), f"{of} 8193 bytes, expected 8192 at most"),
+        (made.sequence(bytes(8188)), _BYTES),
         *(
             (parts(body, other_one, bits), f"{of} another signature algorithm")
             for other_one in (made.pss(salt=32), made.pss(b"\x05\0"), made.sequence(), bits)
@@ -358,6 +359,10 @@ def _p(number: int, content: bytes) -> bytes:
         (_leaf(validity=made.sequence(*[made.time(made.BEGINS)] * 3)), _BYTES),
         (_leaf(validity=made.element(0x31)), _BYTES),
         *((_leaf(validity=_validity(made.BEGINS, text)), _BYTES) for text in _NO_TIMES),
+        (
+            _leaf(validity=_validity(made.BEGINS, b"20440101000000.5Z")),
+            "AMD leaf: got a part of a second, expected whole ones",
+        ),
         (_leaf(subject=made.name("SEV-VLEK")), _NAMES),
         (_leaf(subject=made.name("SEV-VCEK ")), _NAMES),
         (_leaf(subject=made.name("SEV-Milan")), _NAMES),

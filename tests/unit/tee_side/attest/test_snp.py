@@ -78,7 +78,9 @@ def test_certificates_and_crl_are_verified() -> None:
     crl = made.signed(made.crl_body("milan", [2]), made.ark_key())
     with _refuses("AMD ASK: got a certificate that is revoked"):
         _verify(make_report(), chain, crl)
-    assert _verify(make_report(), chain, made.signed(made.crl_body(), made.ark_key()))
+    crl = made.signed(made.crl_body(), made.ark_key())
+    assert _verify(make_report(), chain, crl).revocation_checked
+    assert not _verify(make_report(), chain).revocation_checked
     with _refuses("AMD root: got another certificate"):
         verify_snp(make_report(), chain.certificates, NOW)
 
