@@ -6,6 +6,7 @@ A request is checked, then computed, in the same way whatever computes it.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -27,6 +28,8 @@ from protocol.messages import (
 )
 from protocol.shared_memory import SlotMemory
 
+# Hardware takes its time for evidence, and everything waits for it: a third of the time at most.
+_PAUSES = 2
 Attest: TypeAlias = Callable[[bytes, str], bytes]
 
 
@@ -59,7 +62,7 @@ class RequestHandler:
         self._max_message_bytes = max_message_bytes
         self._limits = limits or QueueLimits()
         self._instance_id = secrets.token_hex(16)
-        self._attest = attest
+        self._attest, self._attest_from_s = attest, 0.0
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.
@@ -103,6 +106,10 @@ class RequestHandler:
         reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)
         if not request.nonce or self._attest is None:
             return reply, None
+        began_s = time.monotonic()
+        if began_s < self._attest_from_s:
+            got, expected = "one soon after another", "a pause, in which others are answered"
+            raise ProtocolError("evidence", got=got, expected=expected, code=ErrorCode.QUEUE_FULL)
         try:
             statement = self._attest(request.nonce, self._model.model_digest)
         except EvidenceError as error:
@@ -110,4 +117,7 @@ class RequestHandler:
             raise ProtocolError(
                 error.where, got=error.got, expected=error.expected, code=code
             ) from None
+        finally:
+            ended_s = time.monotonic()
+            self._attest_from_s = ended_s + _PAUSES * (ended_s - began_s)
         return reply.model_copy(update={"statement": statement}), None

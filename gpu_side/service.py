@@ -8,11 +8,11 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gpu_side.access import ServiceKeys
+from gpu_side.access import ServiceKeys, read_allow_list
 from gpu_side.allow_list_reload import rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
@@ -49,11 +49,11 @@ class ServiceSettings:
     weights to hold, None: all. `metrics`: as `gpu_side.metrics.parse_address` reads it, None: not
     served. `max_queued_`: how much of one client may wait, in bytes None: one message as large as
     allowed; and of all together, None: as much as of four. `drain_timeout_s`: how long to go on
-    with what was taken, once told to stop. `identity`: our secret key, and `allow`: the list of the
-    clients that are let in, which SIGHUP reads again; without them everybody is let in, and other
-    machines have to be allowed by `allow_anyone`. `heartbeat_timeout_s`: see
-    `protocol.zmq_sockets`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
-    use.
+    with what was taken, once told to stop. `identity`: our secret key (or `secret`: itself, made in
+    this process), and `allow`: the list of the clients that are let in, which SIGHUP reads again;
+    without them everybody is let in, and other machines have to be allowed by `allow_anyone`.
+    `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `kernels`: those of the CPU, see
+    `protocol.native.use`; None: those in use.
     """
 
     model: Path
@@ -73,6 +73,7 @@ class ServiceSettings:
     max_queued_total_bytes: int | None = None
     drain_timeout_s: float = DRAIN_S
     identity: Path | None = None
+    secret: bytes | None = field(default=None, repr=False)
     allow: Path | None = None
     allow_anyone: bool = False
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -82,6 +83,12 @@ class ServiceSettings:
 
         Raises KeyFileError, and SettingsError where that is not what was meant.
         """
+        if self.secret is not None:
+            if self.allow is None or self.identity or self.allow_anyone:
+                expected = "--allow alone: the key of an attested service is made inside"
+                raise SettingsError("--attest", got="other options of keys", expected=expected)
+            require_zmq_keys(self.bind)
+            return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
             if is_beyond_loopback(self.bind) and not self.allow_anyone:
                 raise SettingsError(

@@ -17,8 +17,8 @@ PROTOCOL_VERSION = 1
 MAX_LAYERS = 4096
 MAX_TIMEOUT_MS = 3_600_000
 MAX_TIMING_US = 2**53
-# Of what evidence is asked with.
-NONCE_BYTES = 32
+# Of what evidence is asked with, and of what states it.
+NONCE_BYTES, MAX_STATEMENT_BYTES = 32, 256 * 1024
 
 ModuleName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FloatDtype = Literal["float32", "float16", "bfloat16"]
@@ -214,7 +214,7 @@ class InitReply(Message):
     layers: Layers
     max_queued_requests: Size
     max_queued_bytes: ByteCount
-    statement: Annotated[bytes, Field(max_length=256 * 1024)] = b""
+    statement: Annotated[bytes, Field(max_length=MAX_STATEMENT_BYTES)] = b""
 
     @model_validator(mode="after")
     def _consistent(self) -> InitReply:

@@ -48,8 +48,8 @@ _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_CONNECTED = int(zmq.EVENT_CONNECTED)
-_EVENTS = _CONNECTED | _SUCCEEDED | _DISCONNECTED | _REFUSED | _PROTOCOL | _NO_DETAIL
+_CONNECTED, _CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_CLOSED)
+_EVENTS = _CONNECTED | _CLOSED | _SUCCEEDED | _DISCONNECTED | _REFUSED | _PROTOCOL | _NO_DETAIL
 _WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
@@ -112,6 +112,12 @@ class ZmqChannel(PendingChannel):
         self._patience_ms = -1
         self._connected = self._ended = self._established = False
 
+    def use_one_connection(self) -> None:
+        """See `PendingChannel.use_one_connection`; to be called before the first request."""
+        super().use_one_connection()
+        # ZeroMQ would send what it has queued over whatever connection it makes next.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+
     def _connect(self) -> None:
         """Let the socket connect, now and whenever ZeroMQ thinks it right. Raises EndpointError."""
         try:
@@ -163,6 +169,14 @@ class ZmqChannel(PendingChannel):
             elif event == _SUCCEEDED:
                 self._lost = self._ended = False
                 self._established, self._refusal = True, None
+            elif event == _CLOSED:
+                # Nothing listens. ZeroMQ tries again, but not where one connection is allowed.
+                if self._one_connection:
+                    self._lost, self._refusal = (
+                        True,
+                        ("nothing", "a gpu-service that listens there"),
+                    )
+                    self._connection += 1
             elif event == _DISCONNECTED:
                 # Also follows a handshake that failed, after which ZeroMQ may try again.
                 self._ended |= self._established

@@ -105,7 +105,6 @@ def refuse_inside(directory: Path, settings: Mapping[str, Any]) -> None:
 
 
 def attester_of(settings: Mapping[str, Any]) -> Attester:
-    """Return what gives evidence, by the options of `--attest`. Raises EvidenceError."""
     """Return what gives evidence of the kind that `--attest` names.
 
     Raises EvidenceError, and SettingsError for files that cannot be read.
@@ -127,7 +126,7 @@ def _about(settings: Mapping[str, Any], manifest: Manifest | None, policy: Polic
         policy=bytes.fromhex(policy_digest(policy)),
         settings=settings_digest(settings),
         curve_keys=_curve_keys(settings, manifest, policy),
-        plugins=_plugins(policy),
+        plugins=_plugins(policy) | _appraisal(settings["service_appraisal"]),
         version=version("tsqp"),
         attested_services=policy.service.attested,
     )
@@ -162,8 +161,8 @@ def settings_digest(settings: Mapping[str, Any]) -> bytes:
     The manifest pins the calibration. A key server is told the digest before MODEL can be read.
     """
     said = {
-        # Of a file, whether there is one: where it is belongs to this machine alone.
-        name: value is not None if isinstance(value, Path | None) else value
+        # Of a file, that there is one: where it is belongs to this machine alone.
+        name: isinstance(value, Path) or value
         for name, value in settings.items()
         if name not in _NOT_CLAIMED
     }
@@ -200,6 +199,11 @@ def _plugins(policy: Policy) -> dict[str, bytes]:
         digest = hashlib.sha256(source).digest()
         found[f"{name} {digest.hex()[:8]}"] = digest
     return found
+
+
+def _appraisal(path: Path | None) -> dict[str, bytes]:
+    """Return the digest of what services must be, by its name among the operator's own files."""
+    return {} if path is None else {"service appraisal": hashlib.sha256(_content(path)).digest()}
 
 
 def _der(path: Path) -> list[bytes]:

@@ -38,6 +38,14 @@ def new_key_pair(name: Path) -> tuple[Path, Path, str]:
     return secret_path, public_path, public
 
 
+def replace_public_key(path: Path, public: bytes) -> None:
+    """Write a public key in the place of another, if there is one. Raises KeyFileError."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    write_new(new, f"{PUBLIC_HEADER}\n{public.decode()}\n", 0o644)
+    new.replace(path)
+
+
 def public_key_of(path: Path) -> bytes:
     """Return the public key of either kind of file. Raises KeyFileError."""
     text, _ = read_text(path, MAX_KEY_FILE_BYTES)

@@ -83,8 +83,11 @@ class KeyRelease:
             claims = Claims.decode(stated.claims)
         except EvidenceError as error:
             return self._refuse(_failed(error))
+        # First, what costs nothing.
+        for step in self._own_steps(claims):
+            if not step.passed:
+                return self._refuse(step)
         found = appraise(stated, self._policy, Expected(claims.nonce, None, self._utc()))
-        found = found._replace(steps=(*self._own_steps(claims), *found.steps))
         if not found.passed:
             return self._refuse(found.failure)
         try:
@@ -137,7 +140,7 @@ class KeyServer(ThreadingMixIn, TCPServer):
         release: KeyRelease,
         say: Callable[[str], object],
         *,
-        most: int = 32,
+        most: int = 128,
         deadline_s: float = 10.0,
     ) -> None:
         self.release, self._say, self.deadline_s = release, say, deadline_s
@@ -182,6 +185,7 @@ class _Connection(BaseHTTPRequestHandler):
     """One request and its answer."""
 
     server: KeyServer
+    timeout = 2.0  # of a read: who sends nothing holds no place
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:

@@ -7,6 +7,7 @@ pad, and changes nothing.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys, is_beyond_loopback, one_for_each
 from protocol.errors import ReplyError, TsqpError
-from protocol.messages import FUSED_MODULES, InitReply, InitRequest
+from protocol.messages import FUSED_MODULES, NONCE_BYTES, InitReply, InitRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
@@ -31,7 +32,7 @@ from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
-from tsqp.cli.trust import bank_place, load_pinned_policy, read_client_keys
+from tsqp.cli.trust import bank_place, load_pinned_policy, read_client_keys, service_appraisal
 from tsqp.doctor import Finding
 
 _CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -196,16 +197,20 @@ def _services(plan: Plan) -> Iterator[Finding]:
     keys = one_for_each(plan.keys, [spec.endpoint for spec in specs]) if specs else []
     check_links(specs, keys, policy, shares_in_the_clear=plan.settings["shares_in_the_clear"])
     plan_services(specs, policy, plan.config.num_hidden_layers)
+    appraise = service_appraisal(plan.settings, policy, plan.manifest)
+    nonce = b"" if appraise is None else secrets.token_bytes(NONCE_BYTES)
     for spec, own in zip(specs, keys, strict=True):
         where = spec.endpoint
         try:
             channel = open_channel(where, timeout_s=plan.settings["timeout_s"], keys=own)
             try:
-                reply = channel.call(InitRequest()).response
+                reply = channel.call(InitRequest(nonce=nonce)).response
             finally:
                 channel.close()
             if not isinstance(reply, InitReply):
                 raise ReplyError(where, got=type(reply).__name__, expected=InitReply.__name__)
+            if appraise is not None:
+                appraise(where, own, reply.statement, nonce)
         except TsqpError as error:
             start = f"gpu-service {plan.model} --bind {where}"
             yield Finding("run", f"service {where}", "missing", str(error), start)

@@ -142,13 +142,16 @@ def _ask(
 
     began_s, late = time.monotonic(), threading.Event()
 
-    def end() -> None:
-        late.set()
-        cut(connection.sock)
-
     try:
         with closing(HTTPConnection(*address, timeout=_SERVER_TIMEOUT_S)) as connection:
             connection.connect()
+            # The library lets go of it where a reply is the last one.
+            connected = connection.sock
+
+            def end() -> None:
+                late.set()
+                cut(connected)
+
             # Of all together: a server could send a byte now and then.
             left_s = began_s + _SERVER_TIMEOUT_S - time.monotonic()
             ending = threading.Timer(left_s, end)

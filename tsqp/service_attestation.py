@@ -1,50 +1,64 @@
-"""What a `gpu-service` says of itself (`--attest`): claims of its key, and evidence of them."""
+"""What a `gpu-service` says of itself (`--attest`): claims of its key, and evidence of them.
+
+The key of its links is made here, at each start, and is on no disk: one that its host had given
+would let that host stand in between, with genuine evidence.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
 
-from protocol.curve import read_secret_key
+from protocol.curve import require_curve
 from protocol.errors import SettingsError
+from tsqp.key_files import replace_public_key
 
 log = logging.getLogger("gpu_service")
 
 
-def service_attestation(
-    identity: Path | None, evidence: Mapping[str, Any], computes: Mapping[str, object]
-) -> Callable[[bytes, str], bytes] | None:
-    """Return what states a service for a nonce and the digest of its weights; None: no evidence.
+class Attested(NamedTuple):
+    """`secret`: of the links; `attest`: states the service, by nonce and digest of its weights."""
 
-    `identity`: of its secret key; `evidence`: the options of `--attest`; `computes`: how it
-    computes, which is claimed. Evidence is asked for once at the start: raises EvidenceError,
-    KeyFileError and SettingsError.
+    secret: bytes
+    attest: Callable[[bytes, str], bytes]
+
+
+def attested_service(
+    evidence: Mapping[str, Any], computes: Mapping[str, object]
+) -> Attested | None:
+    """Make a service's key, and what gives evidence of it; None for one without `--attest`.
+
+    `evidence`: the options of `--attest`; `computes`: how it computes, which is claimed. Evidence
+    is asked for once: raises EvidenceError, SettingsError, and KeyFileError where the public key
+    cannot be written.
     """
-    if evidence["attest"] is None:
-        given = [name for name, value in evidence.items() if value]
-        for name in given:
+    kind, with_gpus = evidence["attest"], evidence["attest_gpus"]
+    if kind is None:
+        for name in (name for name, value in evidence.items() if value):
             expected = "--attest as well, or nothing"
             raise SettingsError(f"--{name.replace('_', '-')}", got="it alone", expected=expected)
         return None
-    if identity is None:
-        expected = "--identity: evidence names the key of the link"
-        raise SettingsError("--attest", got="no --identity", expected=expected)
+    if str(computes["device"]).startswith("cuda") and not with_gpus:
+        expected = "--attest-gpus: what is sent goes to a GPU, which has to prove itself as well"
+        raise SettingsError("--attest", got=f"--device {computes['device']}", expected=expected)
     from tee_side.attest.claims import NONE, Claims, gpu_nonce, report_data
     from tee_side.attest.statement import Statement
     from tsqp.attestation import attester_of, settings_digest
-    from tsqp.gpu_evidence import ask_gpus
+    from tsqp.gpu_evidence import ask_gpus, read_certificates
 
-    own = z85.decode(zmq.curve_public(read_secret_key(identity)))
+    require_curve()
+    public, secret = zmq.curve_keypair()
     attester, settings = attester_of(evidence), settings_digest(computes)
 
     def attest(nonce: bytes, weights: str) -> bytes:
+        leaves = {name: one[0] for name, one in read_certificates().items()} if with_gpus else {}
         claims = Claims(
             nonce=nonce,
             time=round(time.time()),
@@ -55,17 +69,22 @@ def service_attestation(
             model=bytes.fromhex(weights),
             policy=NONE,
             settings=settings,
-            curve_keys={"service": own},
+            curve_keys={"service": z85.decode(public)},
             plugins={},
+            gpus={name: hashlib.sha256(leaf).digest() for name, leaf in leaves.items()},
             attested_services="none",
             version=version("tsqp"),
         ).encode()
         found = attester.attest(report_data(claims))
-        if evidence["attest_gpus"]:
+        if with_gpus:
             found = found.model_copy(update={"gpus": ask_gpus(gpu_nonce(claims))})
         said = {"kind": found.kind, "gpus": len(found.gpus), "model": weights}
         log.info("evidence", extra={"fields": {**said, "settings": settings.hex()}})
         return Statement(claims=claims, evidence=found.encode()).encode()
 
-    attest(bytes(32), NONE.hex())
-    return attest
+    attester.attest(report_data(b""))
+    if with_gpus:
+        ask_gpus(bytes(32))
+    if evidence["public_key"] is not None:
+        replace_public_key(evidence["public_key"], public)
+    return Attested(secret, attest)

@@ -90,7 +90,7 @@ def verify_chain(
         _require_valid("ARK", ark.not_valid_before_utc, ark.not_valid_after_utc, now)
         _signed_body("ASK", intermediate, ark)
         ask = x509.load_der_x509_certificate(intermediate)
-        _require(ask.issuer == ark.subject, "ASK", "another issuer", "the ARK")
+        ask.verify_directly_issued_by(ark)
         _require_valid("ASK", ask.not_valid_before_utc, ask.not_valid_after_utc, now)
         if crl is not None:
             _check_crl(crl, ask, ark, now)
@@ -99,8 +99,12 @@ def verify_chain(
         raise EvidenceError("AMD certificates", got="other bytes", expected="AMD's DER") from None
 
 
-def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> bytes:
-    """Return the body of a certificate or list; what `issuer` did not sign is read no further."""
+def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[bytes, bytes]:
+    """Return the body of a certificate or list that `issuer` signed, and by which algorithm.
+
+    What it did not sign is read no further. The algorithm stands outside of what is signed: a
+    reader of the body compares it with the one inside.
+    """
     _require(len(encoded) <= 8192, name, f"{len(encoded)} bytes", "8192 at most")
     found, key = asn1.decode_der(_Signed, encoded), issuer.public_key()
     body, algorithm = asn1.encode_der(found.body), asn1.encode_der(found.algorithm)
@@ -111,9 +115,7 @@ def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> bytes:
         key.verify(found.signature.as_bytes(), body, _PSS, hashes.SHA384())
     except InvalidSignature:
         raise EvidenceError(f"AMD {name}", got="a wrong signature", expected="AMD's") from None
-    # It stands outside of what is signed: AMD has signed the very same bytes inside.
-    _require(algorithm in body, name, "two signature algorithms", "the one that is signed")
-    return body
+    return body, algorithm
 
 
 def _check_crl(crl: bytes, ask: x509.Certificate, ark: x509.Certificate, now: datetime) -> None:
@@ -129,7 +131,10 @@ def _check_crl(crl: bytes, ask: x509.Certificate, ark: x509.Certificate, now: da
 def _leaf_key(
     encoded: bytes, ask: x509.Certificate, product: Product, report: SnpReport, now: datetime
 ) -> ec.EllipticCurvePublicKey:
-    leaf = asn1.decode_der(_LeafBody, _signed_body("leaf", encoded, ask))
+    body, algorithm = _signed_body("leaf", encoded, ask)
+    leaf = asn1.decode_der(_LeafBody, body)
+    signed = asn1.encode_der(leaf.algorithm) == algorithm
+    _require(signed, "leaf", "two signature algorithms", "the one that is signed")
     begins, ends = (one.as_datetime() for one in leaf.validity)
     _require_valid("leaf", begins, ends, now)
     _require(not begins.microsecond | ends.microsecond, "leaf", "a part of a second", "whole ones")

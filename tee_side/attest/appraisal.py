@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import datetime
+from hashlib import sha256
 from typing import NamedTuple, TypeAlias
 
 from protocol.errors import EvidenceError
@@ -87,7 +88,7 @@ def appraise(stated: Statement, policy: AppraisalPolicy, expected: Expected) -> 
         if bound:
             claims = found
             steps += _platform_steps(verified, policy)
-            steps += _gpu_steps(evidence, gpu_nonce(stated.claims), policy, expected.now)
+            steps += _gpu_steps(evidence, found, gpu_nonce(stated.claims), policy, expected.now)
             steps += _claim_steps(found, policy, expected)
     except EvidenceError as error:
         steps.append(Step(error.where, False, error.got, error.expected))
@@ -146,12 +147,13 @@ def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[Step]:
 
 
 def _gpu_steps(
-    evidence: Evidence, nonce: bytes, policy: AppraisalPolicy, now: datetime
+    evidence: Evidence, claims: Claims, nonce: bytes, policy: AppraisalPolicy, now: datetime
 ) -> Iterator[Step]:
     table = policy.nvidia
-    if bool(evidence.gpus) != (table is not None):
-        got, wanted = ", ".join(evidence.gpus) or "none", "none" if table is None else "some"
-        yield Step("GPUs", False, got, wanted)
+    leaves = {name: sha256(gpu.certificates[0]).digest() for name, gpu in evidence.gpus.items()}
+    if bool(leaves) != (table is not None) or leaves != claims.gpus:
+        wanted = ", ".join(claims.gpus) or ("none" if table is None else "some")
+        yield Step("GPUs", False, ", ".join(leaves) or "none", f"{wanted}, those of the claims")
     elif table is not None:
         for name, gpu in evidence.gpus.items():
             found = verify_nvidia(gpu.report, gpu.certificates, nonce, now)
@@ -179,8 +181,10 @@ def _claim_steps(claims: Claims, policy: AppraisalPolicy, expected: Expected) ->
     for owner, key in claims.curve_keys.items():
         if owner != "runner":
             yield _step(f"key of {owner}", key, table.services)
-    if policy.mode == "gpu-confidential":
-        yield _step("attested services", claims.attested_services, ("snp+nvidia", "tdx+nvidia"))
+    if policy.mode != "development":
+        confidential = ("snp+nvidia", "tdx+nvidia")
+        others = () if policy.mode == "gpu-confidential" else ("none", "snp", "tdx")
+        yield _step("attested services", claims.attested_services, (*confidential, *others))
 
 
 def _step(name: str, got: object, allowed: object) -> Step:

@@ -21,7 +21,7 @@ from time import sleep
 from typing import NamedTuple, TypeVar
 
 from protocol.errors import EvidenceError
-from tee_side.attest.evidence import MAX_EVIDENCE_BYTES, REPORT_DATA_BYTES, Evidence, Kind
+from tee_side.attest.evidence import REPORT_DATA_BYTES, Evidence, Kind
 from tee_side.attest.simulated import MEASUREMENT_BYTES, simulate
 from tee_side.attest.snp_report import SnpReport
 
@@ -103,9 +103,9 @@ def _ask_configfs(kind: Kind, report_data: bytes) -> tuple[bytes, bytes]:
 
 def _read(path: str) -> bytes:
     with open(path, "rb") as file:
-        data = file.read(MAX_EVIDENCE_BYTES + 1)
-    if len(data) > MAX_EVIDENCE_BYTES:
-        raise OSError(f"more than {MAX_EVIDENCE_BYTES} bytes")
+        data = file.read(Evidence.max_bytes + 1)
+    if len(data) > Evidence.max_bytes:
+        raise OSError(f"more than {Evidence.max_bytes} bytes")
     return data
 
 
@@ -163,6 +163,6 @@ def _chain(report: bytes, table: bytes, certificates: Sequence[bytes]) -> tuple[
     chain = tuple(found.get(place, b"") for place in places)
     if not all(chain):
         got = f"{3 - chain.count(b'')} of 3 certificates"
-        expected = f"{key.upper()}, ASK and ARK, of the host or in files: --attest-certificates"
+        expected = f"{key.upper()}, ASK and ARK, of the host or in files: --attest-certificate"
         raise EvidenceError("snp attester", got=got, expected=expected)
     return chain

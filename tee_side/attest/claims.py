@@ -16,7 +16,6 @@ from pydantic import Field
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.record import Digest, Name, Record
 
-MAX_CLAIMS_BYTES = 16 * 1024
 # In the place of a key or digest that there is none of.
 NONE = bytes(32)
 
@@ -32,12 +31,13 @@ class Claims(Record):
     digest of its weights. `policy`: see `policy_digest`. `settings`: of every other option.
     `curve_keys`: public keys of ZeroMQ's CURVE by owner: "runner", and "service" with its number
     for those that it speaks to; a service's own alone is "service". `plugins`: of files that are
-    the operator's own, masks among them, by name. `attested_services`: what evidence services had
+    the operator's own, masks among them, by name. `gpus`: of the leaf certificates of the machine's
+    GPUs, where they give evidence as well, by name. `attested_services`: what evidence services had
     to give to this enclave, "none" for none.
     """
 
     what: ClassVar[str] = "claims"
-    max_bytes: ClassVar[int] = MAX_CLAIMS_BYTES
+    max_bytes: ClassVar[int] = 16 * 1024
 
     nonce: Annotated[bytes, Field(max_length=NONCE_BYTES)]
     time: Annotated[int, Field(ge=0, lt=2**53)]
@@ -50,6 +50,7 @@ class Claims(Record):
     settings: Digest
     curve_keys: dict[Name, Digest]
     plugins: dict[Name, Digest]
+    gpus: dict[Name, Digest] = Field(default_factory=dict)
     attested_services: Name
     version: Name
 

@@ -14,7 +14,6 @@ from tee_side.attest.record import Name, Record
 Kind: TypeAlias = Literal["snp", "tdx", "simulated"]
 Certificates: TypeAlias = Annotated[tuple[bytes, ...], Field(strict=False)]
 
-MAX_EVIDENCE_BYTES = 128 * 1024
 REPORT_DATA_BYTES = 64
 
 
@@ -22,7 +21,7 @@ class GpuEvidence(Record):
     """A GPU's report, and its certificates in DER from leaf to root; see `nvidia`."""
 
     report: bytes
-    certificates: Certificates
+    certificates: Annotated[Certificates, Field(min_length=1)]
 
 
 class Evidence(Record):
@@ -35,7 +34,7 @@ class Evidence(Record):
     """
 
     what: ClassVar[str] = "evidence"
-    max_bytes: ClassVar[int] = MAX_EVIDENCE_BYTES
+    max_bytes: ClassVar[int] = 128 * 1024
 
     kind: Kind
     report: bytes

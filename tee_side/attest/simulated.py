@@ -46,5 +46,4 @@ def verify_simulated(report: bytes) -> VerifiedSimulated:
         signed = b""
     if not signed.startswith(_HEADER):
         raise EvidenceError("simulated report", got="other bytes", expected="one that was signed")
-    measurement, data = signed[len(_HEADER) : -REPORT_DATA_BYTES], signed[-REPORT_DATA_BYTES:]
-    return VerifiedSimulated(measurement, data)
+    return VerifiedSimulated(signed[len(_HEADER) : -REPORT_DATA_BYTES], signed[-REPORT_DATA_BYTES:])

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from protocol.errors import EvidenceError
-from tee_side.attest.claims import MAX_CLAIMS_BYTES
-from tee_side.attest.evidence import MAX_EVIDENCE_BYTES
+from tee_side.attest.claims import Claims
+from tee_side.attest.evidence import Evidence
 from tee_side.attest.record import Record
 
 # Of the Trusted Computing Group, for evidence in a certificate ("DICE Attestation Architecture").
@@ -33,7 +33,7 @@ class Statement(Record):
     """Claims and evidence, as bytes."""
 
     what: ClassVar[str] = "statement"
-    max_bytes: ClassVar[int] = MAX_CLAIMS_BYTES + MAX_EVIDENCE_BYTES + 64
+    max_bytes: ClassVar[int] = Claims.max_bytes + Evidence.max_bytes + 64
 
     claims: bytes
     evidence: bytes

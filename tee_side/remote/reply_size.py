@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from protocol.messages import FUSED_MODULES
+from protocol.messages import FUSED_MODULES, MAX_STATEMENT_BYTES
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import most_rows
@@ -32,7 +32,8 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
         elements = most_rows(placement.mask, step_tokens) * _row_elements(operator, config)
         integers = policy.arithmetic == "int8" and is_projection(operator)
         sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
-    return max(sizes) + _HEADER_BYTES
+    attested = policy.service.attested != "none"
+    return max(sizes) + _HEADER_BYTES + attested * MAX_STATEMENT_BYTES
 
 
 def init_reply_bytes(config: ModelConfig) -> int:

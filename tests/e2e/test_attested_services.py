@@ -48,7 +48,7 @@ MEASUREMENT = hashlib.sha384(version("tsqp").encode()).hexdigest()
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Keys of both sides, and a policy."""
     made = tmp_path_factory.mktemp("services")
-    for name in ("runner", "service", "other"):
+    for name in ("runner", "silent"):
         assert run("tsqp", "keys", "new", str(made / name)).returncode == 0
     (made / "policy.toml").write_text(POLICY)
     (made / "appraisal.toml").write_text(APPRAISAL.format(MEASUREMENT))
@@ -56,25 +56,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def serving(folder: Path, *more: str) -> Iterator[Service]:
-    keys = ("--identity", str(folder / "service.key"), "--allow", str(folder / "runner.pub"))
-    with running_service("demo", "tcp://127.0.0.1:*", *keys, *more) as service:
-        yield service
-
-
 @pytest.fixture(scope="module")
 def attested(folder: Path) -> Iterator[Service]:
-    yield from serving(folder, "--attest", "simulated")
+    """A service that makes its key inside, and proves it."""
+    keys = ("--allow", str(folder / "runner.pub"), "--public-key", str(folder / "attested.pub"))
+    with running_service("demo", "tcp://127.0.0.1:*", "--attest", "simulated", *keys) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
 def silent(folder: Path) -> Iterator[Service]:
     """A service that gives no evidence."""
-    yield from serving(folder)
+    keys = ("--identity", str(folder / "silent.key"), "--allow", str(folder / "runner.pub"))
+    with running_service("demo", "tcp://127.0.0.1:*", *keys) as service:
+        yield service
 
 
-def generate(folder: Path, service: Service, *more: str) -> tuple[int, str, str]:
-    keys = ("--identity", str(folder / "runner.key"), "--service-key", str(folder / "service.pub"))
+def generate(
+    folder: Path, service: Service, *more: str, key: str = "attested"
+) -> tuple[int, str, str]:
+    keys = ("--identity", str(folder / "runner.key"), "--service-key", str(folder / f"{key}.pub"))
     given = ("--gpu", service.endpoint, "--policy", str(folder / "policy.toml"), *keys, *PROMPT)
     found = run("tee-runner", "generate", "demo", "--dtype", "float32", *given, *more)
     return found.returncode, found.stdout, found.stderr
@@ -107,7 +108,7 @@ def test_a_service_with_another_measurement_is_asked_for_nothing(
 
 
 def test_a_service_without_evidence_is_asked_for_nothing(folder: Path, silent: Service) -> None:
-    status, _, errors = generate(folder, silent)
+    status, _, errors = generate(folder, silent, key="silent")
     assert status != 0
     assert "got none, expected simulated evidence (gpu-service --attest)" in errors
 
@@ -120,6 +121,21 @@ def test_links_have_keys_and_files_have_a_use(folder: Path, attested: Service) -
     found = run("tee-runner", "generate", "demo", "--policy", "tee-only", *appraisal, *PROMPT)
     assert "--service-appraisal: got" in found.stderr
     found = run("gpu-service", "demo", "--bind", "tcp://127.0.0.1:*", "--attest", "simulated")
-    assert "--attest: got no --identity" in found.stderr
+    assert "--attest: got other options of keys, expected --allow alone" in found.stderr
+    identity = ("--identity", str(folder / "silent.key"), "--allow", str(folder / "runner.pub"))
+    found = run("gpu-service", "demo", "--attest", "simulated", *identity)
+    assert "--attest: got other options of keys, expected --allow alone" in found.stderr
+    found = run("gpu-service", "demo", "--attest", "simulated", "--device", "cuda", *identity)
+    assert "--attest: got --device cuda, expected --attest-gpus" in found.stderr
     found = run("gpu-service", "demo", "--bind", "tcp://127.0.0.1:*", "--attest-gpus")
     assert "--attest-gpus: got it alone, expected --attest as well" in found.stderr
+
+
+def test_doctor_has_the_service_prove_itself(folder: Path, attested: Service) -> None:
+    keys = ("--identity", str(folder / "runner.key"), "--service-key", str(folder / "attested.pub"))
+    given = ("doctor", "demo", "--policy", str(folder / "policy.toml"), *keys)
+    given += ("--gpu", attested.endpoint, "--service-appraisal")
+    assert run("tsqp", *given, str(folder / "appraisal.toml")).returncode == 0
+    found = run("tsqp", *given, str(folder / "wrong.toml"))
+    assert found.returncode != 0
+    assert "measurement: got" in found.stdout

@@ -93,7 +93,7 @@ RSAPublicKey.register(_AnySignature)
 _signed_body = amd_certificates._signed_body
 
 
-def _unverified(name: str, encoded: bytes, issuer: x509.Certificate) -> bytes:
+def _unverified(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[bytes, bytes]:
     by: Any = _AnySignature() if name == "leaf" else issuer
     return _signed_body(name, encoded, by)
 
@@ -159,6 +159,7 @@ def _claims() -> list[Case]:
         settings=digest,
         curve_keys={"runner": digest, "service 0": digest},
         plugins={"a": digest},
+        gpus={"0": digest},
         attested_services="none",
         version="0.1.0",
     )

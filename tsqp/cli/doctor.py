@@ -13,7 +13,10 @@ from tsqp.cli.settings import CONTEXT, FiniteFloatRange, config_option, model_ar
 from tsqp.cli.trust import load_manifest
 
 _FILES = ("calibration", "bank", "bank-key", "bank-index", "bank-witness", "bank-key-beside-bank")
-_TRUST = ("identity", "service-key", "shares-in-the-clear", "manifest", "manifest-digest")
+_TRUST = (
+    *("identity", "service-key", "service-appraisal", "shares-in-the-clear"),
+    *("manifest", "manifest-digest"),
+)
 
 
 @click.command(context_settings=CONTEXT)

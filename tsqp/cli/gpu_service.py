@@ -150,6 +150,13 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     help="Give evidence of this machine's GPUs as well (NVIDIA, in confidential mode).",
 )
 @click.option(
+    "--public-key",
+    type=PATH,
+    metavar="FILE",
+    allow_from_autoenv=False,
+    help="With --attest, where to write our public key: it is made at each start.",
+)
+@click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"
 )
 @config_option
@@ -186,11 +193,12 @@ def command(
     """
     configure(log_level)
     from gpu_side.service import ServiceSettings, serve
-    from tsqp.service_attestation import service_attestation
+    from tsqp.service_attestation import attested_service
 
     directory = model_directory(model)
     held = _held(layers, directory)
     computes = {"device": device, "dtype": dtype, "arithmetic": arithmetic, "layers": held}
+    attested = attested_service(evidence, computes)
     serve(
         ServiceSettings(
             model=directory,
@@ -210,11 +218,12 @@ def command(
             max_queued_total_bytes=max_queued_total_mib and max_queued_total_mib * MIB,
             drain_timeout_s=drain_timeout_s,
             identity=identity,
+            secret=attested and attested.secret,
             allow=allow,
             allow_anyone=allow_anyone,
             heartbeat_timeout_s=heartbeat_timeout_s,
         ),
-        service_attestation(identity, evidence, computes),
+        attested and attested.attest,
     )
 
 

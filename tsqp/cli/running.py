@@ -343,4 +343,5 @@ def policy_digest(policy: Policy) -> str:
     }
     prefill = (policy.prefill, policy.left_to_decode)
     said = [policy.name, policy.arithmetic, policy.one_rpc_per_module, prefill, operators]
+    said.append(policy.service.attested)
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

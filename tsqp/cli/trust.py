@@ -180,6 +180,9 @@ def service_appraisal(
 
     if path is not None:
         appraisal = AppraisalPolicy.load(path, check_of(manifest, option))
+        if appraisal.mode == "gpu-confidential":
+            expected = "production, with a table [nvidia]: a service has no services of its own"
+            raise SettingsError(f"{path}: mode", got=appraisal.mode, expected=expected)
     elif attested == "simulated":
         appraisal = AppraisalPolicy.development()
     else:

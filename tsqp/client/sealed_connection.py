@@ -14,6 +14,7 @@ from protocol.errors import EvidenceError
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import Appraisal, Expected, appraise
 from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.claims import NONE
 from tsqp.client.attested_tls import MAX_ANSWER_BYTES, NotAttestedError, read_answer
 from tsqp.client.sealing import SealedTransport, UnsealedError
 
@@ -80,6 +81,9 @@ class ProvedTransport(httpx2.BaseTransport):
         if not found.passed or found.claims is None:
             raise NotAttestedError.of("new evidence", found)
         claims = found.claims
+        if claims.receipt_key == NONE:
+            got = "evidence of a program that does not serve"
+            raise NotAttestedError("new evidence", got, "a server, which signs receipts", found)
         self._sealed = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
         self._since_s = self._clock()
         return found

@@ -193,6 +193,9 @@ def check_links(
         elif policy.service.attested != "none":
             expected = "--identity and --service-key: the key of its link is in its evidence"
             raise _refused(f"{spec.endpoint} without keys", expected)
+    if policy.service.attested != "none" and len({own and own.service for own in keys}) < len(keys):
+        expected = "one --service-key for each --gpu: each attested service makes its own"
+        raise SettingsError("--service-key", got="one for several services", expected=expected)
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}

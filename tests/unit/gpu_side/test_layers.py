@@ -175,6 +175,28 @@ def test_init_states_what_the_service_is_for_a_nonce(directory: Path) -> None:
     assert refused.value.code == ErrorCode.UNAVAILABLE
 
 
+def test_evidence_takes_a_third_of_the_time_at_most(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+
+    def attest(_nonce: bytes, _digest: str) -> bytes:
+        nonlocal now
+        now += 3.0
+        return b"stated"
+
+    monkeypatch.setattr("gpu_side.handler.time.monotonic", lambda: now)
+    handler = RequestHandler(_null(directory, None), LIMIT, attest=attest)
+    handler.apply(InitRequest(nonce=b"n"))
+    now += 5.9
+    with pytest.raises(ProtocolError) as refused:
+        handler.apply(InitRequest(nonce=b"n"))
+    assert refused.value.code == ErrorCode.QUEUE_FULL
+    handler.apply(InitRequest())
+    now += 0.1
+    handler.apply(InitRequest(nonce=b"n"))
+
+
 @each_row("layers", [(0, LAST + 1), (LAST + 1, LAST + 1), (2, 1), (-1, 0)])
 def test_layers_that_the_model_has_not_are_refused(
     directory: Path, layers: tuple[int, int]

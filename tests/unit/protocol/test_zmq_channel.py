@@ -246,6 +246,22 @@ def test_where_a_socket_is_replaced_the_deadline_holds(
     assert len(taken) == len(channel._kept) == 5
 
 
+def test_what_is_queued_for_the_only_connection_goes_over_no_other(
+    peer: Peer, channel: ZmqChannel
+) -> None:
+    channel.use_one_connection()
+    channel.submit(_request())
+    peer.receive()
+    context, endpoint = peer.socket.context, peer.endpoint
+    peer.socket.close()
+    _wait_for_an_event(channel)
+    with suppress(zmq.Again):
+        # As if the loss had not been noticed yet.
+        channel._socket.send(b"queued", zmq.DONTWAIT)
+    peer.socket = Peer(context, endpoint).socket
+    assert not peer.socket.poll(400)
+
+
 def test_a_queue_holds_as_many_messages_in_both_directions(peer: Peer, channel: ZmqChannel) -> None:
     options = (zmq.SNDHWM, zmq.RCVHWM)
     assert [channel._socket.getsockopt(option) for option in options] == [QUEUED_MESSAGES] * 2

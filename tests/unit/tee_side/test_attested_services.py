@@ -6,15 +6,18 @@ import secrets
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from zmq.utils import z85
 
 from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError, PolicyError, SettingsError, TsqpError
+from protocol.model.config import read_config
 from tee_side.attest import appraisal
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.claims import NONE, Claims, gpu_nonce, report_data
@@ -24,6 +27,7 @@ from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.policy.placement import Policy
 from tee_side.remote.attested import ServiceAppraisal
+from tee_side.remote.reply_size import largest_reply
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
@@ -32,6 +36,7 @@ from tests.tables import each_row
 from tests.tools.nvidia_chain import make_gpu, messages
 from tests.unit.tee_side.policy_texts import CLEAR, policy_of
 from tests.unit.tee_side.services_fakes import World
+from tsqp.cli.program import model_directory
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 NONCE, MEASUREMENT = bytes(range(32)), bytes(range(48))
@@ -47,7 +52,13 @@ def claims(**changes: Any) -> Claims:
         ("tls_key", "receipt_key", "model", "policy", "settings"), NONE
     )
     usual |= {"nonce": NONCE, "time": round(NOW.timestamp()), "hpke_suite": "x25519"}
-    usual |= {"hpke_key": b"", "plugins": {}, "attested_services": "none", "version": "1"}
+    usual |= {
+        "hpke_key": b"",
+        "plugins": {},
+        "gpus": {},
+        "attested_services": "none",
+        "version": "1",
+    }
     return Claims(**(usual | {"curve_keys": {"service": z85.decode(PUBLIC)}} | changes))
 
 
@@ -119,15 +130,22 @@ def test_evidence_of_gpus_is_of_the_claims(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(appraisal, "verify_nvidia", partial(verify_nvidia, roots=gpu.roots))
     table = {"measurements": "any", "driver": "any", "vbios": "any"}
 
-    def ask(nonce: bytes) -> None:
+    said = claims(gpus={"0": sha256(gpu.certificates[0]).digest()})
+
+    def ask(nonce: bytes, said: Claims) -> None:
         shown = GpuEvidence(report=gpu.sign(messages(nonce)), certificates=tuple(gpu.certificates))
         # The word that stands for it in development; a policy has none for simulated ones.
-        asking("simulated+nvidia", nvidia=table)(WHERE, KEYS, statement(gpu=shown), NONCE)
+        asking("simulated+nvidia", nvidia=table)(WHERE, KEYS, statement(said, gpu=shown), NONCE)
 
-    ask(gpu_nonce(claims().encode()))
+    ask(gpu_nonce(said.encode()), said)
     for other in (NONCE, gpu_nonce(claims(version="2").encode())):
         with pytest.raises(EvidenceError, match="NVIDIA report: nonce: got another"):
-            ask(other)
+            ask(other, said)
+    # A GPU of another machine, whose report has the right nonce: the claims do not name it.
+    for named in ({}, {"0": bytes(32)}, {"1": said.gpus["0"]}, said.gpus | {"1": bytes(32)}):
+        other_claims = claims(gpus=named)
+        with pytest.raises(EvidenceError, match=r"GPUs: got 0, expected .*those of the claims"):
+            ask(gpu_nonce(other_claims.encode()), other_claims)
     with pytest.raises(EvidenceError, match="GPUs: got none"):
         asking("simulated+nvidia", nvidia=table)(WHERE, KEYS, statement(), NONCE)
 
@@ -175,6 +193,23 @@ def test_a_link_without_a_key_is_refused(endpoint: str) -> None:
     check_links(specs, [None], policy_of({"o_proj": CLEAR}), shares_in_the_clear=False)
     with pytest.raises(SettingsError, match="without keys, expected --identity"):
         check_links(specs, [None], policy(), shares_in_the_clear=False)
+
+
+def test_a_key_is_of_one_service() -> None:
+    specs = [ServiceSpec.parse(text) for text in ("tcp://a:1=0-1", "tcp://b:1=2-")]
+    other = ClientKeys(SECRET, zmq.curve_keypair()[0])
+    check_links(specs, [KEYS, other], policy(), shares_in_the_clear=False)
+    with pytest.raises(SettingsError, match="got one for several services"):
+        check_links(specs, [KEYS, KEYS], policy(), shares_in_the_clear=False)
+
+
+def test_a_statement_is_no_larger_than_what_is_taken() -> None:
+    config = read_config(model_directory("demo"))
+    sizes = [
+        largest_reply(chosen, config, 1, torch.float32)
+        for chosen in (policy_of({"o_proj": CLEAR}), policy())
+    ]
+    assert sizes[1] - sizes[0] >= Statement.max_bytes
 
 
 def test_a_run_needs_to_know_what_services_must_be(tmp_path: Path) -> None:

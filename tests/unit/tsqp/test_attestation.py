@@ -17,7 +17,7 @@ from tee_side.attest.claims import NONE, Claims, report_data
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.simulated import verify_simulated
 from tee_side.attest.statement import Statement
-from tee_side.policy.placement import load_policy
+from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.serve.hpke_key import HpkeKey
 from tests.tables import each_row
 from tsqp import attestation
@@ -92,11 +92,27 @@ def test_without_a_manifest_nothing_is_claimed(loaded: Loaded) -> None:
         ("page", True),
         ("shares_in_the_clear", True),
         ("link_rtt_us", 5.0),
+        ("prefix_reuse", False),
     ],
 )
 def test_an_option_that_matters_is_claimed(loaded: Loaded, name: str, value: object) -> None:
     assert usual()[name] != value
     assert claims(loaded, **{name: value}).settings != claims(loaded).settings
+
+
+def test_what_services_have_to_prove_is_claimed(loaded: Loaded, tmp_path: Path) -> None:
+    digests = {claims(loaded).policy}
+    for attested in ("snp", "snp+nvidia"):
+        terms = ServiceTerms(attested=attested)
+        policy = loaded.policy.model_copy(update={"service": terms})
+        found = claims(replace(loaded, policy=policy))
+        assert found.attested_services == attested
+        digests.add(found.policy)
+    assert len(digests) == 3
+    path = tmp_path / "service.toml"
+    path.write_text("a policy")
+    found = claims(loaded, service_appraisal=path)
+    assert found.plugins == {"service appraisal": hashlib.sha256(b"a policy").digest()}
 
 
 def test_where_a_file_is_does_not_matter(loaded: Loaded) -> None:

@@ -15,6 +15,7 @@ from gpu_side.metrics import StateCollector
 from gpu_side.state import ServiceState
 from protocol.errors import PolicyError
 from protocol.messages import FUSED_MODULES, LinearRequest
+from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Masked, RowMask
 from tee_side.protect.masks.registry import find_mask
@@ -215,3 +216,10 @@ def test_what_the_pages_quote_is_what_explain_prints(home: Path, page: str) -> N
     for line in quoted.splitlines():
         wanted = " ".join(line.split())
         assert any(wanted in one for one in printed), line
+
+
+def test_the_example_of_what_services_must_be_is_read() -> None:
+    policy = AppraisalPolicy.load(DOCS / "examples/service.toml")
+    assert policy.mode == "production"
+    assert policy.snp is not None
+    assert policy.nvidia is not None

@@ -11,7 +11,7 @@ from protocol.errors import EvidenceError
 from tee_side.attest.nvidia import verify_nvidia
 from tests.tables import each_row
 from tests.tools.nvidia_chain import BEGINS, NvidiaGpu, make_blackwell, make_gpu, messages
-from tsqp.gpu_evidence import ask_gpus
+from tsqp.gpu_evidence import ask_gpus, read_certificates
 
 NONCE = bytes(range(32))
 
@@ -71,6 +71,7 @@ def test_each_gpu_is_asked_with_the_nonce(monkeypatch: pytest.MonkeyPatch) -> No
     driver.replace_real(monkeypatch)
     found = ask_gpus(NONCE)
     assert list(found) == ["0", "1"]
+    assert read_certificates() == {name: one.certificates for name, one in found.items()}
     for shown, gpu in zip(found.values(), driver.gpus, strict=True):
         verify_nvidia(shown.report, shown.certificates, NONCE, BEGINS, gpu.roots)
     assert driver.opened == 0

@@ -220,10 +220,17 @@ def test_a_key_server_that_is_silent_or_slow_is_not_waited_for(
             yield bytes([byte])
         yield whole[len(b"HTTP/1.1 200 x") :]
 
+    def slowly_to_its_end() -> Iterator[bytes]:
+        """Give a body, as a reply that is the last one of its connection."""
+        yield b"HTTP/1.1 200 x\r\nconnection: close\r\ncontent-length: 1000\r\n\r\n"
+        for _ in range(1000):
+            pause.wait(0.01)
+            yield b"0"
+
     answers = Answers()
     answers.key = answers.sealed()
     with answering(answers) as url:
-        for answers.nonce in (b"", slowly):
+        for answers.nonce in (b"", slowly, slowly_to_its_end):
             with pytest.raises(EndpointError, match=r"got no whole answer within 0\.2 s"):
                 key_of_server(url, answers.state)
 

@@ -160,6 +160,7 @@ def test_signatures(where: str) -> None:
     bits = made.element(3, b"\0", signature)
     assert verify(good)
     algorithm, of = made.PSS_SHORT, f"AMD {where}: got"
+    two = f"{of} two signature algorithms, expected the one" if where == "leaf" else _BYTES
     rows = [
         (b"", _BYTES),
         (good + b"\0", _BYTES),
@@ -180,7 +181,7 @@ def test_signatures(where: str) -> None:
             (parts(body, other_one, bits), f"{of} another signature algorithm")
             for other_one in (made.pss(salt=32), made.pss(b"\x05\0"), made.sequence(), bits)
         ),
-        (parts(body, made.PSS_LONG, bits), f"{of} two signature algorithms, expected the one"),
+        (parts(body, made.PSS_LONG, bits), two),
         *(
             (parts(body, algorithm, made.element(3, b"\0", wrong)), f"{of} a wrong signature")
             for wrong in (bytes(512), flipped)
@@ -194,12 +195,20 @@ def test_signatures(where: str) -> None:
         (parts(body, algorithm, made.element(3, b"\1", even)), _BYTES),
         (made.signed(body, other), f"{of} a wrong signature"),
         (made.signed(b"\x31" + body[1:], key), _BYTES),
-        (made.signed(made.integer(1), key), f"{of} two signature algorithms"),
-        (made.signed(made.sequence(), key), f"{of} two signature algorithms"),
+        (made.signed(made.integer(1), key), _BYTES),
+        (made.signed(made.sequence(), key), _BYTES),
     ]
     for encoded, text in rows:
         with _refuses(text):
             verify(encoded)
+
+
+def test_the_algorithm_of_a_leaf_is_no_other_of_its_fields() -> None:
+    sha1 = made.sequence(made.oid("1.2.840.113549.1.1.5"), made.element(5))
+    extra = made.leaf_body("milan", changed={f"{made.AMD}.77": made.PSS_SHORT})
+    leaf = made.signed(replace(extra, algorithm=sha1).encoded(), ask_key())
+    with _refuses("AMD leaf: got two signature algorithms"):
+        _verify((leaf, CHAIN.ask, CHAIN.ark))
 
 
 @each_row("which", [(0, 1), (1, 3)])
@@ -236,7 +245,7 @@ def test_another_thing_that_the_root_signed_is_no_intermediate() -> None:
 
 def test_intermediate_names_the_root() -> None:
     body = replace(made.ask_body("milan"), issuer=made.name("ARK-Genoa"))
-    with _refuses("AMD ASK: got another issuer, expected the ARK"):
+    with _refuses("AMD certificates: got other bytes"):
         _verify((CHAIN.leaf, body.signed(ark_key()), CHAIN.ark))
 
 

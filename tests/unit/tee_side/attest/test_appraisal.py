@@ -37,6 +37,7 @@ CLAIMS = Claims(
     version="1.0",
     curve_keys={"runner": bytes(32), "service 1": b"s" * 32},
     plugins={"Mine": b"p" * 32},
+    gpus={},
     attested_services="snp+nvidia",
     **{name: sha256(name.encode()).digest() for name in ("tls_key", "receipt_key", "model")},
     **{name: sha256(name.encode()).digest() for name in ("policy", "settings")},
@@ -108,6 +109,10 @@ def look(
     """Appraise what stands for verified evidence."""
     usual = expected or Expected(NONCE, CLAIMS.tls_key, NOW)
     gpus = gpus or {}
+    named = {name: sha256(b"leaf").digest() for name in gpus}
+    claims = claims.model_copy(update={"gpus": named})
+    if gpus:
+        verified = bound_to(verified, claims)
 
     def verify(_evidence: Evidence, now: datetime) -> Verified:
         assert now == usual.now
@@ -123,6 +128,13 @@ def look(
         patch.setattr(appraisal, "verify_evidence", verify)
         patch.setattr(appraisal, "verify_nvidia", verify_gpu)
         return appraise(stated(claims, gpus), policy, usual)
+
+
+def bound_to(verified: Verified, claims: Claims) -> Verified:
+    """Return what was verified, as evidence of these claims."""
+    assert isinstance(verified, VerifiedSnp)
+    report = replace(verified.report, report_data=report_data(claims.encode()))
+    return verified._replace(report=report)
 
 
 def stated(claims: Claims, gpus: Iterable[str] = (), kind: Kind = "snp") -> Statement:
@@ -149,7 +161,7 @@ def test_what_is_asked_for_passes_every_step(tmp_path: Path) -> None:
         *("TCB: microcode", "TCB: fmc", "launch TCB: bootloader", "launch TCB: tee"),
         *("launch TCB: snp", "launch TCB: microcode", "launch TCB: fmc", "nonce", "TLS key"),
         *("age", "model", "policy", "settings"),
-        *("version", "plug-in Mine", "key of service 1"),
+        *("version", "plug-in Mine", "key of service 1", "attested services"),
     ]
 
 
@@ -256,6 +268,15 @@ def test_gpu_confidential_asks_for_attested_services(tmp_path: Path) -> None:
         assert failed(look(policy, snp(claims), claims)) == ["attested services"]
 
 
+def test_services_that_prove_nothing_are_none_outside_development(tmp_path: Path) -> None:
+    claims = CLAIMS.model_copy(update={"attested_services": "simulated"})
+    policy = load(tmp_path, POLICY)
+    assert failed(look(policy, snp(claims), claims)) == ["attested services"]
+    for other in ("none", "snp", "tdx", "tdx+nvidia"):
+        claims = CLAIMS.model_copy(update={"attested_services": other})
+        assert look(policy, snp(claims), claims).passed
+
+
 GPU = VerifiedNvidia(b"f" * 48, (bytes(48),) * 64, "590.12", "96.00.A5.00.01")
 WITH_GPUS = f"""{POLICY}
 [nvidia]
@@ -289,9 +310,10 @@ def test_gpus_are_there_where_they_are_asked_for_and_nowhere_else(tmp_path: Path
 def test_a_gpu_whose_report_is_not_genuine_fails_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appraisal, "verify_evidence", lambda _evidence, _now: snp(CLAIMS))
+    claims = CLAIMS.model_copy(update={"gpus": {"0": sha256(b"leaf").digest()}})
+    monkeypatch.setattr(appraisal, "verify_evidence", lambda _evidence, _now: snp(claims))
     expected = Expected(None, None, NOW)
-    found = appraise(stated(CLAIMS, ["0"]), load(tmp_path, WITH_GPUS), expected)
+    found = appraise(stated(claims, ["0"]), load(tmp_path, WITH_GPUS), expected)
     assert failed(found) == ["NVIDIA certificates"]
     assert not found.passed
 

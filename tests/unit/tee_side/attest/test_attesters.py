@@ -16,7 +16,7 @@ import pytest
 from protocol.errors import EvidenceError
 from tee_side.attest import attesters
 from tee_side.attest.attesters import REPORTS, Attester, find_attester
-from tee_side.attest.evidence import MAX_EVIDENCE_BYTES, Evidence
+from tee_side.attest.evidence import Evidence
 from tee_side.attest.simulated import verify_simulated
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.snp_report import SnpReport
@@ -226,10 +226,10 @@ def test_a_report_of_another_writer_is_not_ours(name: str) -> None:
 
 
 def test_a_report_that_is_too_long_is_refused() -> None:
-    longest = _tdx(report=lambda data, _vmpl: data.ljust(MAX_EVIDENCE_BYTES))
-    assert len(_attest(longest).report) == MAX_EVIDENCE_BYTES
-    longer = _tdx(report=lambda data, _vmpl: data.ljust(MAX_EVIDENCE_BYTES + 1))
-    assert f"got more than {MAX_EVIDENCE_BYTES} bytes" in _refusal(longer)
+    longest = _tdx(report=lambda data, _vmpl: data.ljust(Evidence.max_bytes))
+    assert len(_attest(longest).report) == Evidence.max_bytes
+    longer = _tdx(report=lambda data, _vmpl: data.ljust(Evidence.max_bytes + 1))
+    assert f"got more than {Evidence.max_bytes} bytes" in _refusal(longer)
 
 
 @each_row("kernel", [_snp, _sev_guest], ids=["configfs", "ioctl"])
@@ -347,7 +347,7 @@ def test_a_chain_that_lacks_one_is_an_error_that_says_what_to_do(
     report: Report = lambda data, vmpl: snp_report(data, vmpl, key)  # noqa: E731
     refusal = _refusal(_snp(report=report, table=table), certificates=files)
     assert f"got {got}" in refusal
-    assert "--attest-certificates" in refusal
+    assert "--attest-certificate" in refusal
     assert f"expected {'VLEK' if key else 'VCEK'}, ASK and ARK" in refusal
 
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.errors import EvidenceError
-from tee_side.attest.claims import MAX_CLAIMS_BYTES, Claims, report_data
+from tee_side.attest.claims import Claims, report_data
 from tests.tables import each_row
 
 _DIGEST = bytes(range(32))
@@ -27,6 +27,7 @@ GOOD: dict[str, Any] = {
     "settings": _DIGEST,
     "curve_keys": {"service 0": _DIGEST, "runner": _DIGEST},
     "plugins": {},
+    "gpus": {},
     "attested_services": "none",
     "version": "0.1.0",
 }
@@ -90,6 +91,7 @@ def test_each_field_is_in_the_digest() -> None:
         "hpke_key": b"o",
         "curve_keys": {"service 0": _DIGEST, "runner": bytes(32)},
         "plugins": {"a.py": _DIGEST},
+        "gpus": {"0": _DIGEST},
         "attested_services": "snp",
         "version": "0.1.1",
     }
@@ -105,7 +107,7 @@ def test_keys_name_their_owners() -> None:
     assert report_data(swapped.encode()) != report_data(_packed())
 
 
-@each_row("name", [name for name in GOOD if name not in ("curve_keys", "plugins")])
+@each_row("name", [name for name in GOOD if name not in ("curve_keys", "plugins", "gpus")])
 def test_every_field_has_its_type(name: str) -> None:
     for value in (None, [], {}, True, 1.5, _SECRET if isinstance(GOOD[name], bytes) else b"x"):
         with pytest.raises(EvidenceError, match=f"^claims.{name}: got ") as caught:
@@ -119,14 +121,16 @@ _LONG = "claims: got undecodable msgpack"
 @each_row(
     ("data", "text"),
     [
-        (bytes(MAX_CLAIMS_BYTES + 1), "claims: got 16385 bytes, expected at most 16384"),
+        (bytes(Claims.max_bytes + 1), "claims: got 16385 bytes, expected at most 16384"),
         (b"", "claims: got undecodable msgpack"),
         (b"\x90", "claims: got list, expected a map within limits"),
         (b"\x80", "claims.nonce: got nothing, expected a value"),
         *(
             (_packed(**{name: ...}), f"claims.{name}: got nothing, expected a value")
             for name in GOOD
+            if name != "gpus"
         ),
+        (_packed(gpus=...), "claims: got another encoding, expected names in order"),
         (
             _packed(**{_SECRET: 1}),
             "claims: got an unknown field, expected only those of the schema",
@@ -163,7 +167,7 @@ def test_refused(data: bytes, text: str) -> None:
         msgpack.packb(dict(reversed(_in_order(GOOD).items()))),
         msgpack.packb(_in_order(GOOD) | {"curve_keys": GOOD["curve_keys"]}),
         # A longer form of the outer map, and of a length.
-        b"\xde\x00\x0d" + _packed()[1:],
+        b"\xde\x00\x0e" + _packed()[1:],
         _packed().replace(b"\xc4\x20" + b"n" * 32, b"\xc5\x00\x20" + b"n" * 32),
         _packed(time=5).replace(b"\xa4time\x05", b"\xa4time\xcc\x05"),
     ],

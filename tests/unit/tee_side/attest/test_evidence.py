@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.errors import EvidenceError
-from tee_side.attest.evidence import MAX_EVIDENCE_BYTES, Evidence
+from tee_side.attest.evidence import Evidence
 from tests.tables import each_row
 
 GOOD: dict[str, Any] = {
@@ -49,9 +49,9 @@ def test_it_does_not_change() -> None:
 
 
 def test_largest() -> None:
-    room = MAX_EVIDENCE_BYTES - len(_packed(report=bytes(70_000))) + 70_000
+    room = Evidence.max_bytes - len(_packed(report=bytes(70_000))) + 70_000
     data = _packed(report=bytes(room))
-    assert len(data) == MAX_EVIDENCE_BYTES
+    assert len(data) == Evidence.max_bytes
     assert len(Evidence.decode(data).report) == room
 
 
@@ -61,7 +61,7 @@ _MAP = "expected a map within limits"
 @each_row(
     ("data", "text"),
     [
-        (bytes(MAX_EVIDENCE_BYTES + 1), "evidence: got 131073 bytes, expected at most 131072"),
+        (bytes(Evidence.max_bytes + 1), "evidence: got 131073 bytes, expected at most 131072"),
         (b"", "evidence: got undecodable msgpack"),
         (b"\xc1", "evidence: got undecodable msgpack"),
         (_packed()[:-1], "evidence: got undecodable msgpack"),
