@@ -16,14 +16,16 @@ from unittest import mock
 
 import click
 import pytest
+import zmq
 from click.testing import CliRunner
 
 from gpu_side.service import ServiceSettings
 from protocol.errors import SettingsError
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
-from tee_side.policy.placement import load_policy
+from tee_side.policy.placement import _BUILTIN, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.remote.attested import ServiceAppraisal
 from tee_side.runner import RunnerSettings
 from tests.e2e.in_process import call
 from tests.e2e.test_bad_input import refused
@@ -294,7 +296,29 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
         allow_anyone=True,
         heartbeat_timeout_s=11.5,
     )
-    _is_all_different(settings, _service_settings(), but=frozenset({"model"}))
+    _is_all_different(settings, _service_settings(), but=frozenset({"model", "secret"}))
+
+
+def test_an_attested_service_makes_its_key_each_time(tmp_path: Path) -> None:
+    public = tmp_path / "service.pub"
+    keys = ("--allow", str(tmp_path / "allow"), "--public-key", str(public))
+    secrets = set()
+    for _ in range(2):
+        made = _service_settings("--attest", "simulated", *keys)
+        assert made.secret is not None
+        assert made.identity is None
+        assert zmq.curve_public(made.secret) == public_key_of(public)
+        secrets.add(made.secret)
+    assert len(secrets) == 2
+
+
+def test_what_services_must_be_is_told_where_a_policy_asks(tmp_path: Path) -> None:
+    text = (_BUILTIN / "attention-in-tee.toml").read_text()
+    policy = tmp_path / "policy.toml"
+    policy.write_text(text.replace("[operators]", '[service]\nattested = "simulated"\n[operators]'))
+    settings, said = _runner_settings("--policy", str(policy), "--gpu", "tcp://127.0.0.1:1")
+    assert isinstance(settings.appraise_service, ServiceAppraisal)
+    assert said == ""
 
 
 def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
@@ -362,7 +386,8 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         shares_in_the_clear=True,
     )
     default, _ = _runner_settings()
-    _is_all_different(settings, default, but=frozenset({"model", "manifest"}))
+    but = frozenset({"model", "manifest", "appraise_service"})
+    _is_all_different(settings, default, but=but)
     # The default is written twice, as what says it takes long to import.
     assert default.heartbeat_timeout_s == RunnerSettings.heartbeat_timeout_s
     assert default.request_timeout_s == RunnerSettings.request_timeout_s
