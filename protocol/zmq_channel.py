@@ -172,10 +172,7 @@ class ZmqChannel(PendingChannel):
             elif event == _CLOSED:
                 # Nothing listens. ZeroMQ tries again, but not where one connection is allowed.
                 if self._one_connection:
-                    self._lost, self._refusal = (
-                        True,
-                        ("nothing", "a gpu-service that listens there"),
-                    )
+                    self._lost, self._refusal = True, ("nothing that listens", "a gpu-service")
                     self._connection += 1
             elif event == _DISCONNECTED:
                 # Also follows a handshake that failed, after which ZeroMQ may try again.

@@ -124,7 +124,7 @@ def test_linear_weights_are_needed_only_where_the_policy_runs_them(
         gpu=(f"ipc://{tmp_path}/nobody",),
         connect_timeout_s=0.05,
     )
-    with pytest.raises(EndpointError, match="nobody: got nothing while Init was waiting"):
+    with pytest.raises(EndpointError, match="nobody: got nothing that listens while Init"):
         Runner(offloading)
 
 
