@@ -16,7 +16,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more mutations test-kernels sanitize wheel check format lint types imports docs site bench leak soak clean
+.PHONY: help setup demo test test-more mutations test-kernels sanitize wheel image image-check check format lint types imports docs site bench leak soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,18 @@ wheel: $(STAMP)  ## build a manylinux wheel in build/wheel, and load its kernels
 	@# What it depends on is here already. As a path and not a site directory: without this checkout.
 	cd build/wheel && PYTHONPATH="$$($(abspath $(BIN))/python -c 'import torch; print(torch.__path__[0])')/.." \
 	    venv/bin/python ../../tests/tools/wheel.py
+
+image: $(STAMP)  ## build the guest image of a confidential VM in build/image (root); IMAGE=--small: without the runner
+	rm -rf build/image
+	$(BIN)/tsqp image build -o build/image $(IMAGE)
+
+image-check: $(STAMP)  ## build that image twice, differently, and compare (root); IMAGE=--small: without the runner
+	rm -rf build/image-1 build/image-packages build/other
+	mkdir -p build/other/place
+	$(BIN)/tsqp image build -o build/image-1 --save build/image-packages --jobs 1 $(IMAGE)
+	(umask 077; TZ=Asia/Tokyo LANG=de_DE.UTF-8 $(BIN)/tsqp image build -o build/other/image-2 --jobs 2 \
+	    --scratch build/other/place --lock build/image-1/lock.json --packages build/image-packages $(IMAGE))
+	$(BIN)/tsqp image compare build/image-1 build/other/image-2
 
 check: format lint types imports test  ## everything that must be green: format, lint, types, imports, tests
 

@@ -24,8 +24,8 @@ from tsqp.extras import needing
 
 _EXTRA = "the extra demo: pip install '.[demo]'"
 _NAMED_SO = (
-    *("audit", "bench", "calibrate", "doctor", "explain", "health", "keys", "keyserver"),
-    *("leak", "manifest", "plan", "provision", "proxy", "receipt", "seal", "verify"),
+    *("audit", "bench", "calibrate", "doctor", "explain", "health", "image", "keys", "keyserver"),
+    *("leak", "manifest", "measure", "plan", "provision", "proxy", "receipt", "seal", "verify"),
 )
 # Commands that make keys, or read a text that may be private.
 _WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}

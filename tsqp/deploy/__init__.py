@@ -1,0 +1,1 @@
+"""Guest images for confidential VMs: building them, and what a processor measures of them."""

@@ -1,0 +1,192 @@
+"""What stays of a directory tree in an image: no shell login, no package manager, no traces."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from pathlib import Path
+
+# All programs that stay, with no shell among them: links that they are started by, too.
+_PROGRAMS = (
+    *("usr/bin/kmod", "usr/bin/mount", "usr/bin/python3*", "usr/bin/systemctl", "usr/bin/umount"),
+    *("usr/bin/systemd-tmpfiles", "usr/bin/systemd-sysusers", "usr/bin/udevadm"),
+    *("usr/bin/systemd", "usr/sbin/modprobe"),
+)
+# Patterns below the root. Debian's package manager; logins; text for people; what a first start or
+# another machine would have written.
+_REMOVED = (
+    "etc/apt",
+    "etc/dpkg",
+    "etc/hostname",
+    "etc/ld.so.conf.d/fakeroot*",
+    "etc/machine-id",
+    "etc/resolv.conf",
+    "root/.*",
+    "etc/*-",
+    "usr/lib/apt",
+    "usr/lib/dpkg",
+    "usr/lib/init",
+    "usr/lib/kernel",
+    "usr/lib/x86_64-linux-gnu/perl*",
+    "usr/share/bash-completion",
+    "usr/share/bug",
+    "usr/share/debconf",
+    "usr/share/doc",
+    "usr/share/doc-base",
+    "usr/share/i18n",
+    "usr/share/info",
+    "usr/share/keyrings",
+    "usr/share/lintian",
+    "usr/share/locale",
+    "usr/share/man",
+    "usr/share/menu",
+    "usr/share/perl*",
+    "usr/share/polkit-1",
+    "usr/share/zsh",
+    "usr/lib/systemd/system-generators",
+    "usr/lib/systemd/user-generators",
+    "usr/lib/systemd/system/*getty*",
+    "usr/lib/systemd/system/apt-*",
+    "usr/lib/systemd/system/dpkg-*",
+    "usr/lib/systemd/system/debug-shell.service",
+    "usr/lib/systemd/system/emergency.service",
+    "usr/lib/systemd/system/fstrim.*",
+    "usr/lib/systemd/system/ldconfig.service",
+    "usr/lib/systemd/system/systemd-journal-catalog-update.service",
+    "usr/lib/systemd/system/systemd-journal-flush.service",
+    "usr/lib/systemd/system/systemd-networkd-persistent-storage.service",
+    "usr/lib/systemd/system/proc-sys-fs-binfmt_misc.*",
+    "usr/lib/systemd/system/rescue.service",
+    "usr/lib/systemd/system/*/*getty*",
+    "usr/lib/systemd/system/*/proc-sys-fs-binfmt_misc.*",
+    "etc/systemd/system/*",
+    "dev/*",
+    "run/*",
+    "tmp/*",
+    "var/backups",
+    "var/cache/*",
+    "var/lib/apt",
+    "var/lib/dpkg",
+    "var/lib/systemd/*",
+    "var/log/*",
+    "var/tmp/*",
+)
+# Of wheels: headers, tests and tools; what pip wrote about this installation; what people run.
+_LIBRARIES = "usr/lib/python3/dist-packages"
+_REMOVED_LIBRARIES = (
+    "bin",
+    "*.dist-info/INSTALLER",
+    "*.dist-info/RECORD",
+    "*.dist-info/REQUESTED",
+    "*.dist-info/direct_url.json",
+    "numpy/**/tests",
+    "sympy/**/tests",
+    "networkx/**/tests",
+    "torch/bin/[!t]*",
+    "torch/bin/te*",
+    "torch/include",
+    "torch/share",
+    "torch/test",
+    "torch/lib/*.a",
+    "tsqp/demo",
+    "tsqp/lab",
+    "tsqp/tools",
+    # Entry points of tsqp/lab.
+    "tsqp-*.dist-info/entry_points.txt",
+)
+_WANTED_MODULES = (
+    *("af_packet", "autofs4", "configfs", "dm-verity", "erofs", "overlay", "sev-guest"),
+    *("tdx-guest", "tsm", "virtio-rng", "virtio_blk", "virtio_net", "vmw_vsock_virtio_transport"),
+)
+_ENABLED = {
+    "multi-user.target.wants": ("tsqp.service", "systemd-networkd.service"),
+    "sysinit.target.wants": ("tsqp-read-only.service",),
+    "local-fs.target.wants": ("tmp.mount", "var.mount"),
+}
+
+
+def strip(root: Path) -> None:
+    """Remove from a tree what an image has no use for, and set-uid bits."""
+    kept = {path for pattern in _PROGRAMS for path in _found(root, pattern)}
+    for folder in ("usr/bin", "usr/sbin"):
+        for path in set((root / folder).iterdir()) - kept:
+            _remove(path)
+    for base, patterns in ((root, _REMOVED), (root / _LIBRARIES, _REMOVED_LIBRARIES)):
+        for pattern in patterns:
+            for path in _found(base, pattern):
+                _remove(path)
+    for path in list(root.rglob("__pycache__")):
+        _remove(path)
+    for path in root.rglob("*"):
+        if not path.is_symlink() and path.stat().st_mode & (stat.S_ISUID | stat.S_ISGID):
+            path.chmod(path.stat().st_mode & 0o777)
+
+
+def _found(base: Path, pattern: str) -> list[Path]:
+    """Return what a pattern names: links as well that lead nowhere outside of the image."""
+    parent, _, name = pattern.rpartition("/")
+    folders = base.glob(parent) if parent else [base]
+    entries = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
+    return [path for path in entries if fnmatchcase(path.name, name)]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def add_units(root: Path) -> None:
+    """Put in what starts the runner: systemd's units, and the program that reads the kernel's line.
+
+    An empty machine-id: systemd makes one for each start, in memory.
+    """
+    units = root / "etc/systemd/system"
+    ours = files("tsqp.deploy") / "guest"
+    for entry in ours.iterdir():
+        if entry.name.endswith((".service", ".mount")):
+            _write(units / entry.name, entry.read_text())
+    _write(root / "etc/systemd/network/80-tsqp.network", (ours / "tsqp.network").read_text())
+    _write(root / "usr/lib/tsqp/start.py", (ours / "start.py").read_text())
+    _write(root / "etc/hostname", "tsqp\n")
+    _write(root / "etc/machine-id", "")
+    _write(root / "etc/modules-load.d/tsqp.conf", "configfs\nsev-guest\ntdx-guest\ntsm\n")
+    for wants, names in _ENABLED.items():
+        (units / wants).mkdir()
+        for name in names:
+            target = (
+                units / name if (units / name).exists() else Path("/usr/lib/systemd/system", name)
+            )
+            inside = target.relative_to(root) if target.is_relative_to(root) else target
+            (units / wants / name).symlink_to(Path("/") / inside)
+    (units / "default.target").symlink_to("/usr/lib/systemd/system/multi-user.target")
+    (root / "model").mkdir()
+    (root / "init").symlink_to("usr/lib/systemd/systemd")
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def add_modules(modules: Path, dependencies: str, root: Path) -> None:
+    """Copy the kernel modules that a guest needs, with those that they need.
+
+    `dependencies`: the content of modules.dep, of the directory `modules`.
+    """
+    needed: dict[str, list[str]] = {}
+    for line in dependencies.splitlines():
+        module, _, others = line.partition(":")
+        needed[module] = [module, *others.split()]
+    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
+    into = root / "usr/lib/modules" / modules.name
+    for module, group in needed.items():
+        if Path(module).name.partition(".")[0].replace("_", "-") in wanted:
+            for name in group:
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(modules / name, into / name)
+    for name in ("modules.builtin", "modules.builtin.modinfo", "modules.order"):
+        shutil.copyfile(modules / name, into / name)

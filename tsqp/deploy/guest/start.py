@@ -1,0 +1,79 @@
+"""Runs in the guest: starts what the measured command line of the kernel says.
+
+tsqp.arg=WORD        a word of tee-runner's command line, in order; %20 is a blank
+tsqp.manifest=HEX    /model has to be what this digest of its manifest says
+tsqp.self-test       no runner: say how this guest stands, and answer "report" and "off"
+"""
+
+import json
+import os
+import platform
+import sys
+from urllib.parse import unquote
+
+# The guest has one network, which its host made for its clients.
+_SERVE = ["serve", "/model", "--host", "0.0.0.0"]  # noqa: S104
+_RUNNER = "from tsqp.cli.tee_runner import main; main()"
+_MANIFEST = "/model/manifest.json"
+
+
+def command(line: str) -> list[str]:
+    """Return the words of tee-runner that a kernel's command line asks for."""
+    given = [word.partition("=") for word in line.split()]
+    words = [unquote(value) for name, _, value in given if name == "tsqp.arg"] or list(_SERVE)
+    for name, _, value in given:
+        if name == "tsqp.manifest":
+            words += ["--manifest", _MANIFEST, "--manifest-digest", value]
+    return words
+
+
+def require_seed() -> None:
+    """End where the kernel's generator has no seed yet: keys and pads would be guessable."""
+    try:
+        os.getrandom(1, os.GRND_NONBLOCK)
+    except BlockingIOError:
+        sys.exit("the kernel's random generator: got no seed, expected one")
+
+
+def report() -> str:
+    """Return how this guest stands, as one line of JSON."""
+    # Of the file system, not of this process's view of it, which systemd made read-only.
+    with open("/proc/self/mountinfo") as mounts:
+        options = [line.split()[-1] for line in mounts if line.split()[4] == "/"]
+    devices = [
+        name for name in ("sev-guest", "tdx_guest", "vsock") if os.path.exists(f"/dev/{name}")
+    ]
+    facts = {
+        "system": platform.freedesktop_os_release()["PRETTY_NAME"],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "seeded": True,
+        "root": options[-1].split(",")[0],
+        "devices": devices,
+    }
+    return "tsqp-guest " + json.dumps(facts)
+
+
+def say(line: str) -> None:
+    """Write a line to the console."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Entry point."""
+    require_seed()
+    with open("/proc/cmdline") as file:
+        line = file.read()
+    if "tsqp.self-test" not in line.split():
+        os.execv("/usr/bin/python3", ["python3", "-I", "-c", _RUNNER, *command(line)])
+    say(report())
+    for asked in sys.stdin:
+        if asked.strip() == "off":
+            break
+        if asked.strip() == "report":
+            say(report())
+
+
+if __name__ == "__main__":
+    main()
