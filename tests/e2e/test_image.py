@@ -107,7 +107,7 @@ def test_it_starts_under_emulation_and_says_how_it_stands(image: Path) -> None:
     finally:
         end.cancel()
         guest.kill()
-        guest.wait()
+        guest.communicate()  # closes the pipes, too
     assert len(reports) == 2, "".join(seen)
     assert reports[0] == reports[1]
     assert reports[0]["system"] == "Debian GNU/Linux 13 (trixie)"
