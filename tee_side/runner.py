@@ -108,7 +108,7 @@ class Runner:
     many.
 
     Raises, before anything is computed: ModelError, PolicyError, SettingsError, EndpointError,
-    DeadlineExceededError (nothing answers) and ModelMismatchError.
+    DeadlineExceededError (nothing answers), ModelMismatchError and EvidenceError.
     """
 
     def __init__(

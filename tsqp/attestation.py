@@ -22,11 +22,11 @@ from zmq.utils import z85
 from protocol.curve import one_for_each
 from protocol.errors import SettingsError
 from tee_side.attest.attesters import Attester, find_attester
-from tee_side.attest.claims import NONE, Claims, report_data
+from tee_side.attest.claims import NONE
 from tee_side.attest.statement import Statement
 from tee_side.plugins import source_of
 from tee_side.serve.hpke_key import HpkeKey
-from tee_side.serve.identity import About, Identity
+from tee_side.serve.identity import About, Identity, state
 from tsqp.cli.running import Loaded, policy_digest
 from tsqp.cli.trust import read_client_keys
 from tsqp.seal_keys import key_of_server
@@ -72,23 +72,13 @@ def release_key(
     about = _about(settings, manifest, policy)
     attester = attester_of(settings)
 
-    def state(nonce: bytes, key: HpkeKey) -> Statement:
-        claims = Claims(
-            nonce=nonce,
-            time=round(time.time()),
-            tls_key=NONE,
-            hpke_suite=key.suite,
-            hpke_key=key.public,
-            receipt_key=NONE,
-            **about._asdict(),
-        ).encode()
-        evidence = attester.attest(report_data(claims))
-        return Statement(claims=claims, evidence=evidence.encode())
+    def stated(nonce: bytes, key: HpkeKey) -> Statement:
+        own = {"hpke_suite": key.suite, "hpke_key": key.public}
+        none = {"tls_key": NONE, "receipt_key": NONE}
+        return state(attester, about, time.time(), nonce=nonce, **own, **none)
 
-    named = {"model": about.model, "policy": about.policy, "settings": about.settings}
-    said = ", ".join(f"{name} {digest.hex()}" for name, digest in named.items())
-    click.echo(f"a key server is asked, with evidence of {attester.kind}: {said}", err=True)
-    return key_of_server(url, state)
+    click.echo(f"a key server is asked, with evidence of {attester.kind}: {about}", err=True)
+    return key_of_server(url, stated)
 
 
 def refuse_inside(directory: Path, settings: Mapping[str, Any]) -> None:

@@ -41,9 +41,13 @@ def new_key_pair(name: Path) -> tuple[Path, Path, str]:
 def replace_public_key(path: Path, public: bytes) -> None:
     """Write a public key in the place of another, if there is one. Raises KeyFileError."""
     new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)
-    write_new(new, f"{PUBLIC_HEADER}\n{public.decode()}\n", 0o644)
-    new.replace(path)
+    try:
+        new.unlink(missing_ok=True)
+        write_new(new, f"{PUBLIC_HEADER}\n{public.decode()}\n", 0o644)
+        new.replace(path)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise KeyFileError(str(path), got=got, expected="a file to write") from None
 
 
 def public_key_of(path: Path) -> bytes:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -77,13 +77,12 @@ def verify_nvidia(
     certificates: Sequence[bytes],
     nonce: bytes,
     now: datetime,
-    roots: Collection[str] = PINNED_ROOTS,
 ) -> VerifiedNvidia:
     """Verify a report by its certificates in DER, from leaf to root. Raises EvidenceError.
 
     `nonce`: 32 bytes, which the GPU was asked with; `now`: when, with a time zone.
     """
-    leaf = _verified_leaf(certificates, now, roots)
+    leaf = _verified_leaf(certificates, now)
     signed, r, s = report[:-96], report[-96:-48], report[-48:]
     try:
         key = leaf.public_key()
@@ -98,12 +97,10 @@ def verify_nvidia(
     return VerifiedNvidia(_firmware(leaf), *_parse(signed))
 
 
-def _verified_leaf(
-    certificates: Sequence[bytes], now: datetime, roots: Collection[str]
-) -> x509.Certificate:
+def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certificate:
     if len(certificates) != CHAIN_LENGTH:
         raise _refused("certificates", str(len(certificates)), f"{CHAIN_LENGTH}, leaf to root")
-    if hashlib.sha256(certificates[-1]).hexdigest() not in roots:
+    if hashlib.sha256(certificates[-1]).hexdigest() not in PINNED_ROOTS:
         raise _refused("root", "another certificate", "the one that is pinned")
     try:
         leaf, *between, root = chain = [*map(x509.load_der_x509_certificate, certificates)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import (
@@ -41,6 +41,21 @@ class About(NamedTuple):
     version: str
     attested_services: str
 
+    def __str__(self) -> str:
+        """Return what a person compares with what others find."""
+        return (
+            f"model {self.model.hex()}, policy {self.policy.hex()}, settings {self.settings.hex()}"
+        )
+
+
+def state(attester: Attester, about: About, time_s: float, **keys: Any) -> Statement:
+    """Return a new statement of what an enclave runs and of `keys`: the other fields of its claims.
+
+    Takes as long as the hardware does. Raises EvidenceError.
+    """
+    claims = Claims(time=round(time_s), **about._asdict(), **keys).encode()
+    return Statement(claims=claims, evidence=attester.attest(report_data(claims)).encode())
+
 
 class Identity:
     """Keys of a server: of its connections, of bodies sealed to it, of its receipts.
@@ -64,31 +79,24 @@ class Identity:
     @property
     def said(self) -> str:
         """What a person is told, to compare with what clients find."""
-        about = self._about
-        named = {"model": about.model, "policy": about.policy, "settings": about.settings}
-        claims = ", ".join(f"{name} {digest.hex()}" for name, digest in named.items())
-        return f"attested by {self._attester.kind}: {claims}"
+        return f"attested by {self._attester.kind}: {self._about}"
 
     def receipts(self) -> ReceiptChain:
         """Return what signs receipts, with a new chain."""
         return ReceiptChain(self.receipt_key, self._about.model, self._about.policy)
 
     def state(self, nonce: bytes) -> Statement:
-        """Return a new statement for a client's nonce, empty for a certificate.
-
-        Takes as long as the hardware does. Raises EvidenceError.
-        """
-        claims = Claims(
+        """Return a new statement for a client's nonce, empty for a certificate. As `state`."""
+        return state(
+            self._attester,
+            self._about,
+            self._utc().timestamp(),
             nonce=nonce,
-            time=round(self._utc().timestamp()),
             tls_key=key_digest(self.tls_key.public_key()),
             hpke_suite=self.hpke_key.suite,
             hpke_key=self.hpke_key.public,
             receipt_key=self.receipt_key.public_key().public_bytes_raw(),
-            **self._about._asdict(),
-        ).encode()
-        evidence = self._attester.attest(report_data(claims))
-        return Statement(claims=claims, evidence=evidence.encode())
+        )
 
 
 def certify(
@@ -96,7 +104,7 @@ def certify(
 ) -> bytes:
     """Return a certificate (DER) of a key by itself, with a statement in it."""
     stated = x509.UnrecognizedExtension(EXTENSION, statement.encode())
-    made = (
+    return (
         x509.CertificateBuilder()
         .subject_name(_NAME)
         .issuer_name(_NAME)
@@ -107,5 +115,5 @@ def certify(
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(stated, critical=False)
         .sign(key, SHA256())
+        .public_bytes(Encoding.DER)
     )
-    return made.public_bytes(Encoding.DER)

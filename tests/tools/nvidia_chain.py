@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from unittest.mock import patch
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -14,6 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
+
+from tee_side.attest import nvidia
 
 BEGINS, ENDS = datetime(2022, 3, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 FIRMWARE = bytes(range(48))
@@ -43,10 +47,12 @@ class NvidiaGpu:
     certificates: tuple[bytes, ...]
     key: ec.EllipticCurvePrivateKey = field(repr=False)
 
-    @property
-    def roots(self) -> frozenset[str]:
-        """What pins its root."""
-        return frozenset({hashlib.sha256(self.certificates[-1]).hexdigest()})
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Pin its root beside NVIDIA's."""
+        roots = nvidia.PINNED_ROOTS | {hashlib.sha256(self.certificates[-1]).hexdigest()}
+        with patch.object(nvidia, "PINNED_ROOTS", roots):
+            yield
 
     def sign(self, signed: bytes) -> bytes:
         """Return a report of these messages."""

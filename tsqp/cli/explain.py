@@ -153,6 +153,8 @@ def _needs(found: Explanation, given: str) -> list[tuple[str, str]]:
     )
     if needs.services and needs.arithmetic == "int8":
         services += ", with --arithmetic int8 or both"
+    if needs.services and needs.attested != "none":
+        services += f", by {needs.attested} evidence (gpu-service --attest, --service-appraisal)"
     pairs = [("services", services)]
     if needs.calibration:
         pairs.append(("calibration", "calibration.safetensors, by tsqp calibrate MODEL"))

@@ -8,13 +8,19 @@ from pathlib import Path
 import click
 
 from tsqp.cli.appraising import appraisal_options, read_appraisal
-from tsqp.cli.settings import CONTEXT, PATH, Listen, config_option
+from tsqp.cli.settings import CONTEXT, PATH, config_option, read_listen
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("keyfile", type=PATH)
 @appraisal_options
-@click.option("--listen", type=Listen(), default="127.0.0.1:8090", help="Port 0: a free one.")
+@click.option(
+    "--listen",
+    default="127.0.0.1:8090",
+    callback=read_listen,
+    metavar="HOST:PORT",
+    help="Port 0: a free one.",
+)
 @config_option
 def keyserver(
     *, keyfile: Path, policy: Path | None, mode: str | None, listen: tuple[str, int]

@@ -69,10 +69,10 @@ def measure(
     if (appraisal is not None) != bool(minimum):
         got = "--minimum-tcb alone" if minimum else "--appraisal alone"
         raise SettingsError("tsqp measure", got=got, expected="--appraisal and --minimum-tcb")
-    measurement = run(image, Launch(vcpus, vcpu_type, ovmf))
     firmware = hashlib.sha256(ovmf.read_bytes()).hexdigest()
     if ovmf_sha256 != firmware:
         raise SettingsError(str(ovmf), got=f"SHA-256 {firmware}", expected=ovmf_sha256)
+    measurement = run(image, Launch(vcpus, vcpu_type, ovmf))
     if appraisal is not None:
         appraisal.write_text(snp_table(measurement, minimum))
     facts = {

@@ -9,13 +9,19 @@ from pathlib import Path
 import click
 
 from tsqp.cli.appraising import appraisal_options, read_appraisal
-from tsqp.cli.settings import CONTEXT, FiniteFloatRange, Listen, config_option
+from tsqp.cli.settings import CONTEXT, FiniteFloatRange, config_option, read_listen
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("url")
 @appraisal_options
-@click.option("--listen", type=Listen(), default="127.0.0.1:8080", help="Port 0: a free one.")
+@click.option(
+    "--listen",
+    default="127.0.0.1:8080",
+    callback=read_listen,
+    metavar="HOST:PORT",
+    help="Port 0: a free one.",
+)
 @click.option(
     "--again-minutes",
     type=FiniteFloatRange(0, 1440, min_open=True),

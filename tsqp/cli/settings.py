@@ -119,19 +119,12 @@ class FiniteFloatRange(click.FloatRange):
         return number
 
 
-class Listen(click.ParamType[tuple[str, int]]):
-    """An address to listen at, HOST:PORT; an IPv6 address in brackets."""
-
-    name = "HOST:PORT"
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, int]:
-        """Return host and port, or fail."""
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            self.fail(f"{value!r} is not HOST:PORT.", param, ctx)
-        return host.strip("[]"), int(port)
+def read_listen(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, int]:
+    """Read HOST:PORT to listen at; an IPv6 address is in brackets. Raises SettingsError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SettingsError("--listen", got=describe(text), expected="HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 class StopText(click.types.StringParamType):

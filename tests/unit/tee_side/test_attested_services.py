@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,9 @@ from zmq.utils import z85
 from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError, PolicyError, SettingsError, TsqpError
 from protocol.model.config import read_config
-from tee_side.attest import appraisal
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.claims import NONE, Claims, gpu_nonce, report_data
 from tee_side.attest.evidence import GpuEvidence
-from tee_side.attest.nvidia import verify_nvidia
 from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.policy.placement import Policy
@@ -33,7 +31,7 @@ from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
 from tee_side.runner import Runner, RunnerSettings
 from tests.tables import each_row
-from tests.tools.nvidia_chain import make_gpu, messages
+from tests.tools.nvidia_chain import NvidiaGpu, make_gpu, messages
 from tests.unit.tee_side.policy_texts import CLEAR, policy_of
 from tests.unit.tee_side.services_fakes import World
 from tsqp.cli.program import model_directory
@@ -125,9 +123,15 @@ def test_another_kind_of_evidence_is_refused(attested: str) -> None:
     assert refused.value.expected == attested
 
 
-def test_evidence_of_gpus_is_of_the_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpu() -> Iterator[NvidiaGpu]:
+    """A GPU whose root is pinned."""
     gpu = make_gpu()
-    monkeypatch.setattr(appraisal, "verify_nvidia", partial(verify_nvidia, roots=gpu.roots))
+    with gpu.pinned():
+        yield gpu
+
+
+def test_evidence_of_gpus_is_of_the_claims(gpu: NvidiaGpu) -> None:
     table = {"measurements": "any", "driver": "any", "vbios": "any"}
 
     said = claims(gpus={"0": sha256(gpu.certificates[0]).digest()})

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
+
 import pynvml
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError
+from tee_side.attest.appraisal_policy import AppraisalPolicy
+from tee_side.attest.claims import Claims
 from tee_side.attest.nvidia import verify_nvidia
+from tee_side.attest.statement import Statement
+from tee_side.remote.attested import ServiceAppraisal
 from tests.tables import each_row
 from tests.tools.nvidia_chain import BEGINS, NvidiaGpu, make_blackwell, make_gpu, messages
 from tsqp.gpu_evidence import ask_gpus, read_certificates
+from tsqp.key_files import public_key_of
+from tsqp.service_attestation import attested_service
 
 NONCE = bytes(range(32))
 
@@ -73,7 +83,8 @@ def test_each_gpu_is_asked_with_the_nonce(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(found) == ["0", "1"]
     assert read_certificates() == {name: one.certificates for name, one in found.items()}
     for shown, gpu in zip(found.values(), driver.gpus, strict=True):
-        verify_nvidia(shown.report, shown.certificates, NONCE, BEGINS, gpu.roots)
+        with gpu.pinned():
+            verify_nvidia(shown.report, shown.certificates, NONCE, BEGINS)
     assert driver.opened == 0
 
 
@@ -102,3 +113,31 @@ def test_a_machine_without_such_a_gpu_is_told(
     with pytest.raises(EvidenceError, match=f"evidence of GPUs: got .*{got}.*, expected GPUs of"):
         ask_gpus(NONCE)
     assert driver.opened == 0
+
+
+def test_a_service_with_gpus_is_what_a_runner_accepts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = FakeDriver(make_gpu(), make_blackwell())
+    driver.replace_real(monkeypatch)
+    options = {"attest": "simulated", "attest_gpus": True, "public_key": tmp_path / "service.pub"}
+    options |= {"attest_certificate": (), "attest_collateral": None}
+    made = attested_service(options, {"device": "cuda"})
+    assert made is not None
+    keys = ClientKeys(made.secret, public_key_of(tmp_path / "service.pub"))
+    said = AppraisalPolicy.development().model_dump(exclude={"nvidia"})
+    any_gpu = dict.fromkeys(("measurements", "driver", "vbios"), "any")
+    policy = AppraisalPolicy.model_validate(said | {"nvidia": any_gpu}, strict=False)
+    appraise = ServiceAppraisal("simulated+nvidia", policy)  # type: ignore[arg-type]
+    weights = "ab" * 32
+    stated = made.attest(NONCE, weights)
+    with ExitStack() as stack:
+        for gpu in driver.gpus:
+            stack.enter_context(gpu.pinned())
+        appraise("tcp://gpu:1", keys, stated, NONCE)
+        with pytest.raises(EvidenceError, match="nonce"):
+            appraise("tcp://gpu:1", keys, stated, bytes(32))
+        without = AppraisalPolicy.model_validate(said, strict=False)
+        with pytest.raises(EvidenceError, match="GPUs: got 0, 1, expected"):
+            ServiceAppraisal("simulated", without)("tcp://gpu:1", keys, stated, NONCE)
+    assert Claims.decode(Statement.decode(stated).claims).model.hex() == weights

@@ -186,6 +186,7 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
     feature = policy.feature_mask
     return Needs(
         services=policy.services,
+        attested=policy.service.attested,
         arithmetic=policy.served_arithmetic,
         calibration=policy.arithmetic == "int8",
         key=feature.name if feature else None,

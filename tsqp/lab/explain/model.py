@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from protocol.messages import Arithmetic
 from tee_side.protect.masks.mask import Kind
-from tee_side.words import Operator, Phase, Place, Verify
+from tee_side.words import Attested, Operator, Phase, Place, Verify
 
 
 class _Model(BaseModel):
@@ -103,6 +103,7 @@ class Needs(_Model):
     """What a policy needs beside the model: `key`: the feature mask that wants one."""
 
     services: int
+    attested: Attested
     arithmetic: Arithmetic
     calibration: bool
     key: str | None

@@ -15,7 +15,7 @@ import pytest
 
 from protocol.errors import EvidenceError
 from tee_side.attest import attesters
-from tee_side.attest.attesters import REPORTS, Attester, find_attester
+from tee_side.attest.attesters import Attester, find_attester
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.simulated import verify_simulated
 from tee_side.attest.snp import verify_snp
@@ -242,10 +242,10 @@ def test_a_report_of_other_data_is_refused(kernel: Callable[..., FakeKernel]) ->
 def test_what_is_not_here_is_an_error_that_names_where_it_was_looked_for() -> None:
     refusal = _refusal(FakeKernel(configfs=False))
     assert refusal.startswith("snp attester: got [Errno 2] No such file or directory")
-    assert refusal.endswith(f", expected sev_guest at {REPORTS}, open to this user")
+    assert refusal.endswith(", expected its device (sev_guest), open to this user")
     # A quote is not to be had by SEV-SNP's device.
     refusal = _refusal(FakeKernel(configfs=False, sev_guest=True), kind="tdx")
-    assert refusal.endswith(f", expected tdx_guest at {REPORTS}, open to this user")
+    assert refusal.endswith(", expected its device (tdx_guest), open to this user")
 
 
 @each_row(
@@ -254,7 +254,9 @@ def test_what_is_not_here_is_an_error_that_names_where_it_was_looked_for() -> No
 def test_another_kind_of_machine_is_an_error(kind: Any, provider: str) -> None:
     refusal = _refusal(FakeKernel(provider=provider, sev_guest=True), kind=kind)
     expected = {"snp": "sev_guest", "tdx": "tdx_guest"}[kind]
-    assert refusal.startswith(f"{kind} attester: got another provider, expected {expected} at")
+    assert refusal.startswith(
+        f"{kind} attester: got another provider, expected its device ({expected})"
+    )
 
 
 def test_a_user_who_may_use_the_device_alone_uses_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.errors import EvidenceError
-from tee_side.attest.nvidia import PINNED_ROOTS, VerifiedNvidia, verify_nvidia
+from tee_side.attest.nvidia import VerifiedNvidia, verify_nvidia
 from tests.tables import each_row
 from tests.tools.changed_bytes import changed
 from tests.tools.nvidia_chain import (
@@ -43,7 +43,8 @@ _SAMPLES = "nv-attestation-sdk-cpp/unit-tests/testdata/sample_attestation_data/g
 
 
 def verify(gpu: NvidiaGpu, report: bytes, now: datetime = NOW) -> VerifiedNvidia:
-    return verify_nvidia(report, gpu.certificates, NONCE, now, gpu.roots)
+    with gpu.pinned():
+        return verify_nvidia(report, gpu.certificates, NONCE, now)
 
 
 def test_a_report_says_firmware_measurements_and_versions() -> None:
@@ -172,8 +173,8 @@ def test_a_chain_that_is_not_whole_and_in_order_is_refused(
     gpu = make_gpu()
     certificates = chain(gpu.certificates, make_blackwell().certificates)
 
-    with pytest.raises(EvidenceError) as raised:
-        verify_nvidia(gpu.sign(GENUINE), certificates, NONCE, NOW, gpu.roots)
+    with gpu.pinned(), pytest.raises(EvidenceError) as raised:
+        verify_nvidia(gpu.sign(GENUINE), certificates, NONCE, NOW)
 
     assert raised.value.where == f"NVIDIA {where}"
 
@@ -190,9 +191,7 @@ def test_the_root_that_is_pinned_is_of_nvidia() -> None:
         verify_nvidia(gpu.sign(GENUINE), gpu.certificates, NONCE, NOW)
 
 
-def _accepted(
-    report: bytes, chain: Sequence[bytes], seeds: range, roots: Collection[str] = PINNED_ROOTS
-) -> list[int]:
+def _accepted(report: bytes, chain: Sequence[bytes], seeds: range) -> list[int]:
     """Change the report by odd seeds, and a certificate by even ones; return which are accepted."""
     accepted = []
     for seed in seeds:
@@ -200,7 +199,7 @@ def _accepted(
         place = 0 if seed % 2 else 1 + seed // 2 % len(chain)
         parts[place] = changed(parts[place], seed)
         with suppress(EvidenceError):
-            verify_nvidia(parts[0], parts[1:], report[4:36], NOW, roots)
+            verify_nvidia(parts[0], parts[1:], report[4:36], NOW)
             accepted.append(seed)
     return accepted
 
@@ -208,7 +207,8 @@ def _accepted(
 def test_no_change_of_a_byte_is_accepted() -> None:
     gpu = make_gpu()
 
-    assert _accepted(gpu.sign(GENUINE), gpu.certificates, range(60), gpu.roots) == []
+    with gpu.pinned():
+        assert _accepted(gpu.sign(GENUINE), gpu.certificates, range(60)) == []
 
 
 @dataclass(frozen=True)
