@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.markdown import markdown
+from benchmarks.markdown import Cells, markdown
 from benchmarks.memory import PROMPT, SHAPE
 from benchmarks.targets import (
     CALLS_TARGET,
@@ -95,6 +95,14 @@ def _baseline(
         ),
         None,
     )
+
+
+def _beside(cases: Mapping[tuple[str, ...], Sequence[Cells]]) -> list[Cells]:
+    """Return a row for each case: what was measured more than once for it stands side by side."""
+    return [
+        (*case, *(" / ".join(cells) for cells in zip(*measured, strict=True)))
+        for case, measured in cases.items()
+    ]
 
 
 def _ms(value: float | None) -> str:
@@ -262,7 +270,8 @@ def _together(documents: Documents) -> tuple[list[Check], list[str]]:
 
 
 def _overlap(documents: Documents) -> tuple[list[Check], list[str]]:
-    checks, rows = [], []
+    checks: list[Check] = []
+    cases: dict[tuple[str, ...], list[Cells]] = {}
     for one in documents["overlap"]["results"]:
         label = f"{one['case']} in {one['micro_batches']}, {one['transport']}"
         if one["bound"] == "arithmetic":
@@ -271,20 +280,15 @@ def _overlap(documents: Documents) -> tuple[list[Check], list[str]]:
             # Overlap cannot help where the second micro-batch costs the accelerator as much again.
             check = Check(label, "no target", hundredths(one["ratio"]), None)
         checks.append(check)
-        rows.append(
-            (
-                *(one["case"], one["transport"], str(one["micro_batches"])),
-                figures(one["null_ms"]),
-                *(f"{figures(gpu)}" for gpu in one["gpu_ms"]),
-                *(figures(one["serial_ms"]), figures(one["overlapped_ms"])),
-                *(check.reached, verdict(check) or "no target"),
-            )
-        )
+        times_ms = (one["null_ms"], *one["gpu_ms"], one["serial_ms"], one["overlapped_ms"])
+        judged = (check.reached, verdict(check) or "no target")
+        measured = (one["transport"], *map(figures, times_ms), *judged)
+        cases.setdefault((one["case"], str(one["micro_batches"])), []).append(measured)
     columns = (
-        *("case", "transport", "parts", "TEE ms", "GPU ms", "GPU ms cut"),
+        *("case", "parts", "transport", "TEE ms", "GPU ms", "GPU ms cut"),
         *("undivided ms", "cut ms", "ratio", f">= {OVERLAP_TARGET:g}"),
     )
-    return checks, [markdown(columns, rows, texts=2)]
+    return checks, [markdown(columns, _beside(cases), texts=3)]
 
 
 def _serving(documents: Documents) -> tuple[list[Check], list[str]]:
@@ -378,7 +382,8 @@ def _memory(documents: Documents) -> tuple[list[Check], list[str]]:
 def _plan(documents: Documents) -> tuple[list[Check], list[str]]:
     found = documents["plan"]
     tolerance = found["tolerance"]
-    rows, off = [], []
+    cases: dict[str, dict[tuple[str, ...], list[Cells]]] = {}
+    off = []
     for one in found["rows"]:
         ok = abs(one["error"]) <= tolerance
         off += [] if ok else [one]
@@ -387,24 +392,22 @@ def _plan(documents: Documents) -> tuple[list[Check], list[str]]:
         if one.get("fitted"):
             link = f"{one['transport']}, by `--machine`"
         name = case_name(one["phase"], one["tokens"], one["batch"], one["micro_batches"])
-        rows.append(
-            (
-                *(f"{one['shape']}, {one['policy']}", f"{one['gpu']}, {link}", name),
-                *(figures(one["predicted_ms"]), figures(one["measured_ms"])),
-                *(f"{one['error']:+.0%}", one["bottleneck"], "yes" if ok else "**no**"),
-            )
-        )
-    cases = len({one["case"] for one in found["rows"]})
-    within, count = len(rows) - len(off), len(rows)
+        about = (f"{one['shape']}, {one['policy']}", f"{one['gpu']}, {link}")
+        step = (name, figures(one["predicted_ms"]), figures(one["measured_ms"]))
+        judged = (f"{one['error']:+.0%}", one["bottleneck"], "yes" if ok else "**no**")
+        cases.setdefault(one["case"], {}).setdefault(about, []).append((*step, *judged))
+    count = len(found["rows"])
+    within = count - len(off)
     worst = max((abs(one["error"]) for one in found["rows"]), default=math.inf)
     wanted = f"within {percent(tolerance)}, 6 cases"
     check = Check(
-        f"{cases} cases, {count} figures",
+        f"{len(cases)} cases, {count} figures",
         wanted,
         f"{within} of {count} within, largest error {worst:.0%}",
-        not off and cases >= 6,
+        not off and len(cases) >= 6,
     )
-    columns = ("what", "accelerator and link", "step", "predicted ms", "measured ms", "error")
+    rows = [row for steps in cases.values() for row in _beside(steps)]
+    columns = ("what", "accelerator and link", "steps", "predicted ms", "measured ms", "error")
     return [check], [markdown((*columns, "bottleneck", "within"), rows, texts=3)]
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import markdown
 from benchmarks.record import RECORDINGS, RESULTS
 from benchmarks.sections import GAINED, SECTIONS, Documents, Section
 from benchmarks.targets import REASONS, Check
@@ -93,19 +92,18 @@ def _repeat(documents: Documents, names: Sequence[str]) -> str:
 
 
 def _summary(checked: Sequence[tuple[Section, list[Check] | None]]) -> str:
-    """Count what was reached; the sections have the figures."""
-    rows = []
+    """List where all was reached and where not; the sections have the figures."""
+    found: dict[str, list[str]] = {}
     for section, checks in checked:
         link = f"[{section.title}](#{_anchor(section.title)})"
-        if checks is None:
-            rows.append((link, "not recorded", ""))
-            continue
-        judged = [check for check in checks if check.ok is not None]
+        judged = [check for check in checks or () if check.ok is not None]
         reached = sum(bool(check.ok) for check in judged)
-        if judged:
-            missed = "yes" if reached == len(judged) else "**no**"
-            rows.append((link, f"{reached} of {len(judged)}", missed))
-    return markdown(("target", "reached", "all"), rows)
+        if checks is None:
+            found.setdefault("Not recorded", []).append(link)
+        elif judged:
+            how = "All reached" if reached == len(judged) else "Not all reached"
+            found.setdefault(how, []).append(f"{link} ({reached} of {len(judged)})")
+    return "\n".join(f"- **{how}:** {', '.join(links)}." for how, links in sorted(found.items()))
 
 
 def _anchor(title: str) -> str:

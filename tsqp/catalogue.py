@@ -247,16 +247,12 @@ _HEAD = """\
 A mask hides a tensor before it leaves the TEE, and undoes that in the reply. `make docs` writes
 this page from the classes: `pad` and `shares` in `tee_side/protect/masks`, the research masks in
 `tsqp/lab/research`. `tsqp masks` also lists masks of installed packages.
-[write-a-mask.md](write-a-mask.md) explains how to add one.
+[write-a-mask.md](write-a-mask.md) says what the kinds are and how to add a mask.
 
-- **Kind.** A *row* mask acts on the token axis and needs nothing from the service. A *feature*
-  mask acts on the hidden axis and needs a service with weights from `tsqp provision`. An
-  *additive* mask needs factors made ahead, or a second service.
-- **Broken** means that the known break recovers tokens where the weights are public. The attacker
-  is the service, which also knows the policy and the code. Lengths and timing are visible under
-  every mask.
-- **Tolerance** is the largest difference from the plain result, relative to its largest element,
-  in float32; 0 is exact.
+**Broken** means that the known break recovers tokens where the weights are public. The attacker is
+the service, which also knows the policy and the code. Lengths and timing are visible under every
+mask. **Tolerance** is the largest difference from the plain result, relative to its largest
+element, in float32; 0 is exact.
 """
 
 _COLUMNS = (

@@ -256,14 +256,17 @@ def test_nothing_recorded_is_said_of_every_target() -> None:
         assert "Not recorded yet:" in text
         assert all(f"`make bench ONLY={name}`" in text for name in section.sources)
     summary = _section(page, "Targets")
-    assert summary.count("| not recorded |") == len((GAINED, *SECTIONS))
+    (line,) = (line for line in summary.splitlines() if line.startswith("- "))
+    assert line.startswith("- **Not recorded:** ")
+    assert line.count("](#") == len((GAINED, *SECTIONS))
 
 
 def test_reached_targets() -> None:
     page = benchmarks_page(_documents())
     summary = _section(page, "Targets")
-    assert "not recorded" not in summary
-    assert f"| [{_title('rpc')}](#one-rpc-beside-a-raw-ping-pong) | 1 of 1 | yes |" in summary
+    assert "Not recorded" not in summary
+    all_reached = next(line for line in summary.splitlines() if "**All reached:**" in line)
+    assert f"[{_title('rpc')}](#one-rpc-beside-a-raw-ping-pong) (1 of 1)" in all_reached
     overhead = _section(page, _title("overhead"))
     for transport, targets in OVERHEAD_TARGETS.items():
         for tokens in targets:
@@ -289,6 +292,16 @@ def test_reached_targets() -> None:
     assert "| 525 MB | 2.36 MB | 282 MB | yes |" in page
     assert "| 10.70% | yes |" in page
     assert "| 1.021 | <= 1.035 | yes |" in page
+
+
+def test_the_steps_of_a_planned_case_stand_side_by_side() -> None:
+    documents = _documents()
+    row = documents["plan"]["rows"][2]
+    row.update(case="0", phase="prefill", measured_ms=8.0, error=-0.3, bottleneck="GPU")
+    planned = _section(benchmarks_page(documents), _title("plan"))
+    steps = "decode at 128 / prefill 128 | 11.0 / 11.0 | 10.0 / 8.00 | +10% / -30%"
+    assert planned.count("| decode at 128 ") == 5
+    assert f"| {steps} | TEE / GPU | yes / **no** |" in planned
 
 
 def test_the_page_opens_with_what_was_gained() -> None:
@@ -409,7 +422,9 @@ def test_a_missed_target_is_said(
     (line,) = [line for line in text.splitlines() if line.startswith("**Not reached:**")]
     assert said in line
     assert line.endswith("Because of the moon.")
-    assert "**no**" in _section(page, "Targets")
+    judged = _section(page, "Targets").splitlines()
+    missed = next(line for line in judged if line.startswith("- **Not all reached:**"))
+    assert f"[{_title(key)}](#" in missed
     # Too few cases are no row's fault.
     assert text.count("**") > before or "cases" in said
 
