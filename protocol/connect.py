@@ -5,6 +5,7 @@ from __future__ import annotations
 from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
+from protocol.ivshmem import IvshmemChannel
 from protocol.pending import PendingChannel
 from protocol.shm import ShmChannel
 from protocol.stream import StreamChannel
@@ -31,7 +32,8 @@ def open_channel(
     if parsed.is_stream:
         if keys is not None:
             require_zmq_keys(endpoint)
-        return (ShmChannel if parsed.scheme == "shm" else StreamChannel)(
+        classes = {"shm": ShmChannel, "ivshmem": IvshmemChannel}
+        return classes.get(parsed.scheme, StreamChannel)(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, spin_us=spin_us
         )
     return ZmqChannel(

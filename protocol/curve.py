@@ -111,7 +111,8 @@ def require_zmq_keys(endpoint: str) -> None:
 def is_beyond_loopback(endpoint: str) -> bool:
     """Say whether an endpoint is, or may be, on a network, where keys are all that keeps it.
 
-    Not vsock://: it has no keys, and the peer that it reaches runs on this machine.
+    Not vsock:// and ivshmem://: they have no keys, and the peer that they reach runs on this
+    machine.
     """
     scheme, _, rest = endpoint.partition("://")
     host = rest.rpartition(":")[0]

@@ -6,6 +6,9 @@ unix://PATH         a plain Unix stream socket
 shm://PATH          shared memory, handed over on such a socket
 vsock://CID:PORT    a stream between a virtual machine and its host; to bind, CID may be any
                     and PORT *
+ivshmem://MEMORY,CID:PORT or ivshmem://MEMORY,PATH
+                    memory that both have, by the path of its file at this end, beside a stream over
+                    vsock or over a Unix socket
 
 An abstract Unix socket (@NAME) is refused: it has no owner and no mode, so any process of the
 network namespace could take its name.
@@ -22,11 +25,14 @@ import zmq
 
 from protocol.errors import EndpointError
 
-Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "shm", "vsock"]
+Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "shm", "vsock", "ivshmem"]
 # What a socket of the standard library connects to: a path, or (CID, port).
 StreamAddress: TypeAlias = str | tuple[int, int]
 
-SPELLINGS = "tcp://HOST:PORT, ipc://PATH, unix://PATH, shm://PATH or vsock://CID:PORT"
+SPELLINGS = (
+    "tcp://HOST:PORT, ipc://PATH, unix://PATH, shm://PATH, vsock://CID:PORT or"
+    " ivshmem://MEMORY,CID:PORT"
+)
 # sockaddr_un has 108 bytes, one of which ends the path.
 UNIX_PATH_MAX_BYTES = 107
 VSOCK_ANY = 2**32 - 1
@@ -40,11 +46,15 @@ _VSOCK = re.compile(r"vsock://(?P<cid>any|[0-9]{1,10}):(?P<port>\*|[0-9]{1,10})"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A checked endpoint: the text as it was given, its scheme, and a stream's address."""
+    """A checked endpoint: the text as it was given, its scheme, and a stream's address.
+
+    `memory`: path of the file of memory that a VM and its host share; empty for other schemes.
+    """
 
     text: str
     scheme: Scheme
     address: StreamAddress | None = None
+    memory: str = ""
 
     @property
     def is_stream(self) -> bool:
@@ -54,9 +64,9 @@ class Endpoint:
     @property
     def socket_path(self) -> str | None:
         """The path of the Unix socket's file; None where there is no file."""
-        if self.scheme not in ("ipc", "unix", "shm"):
-            return None
-        return self.text.partition("://")[2]
+        if self.scheme == "ipc":
+            return self.text.partition("://")[2]
+        return self.address if isinstance(self.address, str) else None
 
 
 def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
@@ -70,6 +80,12 @@ def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
         return Endpoint(endpoint, "shm" if scheme == "shm" else "unix", rest)
     if scheme == "vsock" and (address := _vsock_address(endpoint, for_bind)) is not None:
         return Endpoint(endpoint, "vsock", address)
+    memory, _, stream = rest.rpartition(",")
+    if scheme == "ivshmem" and memory.startswith("/") and "\0" not in memory:
+        if stream.startswith("/") and _is_path(endpoint, stream, UNIX_PATH_MAX_BYTES):
+            return Endpoint(endpoint, "ivshmem", stream, memory)
+        if (address := _vsock_address(f"vsock://{stream}", for_bind)) is not None:
+            return Endpoint(endpoint, "ivshmem", address, memory)
     raise EndpointError("endpoint", got=repr(endpoint), expected=SPELLINGS)
 
 

@@ -20,6 +20,8 @@
     ├── VerificationError       a reply of the right form that is a wrong result
     ├── LimitError              a limit of the trusted side itself      (retry helps)
     ├── EngineError             the engine runs no more
+    ├── UnseededError           random numbers that could be guessed
+    ├── ResumedError            this VM was resumed from a snapshot, and may use secrets twice
     ├── EvidenceError           evidence of attestation that is malformed or not genuine
     ├── ModelMismatchError      the service holds another model than the TEE's own directory
     ├── KernelError             this processor's int8 products are not exact
@@ -188,6 +190,17 @@ class LimitError(TsqpError):
 
 class EngineError(TsqpError):
     """The engine runs no more: it ends with the program, or by a mistake of ours."""
+
+
+class UnseededError(TsqpError):
+    """The operating system's generator has no seed yet: what it gives could be guessed."""
+
+
+class ResumedError(TsqpError):
+    """A VM that was resumed from a snapshot, or may have been: its pads and keys may be used twice.
+
+    None of them is used from then on. Only a new process helps.
+    """
 
 
 class EvidenceError(TsqpError):

@@ -1,9 +1,11 @@
 """Memory that a client and a service both map, and the slots in it by which messages go over.
 
 The client makes the segment, and hands its file over a Unix socket; the service maps what it gets
-after checking it (`adopt`). A segment is
+after checking it (`adopt`). Between a VM and its host each end maps a file of its own
+(`protocol.ivshmem`). A segment is
 
-    head      magic, slots, size of a request's area and of a reply's (`_HEAD`)
+    head      magic, slots, session, size of a request's area and of a reply's (`_HEAD`), and where
+              the session is written back (`TAKEN`)
     64        a line: not zero while the client sleeps
     128       a line: not zero while the service sleeps
     192       a line for each slot's request, then one for each slot's reply: u32 number, u64 bytes
@@ -48,8 +50,12 @@ SLOTS = 8
 # Of an area at most: what is larger goes over the socket.
 MAX_AREA_BYTES = 64 * 1024 * 1024
 
-_MAGIC = b"TSQPshm1"
-_HEAD = struct.Struct("<8sIxxxxQQ")
+MAGIC = b"TSQPshm1"
+# The number of one client's segment, in memory that others had before it.
+SESSION_BYTES = 4
+TAKEN = slice(40, 40 + SESSION_BYTES)
+
+_HEAD = struct.Struct("<8sI4sQQ")
 _LINE_BYTES = 64
 _CLIENT_SLEEPS, _SERVICE_SLEEPS, _LINES = 64, 128, 192
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -80,7 +86,24 @@ def _whole_pages(size: int) -> int:
     return size + -size % mmap.PAGESIZE
 
 
-_LARGEST = Areas(SLOTS, MAX_AREA_BYTES, MAX_AREA_BYTES).total
+LARGEST = Areas(SLOTS, MAX_AREA_BYTES, MAX_AREA_BYTES).total
+# Of memory in which `lay_out` finds room.
+SMALLEST = Areas(SLOTS, mmap.PAGESIZE, mmap.PAGESIZE).total
+
+
+def areas_for(largest_request: int, largest_reply: int, size: int = LARGEST) -> Areas:
+    """Choose areas for frames of at most so many bytes, in memory of `size`, `SMALLEST` or more."""
+    most = (min(size, LARGEST) - Areas(SLOTS, 0, 0).first) // (2 * SLOTS)
+    # A page for the prefix, which is as long as that of a repeated message.
+    sizes = (_whole_pages(wanted + mmap.PAGESIZE) for wanted in (largest_request, largest_reply))
+    return Areas(SLOTS, *(min(most - most % mmap.PAGESIZE, wanted) for wanted in sizes))
+
+
+def lay_out(mapped: mmap.mmap, areas: Areas, session: bytes = bytes(SESSION_BYTES)) -> Lane:
+    """Write head and lines of a segment in which nothing was put yet; return the client's end."""
+    mapped[: areas.first] = bytes(areas.first)
+    _HEAD.pack_into(mapped, 0, MAGIC, areas.slots, session, *areas[1:])
+    return Lane(mapped, areas, is_client=True)
 
 
 def create(largest_request: int, largest_reply: int) -> tuple[Lane, int]:
@@ -88,17 +111,13 @@ def create(largest_request: int, largest_reply: int) -> tuple[Lane, int]:
 
     Memory is taken as slots are used. Raises OSError, and EndpointError without compiled kernels.
     """
-    # A page for the prefix, which is as long as that of a repeated message.
-    sizes = (_whole_pages(size + mmap.PAGESIZE) for size in (largest_request, largest_reply))
-    areas = Areas(SLOTS, *(min(MAX_AREA_BYTES, size) for size in sizes))
+    areas = areas_for(largest_request, largest_reply)
     file = os.memfd_create("tsqp", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, areas.total)
         # Neither end can take memory away that the other one has mapped.
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-        mapped = mmap.mmap(file, areas.total)
-        _HEAD.pack_into(mapped, 0, _MAGIC, *areas)
-        return Lane(mapped, areas, is_client=True), file
+        return lay_out(mmap.mmap(file, areas.total), areas), file
     except BaseException:
         os.close(file)
         raise
@@ -123,19 +142,32 @@ def adopt(file: int, owner: int) -> Lane:
         raise _refused(f"pages of {page} bytes", f"{mmap.PAGESIZE}")
     if found.st_uid != owner:
         raise _refused("a file of another user than the peer", "one of its own")
-    if not _HEAD.size <= found.st_size <= _LARGEST:
+    if not _HEAD.size <= found.st_size <= LARGEST:
         limit = ErrorCode.LIMIT_EXCEEDED
-        raise _refused(f"{found.st_size} bytes", f"{_HEAD.size} to {_LARGEST}", limit)
+        raise _refused(f"{found.st_size} bytes", f"{_HEAD.size} to {LARGEST}", limit)
     try:
         mapped = mmap.mmap(file, found.st_size)
     except (OSError, ValueError):
         raise _refused("a file that cannot be mapped", "one that can be written") from None
-    magic, *sizes = _HEAD.unpack(mapped[: _HEAD.size])
-    areas = Areas(*sizes)
+    return Lane(mapped, areas_in(mapped), is_client=False)
+
+
+def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
+    """Read the head of a segment, once. Raises ProtocolError.
+
+    `session`: what the client says that the head names, in memory of which the segment may be a
+    part; None where it is all of it.
+    """
+    magic, slots, named, *sizes = _HEAD.unpack(mapped[: _HEAD.size])
+    areas = Areas(slots, *sizes)
     whole = all(size and size % mmap.PAGESIZE == 0 for size in areas[1:])
-    if magic != _MAGIC or not (0 < areas.slots <= SLOTS and whole and areas.total == len(mapped)):
-        raise _refused("another head", f"{_MAGIC.decode()}, whose areas fill the file")
-    return Lane(mapped, areas, is_client=False)
+    if session is None:
+        fits = areas.total == len(mapped)
+    else:
+        fits = areas.total <= len(mapped) and named == session
+    if magic != MAGIC or not (0 < areas.slots <= SLOTS and whole and fits):
+        raise _refused("another head", f"{MAGIC.decode()}, whose areas fill the file")
+    return areas
 
 
 def _refused(
@@ -198,6 +230,10 @@ class Lane:
         start, reply = self._in[slot], self._out[slot]
         end = reply + self._room
         return SlotMemory(self, self._base + start, end - start, self._memory[reply:end])
+
+    def clear(self) -> None:
+        """Take back what this end has put there, for an earlier client as well."""
+        ctypes.memset(self._our_lines, 0, self.slots * _LINE_BYTES)
 
     def look(self, spin_us: int = 0) -> int:
         """Return a slot with a message that was not seen yet; -1 if none comes in that time."""

@@ -41,16 +41,23 @@ class ShmChannel(StreamChannel):
     def _connect(self, method: str, timeout_s: float, give_up: float) -> socket.socket:
         connection = super()._connect(method, timeout_s, give_up)
         try:
-            self._lane, file = create(self._max_message_bytes, self._max_reply_bytes)
+            self._share(connection)
         except EndpointError:
             self._disconnect()
             raise
+        return connection
+
+    def _share(self, connection: socket.socket) -> None:
+        """Share memory with the service. Raises OSError and EndpointError."""
+        lane, file = create(self._max_message_bytes, self._max_reply_bytes)
         try:
             socket.send_fds(connection, [ATTACH], [file])
         finally:
             os.close(file)
-        self._free, self._asked = list(range(self._lane.slots)), {}
-        return connection
+        self._use(lane)
+
+    def _use(self, lane: Lane) -> None:
+        self._lane, self._free, self._asked = lane, list(range(lane.slots)), {}
 
     def _disconnect(self) -> None:
         if self._lane is not None:

@@ -296,7 +296,12 @@ class StreamChannel(PendingChannel):
             # Zero would mean for ever.
             micros = max(1000, ceil(timeout_s * 1e6))
             value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            # To one of vsock, Python 3.11 passes numbers alone: it is called by another family.
+            plain = socket.socket(socket.AF_UNIX, fileno=self._socket.fileno())
+            try:
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            finally:
+                plain.detach()
             self._read_timeout_s = timeout_s
 
     def _read_and_write(self, timeout_s: float, *, reading: bool) -> None:

@@ -33,6 +33,7 @@ from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.background_maker import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
+from tee_side.protect.resumption import watch
 from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.reply_size import largest_reply
 from tee_side.remote.services.connected import Services
@@ -119,6 +120,7 @@ class Runner:
         on_load: Callable[[str, int, int], None] | None = None,
     ) -> None:
         require_little_endian()
+        watch()
         self.policy = policy = settings.policy
         # Told how many pads are missing, when a step has to wait for them.
         self.on_wait: Callable[[int], None] | None = None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from protocol.errors import EvidenceError
+from tee_side.protect.resumption import has_generation_id, watch
 from tsqp.cli.program import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def examine() -> list[Finding]:
         _gpu(),
         *_tee(),
         *_attesters(),
+        _generation_id(),
         _port(DEFAULT_PORT),
     ]
 
@@ -229,6 +231,16 @@ def _attesters() -> list[Finding]:
         else:
             findings.append(Finding("tee", name, "ok", f"evidence {what}"))
     return findings
+
+
+def _generation_id() -> Finding:
+    name, what = "generation id", "a snapshot of this VM that is resumed"
+    if not has_generation_id():
+        return Finding("tee", name, "note", f"{what} is not noticed: no vmgenid device")
+    if watch() is None:
+        remedy = "sysctl kernel.dmesg_restrict=0, or CAP_SYSLOG for tee-runner"
+        return Finding("tee", name, "note", f"{what} is not noticed: no kernel log", remedy)
+    return Finding("tee", name, "ok", f"{what} ends the run")
 
 
 def _port(port: int) -> Finding:

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -27,11 +28,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol import native
-from protocol.errors import EndpointError, SettingsError
+from protocol.errors import EndpointError, ResumedError, SettingsError
 from protocol.model.files import read_bytes
 from tee_side.engine.background import BackgroundEngine, State
 from tee_side.engine.grammar import GrammarCompiler
 from tee_side.protect.calibration import calibration_path
+from tee_side.protect.resumption import ResumeWatch, watch
 from tee_side.runner import Runner
 from tee_side.serve.app import Guarded, create_app
 from tee_side.serve.attestation import Attestation
@@ -45,6 +47,7 @@ from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import ServedModel, Serving
 from tee_side.serve.watch import Watch
 from tsqp.attestation import tls_files
+from tsqp.cli.program import EXIT_REFUSED, complain
 from tsqp.cli.running import policy_digest
 from tsqp.cli.serve import model_name
 from tsqp.manifest import MAX_FILE_BYTES
@@ -161,6 +164,9 @@ async def _serve(
     host, port = listening.getsockname()[:2]
     address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
+    if (resumption := watch()) is not None:
+        loop.add_reader(resumption, end_if_resumed, resumption)
+
     def tell(state: State) -> None:
         say(f"ready: {address}/v1" if state == "ready" else "the engine has failed")
 
@@ -188,6 +194,19 @@ async def _serve(
             chore.cancel()
             with suppress(asyncio.CancelledError):
                 await chore
+
+
+def end_if_resumed(resumption: ResumeWatch) -> None:
+    """End this process at once where its VM was resumed from a snapshot.
+
+    No cleaning up runs, and no client gets an answer: records of TLS and of the audit log would be
+    made of keys and counters that another copy of this VM has, too.
+    """
+    try:
+        resumption.check()
+    except ResumedError as error:
+        complain(f"tee-runner: error: {error}")
+        os._exit(EXIT_REFUSED)
 
 
 def note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -108,6 +108,13 @@ class Client:
             return False
         return sum(len(frame) for frames, _ in messages for frame in frames) < QUEUED_BYTES
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether its connection is closed, also with requests in it that were not read."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""
         reader = self.reader

@@ -22,6 +22,7 @@ from contextlib import suppress
 from itertools import count
 
 from gpu_side.transport.acceptor import Acceptor
+from gpu_side.transport.device_memory import DeviceMemory
 from gpu_side.transport.listener import Incoming, admits_no_client
 from gpu_side.transport.live_socket import refuse_live_socket
 from gpu_side.transport.stream_client import STALLED_S, Client, Patience
@@ -67,6 +68,7 @@ class StreamListener:
     """A listening stream socket that hands out messages and takes replies.
 
     Of `shm://`, each client shares memory with it, and the socket carries what does not fit there.
+    Of `ivshmem://` that memory is one for all, and a client is refused while another has it.
     Raises EndpointError when the endpoint is malformed, in use or not ours to bind. `spin_us`: see
     `protocol.spin`.
     """
@@ -104,9 +106,10 @@ class StreamListener:
         self._wakeup: socket.socket | None = None
         self._file: tuple[str, int, int] | None = None
         parsed = parse_endpoint(endpoint, for_bind=True)
-        self._shares_memory = parsed.scheme == "shm"
+        self._shares_memory = parsed.scheme in ("shm", "ivshmem")
         if self._shares_memory:
             require_library()
+        self._memory = DeviceMemory(parsed.memory) if parsed.memory else None
         self._socket, self.endpoint = self._bind(parsed)
         self._epoll = select.epoll()
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
@@ -280,7 +283,8 @@ class StreamListener:
         if isinstance(address, str):
             return listening, endpoint.text
         cid, port = listening.getsockname()
-        return listening, f"vsock://{'any' if cid == VSOCK_ANY else cid}:{port}"
+        before = f"ivshmem://{endpoint.memory}," if endpoint.memory else "vsock://"
+        return listening, f"{before}{'any' if cid == VSOCK_ANY else cid}:{port}"
 
     def _remove_file(self) -> None:
         """Remove our socket's file, unless it is another's by now."""
@@ -445,7 +449,7 @@ class StreamListener:
         name = next(self._names).to_bytes(8)
         try:
             prepare(connection)
-            lane = _shared_by(connection) if self._shares_memory else None
+            lane = self._shared_by(connection) if self._shares_memory else None
             client = Client(connection, self._pool, name, self._max_message_bytes, lane)
             self._epoll.register(connection, client.watched)
         except (OSError, MemoryError, ProtocolError) as error:
@@ -462,6 +466,16 @@ class StreamListener:
             self._sharing[name] = client
         # It has come to us because it has sent something.
         self._serve(client, select.EPOLLIN)
+
+    def _shared_by(self, connection: socket.socket) -> Lane:
+        """Map what a new client shares. Raises ProtocolError, and OSError."""
+        if self._memory is None:
+            return _handed_over(connection)
+        for other in list(self._sharing.values()):
+            # It is not read from while its requests wait.
+            if other.has_gone:
+                self._drop(other)
+        return self._memory.attach(connection, in_use=bool(self._sharing))
 
     def _watch(self, client: Client) -> None:
         reading = 0 if client.reader.wants_room else select.EPOLLIN
@@ -508,8 +522,8 @@ def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
     log.warning("dropped", extra={"fields": fields})
 
 
-def _shared_by(connection: socket.socket) -> Lane:
-    """Map the memory that a new client shares. Raises ProtocolError, and OSError."""
+def _handed_over(connection: socket.socket) -> Lane:
+    """Map the memory that a new client hands over. Raises ProtocolError, and OSError."""
     said, files, _, _ = socket.recv_fds(connection, len(ATTACH), 2, socket.MSG_DONTWAIT)
     try:
         if said != ATTACH or len(files) != 1:

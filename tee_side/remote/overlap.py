@@ -17,6 +17,7 @@ import torch
 from protocol.channel import Channel, Exchange
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masks.mask import Seed
+from tee_side.protect.resumption import watch
 
 R = TypeVar("R")
 # `None` is sent to it at each turn.
@@ -38,9 +39,13 @@ def ask(
 ) -> Generator[None, None, list[Exchange]]:
     """Send each service its tensor or seed, give up control, and return the replies in order.
 
-    Raises what sending and waiting raise; of what is still under way then, or when the coroutine is
-    closed, no reply is waited for any more.
+    Raises ResumedError before anything is sent, and what sending and waiting raise; of what is
+    still under way then, or when the coroutine is closed, no reply is waited for any more.
     """
+    # Whatever was made ahead, or masked by any mask, leaves here: one place is enough.
+    resumption = watch()
+    if resumption is not None and resumption.told(0, 1):
+        resumption.check()
     waiting: list[tuple[Channel, int]] = []
     try:
         for channel, payload in zip(channels, sent, strict=True):

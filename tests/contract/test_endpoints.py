@@ -16,6 +16,9 @@ from protocol import connect
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
+from protocol.ivshmem import IvshmemChannel
+from protocol.shared_memory import SMALLEST
+from protocol.shm import ShmChannel
 from protocol.stream import StreamChannel
 from protocol.zmq_channel import ZmqChannel
 
@@ -26,11 +29,14 @@ from protocol.zmq_channel import ZmqChannel
         ("tcp://127.0.0.1:*", ZmqChannel, ZmqListener),
         ("ipc://{}/s", ZmqChannel, ZmqListener),
         ("unix://{}/s", StreamChannel, StreamListener),
+        ("shm://{}/s", ShmChannel, StreamListener),
+        ("ivshmem://{0}/memory,{0}/s", IvshmemChannel, StreamListener),
     ],
 )
 def test_the_scheme_picks_the_transport(
     endpoint: str, channel_class: type, listener_class: type, tmp_path: Path
 ) -> None:
+    (tmp_path / "memory").write_bytes(bytes(SMALLEST))
     listener = open_listener(endpoint.format(tmp_path))
     channel = open_channel(listener.endpoint)
     assert type(listener) is listener_class
@@ -68,7 +74,8 @@ def test_keys_are_refused_where_nothing_would_use_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "udp://127.0.0.1:1", "vsock://host:1", "unix://@name", "ipc://@name"]
+    "endpoint",
+    ["", "udp://127.0.0.1:1", "vsock://host:1", "unix://@name", "ipc://@name", "ivshmem:///m"],
 )
 def test_malformed_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(EndpointError):
@@ -77,7 +84,7 @@ def test_malformed_endpoint_is_refused(endpoint: str) -> None:
         open_listener(endpoint)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "vsock://any:5"])
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "vsock://any:5", "ivshmem:///m,any:5"])
 def test_wildcard_is_for_binding_only(endpoint: str) -> None:
     with pytest.raises(EndpointError):
         open_channel(endpoint)

@@ -45,9 +45,13 @@ def _vsock_loopback() -> bool:
     return True
 
 
-TRANSPORTS = ["tcp", "ipc", "unix", "shm"]
+TRANSPORTS = ["tcp", "ipc", "unix", "shm", "ivshmem"]
 if VSOCK_LOOPBACK := _vsock_loopback():
     TRANSPORTS.append("vsock")
+# The memory of a device is one client's at a time.
+for_many_clients = pytest.mark.parametrize(
+    "address", [name for name in TRANSPORTS if name != "ivshmem"], indirect=True
+)
 
 
 @pytest.mark.skipif(
@@ -116,11 +120,14 @@ def _echoing(peer: Peer) -> Iterator[None]:
 
 @pytest.fixture(params=TRANSPORTS)
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    # Areas of 124 KiB: some messages lie in them, and some do not.
+    (tmp_path / "memory").write_bytes(bytes(2**21))
     return {
         "tcp": "tcp://127.0.0.1:*",
         "ipc": f"ipc://{tmp_path}/s",
         "unix": f"unix://{tmp_path}/s",
         "shm": f"shm://{tmp_path}/s",
+        "ivshmem": f"ivshmem://{tmp_path}/memory,{tmp_path}/s",
         "vsock": "vsock://any:*",
     }[request.param]
 
@@ -291,6 +298,7 @@ def test_abandoned_request_is_forgotten(peer: Peer, channel: Channel) -> None:
         channel.wait(first)
 
 
+@for_many_clients
 def test_several_clients_get_their_own_replies(peer: Peer) -> None:
     with _connected(peer) as first, _connected(peer) as second:
         ids = {}
@@ -307,6 +315,7 @@ def test_several_clients_get_their_own_replies(peer: Peer) -> None:
         assert _output(second.wait(ids[second]).response).item() == 20.0
 
 
+@for_many_clients
 def test_a_client_that_does_not_read_does_not_stop_the_others(peer: Peer) -> None:
     output = TensorReply(output=from_torch(torch.zeros(LARGE)))
     with _connected(peer) as lazy, _connected(peer) as other:
@@ -592,5 +601,5 @@ def _raw(scheme: str, rest: str) -> socket.socket:
         raw.connect((int(cid), int(number)))
         return raw
     raw = socket.socket(socket.AF_UNIX)
-    raw.connect(rest)
+    raw.connect(rest.rpartition(",")[2])
     return raw

@@ -64,7 +64,8 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     metavar="ENDPOINT",
     help="Where to listen: tcp://HOST:PORT (PORT * takes a free one) or ipc://PATH over ZeroMQ, or"
     " unix://PATH or vsock://CID:PORT, plain streams that cost less, on one machine; or"
-    " shm://PATH, shared memory, which costs least.",
+    " shm://PATH, shared memory, which costs least. ivshmem://MEMORY,PATH (or ,CID:PORT) is memory"
+    " that one virtual machine has as a device, beside a stream on a Unix socket (or vsock).",
 )
 @click.option(
     "--device",

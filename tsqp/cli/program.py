@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import click
 
-from protocol.errors import TsqpError
+from protocol.errors import TsqpError, UnseededError
 
 EXIT_FAILURE = 1
 EXIT_REFUSED = 2
@@ -43,13 +43,16 @@ def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoRe
     Which is bad input, and a service that is lost or lies as well. Any other error is 1,
     with its type and place, and not its text, which may be part of a prompt. `TSQP_DEBUG=1`
     shows its traceback. SIGTERM and SIGHUP end the program after its cleaning up, with 128 +
-    number. No program writes a core dump; one that has secrets keeps others out of its memory.
+    number. No program writes a core dump; one that has secrets keeps others out of its memory, and
+    does not start where they could be guessed.
     """
     # Two torch processes on one machine fight through libgomp's spinning threads; it reads this
     # once, when torch is imported. docs/architecture.md has the measurement.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     try:
         keep_memory_private(from_others=has_secrets)
+        if has_secrets:
+            require_own_secrets()
         with _signals_raise():
             status = command.main(prog_name=name, standalone_mode=False)
             # Here and not at shutdown, where a full disk could no longer be reported.
@@ -106,6 +109,21 @@ def keep_memory_private(*, from_others: bool) -> None:
         if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), "prctl PR_SET_DUMPABLE")
+
+
+def require_own_secrets() -> None:
+    """Refuse to draw secrets that could be guessed, and begin to watch for a VM that is resumed.
+
+    Raises UnseededError.
+    """
+    from tee_side.protect.resumption import watch
+
+    try:
+        os.getrandom(1, os.GRND_NONBLOCK)
+    except BlockingIOError:
+        where = "the operating system's random generator"
+        raise UnseededError(where, got="no seed", expected="one (wait, or a virtio-rng)") from None
+    watch()
 
 
 def _place(error: BaseException) -> str:

@@ -7,6 +7,7 @@ waits for an answer and reads from standard input; generated text must not wait 
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -26,7 +27,9 @@ class StatusLine:
     ) -> None:
         self._policy = policy
         self._generation = generation
-        self._enabled = enabled and sys.stderr.isatty()
+        # A machine's console says that it is one which scrolls alone.
+        plain = os.environ.get("TERM") == "dumb"
+        self._enabled = enabled and sys.stderr.isatty() and not plain
         self._size = shutil.get_terminal_size()
         self._started = time.perf_counter()
         # Tokens there were when the run began to wait for pads, and what it waits for.

@@ -210,7 +210,8 @@ def check_links(
                     " shares: services that do not collude share no key",
                 )
             continue
-        leaves = is_beyond_loopback(spec.endpoint) or spec.endpoint.startswith("vsock:")
+        to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
+        leaves = is_beyond_loopback(spec.endpoint) or to_host
         if leaves or not shares_in_the_clear:
             raise _refused(
                 f"{spec.endpoint} without keys",

@@ -288,6 +288,7 @@ def test_zeromq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "ipc:///run/s",
         "unix:///run/s",
         "vsock://any:5555",
+        "ivshmem:///m,any:5555",
     ],
 )
 def test_who_is_on_this_machine_needs_no_key(endpoint: str) -> None:

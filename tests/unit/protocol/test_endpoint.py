@@ -58,6 +58,19 @@ MALFORMED = [
     "vsock://3:4294967295",
     "vsock://host:5",
     "vsock://3:5/",
+    "ivshmem://",
+    "ivshmem:///m",
+    "ivshmem:///m,",
+    "ivshmem://,2:5",
+    "ivshmem://m,2:5",
+    "ivshmem:///m,s",
+    "ivshmem:///m,unix:///s",
+    "ivshmem:///m,3",
+    "ivshmem:///m,host:5",
+    "ivshmem:///m,4294967296:5",
+    "ivshmem:///m\0,2:5",
+    "ivshmem:///m,/s\0",
+    "ivshmem:///m,/" + "x" * 200,
     "ipc://" + "x" * 200,
 ]
 
@@ -92,12 +105,17 @@ def test_refusal_names_every_spelling() -> None:
         "vsock://any:5",
         "vsock://3:*",
         "vsock://any:*",
+        "ivshmem:///m,any:5",
+        "ivshmem:///m,3:*",
     ],
 )
 def test_wildcard_is_for_binding_only(endpoint: str) -> None:
     parse_endpoint(endpoint, for_bind=True)
     with pytest.raises(EndpointError):
         parse_endpoint(endpoint)
+
+
+MEMORY = {"ivshmem:///m,2:5000": "/m", "ivshmem:///dev/shm/a,b,/run/s": "/dev/shm/a,b"}
 
 
 @each_row(
@@ -112,6 +130,9 @@ def test_wildcard_is_for_binding_only(endpoint: str) -> None:
         ("unix://s", "unix", "s", "s"),
         ("vsock://2:5000", "vsock", (2, 5000), None),
         ("vsock://0:4294967294", "vsock", (0, 4294967294), None),
+        ("shm:///run/s", "shm", "/run/s", "/run/s"),
+        ("ivshmem:///m,2:5000", "ivshmem", (2, 5000), None),
+        ("ivshmem:///dev/shm/a,b,/run/s", "ivshmem", "/run/s", "/run/s"),
     ],
 )
 def test_good_endpoint_is_read(
@@ -121,7 +142,8 @@ def test_good_endpoint_is_read(
         parsed = parse_endpoint(endpoint, for_bind=for_bind)
         assert (parsed.text, parsed.scheme, parsed.address) == (endpoint, scheme, address)
         assert parsed.socket_path == path
-        assert parsed.is_stream == (scheme in ("unix", "vsock"))
+        assert parsed.is_stream == (scheme not in ("tcp", "ipc"))
+        assert parsed.memory == MEMORY.get(endpoint, "")
 
 
 def test_any_is_the_largest_number() -> None:

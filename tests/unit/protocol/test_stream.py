@@ -51,6 +51,20 @@ def test_an_address_that_can_never_answer_is_told_at_once(tmp_path: Path) -> Non
         channel.submit(InitRequest())
 
 
+def test_a_socket_of_vsock_gets_its_timeout(channel: StreamChannel) -> None:
+    """Python gives options of that family numbers alone."""
+    try:
+        vsock = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+    except OSError as error:
+        pytest.skip(f"no vsock here: {error}")
+    with vsock, socket.socket(socket.AF_UNIX, fileno=os.dup(vsock.fileno())) as same:
+        channel._socket = vsock
+        channel._set_read_timeout(1.5)
+        channel._socket = None
+        value = same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+    assert struct.unpack("@ll", value) == (1, 500_000)
+
+
 @pytest.fixture
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_wire, "SOCKET_BUFFER_BYTES", 4096)

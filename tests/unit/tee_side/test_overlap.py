@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from protocol.channel import Channel, Exchange
-from protocol.errors import DeadlineExceededError
+from protocol.errors import DeadlineExceededError, ResumedError
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor
+from tee_side.protect.resumption import ResumeWatch
+from tee_side.remote import overlap
 from tee_side.remote.overlap import ask, run, run_overlapped, turn
+from tests.tools.kernel_log import PLUGGED, RESUMED, KernelLog
 
 SENT = torch.zeros(1)
 ASKED = PreparedRequest(
@@ -78,6 +81,23 @@ def test_one_coroutine_gets_its_replies_and_returns_its_result() -> None:
     channel = Recorder()
     assert run(_asking(channel, 3)) == [1, 2, 3]
     assert not channel.open
+
+
+def test_nothing_is_sent_after_the_vm_was_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with KernelLog() as log:
+        watched = ResumeWatch(log.reader)
+        monkeypatch.setattr(overlap, "watch", lambda: watched)
+        channel = Recorder()
+        log.say(PLUGGED)
+        assert run(_asking(channel, 2)) == [1, 2]
+        channel.order.clear()
+        asking = _asking(channel, 2)
+        asking.send(None)  # it has asked once when the snapshot is taken
+        log.say(RESUMED)
+        for one in (asking, _asking(channel, 1)):
+            with pytest.raises(ResumedError):
+                one.send(None)
+    assert channel.order == ["compute ", "submit it3", "wait it3", "compute ", "compute "]
 
 
 def test_a_coroutine_that_waits_for_nothing_ends_at_once() -> None:

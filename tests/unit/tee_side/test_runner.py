@@ -529,6 +529,7 @@ def test_shares_over_links_without_keys_need_to_be_asked_for_on_one_machine(
         (("unix:///a", "tcp://b:1"), "tcp://b:1"),
         (("tcp://127.0.0.1:1", "vsock://2:1"), "vsock://2:1"),
         (("vsock://2:1", "vsock://2:2"), "vsock://2:1"),
+        (("ivshmem:///m,2:1", "ivshmem:///n,2:2"), "ivshmem:///m,2:1"),
     ],
 )
 def test_shares_never_cross_a_network_without_keys(

@@ -44,6 +44,8 @@ def _plan(policy: str, layers: int, *texts: str) -> tuple[ReplicaGroup, ...]:
         (f"{A}=8-15,share=1", ServiceSpec(A, LayerRange(8, 15), 1)),
         ("tcp://[::1]:5=0-1", ServiceSpec("tcp://[::1]:5", LayerRange(0, 1))),
         ("vsock://2:5=0-1", ServiceSpec("vsock://2:5", LayerRange(0, 1))),
+        ("ivshmem:///m,2:5=0-1,share=2", ServiceSpec("ivshmem:///m,2:5", LayerRange(0, 1), 2)),
+        ("ivshmem:///m=0,/s=3", ServiceSpec("ivshmem:///m=0,/s", LayerRange(3, 3))),
         # A path may hold what looks like the rest.
         ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
         ("unix:///run/a=1/s=2-3", ServiceSpec("unix:///run/a=1/s", LayerRange(2, 3))),

@@ -172,6 +172,25 @@ def test_a_generator_that_is_not_seeded_is_missing(monkeypatch: pytest.MonkeyPat
     assert (status, found["entropy"]["state"]) == (1, "missing")
 
 
+@pytest.mark.parametrize(
+    ("device", "log", "state", "said"),
+    [
+        (False, False, "note", "is not noticed: no vmgenid device"),
+        (True, False, "note", "is not noticed: no kernel log"),
+        (True, True, "ok", "ends the run"),
+    ],
+)
+def test_it_says_whether_a_resumed_snapshot_is_noticed(
+    device: bool, log: bool, state: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "has_generation_id", lambda: device)
+    monkeypatch.setattr(doctor, "watch", lambda: object() if log else None)
+    (found,) = (one for one in doctor.examine() if one.name == "generation id")
+    assert (found.topic, found.state) == ("tee", state)
+    assert found.detail.endswith(said)
+    assert bool(found.remedy) == (device and not log)
+
+
 @pytest.mark.parametrize(("source", "state"), [("tsc", "ok"), ("hpet", "note"), (None, "note")])
 def test_a_slow_clock_is_noted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str | None, state: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from unittest import mock
 import click
 import pytest
 
+from tee_side.protect import resumption
 from tests.support import ENVIRONMENT
 from tests.support import run as run_program
 from tsqp.cli.program import run
@@ -169,6 +171,33 @@ def test_memory_is_not_dumped_and_secrets_are_not_looked_at(
         check=True,
     )
     assert result.stdout == f"(0, 0) {dumpable}\n"
+
+
+@pytest.mark.parametrize("has_secrets", [True, False])
+def test_secrets_are_not_drawn_from_a_generator_without_a_seed(
+    has_secrets: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unseeded(size: int, flags: int) -> bytes:
+        assert (size, flags) == (1, os.GRND_NONBLOCK)
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "getrandom", unseeded)
+    monkeypatch.setattr("tsqp.cli.program.keep_memory_private", lambda *, from_others: None)
+    ran: list[str] = []
+    with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit) as ended:
+        run(click.command()(lambda: ran.append("it")), "tsqp", has_secrets=has_secrets)
+    said = "tsqp: error: the operating system's random generator: got no seed, expected"
+    assert capsys.readouterr().err.startswith(said) == has_secrets
+    assert (ended.value.code, ran) == ((2, []) if has_secrets else (0, ["it"]))
+
+
+def test_a_program_with_secrets_watches_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tsqp.cli.program.keep_memory_private", lambda *, from_others: None)
+    order: list[str] = []
+    monkeypatch.setattr(resumption, "watch", lambda: order.append("watch"))
+    with mock.patch.object(sys, "argv", ["tsqp"]), pytest.raises(SystemExit):
+        run(click.command()(lambda: order.append("run")), "tsqp", has_secrets=True)
+    assert order == ["watch", "run"]
 
 
 @pytest.mark.parametrize(
