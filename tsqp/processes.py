@@ -42,7 +42,7 @@ def child(
 ) -> Iterator[tuple[subprocess.Popen[bytes], StderrReader]]:
     """Start one of our programs, and end it when the block ends in whatever way."""
     process = subprocess.Popen(
-        [*_ending_with_us(), *command],
+        [*ending_with_us(), *command],
         stdin=stdin,
         stdout=stdout,
         stderr=subprocess.PIPE,
@@ -63,7 +63,7 @@ def child(
             process.stdout.close()
 
 
-def _ending_with_us() -> list[str]:
+def ending_with_us() -> list[str]:
     """Return what goes before a child's command, so that it ends even when we are killed."""
     # Linux means the thread that started it: one that ends early would take the child with it.
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():

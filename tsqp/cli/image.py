@@ -9,7 +9,8 @@ from typing import get_args
 import click
 
 from protocol.errors import SettingsError
-from tsqp.cli.settings import CONTEXT, config_option
+from tsqp.cli.launching import launch_options, measured, read_launch
+from tsqp.cli.settings import CONTEXT, PATH, config_option, read_listen
 from tsqp.cli.status import bytes_for_people
 from tsqp.deploy.image import Suite
 
@@ -24,7 +25,6 @@ def image() -> None:
 
 
 @image.command(context_settings=CONTEXT)
-@click.argument("arguments", nargs=-1)
 @click.option("--output", "-o", type=_DIRECTORY, required=True, help="New directory for the image.")
 @click.option(
     "--lock",
@@ -40,8 +40,7 @@ def image() -> None:
 )
 @click.option("--save", type=_DIRECTORY, metavar="FOLDER", help="Keep all packages in this folder.")
 @click.option("--small", is_flag=True, help="Without torch and runner: it says how it stands.")
-@click.option("--manifest-digest", metavar="HEX", help="The model at /model must be this one.")
-@click.option("--suite", type=click.Choice(get_args(Suite)), default="trixie", show_default=True)
+@click.option("--suite", type=click.Choice(get_args(Suite)), default="bookworm", show_default=True)
 @click.option("--torch-index", metavar="URL", help="Of builds of torch without CUDA.")
 @click.option("--source", type=_EXISTING, help="Checkout of this project; default: this one's.")
 @click.option("--scratch", type=_EXISTING, help="Where 5 GB of temporary files go.")
@@ -49,26 +48,24 @@ def image() -> None:
 @config_option
 def build(
     *,
-    arguments: tuple[str, ...],
     output: Path,
     lock: Path | None,
     packages: tuple[Path, ...],
     save: Path | None,
     small: bool,
-    manifest_digest: str | None,
     suite: Suite,
     torch_index: str | None,
     source: Path | None,
     scratch: Path | None,
     jobs: int | None,
 ) -> None:
-    """Build an image whose runner is started with ARGUMENTS: tsqp image build -o DIR -- serve ...
+    """Build an image that serves the model at /model; tsqp image configure changes what it runs.
 
-    Two builds of one lock, one source and the same arguments give the same files, bit by bit. Needs
-    root, mmdebstrap and apt.
+    Two builds of one lock and one source give the same files, bit by bit. Needs root, mmdebstrap
+    and apt.
     """
     from tsqp.deploy.build import Recipe, resolve
-    from tsqp.deploy.build import build as run
+    from tsqp.deploy.build import build as make
     from tsqp.deploy.fetch import fetch
     from tsqp.deploy.image import INITRAMFS, LOCK
     from tsqp.deploy.lock import Lock
@@ -92,16 +89,124 @@ def build(
     if save is not None:
         fetch(parts.artifacts, save, packages)
         packages = (save, *packages)
-    recipe = Recipe(
-        arguments=arguments,
-        manifest_digest=manifest_digest,
-        packages=packages,
-        jobs=jobs or os.cpu_count() or 1,
-        scratch=scratch,
-    )
-    run(parts, checkout, output, recipe, progress)
+    recipe = Recipe(packages=packages, jobs=jobs or os.cpu_count() or 1, scratch=scratch)
+    make(parts, checkout, output, recipe, progress)
     (output / LOCK).write_bytes(parts.to_bytes())
     click.echo(f"{output}: {bytes_for_people((output / INITRAMFS).stat().st_size)} of initramfs")
+
+
+@image.command(context_settings=CONTEXT)
+@click.argument("image", type=_EXISTING)
+@click.argument("arguments", nargs=-1)
+@click.option("--manifest-digest", metavar="HEX", help="The model at /model must be this one.")
+@config_option
+def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str | None) -> None:
+    """Write what IMAGE runs into its command line: tsqp image configure DIR -- serve /model ...
+
+    ARGUMENTS are tee-runner's, or doctor alone. Without any: serve /model --host 0.0.0.0. The
+    command line is measured: another one is another image to its clients.
+    """
+    from tsqp.deploy.command_line import configure as write
+
+    click.echo(write(image, arguments, manifest_digest))
+
+
+@image.command(context_settings=CONTEXT)
+@click.argument("image", type=_EXISTING)
+@launch_options
+@click.option("--no-tee", is_flag=True, help="Emulate any processor. Nothing is confidential.")
+@click.option("--memory-mib", type=click.IntRange(min=1), default=4096, help="Of the guest.")
+@click.option("--disk", type=PATH, metavar="FILE", help="What is at /model, as mkfs.erofs made it.")
+@click.option(
+    "--publish",
+    callback=read_listen,
+    metavar="HOST:PORT",
+    help="Where clients reach the guest's port 8000. Without it, the guest has no network.",
+)
+@click.option("--reach-host", is_flag=True, help="Let the guest reach its host, at 10.0.2.2.")
+@click.option(
+    "--vsock",
+    type=PATH,
+    metavar="PATH",
+    help="Have vhost-device-vsock connect what the guest asks of vsock://2:PORT to PATH_PORT.",
+)
+@click.option("--kernel-vsock", is_flag=True, help="Have the host's kernel do so (vhost-vsock).")
+@click.option(
+    "--shared-memory",
+    type=PATH,
+    metavar="FILE",
+    help="Memory that both map: in the guest, resource2 of the PCI device 0000:00:10.0.",
+)
+@click.option(
+    "--print",
+    "printed",
+    type=click.Choice(["qemu", "libvirt"]),
+    help="Say what would be started, and start nothing.",
+)
+@config_option
+@click.pass_context
+def run(
+    context: click.Context,
+    /,
+    *,
+    image: Path,
+    vcpus: int,
+    vcpu_type: str,
+    ovmf: Path | None,
+    ovmf_sha256: str,
+    host_data: str,
+    no_tee: bool,
+    memory_mib: int,
+    disk: Path | None,
+    publish: tuple[str, int] | None,
+    reach_host: bool,
+    vsock: Path | None,
+    kernel_vsock: bool,
+    shared_memory: Path | None,
+    printed: str | None,
+) -> None:
+    """Start IMAGE in a virtual machine, its console on this terminal: with SEV-SNP, or --no-tee.
+
+    Emulation measures nothing: with --ovmf, its simulated evidence repeats what tsqp measure says.
+    Exit status: QEMU's.
+    """
+    from tsqp.deploy.libvirt import domain
+    from tsqp.deploy.machine import Machine, least_memory_mib
+
+    if vsock is not None and kernel_vsock:
+        raise SettingsError("--vsock", got="--kernel-vsock, too", expected="one of them")
+    started = (vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
+    launch = None if no_tee and ovmf is None else read_launch(*started)
+    machine = Machine(
+        image=image,
+        launch=None if no_tee else launch,
+        measurement=None if launch is None else measured(image, launch),
+        vcpus=vcpus,
+        memory_mib=memory_mib,
+        model=disk,
+        publish=publish,
+        reach_host=reach_host,
+        vsock=vsock,
+        kernel_vsock=kernel_vsock,
+        shared_memory=shared_memory,
+    )
+    if printed is not None:
+        click.echo(domain(machine, "tsqp") if printed == "libvirt" else str(machine), nl=False)
+        return
+    if no_tee:
+        said = "NO TEE: the host of this guest reads its memory. Nothing is confidential."
+        click.secho(said, err=True, fg="red", bold=True)
+    if machine.measurement is not None:
+        click.echo(f"measurement {machine.measurement.hex()}", err=True)
+    left = memory_mib - least_memory_mib(image)
+    click.echo(
+        f"memory: {memory_mib} MiB, of which {left} MiB are left for model, cache and pads,"
+        " which the guest keeps in memory alone",
+        err=True,
+    )
+    where = "by no network" if publish is None else f"at {publish[0]}:{publish[1]}"
+    click.echo(f"clients: {where}; the guest's console follows", err=True)
+    context.exit(machine.run())
 
 
 @image.command(context_settings=CONTEXT)

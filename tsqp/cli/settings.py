@@ -119,11 +119,15 @@ class FiniteFloatRange(click.FloatRange):
         return number
 
 
-def read_listen(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, int]:
+def read_listen(
+    _context: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[str, int] | None:
     """Read HOST:PORT to listen at; an IPv6 address is in brackets. Raises SettingsError."""
+    if text is None:
+        return None
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise SettingsError("--listen", got=describe(text), expected="HOST:PORT")
+        raise SettingsError(parameter.opts[0], got=describe(text), expected="HOST:PORT")
     return host.strip("[]"), int(port)
 
 

@@ -9,7 +9,6 @@ from protocol.errors import SettingsError
 from tee_side.attest.appraisal_policy import MinimumTcb
 from tee_side.attest.snp_report import Product
 
-_NO_HOST_DATA = bytes(32).hex()
 _PARTS = ("bootloader", "tee", "snp", "microcode", "fmc")
 
 
@@ -29,13 +28,13 @@ def read_minimum(texts: Sequence[str]) -> dict[str, MinimumTcb]:
     return found
 
 
-def snp_table(measurement: bytes, minimum: Mapping[str, MinimumTcb]) -> str:
-    """Return the table, as TOML: this measurement, no host data, firmware from `minimum` on."""
+def snp_table(measurement: bytes, host_data: bytes, minimum: Mapping[str, MinimumTcb]) -> str:
+    """Return the table, as TOML: this measurement and host data, firmware from `minimum` on."""
     products = ", ".join(f'"{product}"' for product in minimum)
     lines = [
         "[snp]",
         f'measurements = ["{measurement.hex()}"]',
-        f'host_data = ["{_NO_HOST_DATA}"]',
+        f'host_data = ["{host_data.hex()}"]',
         f"products = [{products}]",
         "[snp.minimum_tcb]",
     ]

@@ -5,37 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.parse import quote
 
 from protocol.errors import SettingsError
 from tsqp.deploy import debian, wheels
+from tsqp.deploy.command_line import SELF_TEST, command_line
 from tsqp.deploy.commands import EPOCH, call_inside
 from tsqp.deploy.contents import add_modules, add_units, strip
 from tsqp.deploy.fetch import fetch
-from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, MAX_COMMAND_LINE, Suite
+from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Suite
 from tsqp.deploy.lock import Lock
 
 _ROOT = ("kmod", "python3", "systemd", "udev")
 _ROOT_RUNNER = ("libstdc++6",)
 _TOOLS = ("cpio", "kmod", "zstd")
 _TOOLS_RUNNER = ("g++", "libpython3-dev", "python3-pip")
-# Nobody but the measured command line sets up the guest: no credentials of the host's firmware.
-_ALWAYS = (
-    "console=ttyS0",
-    "panic=-1",
-    "loglevel=4",
-    "random.trust_bootloader=off",
-    "systemd.import_credentials=no",
-    "systemd.firstboot=off",
-    "systemd.show_status=error",
-)
-_SELF_TEST = "tsqp.self-test"
 _LEVEL = 15
 
 Progress = Callable[[str], None]
@@ -45,12 +33,9 @@ Progress = Callable[[str], None]
 class Recipe:
     """What is built, beside what the lock says.
 
-    `arguments`: of tee-runner in the guest. `manifest_digest`: of the model at /model. `packages`:
-    folders of saved packages. `scratch`: where temporary files go, some GB.
+    `packages`: folders of saved packages. `scratch`: where temporary files go, some GB.
     """
 
-    arguments: Sequence[str] = ()
-    manifest_digest: str | None = None
     packages: Sequence[Path] = ()
     jobs: int = 1
     scratch: Path | None = None
@@ -83,7 +68,7 @@ def build(lock: Lock, source: Path, output: Path, recipe: Recipe, progress: Prog
 
     Same lock, source and recipe give the same files, whatever the machine. Needs root.
     """
-    line = command_line(lock, recipe)
+    line = " ".join(SELF_TEST) if lock.small else command_line((), None)
     if os.geteuid() != 0:
         raise SettingsError("tsqp image build", got="another user", expected="root")
     if output.exists():
@@ -94,24 +79,6 @@ def build(lock: Lock, source: Path, output: Path, recipe: Recipe, progress: Prog
             _build(lock, source, output, recipe, progress, Path(name).resolve(), line)
     finally:
         os.umask(umask)
-
-
-def command_line(lock: Lock, recipe: Recipe) -> str:
-    """Return the kernel's command line. Raises SettingsError where it is too long."""
-    words = list(_ALWAYS)
-    if lock.small:
-        words.append(_SELF_TEST)
-    words += [f"tsqp.arg={quote(word, safe='/:,=@+')}" for word in recipe.arguments]
-    if recipe.manifest_digest is not None:
-        if re.fullmatch("[0-9a-f]{64}", recipe.manifest_digest) is None:
-            expected = "64 hexadecimal digits in lower case"
-            raise SettingsError("--manifest-digest", got="another text", expected=expected)
-        words.append(f"tsqp.manifest={recipe.manifest_digest}")
-    line = " ".join(words)
-    if len(line) > MAX_COMMAND_LINE:
-        got = f"{len(line)} characters"
-        raise SettingsError("command line", got=got, expected=f"{MAX_COMMAND_LINE} at most")
-    return line
 
 
 def _build(

@@ -97,9 +97,12 @@ _REMOVED_LIBRARIES = (
     "tsqp-*.dist-info/entry_points.txt",
 )
 _WANTED_MODULES = (
-    *("af_packet", "autofs4", "configfs", "dm-verity", "erofs", "overlay", "sev-guest"),
-    *("tdx-guest", "tsm", "virtio-rng", "virtio_blk", "virtio_net", "vmw_vsock_virtio_transport"),
+    *("af_packet", "autofs4", "configfs", "dm-verity", "erofs", "overlay", "qemu_fw_cfg"),
+    *("sev-guest", "tdx-guest", "tsm", "virtio-rng", "virtio_blk", "virtio_net"),
+    "vmw_vsock_virtio_transport",
 )
+# Of these no device tells when they are needed.
+_LOADED = ("configfs", "qemu_fw_cfg", "sev-guest", "tdx-guest", "tsm")
 _ENABLED = {
     "multi-user.target.wants": ("tsqp.service", "systemd-networkd.service"),
     "sysinit.target.wants": ("tsqp-read-only.service",),
@@ -150,10 +153,11 @@ def add_units(root: Path) -> None:
         if entry.name.endswith((".service", ".mount")):
             _write(units / entry.name, entry.read_text())
     _write(root / "etc/systemd/network/80-tsqp.network", (ours / "tsqp.network").read_text())
+    _write(root / "usr/lib/tmpfiles.d/tsqp.conf", (ours / "tsqp.tmpfiles").read_text())
     _write(root / "usr/lib/tsqp/start.py", (ours / "start.py").read_text())
     _write(root / "etc/hostname", "tsqp\n")
     _write(root / "etc/machine-id", "")
-    _write(root / "etc/modules-load.d/tsqp.conf", "configfs\nsev-guest\ntdx-guest\ntsm\n")
+    _write(root / "etc/modules-load.d/tsqp.conf", "".join(f"{name}\n" for name in _LOADED))
     for wants, names in _ENABLED.items():
         (units / wants).mkdir()
         for name in names:

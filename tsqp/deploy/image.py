@@ -17,8 +17,6 @@ COMMAND_LINE = "cmdline"
 FACTS = "image.json"
 LOCK = "lock.json"
 MEASURED = (KERNEL, INITRAMFS, COMMAND_LINE)
-# Of x86's kernel, with the zero that ends it.
-MAX_COMMAND_LINE = 2047
 
 
 def require_image(directory: Path) -> None:

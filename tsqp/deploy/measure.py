@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from sevsnpmeasure.guest import calc_launch_digest
@@ -12,21 +11,11 @@ from sevsnpmeasure.vcpu_types import CPU_SIGS
 
 from protocol.errors import SettingsError
 from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL, require_image
+from tsqp.deploy.launch import Launch
 
-# A guest's policy: bit 17 is always one, 16 lets it run with SMT. No debugging, no migration.
-GUEST_POLICY = 1 << 17 | 1 << 16
 # Of QEMU and KVM: SNP active, nothing else; Linux 6.12 on a host sets no more by itself.
 _GUEST_FEATURES = 0x1
 VCPU_TYPES = tuple(sorted(CPU_SIGS))
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a host must start an image for its measurement to come out."""
-
-    vcpus: int
-    vcpu_type: str
-    firmware: Path
 
 
 def measure(image: Path, launch: Launch) -> bytes:

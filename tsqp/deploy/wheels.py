@@ -62,7 +62,8 @@ def _resolved(arguments: Sequence[str], suite: Suite, scratch: Path) -> tuple[Ar
         str(report),
     ]
     command += [f"--platform={name}_x86_64" for name in platforms]
-    command += ["--target", str(scratch / "none"), *arguments]
+    # The index of torch may be out of reach where pip knows another place for it.
+    command += ["--retries=1", "--target", str(scratch / "none"), *arguments]
     call(command, settings=own_environment())
     found = [_artifact(item) for item in json.loads(report.read_bytes())["install"]]
     return tuple(sorted(found, key=lambda artifact: artifact.name))

@@ -1,6 +1,6 @@
 """Runs in the guest: starts what the measured command line of the kernel says.
 
-tsqp.arg=WORD        a word of tee-runner's command line, in order; %20 is a blank
+tsqp.arg=WORD        a word of tee-runner's command line, in order, or doctor; %20 is a blank
 tsqp.manifest=HEX    /model has to be what this digest of its manifest says
 tsqp.self-test       no runner: say how this guest stands, and answer "report" and "off"
 """
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 # The guest has one network, which its host made for its clients.
 _SERVE = ["serve", "/model", "--host", "0.0.0.0"]  # noqa: S104
-_RUNNER = "from tsqp.cli.tee_runner import main; main()"
+_PROGRAM = "from tsqp.cli.{} import main; main()"
 _MANIFEST = "/model/manifest.json"
 
 
@@ -27,15 +27,35 @@ def command(line: str) -> list[str]:
     return words
 
 
-def require_seed() -> None:
-    """End where the kernel's generator has no seed yet: keys and pads would be guessable."""
+def seeded() -> bool:
+    """Say whether the kernel's generator has a seed; the runner refuses to start without one."""
     try:
         os.getrandom(1, os.GRND_NONBLOCK)
     except BlockingIOError:
-        sys.exit("the kernel's random generator: got no seed, expected one")
+        return False
+    return True
 
 
-def report() -> str:
+class Resumed:
+    """Whether this VM was resumed from a snapshot since this was made.
+
+    As `tee_side.protect.resumption` notices it, which a small image has not.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+        self._log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        os.lseek(self._log, 0, os.SEEK_END)
+
+    def __bool__(self) -> bool:
+        while True:
+            try:
+                self._said |= b"virtual machine fork" in os.read(self._log, 8192)
+            except BlockingIOError:
+                return self._said
+
+
+def report(resumed: Resumed) -> str:
     """Return how this guest stands, as one line of JSON."""
     # Of the file system, not of this process's view of it, which systemd made read-only.
     with open("/proc/self/mountinfo") as mounts:
@@ -47,7 +67,8 @@ def report() -> str:
         "system": platform.freedesktop_os_release()["PRETTY_NAME"],
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "seeded": True,
+        "seeded": seeded(),
+        "resumed": bool(resumed),
         "root": options[-1].split(",")[0],
         "devices": devices,
     }
@@ -62,17 +83,19 @@ def say(line: str) -> None:
 
 def main() -> None:
     """Entry point."""
-    require_seed()
     with open("/proc/cmdline") as file:
         line = file.read()
     if "tsqp.self-test" not in line.split():
-        os.execv("/usr/bin/python3", ["python3", "-I", "-c", _RUNNER, *command(line)])
-    say(report())
+        words = command(line)
+        module = "main" if words[0] == "doctor" else "tee_runner"
+        os.execv("/usr/bin/python3", ["python3", "-I", "-c", _PROGRAM.format(module), *words])
+    resumed = Resumed()
+    say(report(resumed))
     for asked in sys.stdin:
         if asked.strip() == "off":
             break
         if asked.strip() == "report":
-            say(report())
+            say(report(resumed))
 
 
 if __name__ == "__main__":

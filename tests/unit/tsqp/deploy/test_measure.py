@@ -13,10 +13,12 @@ from protocol.errors import SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy, MinimumTcb
 from tests.tables import each_row
 from tests.unit.tsqp.deploy.firmware import firmware
+from tests.unit.tsqp.deploy.images import make_image
 from tsqp.cli.main import command
 from tsqp.deploy.appraisal import read_minimum
 from tsqp.deploy.image import MEASURED, first_difference
-from tsqp.deploy.measure import Launch, measure
+from tsqp.deploy.launch import Launch
+from tsqp.deploy.measure import measure
 
 GENOA = MinimumTcb(bootloader=10, tee=0, snp=23, microcode=84)
 TURIN = MinimumTcb(bootloader=1, tee=1, snp=4, microcode=81, fmc=2)
@@ -36,11 +38,7 @@ version = "any"
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     """An image of a few bytes, with firmware beside it."""
-    made = tmp_path / "image"
-    made.mkdir()
-    for name in MEASURED:
-        (made / name).write_bytes(f"content of {name}".encode())
-    (made / "image.json").write_text("{}")
+    made = make_image(tmp_path / "image")
     (tmp_path / "ovmf.fd").write_bytes(firmware())
     return made
 

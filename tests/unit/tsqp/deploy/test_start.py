@@ -1,55 +1,50 @@
-"""The program that starts the runner in the guest: from the kernel's command line."""
+"""The program that starts the runner in the guest: what it says of itself."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.tables import each_row
-from tests.unit.tsqp.deploy.test_lock import KERNEL, SMALL
-from tsqp.deploy.build import Recipe, command_line
-from tsqp.deploy.guest.start import command, require_seed
-
-RUNNER = SMALL.model_copy(update={"wheels": (KERNEL,)})
-DIGEST = "0123456789abcdef" * 4
-PINNED = ["--manifest", "/model/manifest.json", "--manifest-digest", DIGEST]
-SERVE = ["serve", "/model", "--host", "0.0.0.0"]
+from tests.tools.kernel_log import PLUGGED, RESUMED, KernelLog
+from tsqp.deploy.guest.start import Resumed, seeded
 
 
-@each_row(
-    ("arguments", "digest", "expected"),
-    [
-        ((), None, SERVE),
-        ((), DIGEST, SERVE + PINNED),
-        (("generate", "demo"), None, ["generate", "demo"]),
-        (("--prompt", "Once upon\n%20 a=b é\\"), None, ["--prompt", "Once upon\n%20 a=b é\\"]),
-        (("serve", "/model", "--attest=snp"), DIGEST, ["serve", "/model", "--attest=snp", *PINNED]),
-        (("tsqp.manifest=x",), None, ["tsqp.manifest=x"]),
-        (("",), None, [""]),
-    ],
-)
-def test_the_runner_gets_the_words_of_the_build(
-    arguments: tuple[str, ...], digest: str | None, expected: list[str]
-) -> None:
-    line = command_line(RUNNER, Recipe(arguments=arguments, manifest_digest=digest))
-    assert line.isascii()
-    assert line.isprintable()
-    assert command(f"{line}\n") == expected
-
-
-def test_a_small_image_asks_for_the_self_test() -> None:
-    assert "tsqp.self-test" in command_line(SMALL, Recipe()).split()
-    assert "tsqp.self-test" not in command_line(RUNNER, Recipe()).split()
-
-
-def test_a_generator_without_a_seed_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_seed()
+def test_a_generator_without_a_seed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seeded()
 
     def unseeded(size: int, flags: int) -> bytes:
         assert (size, flags) == (1, os.GRND_NONBLOCK)
         raise BlockingIOError
 
     monkeypatch.setattr(os, "getrandom", unseeded)
-    with pytest.raises(SystemExit, match="got no seed"):
-        require_seed()
+    assert not seeded()
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelLog]:
+    """In place of /dev/kmsg."""
+
+    def opened(path: str, flags: int) -> int:
+        assert (Path(path), flags) == (Path("/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK)
+        return made.reader
+
+    def sought(descriptor: int, offset: int, whence: int) -> None:
+        assert (descriptor, offset, whence) == (made.reader, 0, os.SEEK_END)
+
+    with KernelLog() as made, monkeypatch.context() as patched:
+        patched.setattr(os, "open", opened)
+        patched.setattr(os, "lseek", sought)
+        yield made
+
+
+def test_it_says_from_the_kernels_log_that_it_was_resumed(log: KernelLog) -> None:
+    resumed = Resumed()
+    assert not resumed
+    log.say(PLUGGED, PLUGGED)
+    assert not resumed
+    log.say(RESUMED, PLUGGED)
+    assert resumed
+    assert resumed
