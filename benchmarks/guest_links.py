@@ -128,7 +128,7 @@ def main() -> None:
             launch=None,
             vcpus=2,
             memory_mib=4096,
-            reach_host=True,
+            reach_network=True,
             vsock=folder / "vm",
             shared_memory=memory,
         )

@@ -53,7 +53,6 @@ _CPU_FEATURES = {
 _TEE_DEVICES = {
     "/dev/sev-guest": "AMD SEV-SNP guest",
     "/dev/tdx_guest": "Intel TDX guest",
-    "/sys/kernel/config/tsm/report": "attestation reports through configfs",
 }
 _EVIDENCE: dict[Kind, str] = {
     "snp": "of AMD SEV-SNP",

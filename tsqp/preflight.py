@@ -252,7 +252,7 @@ def _entropy(_plan: Plan) -> Iterator[Finding]:
         os.getrandom(16, os.GRND_NONBLOCK)
     except BlockingIOError:
         detail = "the operating system's generator is not seeded yet: no run starts"
-        yield Finding("run", "entropy", "missing", detail, "wait, or give the VM a virtio-rng")
+        yield Finding("run", "entropy", "missing", detail, "wait a moment")
     else:
         yield Finding("run", "entropy", "ok", "the operating system's generator is seeded")
 

@@ -97,11 +97,17 @@ class SmallGuest:
 
 
 @contextmanager
-def small_guest(image: Path, generation: str, snapshot: Path | None = None) -> Iterator[SmallGuest]:
-    """Start an image, or go on from a snapshot of it, under a generation id."""
+def small_guest(
+    image: Path, generation: str, snapshot: Path | None = None, firmware: Path | None = None
+) -> Iterator[SmallGuest]:
+    """Start an image, or go on from a snapshot of it, under a generation id.
+
+    `firmware`: UEFI, as confidential machines have; default: QEMU's BIOS.
+    """
     line = (image / COMMAND_LINE).read_text()
     start = ["-kernel", image / KERNEL, "-initrd", image / INITRAMFS, "-append", line]
     device = ["-device", f"vmgenid,guid={generation}", "-net", "none", "-no-reboot"]
+    device += [] if firmware is None else ["-bios", firmware]
     incoming = [] if snapshot is None else ["-incoming", f"exec:cat {snapshot}"]
     with ExitStack() as opened:
         pairs = [socket.socketpair() for _ in range(2)]

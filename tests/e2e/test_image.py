@@ -12,6 +12,7 @@ from tests.e2e.images import BOOT_S, build, missing, small_guest
 from tsqp.deploy.image import LOCK, first_difference
 
 BUILD_S = 900
+UEFI = Path("/usr/share/ovmf/OVMF.fd")
 pytestmark = [pytest.mark.more, pytest.mark.timeout(2 * BUILD_S + 5 * BOOT_S)]
 
 FIRST, SECOND, THIRD = (f"{digit * 8}-1111-4111-8111-111111111111" for digit in "123")
@@ -52,8 +53,11 @@ def test_another_build_of_its_lock_is_the_same(image: Path, folder: Path) -> Non
     assert not list(scratch.iterdir())
 
 
-def test_it_starts_under_emulation_and_says_how_it_stands(image: Path) -> None:
-    with small_guest(image, FIRST) as guest:
+@pytest.mark.parametrize("uefi", [False, True])
+def test_it_starts_under_emulation_and_says_how_it_stands(uefi: bool, image: Path) -> None:
+    if uefi and not UEFI.exists():
+        pytest.skip("no ovmf")
+    with small_guest(image, FIRST, firmware=UEFI if uefi else None) as guest:
         first, second = guest.report(asked=False), guest.report()
         guest.say("off")
         guest.read_to_the_end()

@@ -8,7 +8,7 @@ from typing import get_args
 
 import click
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, describe
 from tsqp.cli.launching import launch_options, measured, read_launch
 from tsqp.cli.settings import CONTEXT, PATH, config_option, read_listen
 from tsqp.cli.status import bytes_for_people
@@ -40,7 +40,7 @@ def image() -> None:
 )
 @click.option("--save", type=_DIRECTORY, metavar="FOLDER", help="Keep all packages in this folder.")
 @click.option("--small", is_flag=True, help="Without torch and runner: it says how it stands.")
-@click.option("--suite", type=click.Choice(get_args(Suite)), default="bookworm", show_default=True)
+@click.option("--suite", type=click.Choice(get_args(Suite)), help="Default: bookworm.")
 @click.option("--torch-index", metavar="URL", help="Of builds of torch without CUDA.")
 @click.option("--source", type=_EXISTING, help="Checkout of this project; default: this one's.")
 @click.option("--scratch", type=_EXISTING, help="Where 5 GB of temporary files go.")
@@ -53,13 +53,13 @@ def build(
     packages: tuple[Path, ...],
     save: Path | None,
     small: bool,
-    suite: Suite,
+    suite: Suite | None,
     torch_index: str | None,
     source: Path | None,
     scratch: Path | None,
     jobs: int | None,
 ) -> None:
-    """Build an image that serves the model at /model; tsqp image configure changes what it runs.
+    """Build an image; tsqp image configure says what it runs.
 
     Two builds of one lock and one source give the same files, bit by bit. Needs root, mmdebstrap
     and apt.
@@ -78,6 +78,8 @@ def build(
     if not (checkout / "pyproject.toml").is_file():
         raise SettingsError(str(checkout), got="no pyproject.toml", expected="--source: a checkout")
     if lock is not None:
+        if suite is not None or torch_index is not None:
+            raise SettingsError("--lock", got="--suite or --torch-index", expected="it alone")
         parts = Lock.load(lock)
         if parts.small != small:
             expected = "--small" if parts.small else "no --small"
@@ -85,7 +87,9 @@ def build(
     else:
         progress("look up today's packages")
         index = torch_index or TORCH_INDEX
-        parts = resolve(suite, checkout, small=small, torch_index=index, scratch=scratch)
+        parts = resolve(
+            suite or "bookworm", checkout, small=small, torch_index=index, scratch=scratch
+        )
     if save is not None:
         fetch(parts.artifacts, save, packages)
         packages = (save, *packages)
@@ -104,11 +108,32 @@ def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str |
     """Write what IMAGE runs into its command line: tsqp image configure DIR -- serve /model ...
 
     ARGUMENTS are tee-runner's, or doctor alone. Without any: serve /model --host 0.0.0.0. The
-    command line is measured: another one is another image to its clients.
+    command line is measured: another one is another image to its clients. Its host reads it, a
+    prompt in it as well.
     """
     from tsqp.deploy.command_line import configure as write
 
+    if arguments:
+        _refuse_unknown(arguments)
+    if arguments[:1] == ("doctor",) and manifest_digest is not None:
+        raise SettingsError("--manifest-digest", got="doctor", expected="a command with a model")
     click.echo(write(image, arguments, manifest_digest))
+
+
+def _refuse_unknown(words: tuple[str, ...]) -> None:
+    """Raise click.UsageError for words that the guest's program would refuse."""
+    from tsqp.cli.main import command as tsqp
+    from tsqp.cli.tee_runner import command as tee_runner
+
+    rest = list(words)
+    found: click.Command = tsqp if words[0] == "doctor" else tee_runner
+    while isinstance(found, click.Group):
+        name = rest.pop(0) if rest else ""
+        inside = found.get_command(click.Context(found), name)
+        if inside is None:
+            raise SettingsError("arguments", got=describe(name), expected="a command of tee-runner")
+        found = inside
+    found.make_parser(click.Context(found)).parse_args(rest)
 
 
 @image.command(context_settings=CONTEXT)
@@ -123,7 +148,9 @@ def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str |
     metavar="HOST:PORT",
     help="Where clients reach the guest's port 8000. Without it, the guest has no network.",
 )
-@click.option("--reach-host", is_flag=True, help="Let the guest reach its host, at 10.0.2.2.")
+@click.option(
+    "--reach-network", is_flag=True, help="Let the guest reach its host (10.0.2.2), and beyond."
+)
 @click.option(
     "--vsock",
     type=PATH,
@@ -131,6 +158,7 @@ def configure(*, image: Path, arguments: tuple[str, ...], manifest_digest: str |
     help="Have vhost-device-vsock connect what the guest asks of vsock://2:PORT to PATH_PORT.",
 )
 @click.option("--kernel-vsock", is_flag=True, help="Have the host's kernel do so (vhost-vsock).")
+@click.option("--cid", type=click.IntRange(3, 2**32 - 2), default=3, help="The guest's, of vsock.")
 @click.option(
     "--shared-memory",
     type=PATH,
@@ -159,9 +187,10 @@ def run(
     memory_mib: int,
     disk: Path | None,
     publish: tuple[str, int] | None,
-    reach_host: bool,
+    reach_network: bool,
     vsock: Path | None,
     kernel_vsock: bool,
+    cid: int,
     shared_memory: Path | None,
     printed: str | None,
 ) -> None:
@@ -185,9 +214,10 @@ def run(
         memory_mib=memory_mib,
         model=disk,
         publish=publish,
-        reach_host=reach_host,
+        reach_network=reach_network,
         vsock=vsock,
         kernel_vsock=kernel_vsock,
+        cid=cid,
         shared_memory=shared_memory,
     )
     if printed is not None:

@@ -122,7 +122,7 @@ def require_own_secrets() -> None:
         os.getrandom(1, os.GRND_NONBLOCK)
     except BlockingIOError:
         where = "the operating system's random generator"
-        raise UnseededError(where, got="no seed", expected="one (wait, or a virtio-rng)") from None
+        raise UnseededError(where, got="no seed", expected="one (wait a moment)") from None
     watch()
 
 

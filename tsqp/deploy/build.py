@@ -118,6 +118,7 @@ def _build(
     }
     facts = {
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in made.items()},
+        "commit": wheels.commit_of(source),
         "lock": hashlib.sha256(lock.to_bytes()).hexdigest(),
         "runner_wheel": own,
         "unpacked_bytes": unpacked,

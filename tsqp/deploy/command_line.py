@@ -14,9 +14,11 @@ from tsqp.deploy.image import COMMAND_LINE, FACTS, require_image
 
 # Of x86's kernel, with the zero that ends it.
 MAX_COMMAND_LINE = 2047
-# Nobody but the measured command line sets up the guest: no credentials of the host's firmware.
+# Nobody but the measured command line sets up the guest: no credentials and variables of the host's
+# firmware.
 _ALWAYS = (
     "console=ttyS0",
+    "efi=noruntime",
     "panic=-1",
     "loglevel=4",
     "random.trust_bootloader=off",
@@ -24,6 +26,8 @@ _ALWAYS = (
     "systemd.firstboot=off",
     "systemd.show_status=error",
 )
+# Before the digest of the manifest of what is at /model.
+MANIFEST = "tsqp.manifest="
 SELF_TEST = (*_ALWAYS, "tsqp.self-test")
 
 
@@ -37,7 +41,7 @@ def command_line(arguments: Sequence[str], manifest_digest: str | None) -> str:
         if re.fullmatch("[0-9a-f]{64}", manifest_digest) is None:
             expected = "64 hexadecimal digits in lower case"
             raise SettingsError("--manifest-digest", got="another text", expected=expected)
-        words.append(f"tsqp.manifest={manifest_digest}")
+        words.append(f"{MANIFEST}{manifest_digest}")
     line = " ".join(words)
     if len(line) > MAX_COMMAND_LINE:
         got = f"{len(line)} characters"

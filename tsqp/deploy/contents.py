@@ -97,9 +97,8 @@ _REMOVED_LIBRARIES = (
     "tsqp-*.dist-info/entry_points.txt",
 )
 _WANTED_MODULES = (
-    *("af_packet", "autofs4", "configfs", "dm-verity", "erofs", "overlay", "qemu_fw_cfg"),
-    *("sev-guest", "tdx-guest", "tsm", "virtio-rng", "virtio_blk", "virtio_net"),
-    "vmw_vsock_virtio_transport",
+    *("af_packet", "autofs4", "configfs", "erofs", "qemu_fw_cfg", "sev-guest", "tdx-guest"),
+    *("tsm", "virtio_blk", "virtio_net", "vmw_vsock_virtio_transport"),
 )
 # Of these no device tells when they are needed.
 _LOADED = ("configfs", "qemu_fw_cfg", "sev-guest", "tdx-guest", "tsm")

@@ -1,4 +1,4 @@
-"""The same machine as a domain of libvirt's, 10.5 or later."""
+"""The same machine as a domain of libvirt's, 10.10 or later: it knows EPYC-v4 from there on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 from protocol.errors import SettingsError
 from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL
 from tsqp.deploy.launch import GUEST_POLICY
-from tsqp.deploy.machine import CID, Machine
+from tsqp.deploy.machine import Machine
 
 
 def domain(machine: Machine, name: str) -> str:
@@ -17,7 +17,7 @@ def domain(machine: Machine, name: str) -> str:
     Source: libvirt, "Domain XML format" (launchSecurity, memoryBacking, vsock, shmem).
     """
     launch, others = machine.launch, (machine.vsock, machine.shared_memory, machine.publish)
-    if launch is None or any(others) or machine.reach_host:
+    if launch is None or any(others) or machine.reach_network:
         expected = "SEV-SNP, with --kernel-vsock; a network is the domain's own"
         raise SettingsError("--print libvirt", got="another machine", expected=expected)
     root = Element("domain", type="kvm")
@@ -33,7 +33,9 @@ def domain(machine: Machine, name: str) -> str:
     for word, file in (("kernel", KERNEL), ("initrd", INITRAMFS)):
         _add(system, word, str((machine.image / file).resolve()))
     _add(system, "cmdline", (machine.image / COMMAND_LINE).read_text())
-    _add(_add(root, "features"), "acpi")
+    features = _add(root, "features")
+    _add(features, "acpi")
+    _add(features, "vmport", state="off")
     _add(_add(root, "cpu", mode="custom", match="exact"), "model", launch.vcpu_type)
     for event in ("poweroff", "reboot", "crash"):
         _add(root, f"on_{event}", "destroy")
@@ -47,7 +49,7 @@ def domain(machine: Machine, name: str) -> str:
         _add(disk, "readonly")
     if machine.kernel_vsock:
         vsock = _add(devices, "vsock", model="virtio")
-        _add(vsock, "cid", auto="no", address=str(CID))
+        _add(vsock, "cid", auto="no", address=str(machine.cid))
         _add(vsock, "driver", iommu="on")
     _add(devices, "serial", type="pty")
     _add(devices, "memballoon", model="none")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
 import stat
 import subprocess
@@ -18,13 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from protocol.errors import SettingsError
+from tsqp.deploy.command_line import MANIFEST
 from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, require_image
 from tsqp.deploy.launch import GUEST_POLICY, Launch
 from tsqp.processes import END_TIMEOUT_S, child, ending_with_us
 
 QEMU = "qemu-system-x86_64"
 VSOCK_DEVICE = "vhost-device-vsock"
-CID = 3
 # Where guests have the memory that they share with their host: /sys/bus/pci/devices/0000:00:10.0.
 SHARED_MEMORY_SLOT = "0x10"
 # Of tee-runner serve in the guest.
@@ -32,6 +33,7 @@ _GUEST_PORT = 8000
 # The bit of an address that says "encrypted", on every EPYC with SEV-SNP (CPUID 0x8000001f).
 _C_BIT = 51
 _MIB = 1024 * 1024
+_IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 # Beside the image: kernel and systemd, and a runner that does nothing yet.
 _LEAST_MIB = 768
 # What an encrypted guest shares with the host's devices it says page by page.
@@ -44,9 +46,10 @@ class Machine:
 
     `launch`: with SEV-SNP, as measured; None: emulated, by any processor. `measurement`: what an
     emulated guest repeats, 48 bytes. `model`: the weights' disk. `publish`: HOST:PORT at which the
-    guest's port is reached; `reach_host`: whether the guest reaches its host's network. `vsock`:
-    the path for connections, by a program of its own; `kernel_vsock`: by the host's kernel.
-    `shared_memory`: a file.
+    guest's port is reached, by IPv4; `reach_network`: whether the guest reaches its host and what
+    that reaches. `vsock`: the path for connections, by a program of its own, which encrypted memory
+    is not shown to work with; `kernel_vsock`: by the host's kernel. `cid`: the guest's address
+    there. `shared_memory`: a file.
     """
 
     image: Path
@@ -56,9 +59,10 @@ class Machine:
     measurement: bytes | None = None
     model: Path | None = None
     publish: tuple[str, int] | None = None
-    reach_host: bool = False
+    reach_network: bool = False
     vsock: Path | None = None
     kernel_vsock: bool = False
+    cid: int = 3
     shared_memory: Path | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +71,15 @@ class Machine:
         if self.memory_mib < least:
             got, expected = f"{self.memory_mib} MiB", f"{least} MiB at least, for this image"
             raise SettingsError("--memory-mib", got=got, expected=expected)
+        pinned = MANIFEST in (self.image / COMMAND_LINE).read_text()
+        if pinned != (self.model is not None):
+            got = "a digest of a manifest and no disk" if pinned else "a disk and no such digest"
+            expected = "both: tsqp image configure --manifest-digest"
+            raise SettingsError("--disk", got=got, expected=expected)
+        if self.launch is not None and self.vsock is not None:
+            raise SettingsError("--vsock", got="SEV-SNP", expected="--kernel-vsock, or --no-tee")
+        if self.publish is not None and _IPV4.fullmatch(self.publish[0]) is None:
+            raise SettingsError("--publish", got=self.publish[0], expected="an IPv4 address")
         for path in (self.model, self.shared_memory):
             # QEMU reads a comma as the end of a word.
             if path is not None and (not path.is_file() or "," in str(path)):
@@ -113,14 +126,14 @@ class Machine:
             disk = f"if=none,id=model,format=raw,readonly=on,file={self.model}"
             device = f"virtio-blk-pci,drive=model,serial=model{pages}"
             yield ["-drive", disk, "-device", device]
-        if self.publish is not None or self.reach_host:
-            net = f"user,id=net,restrict={'off' if self.reach_host else 'on'}"
+        if self.publish is not None or self.reach_network:
+            net = f"user,id=net,restrict={'off' if self.reach_network else 'on'}"
             if self.publish is not None:
                 host, port = self.publish
                 net += f",hostfwd=tcp:{host}:{port}-:{_GUEST_PORT}"
             yield ["-netdev", net, "-device", f"virtio-net-pci,netdev=net,romfile={pages}"]
         if self.kernel_vsock:
-            yield ["-device", f"vhost-vsock-pci,guest-cid={CID}{pages}"]
+            yield ["-device", f"vhost-vsock-pci,guest-cid={self.cid}{pages}"]
         if vsock_device is not None:
             chardev = f"socket,id=vsock,path={vsock_device}"
             yield ["-chardev", chardev, "-device", f"vhost-user-vsock-pci,chardev=vsock{pages}"]
@@ -132,7 +145,7 @@ class Machine:
 
     def vsock_command(self, vsock_device: Path) -> list[str]:
         """Return the command of the program that is the host's end of vsock."""
-        words = [VSOCK_DEVICE, "--guest-cid", str(CID), "--socket", str(vsock_device)]
+        words = [VSOCK_DEVICE, "--guest-cid", str(self.cid), "--socket", str(vsock_device)]
         return [*words, "--uds-path", str(self.vsock)]
 
     def __str__(self) -> str:

@@ -18,8 +18,7 @@ from tsqp.deploy.lock import Artifact
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _EXTRAS = ("serve", "attest")
-_PARTS = ("protocol", "tee_side", "gpu_side", "tsqp")
-_FILES = ("pyproject.toml", "README.md", "LICENSE")
+_OURS = (*("protocol", "tee_side", "gpu_side", "tsqp"), "pyproject.toml", "README.md", "LICENSE")
 # Of the system in the image; glibc of Debian 12 is the older one.
 _PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014")
 _GLIBC_MINORS = range(5, 37)
@@ -89,11 +88,8 @@ def build_own(source: Path, tools: Path, build: Sequence[Artifact], folder: Path
     Raises SettingsError where the compiled kernels are not in it.
     """
     copy = tools / "source"
-    copy.mkdir()
-    for name in _PARTS:
-        ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-        shutil.copytree(source / name, copy / name, ignore=ignored)
-    for name in _FILES:
+    for name in _tracked(source):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, copy / name)
     _same_modes(copy)
     for needed in build:
@@ -115,6 +111,27 @@ def build_own(source: Path, tools: Path, build: Sequence[Artifact], folder: Path
     if not any((copy / "build").rglob(_KERNELS)):
         raise SettingsError(wheel.name, got="no compiled kernels", expected=_KERNELS)
     return wheel
+
+
+def commit_of(source: Path) -> str:
+    """Return the commit of a checkout; it ends in -changed where a file differs from it.
+
+    Raises SettingsError for what is no checkout.
+    """
+    commit = _git(source, "rev-parse", "HEAD").strip()
+    changed = _git(source, "status", "--porcelain", "--untracked-files=no", "--", *_OURS)
+    return f"{commit}-changed" if changed else commit
+
+
+def _tracked(source: Path) -> list[str]:
+    """Return the files of a checkout that are ours: what lies beside them is in no image."""
+    return _git(source, "ls-files", "-z", "--", *_OURS).rstrip("\0").split("\0")
+
+
+def _git(source: Path, *words: str) -> str:
+    # Whoever owns the checkout, as root reads it here.
+    command = ["git", "-C", str(source), "-c", "safe.directory=*", *words]
+    return call(command, settings=own_environment()).decode()
 
 
 def _same_modes(tree: Path) -> None:

@@ -40,6 +40,11 @@ def _machine(image: Path, **changes: Any) -> Machine:
     return Machine(**(usual | changes))
 
 
+def _pinned(image: Path) -> Path:
+    (image / COMMAND_LINE).write_text("quiet tsqp.manifest=00")
+    return image
+
+
 def _value(words: list[str], name: str, at: int = 0) -> str:
     return [value for word, value in pairwise(words) if word == name][at]
 
@@ -62,7 +67,8 @@ def test_an_encrypted_guest_is_started_as_it_is_measured(image: Path) -> None:
 
 def test_devices_of_an_encrypted_guest_use_pages_that_it_shares(image: Path) -> None:
     files = {"model": image.with_name("model.erofs"), "publish": ("127.0.0.1", 8443)}
-    words = _machine(image, kernel_vsock=True, **files).qemu()
+    words = _machine(_pinned(image), kernel_vsock=True, cid=7, **files).qemu()
+    assert any("guest-cid=7" in word for word in words)
     devices = [value for word, value in pairwise(words) if word == "-device"]
     assert len(devices) == 3
     assert all(device.endswith("disable-legacy=on,iommu_platform=on") for device in devices)
@@ -82,7 +88,7 @@ def test_an_emulated_guest_repeats_a_measurement_and_is_told_of_copies(image: Pa
 def test_links_are_devices(image: Path) -> None:
     memory = image.with_name("memory")
     machine = _machine(
-        image, launch=None, vsock=Path("/run/vm.sock"), shared_memory=memory, reach_host=True
+        image, launch=None, vsock=Path("/run/vm.sock"), shared_memory=memory, reach_network=True
     )
     words = machine.qemu(Path("/run/device"))
     assert _value(words, "-chardev") == "socket,id=vsock,path=/run/device"
@@ -99,7 +105,11 @@ def test_links_are_devices(image: Path) -> None:
     ("changes", "text"),
     [
         ({"memory_mib": 900}, r"--memory-mib: got 900 MiB, expected 968 MiB at least"),
-        ({"model": Path("none")}, "none: got no such file"),
+        ({"shared_memory": Path("none")}, "none: got no such file"),
+        ({"model": Path("model.erofs")}, "--disk: got a disk and no such digest, expected both"),
+        ({"publish": ("localhost", 80)}, "--publish: got localhost, expected an IPv4 address"),
+        ({"publish": ("::1", 80)}, "--publish: got ::1, expected an IPv4 address"),
+        ({"vsock": Path("vm")}, "--vsock: got SEV-SNP, expected --kernel-vsock, or --no-tee"),
         ({"shared_memory": Path("image/vmlinuz")}, "got 18 bytes, expected a power of two"),
     ],
 )
@@ -116,11 +126,17 @@ def test_a_name_that_qemu_would_read_as_two_is_refused(image: Path) -> None:
     disk = image.with_name("a,b")
     disk.write_bytes(b"x")
     with pytest.raises(SettingsError, match="no comma"):
-        _machine(image, model=disk)
+        _machine(_pinned(image), model=disk)
+
+
+def test_a_digest_without_a_disk_is_refused(image: Path) -> None:
+    with pytest.raises(SettingsError, match="got a digest of a manifest and no disk"):
+        _machine(_pinned(image))
 
 
 def test_a_domain_of_libvirt_is_the_same_machine(image: Path) -> None:
-    machine = _machine(image, model=image.with_name("model.erofs"), kernel_vsock=True)
+    disk = image.with_name("model.erofs")
+    machine = _machine(_pinned(image), model=disk, kernel_vsock=True, cid=7)
     root = ElementTree.fromstring(domain(machine, "a&b"))
     security = root.find("launchSecurity")
     assert security is not None
@@ -132,9 +148,11 @@ def test_a_domain_of_libvirt_is_the_same_machine(image: Path) -> None:
     assert root.findtext("os/loader") == str(image.with_name("ovmf.fd"))
     assert (root.findtext("vcpu"), root.findtext("cpu/model")) == ("2", "EPYC-v4")
     assert root.findtext("devices/disk/serial") == "model"
-    for changes in ({"launch": None}, {"publish": ("::1", 1)}, {"vsock": Path("x")}):
+    (cid,) = root.findall("devices/vsock/cid")
+    assert cid.attrib == {"auto": "no", "address": "7"}
+    for changes in ({"launch": None}, {"publish": ("127.0.0.1", 1)}, {"reach_network": True}):
         with pytest.raises(SettingsError, match="--print libvirt"):
-            domain(_machine(image, **changes), "x")
+            domain(_machine(image, model=disk, **changes), "x")
 
 
 def _run(image: Path, *words: str) -> Result:
@@ -161,6 +179,7 @@ def test_an_operator_sees_what_would_be_started(image: Path) -> None:
         (["--host-data", "00"], "--host-data: got '00', expected 64 hexadecimal digits"),
         (["--ovmf-sha256", "0" * 64], "ovmf.fd: got SHA-256 "),
         (["--publish", "8443"], "--publish: got '8443', expected HOST:PORT"),
+        (["--cid", "2"], "2 is not in the range"),
         (["--vsock", "x", "--kernel-vsock"], "expected one of them"),
     ],
 )
@@ -170,7 +189,7 @@ def test_other_words_are_refused(words: list[str], text: str, image: Path) -> No
     digest = hashlib.sha256(Path(ovmf).read_bytes()).hexdigest()
     usual = ["image", "run", str(image), "--vcpus", "2", "--ovmf", ovmf, "--ovmf-sha256", digest]
     result = CliRunner().invoke(command, [*usual, *words])
-    assert text in str(result.exception)
+    assert text in f"{result.exception} {result.output}"
 
 
 def test_without_firmware_nothing_is_encrypted(image: Path) -> None:

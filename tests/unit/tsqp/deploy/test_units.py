@@ -29,7 +29,9 @@ PROGRAM = {"gpu-service": "gpu-service", "tee-runner": "tee-runner", "tsqp-guest
 # Where the guest's unit differs: it is of an image that has one program and no other user, its
 # runner says on the console what it does, and what ends it ends the VM.
 OF_THE_IMAGE = {"ExecStart", "StandardError", "StandardInput", "StandardOutput", "TTYPath"}
-OF_THE_IMAGE |= {"Environment"}
+OF_THE_IMAGE |= {"Environment", "ReadWritePaths"}
+# It has no /tmp of others, no other user's objects, and a device more for its console.
+NOT_IN_THE_IMAGE = {"DevicePolicy", "PrivateTmp", "ProtectProc", "RemoveIPC", "Restart"}
 
 EVERYWHERE = {
     "KeyringMode": "private",
@@ -94,12 +96,13 @@ def unknown_words(words: Sequence[str]) -> list[str]:
         ("tee-runner", {}),
         # A guest that ends itself is off, and QEMU has done what it should.
         ("tsqp-guest", {"Restart": "always", "RuntimeDirectory": "tsqp-guest"}),
+        ("guest", dict.fromkeys(NOT_IN_THE_IMAGE)),
     ],
 )
-def test_hardening_that_all_have(side: str, others: dict[str, str]) -> None:
+def test_hardening_that_all_have(side: str, others: dict[str, str | None]) -> None:
     service, expected = read_unit(UNITS[side])["Service"], EVERYWHERE | others
     assert {name: service.get(name) for name in expected} == {
-        name: [value] for name, value in expected.items()
+        name: None if value is None else [value] for name, value in expected.items()
     }
     assert service["SystemCallFilter"] == FILTER
     assert service["RestrictAddressFamilies"] == FAMILIES
@@ -125,6 +128,14 @@ def test_hardening_that_all_have(side: str, others: dict[str, str]) -> None:
         ("tee-runner", "MemorySwapMax", ["0"]),
         ("tee-runner", "SuccessExitStatus", ["143"]),
         ("tsqp-guest", "CapabilityBoundingSet", [""]),
+        ("guest", "CapabilityBoundingSet", ["CAP_SYSLOG"]),
+        ("guest", "UMask", ["0077"]),
+        ("guest", "RuntimeDirectoryMode", ["0700"]),
+        (
+            "guest",
+            "ReadWritePaths",
+            ["-/sys/kernel/config -/sys/devices/pci0000:00/0000:00:10.0"],
+        ),
         ("tsqp-guest", "DeviceAllow", ["/dev/kvm rw", "/dev/sev rw", "/dev/vhost-vsock rw"]),
         ("tsqp-guest", "UMask", ["0077"]),
         # Reading the kernel's log, which says that the VM was resumed, needs this capability.
