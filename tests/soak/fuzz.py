@@ -18,8 +18,8 @@ from tests.soak.row import RowResult, is_full, note, progress
 NAME = "frame fuzzing"
 TEST = "executions of every decoder, in both directions"
 PASS = (
-    "valid message or ProtocolError only (files: InputError; handshake also: ReplyError,"
-    " ServiceError, ModelMismatchError); <= 50 ms; <= 64 MiB"
+    "valid message or ProtocolError only (files: InputError; evidence: EvidenceError; handshake"
+    " also: ReplyError, ServiceError, ModelMismatchError); <= 50 ms; <= 64 MiB"
 )
 FULL = 10_000_000
 SHORT = 5_000
