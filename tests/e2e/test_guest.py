@@ -169,7 +169,7 @@ def test_clients_verify_a_guest_and_no_other_one(
     pinned = run("tsqp", "manifest", str(model))
     digest = re.findall("[0-9a-f]{64}", pinned.stdout)[-1]
     subprocess.run(["mkfs.erofs", "--quiet", disk, model], check=True)
-    serve = ("serve", "/model", "--policy", "shielded")
+    serve = ("serve", "/model", "--policy", "shielded", "--served-model-name", "demo")
     _configure(
         image,
         *(*serve, "--host", "0.0.0.0", "--gpu", "vsock://2:5000", "--attest", "simulated"),
@@ -184,19 +184,20 @@ def test_clients_verify_a_guest_and_no_other_one(
         assert claims["model"] == digest
         measured = _measure(image, running)
         appraisal = _appraisal(folder, measured, claims)
-        with connect(address, appraisal) as connection:
-            client = openai.OpenAI(
-                base_url=connection.base_url, http_client=connection.http_client, api_key="none"
-            )
+        connection = connect(address, appraisal)
+        with openai.OpenAI(
+            base_url=connection.base_url, http_client=connection.http_client, api_key="none"
+        ) as client:
             inside = client.chat.completions.create(messages=CHAT, **OPTIONS)
         for name in (KERNEL, INITRAMFS, COMMAND_LINE):
             other = _appraisal(folder, _changed(image, name, running), claims)
             with pytest.raises(NotAttestedError, match="measurement"):
                 connect(address, other)
-    with running_server(*serve[2:], "--gpu", service.endpoint) as server:
-        outside = openai.OpenAI(base_url=server.base_url, api_key="none").chat.completions.create(
-            messages=CHAT, **OPTIONS
-        )
+    with (
+        running_server(*serve[2:], "--gpu", service.endpoint) as server,
+        openai.OpenAI(base_url=server.base_url, api_key="none") as client,
+    ):
+        outside = client.chat.completions.create(messages=CHAT, **OPTIONS)
     assert inside.choices[0].message.content == outside.choices[0].message.content
 
 
