@@ -166,8 +166,7 @@ def _refuse_unknown(words: tuple[str, ...]) -> None:
     help="Memory that both map: in the guest, resource2 of the PCI device 0000:00:10.0.",
 )
 @click.option(
-    "--print",
-    "printed",
+    "--show",
     type=click.Choice(["qemu", "libvirt"]),
     help="Say what would be started, and start nothing.",
 )
@@ -192,7 +191,7 @@ def run(
     kernel_vsock: bool,
     cid: int,
     shared_memory: Path | None,
-    printed: str | None,
+    show: str | None,
 ) -> None:
     """Start IMAGE in a virtual machine, its console on this terminal: with SEV-SNP, or --no-tee.
 
@@ -220,8 +219,8 @@ def run(
         cid=cid,
         shared_memory=shared_memory,
     )
-    if printed is not None:
-        click.echo(domain(machine, "tsqp") if printed == "libvirt" else str(machine), nl=False)
+    if show is not None:
+        click.echo(domain(machine, "tsqp") if show == "libvirt" else str(machine), nl=False)
         return
     if no_tee:
         said = "NO TEE: the host of this guest reads its memory. Nothing is confidential."

@@ -19,7 +19,7 @@ def domain(machine: Machine, name: str) -> str:
     launch, others = machine.launch, (machine.vsock, machine.shared_memory, machine.publish)
     if launch is None or any(others) or machine.reach_network:
         expected = "SEV-SNP, with --kernel-vsock; a network is the domain's own"
-        raise SettingsError("--print libvirt", got="another machine", expected=expected)
+        raise SettingsError("--show libvirt", got="another machine", expected=expected)
     root = Element("domain", type="kvm")
     _add(root, "name", name)
     _add(root, "memory", str(machine.memory_mib), unit="MiB")

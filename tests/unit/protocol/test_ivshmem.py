@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,14 +79,11 @@ def _call(channel: IvshmemChannel, listener: StreamListener, value: float = 1.0)
 
 def _kept(memory: Path) -> tuple[int, int]:
     """Return how often this process has the memory mapped, and open."""
-    files = [os.readlink(f"/proc/self/fd/{file}") for file in _files()]
+    files = []
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # another thread has closed it by now
+            files.append(os.readlink(f"/proc/self/fd/{file}"))
     return Path("/proc/self/maps").read_text().count(str(memory)), files.count(str(memory))
-
-
-def _files() -> list[str]:
-    return [
-        name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")
-    ]
 
 
 # ----------------------------------------------------------------------------- what is laid out

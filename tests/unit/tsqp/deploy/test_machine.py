@@ -151,7 +151,7 @@ def test_a_domain_of_libvirt_is_the_same_machine(image: Path) -> None:
     (cid,) = root.findall("devices/vsock/cid")
     assert cid.attrib == {"auto": "no", "address": "7"}
     for changes in ({"launch": None}, {"publish": ("127.0.0.1", 1)}, {"reach_network": True}):
-        with pytest.raises(SettingsError, match="--print libvirt"):
+        with pytest.raises(SettingsError, match="--show libvirt"):
             domain(_machine(image, model=disk, **changes), "x")
 
 
@@ -164,13 +164,13 @@ def _run(image: Path, *words: str) -> Result:
 
 
 def test_an_operator_sees_what_would_be_started(image: Path) -> None:
-    encrypted = _run(image, "--print", "qemu")
+    encrypted = _run(image, "--show", "qemu")
     assert encrypted.exit_code == 0, encrypted.output
     assert "sev-snp-guest" in encrypted.stdout
-    emulated = _run(image, "--print", "qemu", "--no-tee")
+    emulated = _run(image, "--show", "qemu", "--no-tee")
     assert "opt/tsqp/measurement" in emulated.stdout
     assert "sev-snp-guest" not in emulated.stdout
-    assert _run(image, "--print", "libvirt").stdout.startswith("<domain ")
+    assert _run(image, "--show", "libvirt").stdout.startswith("<domain ")
 
 
 @each_row(
