@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import click
+from click.core import ParameterSource
 
 from protocol.errors import SettingsError, describe
 from tsqp.cli.launching import launch_options, measured, read_launch
@@ -69,6 +70,7 @@ def build(
     from tsqp.deploy.fetch import fetch
     from tsqp.deploy.image import INITRAMFS, LOCK
     from tsqp.deploy.lock import Lock
+    from tsqp.deploy.machine import least_memory_mib
     from tsqp.deploy.wheels import TORCH_INDEX
 
     def progress(step: str) -> None:
@@ -96,7 +98,9 @@ def build(
     recipe = Recipe(packages=packages, jobs=jobs or os.cpu_count() or 1, scratch=scratch)
     make(parts, checkout, output, recipe, progress)
     (output / LOCK).write_bytes(parts.to_bytes())
-    click.echo(f"{output}: {bytes_for_people((output / INITRAMFS).stat().st_size)} of initramfs")
+    size = bytes_for_people((output / INITRAMFS).stat().st_size)
+    least = least_memory_mib(output)
+    click.echo(f"{output}: {size} of initramfs, for guests of {least} MiB of memory at least")
 
 
 @image.command(context_settings=CONTEXT)
@@ -203,6 +207,11 @@ def run(
 
     if vsock is not None and kernel_vsock:
         raise SettingsError("--vsock", got="--kernel-vsock, too", expected="one of them")
+    if no_tee and ovmf is None:
+        for name in ("vcpu_type", "ovmf_sha256", "host_data"):
+            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+                option = f"--{name.replace('_', '-')}"
+                raise SettingsError(option, got="--no-tee without --ovmf", expected="what measures")
     started = (vcpus, vcpu_type, ovmf, ovmf_sha256, host_data)
     launch = None if no_tee and ovmf is None else read_launch(*started)
     machine = Machine(
@@ -220,7 +229,7 @@ def run(
         shared_memory=shared_memory,
     )
     if show is not None:
-        click.echo(domain(machine, "tsqp") if show == "libvirt" else str(machine), nl=False)
+        click.echo(domain(machine, "tsqp") if show == "libvirt" else f"{machine}\n", nl=False)
         return
     if no_tee:
         said = "NO TEE: the host of this guest reads its memory. Nothing is confidential."

@@ -9,6 +9,7 @@ import base64
 import json
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import time
@@ -71,7 +72,8 @@ class Machine:
         if self.memory_mib < least:
             got, expected = f"{self.memory_mib} MiB", f"{least} MiB at least, for this image"
             raise SettingsError("--memory-mib", got=got, expected=expected)
-        pinned = MANIFEST in (self.image / COMMAND_LINE).read_text()
+        line = (self.image / COMMAND_LINE).read_text()
+        pinned = any(word.startswith(MANIFEST) for word in line.split())
         if pinned != (self.model is not None):
             got = "a digest of a manifest and no disk" if pinned else "a disk and no such digest"
             expected = "both: tsqp image configure --manifest-digest"
@@ -161,11 +163,10 @@ class Machine:
         `output`: the file of its console, where that is not this process's.
         """
         with ExitStack() as stack:
+            if shutil.which(QEMU) is None:
+                raise SettingsError(QEMU, got="no such program", expected="it installed")
             device = stack.enter_context(self._vsock_device()) if self.vsock is not None else None
-            try:
-                return subprocess.call([*ending_with_us(), *self.qemu(device)], stdout=output)
-            except FileNotFoundError:
-                raise SettingsError(QEMU, got="no such program", expected="it installed") from None
+            return subprocess.call([*ending_with_us(), *self.qemu(device)], stdout=output)
 
     @contextmanager
     def _vsock_device(self) -> Iterator[Path]:

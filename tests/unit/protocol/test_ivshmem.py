@@ -40,13 +40,6 @@ def endpoint(memory: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def listener(endpoint: str) -> Iterator[StreamListener]:
-    made = StreamListener(endpoint)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def plain(tmp_path: Path) -> Iterator[StreamListener]:
     """A service that would be there, were the memory right."""
     made = StreamListener(f"unix://{tmp_path}/s")

@@ -56,6 +56,19 @@ def claims(loaded: Loaded, **changes: Any) -> Claims:
     return Claims.decode(identify(usual() | changes, loaded).state(b"").claims)
 
 
+def test_an_emulated_guest_repeats_what_its_host_computed(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "raw"
+    said.write_text(bytes(range(48)).hex())
+    monkeypatch.setattr(attestation, "_EMULATED", said)
+    evidence = Evidence.decode(identify(usual(), loaded).state(b"").evidence)
+    assert verify_simulated(evidence.report).measurement == bytes(range(48))
+    said.unlink()
+    evidence = Evidence.decode(identify(usual(), loaded).state(b"").evidence)
+    assert verify_simulated(evidence.report).measurement != bytes(range(48))
+
+
 @pytest.fixture
 def loaded(manifest: Manifest) -> Loaded:
     """Under tee-only."""

@@ -28,11 +28,37 @@ run(command, "tee-runner")
 """
 
 
+SHORT = """
+from tsqp.cli.status import StatusLine
+
+with StatusLine("tsqp") as line:
+    line.draw()
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("terminal", "drawn"), [("xterm", True), ("dumb", False)])
+def test_a_console_that_scrolls_alone_gets_no_status_line(terminal: str, drawn: bool) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", SHORT]
+    environment = {**ENVIRONMENT, "TERM": terminal}
+    subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, check=True)
+    seen = os.read(ours, 2**16)
+    for end in (ours, theirs):
+        os.close(end)
+    assert b"end" in seen
+    assert (b"\x1b" in seen) == drawn
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_restores_the_scroll_region(number: signal.Signals) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT
+        [sys.executable, "-c", SCRIPT],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**ENVIRONMENT, "TERM": "xterm"},
     )
     os.close(theirs)
     seen = b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,6 @@ def memory(tmp_path: Path) -> Path:
 @pytest.fixture
 def endpoint(memory: Path, tmp_path: Path) -> str:
     return f"ivshmem://{memory},{tmp_path}/s"
-
-
-@pytest.fixture
-def listener(endpoint: str) -> Iterator[StreamListener]:
-    made = StreamListener(endpoint)
-    yield made
-    made.close()
 
 
 def _lay_out(memory: Path, areas: Areas, magic: bytes = b"TSQPshm1") -> None:

@@ -106,6 +106,10 @@ def test_what_starts_is_ours_and_nothing_leads_out_of_the_image(root: Path) -> N
     assert (root / "etc/machine-id").read_bytes() == b""
     assert "def main" in (root / "usr/lib/tsqp/start.py").read_text()
     assert (units / "tsqp-model.service").exists()
+    # What no device asks for, and what no driver enables.
+    loaded = (root / "etc/modules-load.d/tsqp.conf").read_text().split()
+    assert {"sev-guest", "tdx-guest", "tsm", "configfs"} <= set(loaded)
+    assert " - - - - 1" in (root / "usr/lib/tmpfiles.d/tsqp.conf").read_text()
 
 
 @each_row(

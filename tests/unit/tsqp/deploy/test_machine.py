@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,27 @@ def test_other_words_are_refused(words: list[str], text: str, image: Path) -> No
     usual = ["image", "run", str(image), "--vcpus", "2", "--ovmf", ovmf, "--ovmf-sha256", digest]
     result = CliRunner().invoke(command, [*usual, *words])
     assert text in f"{result.exception} {result.output}"
+
+
+@each_row("words", [["--vcpu-type", "EPYC-v4"], ["--host-data", "zz"], ["--ovmf-sha256", "0"]])
+def test_what_only_a_measurement_reads_needs_firmware(words: list[str], image: Path) -> None:
+    usual = ["image", "run", str(image), "--vcpus", "2", "--no-tee"]
+    result = CliRunner().invoke(command, [*usual, *words])
+    assert f"{words[0]}: got --no-tee without --ovmf" in str(result.exception)
+
+
+def test_a_host_without_qemu_is_told(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SettingsError, match="qemu-system-x86_64: got no such program"):
+        _machine(image, launch=None).run()
+    monkeypatch.setattr("tsqp.deploy.machine.QEMU", sys.executable)
+    with pytest.raises(SettingsError, match="vhost-device-vsock"):
+        _machine(image, launch=None, vsock=image.with_name("vm")).run()
+
+
+def test_a_word_of_the_runner_is_no_digest(image: Path) -> None:
+    (image / COMMAND_LINE).write_text("tsqp.arg=tsqp.manifest=00")
+    _machine(image)
 
 
 def test_without_firmware_nothing_is_encrypted(image: Path) -> None:
