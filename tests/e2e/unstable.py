@@ -6,21 +6,10 @@ import os
 import subprocess
 from pathlib import Path
 
-from tsqp.deploy.debian import ARCHIVE, KEYRING
+from tsqp.deploy.debian import _APT, ARCHIVE, KEYRING
 
 # A mirror may stand still for longer than unstable's index is good for; its signature is checked.
-_APT = """\
-Dir "{0}";
-Dir::State "{0}/state";
-Dir::State::status "{0}/status";
-Dir::Cache "{0}/cache";
-Dir::Etc "{0}/etc";
-APT::Architecture "amd64";
-APT::Architectures "amd64";
-APT::Sandbox::User "root";
-Acquire::Check-Valid-Until "false";
-Acquire::Languages "none";
-"""
+_AT_ANY_TIME = 'Acquire::Check-Valid-Until "false";\n'
 
 
 def unpack(names: tuple[str, ...], directory: Path) -> Path:
@@ -31,7 +20,7 @@ def unpack(names: tuple[str, ...], directory: Path) -> Path:
     source = f"deb [signed-by={KEYRING}] {ARCHIVE}/debian sid main\n"
     (directory / "etc" / "sources.list").write_text(source)
     configuration = directory / "apt.conf"
-    configuration.write_text(_APT.format(directory))
+    configuration.write_text(_APT.format(directory) + _AT_ANY_TIME)
     environment = {**os.environ, "APT_CONFIG": str(configuration)}
     packages = directory / "packages"
     for command in (["update"], ["download", *names]):

@@ -113,11 +113,13 @@ def build_own(source: Path, tools: Path, build: Sequence[Artifact], folder: Path
     return wheel
 
 
-def commit_of(source: Path) -> str:
+def commit_of(source: Path) -> str | None:
     """Return the commit of a checkout; it ends in -changed where a file differs from it.
 
-    Raises SettingsError for what is no checkout.
+    None for a tree without history.
     """
+    if not (source / ".git").exists():
+        return None
     commit = _git(source, "rev-parse", "HEAD").strip()
     changed = _git(source, "status", "--porcelain", "--untracked-files=no", "--", *_OURS)
     return f"{commit}-changed" if changed else commit
@@ -125,6 +127,13 @@ def commit_of(source: Path) -> str:
 
 def _tracked(source: Path) -> list[str]:
     """Return the files of a checkout that are ours: what lies beside them is in no image."""
+    if not (source / ".git").exists():
+        every = (path for name in _OURS for path in (source / name, *(source / name).rglob("*")))
+        return [
+            str(path.relative_to(source))
+            for path in sorted(every)
+            if path.is_file() and path.suffix != ".so" and "__pycache__" not in path.parts
+        ]
     return _git(source, "ls-files", "-z", "--", *_OURS).rstrip("\0").split("\0")
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from protocol.errors import SettingsError
 from tsqp.deploy.wheels import _tracked, commit_of
 
 
@@ -20,14 +17,16 @@ def test_files_that_no_commit_has_are_in_no_image(tmp_path: Path) -> None:
         subprocess.run([*git, *words], check=True)
     assert _tracked(tmp_path) == ["tsqp/kept.py"]
     commit = commit_of(tmp_path)
+    assert commit is not None
     assert len(commit) == 40
     (tmp_path / "tsqp/kept.py").write_text("y")
     assert commit_of(tmp_path) == f"{commit}-changed"
 
 
-def test_a_directory_without_history_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(SettingsError, match="not a git repository"):
-        commit_of(tmp_path)
+def test_a_tree_without_history_is_whole_but_for_what_was_made_in_it(tmp_path: Path) -> None:
+    for name in ("README.md", "tsqp/a/b.py", "tsqp/a/__pycache__/b.pyc", "protocol/native/n.so"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "elsewhere.py").write_text("x")
+    assert _tracked(tmp_path) == ["README.md", "tsqp/a/b.py"]
+    assert commit_of(tmp_path) is None
