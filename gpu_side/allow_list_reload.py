@@ -6,14 +6,17 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 from gpu_side.access import read_allow_list
 from gpu_side.transport.listener import Listener
 from protocol.errors import KeyFileError
+
+Reader: TypeAlias = Callable[[Path], frozenset[bytes]]
 
 log = logging.getLogger("gpu_service")
 
@@ -22,13 +25,19 @@ _ENDING_S = 1.0
 
 
 @contextmanager
-def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
+def rereads_list(
+    listener: Listener,
+    path: Path | None,
+    read: Reader | None = None,
+) -> Iterator[None]:
     """Give the listener the allow-list at `path` anew whenever SIGHUP comes; None: there is none.
 
+    `read`: reads a list of another kind.
+
     To be entered from the main thread. While the block runs, signals are written to a socket of
-    this module's (`signal.set_wakeup_fd`), and handlers of others must do without: a ZmqListener,
-    which alone has a list, looks up a few times a second. A list that is empty or
-    cannot be read changes nothing, and the log says so. Without a list the signal is ignored.
+    this module's (`signal.set_wakeup_fd`), and handlers of others must do without: the listeners
+    that have a list look up a few times a second. A list that is empty or cannot be read
+    changes nothing, and the log says so. Without a list the signal is ignored.
     """
     if path is None:
         with _ignores_the_signal():
@@ -42,7 +51,7 @@ def rereads_list(listener: Listener, path: Path | None) -> Iterator[None]:
     # On a thread: the loop that answers requests must not be woken by a signal, which finds it in
     # the middle of anything.
     thread = threading.Thread(
-        target=_read_signals, args=(reader, listener, path), name="allow-list", daemon=True
+        target=_read_signals, args=(reader, listener, path, read), name="allow-list", daemon=True
     )
     thread.start()
     try:
@@ -72,16 +81,21 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the number of the signal has been written to the socket by now."""
 
 
-def _read_signals(reader: socket.socket, listener: Listener, path: Path) -> None:
+def _read_signals(
+    reader: socket.socket,
+    listener: Listener,
+    path: Path,
+    read: Reader | None,
+) -> None:
     with reader:
         while numbers := reader.recv(64):
             if signal.SIGHUP in numbers:
-                _reread(listener, path)
+                _reread(listener, path, read)
 
 
-def _reread(listener: Listener, path: Path) -> None:
+def _reread(listener: Listener, path: Path, read: Reader | None) -> None:
     try:
-        allowed = read_allow_list(path)
+        allowed = (read or read_allow_list)(path)
         listener.allow(allowed)
     except KeyFileError as error:
         log.error("allow_list_unchanged", extra={"fields": {"detail": str(error)}})

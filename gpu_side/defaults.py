@@ -12,3 +12,5 @@ QUEUED_TOTAL_REQUESTS = 1024
 ALL_CLIENTS = 4
 # Seconds to go on with what was taken, once told to stop.
 DRAIN_S = 30.0
+# Seconds after its last use for which a session of a Segment is kept.
+SESSION_TTL_S = 3600.0

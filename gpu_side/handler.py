@@ -9,14 +9,21 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
+
 from gpu_side.cuda.kernels import CudaKernels
-from gpu_side.kernels import Kernels, NullWeights, TorchKernels
+from gpu_side.kernels import Kernels, NullWeights, Served, TorchKernels
 from gpu_side.queues import QueueLimits
 from gpu_side.replies import Kernel, Result
+from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
 from gpu_side.served_model import ServedModel
+from gpu_side.session_settings import SessionSettings, free_bytes
+from gpu_side.sessions import Sessions, SessionTotals
 from gpu_side.tasks import RequestChecker
+from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
 from protocol.messages import (
@@ -25,8 +32,8 @@ from protocol.messages import (
     InitRequest,
     Request,
     SeededRingLinearRequest,
+    SegmentRequest,
 )
-from protocol.shared_memory import SlotMemory
 
 # Hardware takes its time for evidence, and everything waits for it: a third of the time at most.
 _PAUSES = 2
@@ -34,9 +41,10 @@ Attest: TypeAlias = Callable[[bytes, str], bytes]
 
 
 class RequestHandler:
-    """Answers requests from weights, or from the null device that is there instead of them.
+    """Answers requests from weights, or from what is there instead of them.
 
-    Stateless between requests. `limits`: what Init says of the queue, which is the loop's.
+    Stateless between requests, but for the sessions of Segments, of which `sessions` says how many
+    are kept. `limits`: what Init says of the queue, which is the loop's.
     `spin_us`: how long to ask a GPU without a pause whether it is done. `attest`: returns what the
     service states of itself, with evidence, for a nonce and the digest of what it serves; None: it
     gives no evidence. Call it under `torch.inference_mode`, which costs more than some requests do.
@@ -44,25 +52,41 @@ class RequestHandler:
 
     def __init__(
         self,
-        weights: ServiceWeights | NullWeights,
+        weights: ServiceWeights | NullWeights | Served,
         max_message_bytes: int,
         limits: QueueLimits | None = None,
         spin_us: float = 0.0,
         attest: Attest | None = None,
+        sessions: SessionSettings | None = None,
     ) -> None:
         self._model: ServedModel
         self._kernels: Kernels
+        segments: Callable[[Sessions], SegmentKernels] | None = None
+        device: torch.device | None = None
         if isinstance(weights, NullWeights):
             self._model, self._kernels = weights.model, weights.kernels
-        else:
+            segments = partial(NullSegments, weights)
+        elif isinstance(weights, ServiceWeights):
+            device, segments = weights.device, partial(TorchSegments, weights, spin_us=spin_us)
             on_cuda = weights.device.type == "cuda"
             kernels = CudaKernels if on_cuda else TorchKernels
             self._model, self._kernels = weights, kernels(weights, spin_us)
+        else:
+            self._model, self._kernels = weights.model, weights.kernels
         self._checker = RequestChecker(self._model, max_message_bytes)
         self._max_message_bytes = max_message_bytes
         self._limits = limits or QueueLimits()
         self._instance_id = secrets.token_hex(16)
         self._attest, self._attest_from_s = attest, 0.0
+        self.sessions: Sessions | None = None
+        self._segments: SegmentKernels | None = None
+        if segments is not None and self._model.has_segments:
+            self.sessions = Sessions(sessions or SessionSettings(), free_bytes(device))
+            self._segments = segments(self.sessions)
+
+    def session_totals(self) -> SessionTotals:
+        """Return what there is of sessions; from another thread as well."""
+        return SessionTotals() if self.sessions is None else self.sessions.totals
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.
@@ -76,6 +100,8 @@ class RequestHandler:
             raise TypeError("Health is answered by the request loop")
         if isinstance(request, SeededRingLinearRequest):
             return self._expands(request)
+        if isinstance(request, SegmentRequest):
+            return self._segment(request)
         kernel = self._kernels.prepare(request, self._checker.check(request))
         return self._checks_ids(kernel) if isinstance(request, EmbeddingRequest) else kernel
 
@@ -84,11 +110,11 @@ class RequestHandler:
         return self.prepare(request)(request, None)
 
     def _checks_ids(self, kernel: Kernel) -> Kernel:
-        def checked(request: Any, slot: SlotMemory | None) -> Result:
+        def checked(request: Any, incoming: Incoming | None) -> Result:
             # What is checked must be what is used, and a client may change memory that it shares.
             ids = replace(request.input_ids, data=bytearray(request.input_ids.data))
             self._checker.check_ids(ids)
-            return kernel(request.model_copy(update={"input_ids": ids}), slot)
+            return kernel(request.model_copy(update={"input_ids": ids}), incoming)
 
         return checked
 
@@ -97,12 +123,18 @@ class RequestHandler:
         task = self._checker.check(first)
         kernel = self._kernels.prepare(first.without_elements(), task)
 
-        def expanded(request: Any, slot: SlotMemory | None) -> Result:
-            return kernel(request.expanded(), slot)
+        def expanded(request: Any, incoming: Incoming | None) -> Result:
+            return kernel(request.expanded(), incoming)
 
         return expanded
 
-    def _init(self, request: Any, _slot: SlotMemory | None) -> Result:
+    def _segment(self, first: SegmentRequest) -> Kernel:
+        task = self._checker.check(first)
+        if self._segments is None:
+            raise RuntimeError("a Segment without whole layers got through the checks")
+        return self._segments.prepare(first, task)
+
+    def _init(self, request: Any, _incoming: Incoming | None) -> Result:
         reply = self._model.init_reply(self._max_message_bytes, self._limits, self._instance_id)
         if not request.nonce or self._attest is None:
             return reply, None

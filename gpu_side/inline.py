@@ -20,6 +20,7 @@ from protocol.messages import (
     RingLMHeadRequest,
     RotaryParams,
     SeededRingLinearRequest,
+    SegmentRequest,
     TensorReply,
 )
 from protocol.tensors import WireTensor
@@ -46,6 +47,11 @@ _INLINE_TENSORS: dict[type[BaseModel], dict[str, Inline]] = {
     },
     LMHeadRequest: {"hidden_states": Inline("hidden_states", "shape", "dtype")},
     RingLMHeadRequest: {"elements": Inline("elements", "shape", "=int32")},
+    SegmentRequest: {
+        "hidden_states": Inline("hidden_states", "shape", "dtype"),
+        "parts": Inline("parts", "parts_shape", "=int64"),
+        "outputs": Inline("outputs", "outputs_shape", "=int64"),
+    },
     RotaryParams: {"inv_freq": Inline("inv_freq", "inv_freq_shape", "=float32")},
     NormWeight: {"weight": Inline("weight", "shape", "=float32")},
     TensorReply: {"output": Inline("output", "shape", "dtype")},
@@ -64,6 +70,8 @@ _FRAMED_ONLY = (
     "max_queued_requests",
     "max_queued_bytes",
     "statement",
+    "columns",
+    "ranks",
 )
 
 # Requests that may name one module under `module_name`, as the published Linear does.

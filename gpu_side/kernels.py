@@ -16,10 +16,11 @@ from torch.nn.functional import embedding, linear
 
 from gpu_side.devices import NullDevice
 from gpu_side.profiles import DeviceProfile
-from gpu_side.replies import Kernel, Result
+from gpu_side.replies import Kernel, Result, Working
 from gpu_side.served_model import OPERATOR_OF, ServedModel
-from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Shape, Task
+from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Shape, Task
 from gpu_side.transfer import transfer_to
+from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
 from protocol.messages import (
@@ -34,7 +35,6 @@ from protocol.messages import (
     TensorReply,
     tensor_reply,
 )
-from protocol.shared_memory import SlotMemory
 from protocol.tensors import ITEMSIZE, WireTensor, raw_bytes, short_name, to_torch, torch_dtype
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class TorchKernels:
         to_host, dtype, shape = self._transfer.to_host, torch_dtype(task.dtype), task.shape
         product = self._product(request, shape)
 
-        def kernel(request: Request, _slot: SlotMemory | None) -> Result:
+        def kernel(request: Request, _incoming: Incoming | None) -> Result:
             output = product(request)
             if output.shape != shape:
                 # `_rows` has doubled one.
@@ -104,10 +104,19 @@ class TorchKernels:
             case MatmulRequest():
                 return lambda request: torch.matmul(floats(request.a), floats(request.b))
             case EmbeddingRequest():
-                table = _there(self._weights.embedding)
-                return lambda request: embedding(
-                    to_device(to_torch(request.input_ids), torch.int64), table
+                return lambda request: self._embedded(
+                    to_device(to_torch(request.input_ids), torch.int64)
                 )
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of these ids; zeros for an id that another part holds."""
+        table, part = _there(self._weights.embedding), self._weights.part
+        if len(table) == part.vocabulary:
+            return embedding(ids, table)
+        own = ids - part.first_id
+        elsewhere = (own < 0) | (own >= len(table))
+        rows = embedding(own.masked_fill(elsewhere, 0), table)
+        return rows.masked_fill(elsewhere[..., None], 0.0)
 
     def _rows(self, tensor: WireTensor) -> torch.Tensor:
         """Return what to multiply by a weight: the rows, or a single one twice."""
@@ -196,28 +205,46 @@ class NullKernels:
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Kernels.prepare`."""
+        reply, duration_us = self.zeros(task), self.request_us(task)
+        return lambda _request, _incoming: (reply, self.works_for(duration_us))
+
+    def zeros(self, task: Task) -> TensorReply:
+        """Return zeros of the task's shape and dtype."""
         size = task.output_bytes
         if size > len(self._zeros):
             # Twice as much as before at least, so that what older replies keep alive stays bounded.
             zeros = bytearray(max(size, 2 * len(self._zeros), _SMALLEST_ZEROS))
             self._zeros = memoryview(zeros).toreadonly()
-        reply = TensorReply(output=WireTensor(task.dtype, task.shape, self._zeros[:size]))
+        return TensorReply(output=WireTensor(task.dtype, task.shape, self._zeros[:size]))
+
+    def request_us(self, task: Task) -> float:
+        """Return how long the accelerator takes for it, 0 without one."""
+        return 0.0 if self._profile is None else request_us(self._profile, task, self._itemsize)
+
+    def attention_us(self, heads: int, rows: int, head_dim: int, context: int) -> float:
+        """Return how long the attention of one layer and sequence takes, 0 without a profile.
+
+        Two products for each of `heads`, of so many rows by so many keys.
+        """
+        if (profile := self._profile) is None:
+            return 0.0
+        sizes = ((rows, head_dim, context), (rows, context, head_dim))
+        return sum(profile.matmul_us(heads, *size, self._itemsize) for size in sizes)
+
+    def works_for(self, duration_us: float) -> Working | None:
+        """Let the accelerator work so long, behind what it has; None without one: it has ended."""
         if self._profile is None:
-            return lambda _request, _slot: (reply, None)
-        duration_ns = math.ceil(request_us(self._profile, task, self._itemsize) * 1000)
-
-        def kernel(_request: Request, _slot: SlotMemory | None) -> Result:
-            self._free_ns = max(self._clock(), self._free_ns) + duration_ns
-            return reply, _Modelled(self._free_ns)
-
-        return kernel
+            return None
+        self._free_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
+        return _Modelled(self._free_ns)
 
 
 def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
     """Return how long a service on that accelerator takes for a request, in microseconds.
 
-    Copy in, kernels, copy out, one after the other. `itemsize`: bytes of an element of the weights;
-    tensors cross the bus in the request's own dtype.
+    Copy in, kernels, copy out, one after the other; of a Segment without attention, which depends
+    on its sessions. `itemsize`: bytes of an element of the weights; tensors cross the bus in the
+    request's own dtype.
     """
     match task.work:
         case LinearWork(rows, in_features, out_features, integer):
@@ -226,13 +253,31 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
             kernels_us = profile.matmul_us(batch, m, k, n, itemsize)
         case EmbeddingWork(tokens, hidden_size):
             kernels_us = profile.embedding_us(tokens, hidden_size, itemsize)
+        case SegmentWork(layers, linears, head):
+            works = (*linears * layers, *([] if head is None else [head]))
+            sizes = ((work.rows, work.in_features, work.out_features) for work in works)
+            kernels_us = sum(profile.linear_us(*size, itemsize) for size in sizes)
     copies_us = profile.transfer_us(task.input_bytes) + profile.transfer_us(task.output_bytes)
     return kernels_us + copies_us
+
+
+class Served(Protocol):
+    """What is there in the place of weights that this process holds alone."""
+
+    @property
+    def model(self) -> ServedModel:
+        """What it says that it holds."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """What computes with it."""
+        ...
 
 
 class NullWeights:
     """A null device in place of weights. `model`: what it says that it holds."""
 
     def __init__(self, model: ServedModel, device: NullDevice, dtype: torch.dtype) -> None:
-        self.model = model
+        self.model, self.dtype = model, dtype
         self.kernels = NullKernels(device, ITEMSIZE[short_name(dtype)])

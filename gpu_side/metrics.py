@@ -60,13 +60,17 @@ class StateCollector(Collector):
             ("tsqp_refused_clients", "Clients turned away or cut off.", state.clients_refused()),
         ):
             yield CounterMetricFamily(name, text, total)
-        queue = state.queue
+        queue, sessions = state.queue, state.sessions()
         for name, text, value in (
             ("tsqp_queued_requests", "Requests that wait.", queue.requests),
             ("tsqp_queued_bytes", "Bytes of requests that wait.", queue.bytes),
             ("tsqp_queued_requests_limit", "Of all clients.", queue.limits.total_requests),
             ("tsqp_queued_bytes_limit", "Of all clients.", queue.limits.total_bytes),
             ("tsqp_underway_requests", "Given to an accelerator and not done.", state.underway),
+            ("tsqp_sessions", "KV caches of Segments that are kept.", sessions.sessions),
+            ("tsqp_session_bytes", "Their memory.", sessions.bytes),
+            ("tsqp_spilled_sessions", "KV caches of Segments on disk.", sessions.spilled),
+            ("tsqp_spilled_session_bytes", "Their files.", sessions.spilled_bytes),
             ("tsqp_ready", "1 while new requests are taken.", state.status == "ready"),
             ("tsqp_uptime_seconds", "Since the start.", state.uptime_s),
         ):

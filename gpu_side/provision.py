@@ -1,16 +1,17 @@
-"""The marker of a directory whose linear weights a feature mask has transformed.
+"""The marker of a directory whose weights a feature or segment mask has transformed.
 
-Such a directory is made on the TEE side for a server that may hold nothing else: `config.json`, the
-transformed linear weights (with zero biases where the architecture has biases) and this marker. It
-has no embedding, no LM head and no norms. `provision_id` names the key that undoes the transform;
-it is no secret and says nothing about the key.
+Such a directory is made on the TEE side for a server that may hold nothing else: `config.json`,
+transformed weights and this marker. `holds` says which weights: "linears" has the linear ones alone
+(with zero biases where the architecture has biases), "layers" also real biases and the layers'
+norms, "model" also the final norm and the LM head. None has an embedding. `provision_id` names the
+key that undoes the transform; it is no secret and says nothing about the key.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,15 +22,18 @@ from protocol.validation import validate_file
 
 PROVISION_FILE = "provision.json"
 
+Holds: TypeAlias = Literal["linears", "layers", "model"]
+
 
 class Provision(BaseModel):
-    """What `provision.json` says. `mask`: the name of the feature mask."""
+    """What `provision.json` says. `mask`: the name of the feature or segment mask."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Annotated[int, Field(ge=1, le=1)] = 1
     mask: Annotated[str, Field(pattern="^[a-z0-9-]{1,64}$")]
     provision_id: Digest
+    holds: Holds = "linears"
 
 
 def read_provision(directory: Path) -> Provision | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from gpu_side.transport.listener import Incoming
 from protocol.messages import Request, Response
-from protocol.shared_memory import SlotMemory
 
 
 class Working(Protocol):
@@ -23,6 +23,6 @@ class Working(Protocol):
 # A reply, and what has to end before its tensors may be read; None: nothing.
 Result: TypeAlias = tuple[Response, Working | None]
 
-# Computes requests that differ in the numbers of their tensors only. From a slot of shared memory,
-# the result may be left where the reply goes.
-Kernel: TypeAlias = Callable[[Request, SlotMemory | None], Result]
+# Computes requests that differ in the numbers of their tensors only. It gets the message that the
+# request came in, too: in a slot of shared memory the result may be left where the reply goes.
+Kernel: TypeAlias = Callable[[Request, Incoming | None], Result]

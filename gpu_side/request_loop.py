@@ -36,7 +36,6 @@ from gpu_side.transport.listener import Incoming, Listener
 from protocol.codec import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import HealthRequest, Request, Response, checked_timing
-from protocol.shared_memory import SlotMemory
 
 log = logging.getLogger("gpu_service")
 
@@ -216,7 +215,7 @@ class RequestLoop:
             self._health if isinstance(request, HealthRequest) else self._handler.prepare(request)
         )
 
-    def _health(self, _request: Request, _slot: SlotMemory | None) -> Result:
+    def _health(self, _request: Request, _incoming: Incoming | None) -> Result:
         return self._state.health(), None
 
     def _answer(self, listener: Listener, incoming: Incoming) -> None:
@@ -233,7 +232,7 @@ class RequestLoop:
             if opened.timeout_ms is not None and queue_us > opened.timeout_ms * 1000:
                 raise _too_late(opened.method, queue_us, opened.timeout_ms)
             request, kernel = self._reader.read(opened)
-            response, work = kernel(request, incoming.slot)
+            response, work = kernel(request, incoming)
         except ProtocolError as error:
             self._send_refusal(listener, incoming, opened or unread(frames), error)
         except Exception:  # noqa: BLE001 - it is logged, with a traceback

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from gpu_side.parts import PartConfig, check_columns
 from gpu_side.provision import PROVISION_FILE, Provision, read_provision
 from gpu_side.queues import QueueLimits
+from gpu_side.segment_weights import order_name, transformed_tensors
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
     FUSED_MODULES,
@@ -29,6 +31,7 @@ from protocol.model.checkpoint import (
     linear_tensors,
     norm_names,
 )
+from protocol.model.columns import WHOLE, Columns
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import is_there
 from protocol.model.identity import linear_digest, model_digest
@@ -58,6 +61,8 @@ class ServedModel:
     wire schema, empty where the directory holds weights for a client's feature mask (`provision`);
     such a directory has no embedding and no LM head either. `layers`: first and last layer whose
     weights are held, None: all; the embedding goes with layer 0, the LM head with the last.
+    `columns`: which part of every weight's output columns is held, of how many. `ranks`: by how
+    many processes, each with a part of what is held, requests are computed.
     """
 
     config: ModelConfig
@@ -67,12 +72,19 @@ class ServedModel:
     arithmetic: tuple[Arithmetic, ...]
     norms: dict[str, torch.Tensor]
     layers: tuple[int, int] | None = None
+    columns: Columns = WHOLE
+    ranks: int = 1
 
     @property
     def held_layers(self) -> range:
         """Layers whose linear weights are held."""
         first, last = self.layers or (0, self.config.num_hidden_layers - 1)
         return range(first, last + 1)
+
+    @property
+    def part(self) -> PartConfig:
+        """The configuration whose output sizes are those of what is held."""
+        return PartConfig.of(self.config, self.columns)
 
     @property
     def has_embedding(self) -> bool:
@@ -83,6 +95,19 @@ class ServedModel:
     def has_lm_head(self) -> bool:
         """Whether LMHead and, with int8 weights, RingLMHead can be answered."""
         return self.provision is None and self.held_layers[-1] == self.config.num_hidden_layers - 1
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether Segment can be answered, for the layers that are held."""
+        whole = self.columns == WHOLE and self.ranks == 1 and "float" in self.arithmetic
+        return whole and (self.provision is None or self.provision.holds != "linears")
+
+    @property
+    def has_segment_head(self) -> bool:
+        """Whether a Segment that ends with the last layer can go on with the LM head."""
+        held = self.provision is None or self.provision.holds == "model"
+        last = self.held_layers[-1] == self.config.num_hidden_layers - 1
+        return self.has_segments and held and last
 
     def init_reply(
         self, max_message_bytes: int, limits: QueueLimits, instance_id: str
@@ -114,6 +139,8 @@ class ServedModel:
             layers=(self.held_layers[0], self.held_layers[-1]),
             max_queued_requests=limits.requests,
             max_queued_bytes=limits.bytes,
+            columns=self.columns,
+            ranks=self.ranks,
         )
 
 
@@ -123,14 +150,15 @@ def read_served_model(
     *,
     weights: bool = True,
     layers: tuple[int, int] | None = None,
+    columns: Columns = WHOLE,
 ) -> tuple[ServedModel, Checkpoint]:
     """Check a model directory and read what Init says of it, but no matrix.
 
     `arithmetic`: which linear weights are wanted; a directory for a feature mask has float ones
     only. `weights`: whether a model's own directory must have them at all: for a null device the
     norms, embedding and LM head are enough. `layers`: first and last to hold, None: all; the
-    directory has all of them. Raises ModelError that names file and tensor, and SettingsError for
-    layers that the model has not.
+    directory has all of them. `columns`: see `ServedModel`. Raises ModelError that names file and
+    tensor, and SettingsError for layers or columns that the model has not.
     """
     config = read_config(directory)
     if layers is not None and not 0 <= layers[0] <= layers[1] < config.num_hidden_layers:
@@ -139,9 +167,11 @@ def read_served_model(
             got=f"{layers[0]}-{layers[1]}",
             expected=f"a range within 0-{config.num_hidden_layers - 1}, the model's",
         )
+    check_columns(config, columns, "columns to hold")
     provision = read_provision(directory)
     checkpoint = Checkpoint(directory)
     linears = linear_tensors(config, FUSED_MODULES)
+    orders: list[str] = []
     if provision is None:
         checkpoint.require(light_tensors(config) | (linears if weights else {}))
     elif "float" not in arithmetic:
@@ -153,7 +183,10 @@ def read_served_model(
     else:
         arithmetic = ("float",)
         checkpoint.require(linears)
-    checkpoint.refuse_extra(config)
+        if provision.holds != "linears":
+            checkpoint.require(transformed_tensors(config, head=provision.holds == "model"))
+            orders = [order_name(layer) for layer in range(config.num_hidden_layers)]
+    checkpoint.refuse_extra(config, orders)
     linear = linear_digest(config, checkpoint)
     if linear is not None:
         checkpoint.require(linears)
@@ -167,6 +200,7 @@ def read_served_model(
         arithmetic=tuple(kind for kind in BOTH if kind in arithmetic),
         norms=_read_norms(config, checkpoint) if provision is None else {},
         layers=layers,
+        columns=columns,
     )
     return held, checkpoint
 

@@ -10,30 +10,39 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gpu_side.access import ServiceKeys, read_allow_list
 from gpu_side.allow_list_reload import rereads_list
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.handler import Attest, RequestHandler
-from gpu_side.kernels import NullWeights
+from gpu_side.kernels import NullWeights, Served
 from gpu_side.log_limit import limited
+from gpu_side.parts import check_columns
 from gpu_side.queues import QueueLimits
+from gpu_side.ranks.place import OPTION, Place, by_torchrun, place_of
 from gpu_side.request_loop import RequestLoop
 from gpu_side.served_model import BOTH, ServedModel, read_served_model
+from gpu_side.session_settings import SessionSettings
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.bind import open_listener
-from gpu_side.weights import check_integers, load_weights
+from gpu_side.transport.http_keys import HttpKeys, read_tokens
+from gpu_side.weights import ServiceWeights, check_integers, load_weights
 from protocol import native
 from protocol.curve import is_beyond_loopback, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import KernelError, SettingsError
 from protocol.messages import Arithmetic
+from protocol.model.columns import WHOLE, Columns
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from gpu_side.ranks.head import Ranks
+    from gpu_side.ranks.job import RankJob
 
 log = logging.getLogger("gpu_service")
 
@@ -46,14 +55,17 @@ class ServiceSettings:
     without int8 ones where the device's int8 products are not exact, or the weights are transformed
     for a feature mask. `spin_us`: how long to look for the next message before blocking, as long as
     messages come that fast, and to ask a GPU whether it is done. `layers`: first and last whose
-    weights to hold, None: all. `metrics`: as `gpu_side.metrics.parse_address` reads it, None: not
+    weights to hold, None: all. `columns`: which part of their output columns, of how many;
+    `tensor_parallel`: by how many processes, each with a part. `sessions`: how much
+    of them to keep. `metrics`: as `gpu_side.metrics.parse_address` reads it, None: not
     served. `max_queued_`: how much of one client may wait, in bytes None: one message as large as
     allowed; and of all together, None: as much as of four. `drain_timeout_s`: how long to go on
     with what was taken, once told to stop. `identity`: our secret key (or `secret`: itself, made in
     this process), and `allow`: the list of the clients that are let in, which SIGHUP reads again;
     without them everybody is let in, and other machines have to be allowed by `allow_anyone`.
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `kernels`: those of the CPU, see
-    `protocol.native.use`; None: those in use.
+    `protocol.native.use`; None: those in use. `http_`: see HttpKeys, for a URL as `bind`; SIGHUP
+    reads the tokens again.
     """
 
     model: Path
@@ -66,6 +78,9 @@ class ServiceSettings:
     arithmetic: Literal["float", "int8", "both"] = "both"
     spin_us: float = 0.0
     layers: tuple[int, int] | None = None
+    columns: Columns = WHOLE
+    tensor_parallel: int = 1
+    sessions: SessionSettings = field(default_factory=SessionSettings)
     metrics: str | None = None
     max_queued_requests: int = QUEUED_REQUESTS
     max_queued_bytes: int | None = None
@@ -77,6 +92,19 @@ class ServiceSettings:
     allow: Path | None = None
     allow_anyone: bool = False
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
+    http_tokens: Path | None = None
+    http_cert: Path | None = None
+    http_key: Path | None = None
+
+    def read_http(self) -> HttpKeys | None:
+        """Read what HTTP needs, None for another transport. Raises KeyFileError, SettingsError."""
+        if self.bind.startswith(("http:", "https:")):
+            return HttpKeys.read(self.http_tokens, self.http_cert, self.http_key)
+        for name in ("http_tokens", "http_cert", "http_key"):
+            if getattr(self, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise SettingsError(option, got=f"--bind {self.bind}", expected="--http")
+        return None
 
     def read_keys(self) -> ServiceKeys | None:
         """Read our key and the list of allowed clients; None: every client is allowed.
@@ -90,11 +118,18 @@ class ServiceSettings:
             require_zmq_keys(self.bind)
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
-            if is_beyond_loopback(self.bind) and not self.allow_anyone:
+            of_http = self.bind.startswith("http")
+            if self.http_tokens is not None and self.allow_anyone:
+                got = "--http-tokens and --allow-anyone"
+                raise SettingsError("keys", got=got, expected="one of them")
+            open_to_all = self.http_tokens is None and not self.allow_anyone
+            if is_beyond_loopback(self.bind) and open_to_all:
+                keys = "--identity and --allow (tsqp keys new makes keys)"
+                tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
                 raise SettingsError(
                     f"--bind {self.bind}",
                     got="an address that other machines reach, open to all of them",
-                    expected="--identity and --allow (tsqp keys new makes keys), or --allow-anyone",
+                    expected=f"{tokens if of_http else keys}, or --allow-anyone",
                 )
             return None
         if self.identity is None or self.allow is None or self.allow_anyone:
@@ -107,6 +142,16 @@ class ServiceSettings:
             )
         require_zmq_keys(self.bind)
         return ServiceKeys.read(self.identity, self.allow)
+
+    @property
+    def place(self) -> Place | None:
+        """Which of several ranks this process is; None: there is no other. Raises SettingsError."""
+        if self.tensor_parallel == 1:
+            return None
+        check_columns(read_config(self.model), (0, self.tensor_parallel), OPTION)
+        if self.columns != WHOLE:
+            raise SettingsError(OPTION, got="--columns as well", expected="one of the two")
+        return place_of(self.tensor_parallel)
 
     @property
     def limits(self) -> QueueLimits:
@@ -141,9 +186,16 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     started = time.monotonic()
     require_little_endian()
     _allow_many_descriptors()
-    native.set_up(settings.kernels, settings.threads)
-    device = parse_device(settings.device)
-    limits, keys = settings.limits, settings.read_keys()
+    place = settings.place
+    native.set_up(settings.kernels, settings.threads or (None if place is None else place.threads))
+    device = parse_device(settings.device if place is None else place.device(settings.device))
+    if place is not None and place.rank:
+        from gpu_side.ranks.worker import work
+
+        work(_job(settings, place, device))
+        return
+    limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
+    settings.sessions.check()
     with limited(log), _stop_signals() as stop:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
@@ -152,6 +204,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             spin_us=settings.spin_us,
             keys=keys,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            http=http,
         )
         state = ServiceState(
             limits, device=str(device), clients_refused=lambda: listener.clients_refused
@@ -159,11 +212,16 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
         beside = ExitStack()
         try:
             # At once: until then SIGHUP ends the process.
-            beside.enter_context(rereads_list(listener, settings.allow))
-            log.info("bound", extra={"fields": {"endpoint": listener.endpoint, **_lets_in(keys)}})
+            tokens = settings.http_tokens
+            allowed = (tokens, read_tokens) if tokens else (settings.allow, None)
+            beside.enter_context(rereads_list(listener, *allowed))
+            fields = {"endpoint": listener.endpoint, **_lets_in(keys, http)}
+            log.info("bound", extra={"fields": fields})
             _serve_metrics(settings, state, beside)
-            operators = _load(settings, device, state, stop, attest)
+            ranks = None if place is None else _ranks(settings, place, device, stop, beside)
+            operators = _load(settings, device, state, stop, attest, ranks)
             if operators is not None:
+                state.sessions = operators.session_totals
                 log.info(
                     "ready",
                     extra={
@@ -184,6 +242,8 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
         finally:
             listener.close()
             beside.close()
+        if ranks is not None and ranks.failure is not None:
+            raise ranks.failure
     log.info("stopped", extra={"fields": {"endpoint": settings.bind}})
 
 
@@ -198,8 +258,10 @@ def _allow_many_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _lets_in(keys: ServiceKeys | None) -> dict[str, object]:
+def _lets_in(keys: ServiceKeys | None, http: HttpKeys | None) -> dict[str, object]:
     """Log which clients may use the service, and by which key they know it."""
+    if http is not None and http.tokens is not None:
+        return {"lets_in": len(http.tokens)}
     if keys is None:
         return {"lets_in": "anyone"}
     return {"lets_in": len(keys.allowed), "key": keys.public.decode("ascii")}
@@ -246,11 +308,13 @@ def _load(
     state: ServiceState,
     stop: StopSignal,
     attest: Attest | None = None,
+    ranks: Ranks | None = None,
 ) -> RequestHandler | None:
     """Read the weights; None if a stop signal came meanwhile."""
     began = time.monotonic()
     config = read_config(settings.model)
     dtype, layers = settings.dtype or config.dtype, settings.layers
+    check_columns(config, settings.columns, "--columns")
     log.info(
         "loading",
         extra={
@@ -262,14 +326,17 @@ def _load(
                 else f"{layers[0]}-{layers[1]}",
                 "device": str(device),
                 "dtype": dtype,
+                **_parts(settings),
             }
         },
     )
     limit = settings.max_message_bytes
-    arithmetic = _arithmetic(settings, config, device)
+    arithmetic = _arithmetic(settings, config, device) if ranks is None else ranks.job.arithmetic
 
     if isinstance(device, NullDevice):
-        held, _ = read_served_model(settings.model, arithmetic, weights=False, layers=layers)
+        held, _ = read_served_model(
+            settings.model, arithmetic, weights=False, layers=layers, columns=settings.columns
+        )
         log.warning(
             "null_device",
             extra={"fields": {"device": str(device), "computes": "nothing", "replies": "zeros"}},
@@ -280,7 +347,10 @@ def _load(
             limit,
             state.queue.limits,
             attest=attest,
+            sessions=settings.sessions,
         )
+    if ranks is not None and not ranks.join():
+        return None
     logged = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -298,12 +368,56 @@ def _load(
             dtype=torch_dtype(dtype),
             arithmetic=arithmetic,
             layers=layers,
+            columns=settings.columns if ranks is None else ranks.job.columns,
             progress=progress,
         )
     except _StoppedWhileLoadingError:
         return None
     _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-    return RequestHandler(weights, limit, state.queue.limits, settings.spin_us, attest)
+    served: ServiceWeights | Served = weights
+    if ranks is not None:
+        served = ranks.served(weights)
+    limits, spin_us = state.queue.limits, settings.spin_us
+    return RequestHandler(served, limit, limits, spin_us, attest, settings.sessions)
+
+
+def _parts(settings: ServiceSettings) -> dict[str, object]:
+    """Log which part of the columns is held, and how many ranks hold theirs."""
+    if settings.tensor_parallel > 1:
+        return {"ranks": settings.tensor_parallel}
+    return {} if settings.columns == WHOLE else {"columns": "{}/{}".format(*settings.columns)}
+
+
+def _job(settings: ServiceSettings, place: Place, device: Device) -> RankJob:
+    """Return what a rank is told."""
+    from gpu_side.ranks.job import RankJob
+
+    config = read_config(settings.model)
+    return RankJob(
+        place=place,
+        store=None,
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype or config.dtype,
+        arithmetic=_arithmetic(settings, config, device),
+        kernels=settings.kernels,
+        threads=settings.threads,
+        spin_us=settings.spin_us,
+        layers=settings.layers,
+        max_message_bytes=settings.max_message_bytes,
+    )
+
+
+def _ranks(
+    settings: ServiceSettings, place: Place, device: Device, stop: StopSignal, stack: ExitStack
+) -> Ranks:
+    """Start the other ranks, if torchrun has not; the stack ends them."""
+    from gpu_side.ranks.head import Ranks
+
+    ranks = Ranks(_job(settings, place, device), stop, starts_them=not by_torchrun())
+    stack.callback(ranks.close)
+    ranks.start()
+    return ranks
 
 
 def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:

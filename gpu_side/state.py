@@ -11,6 +11,7 @@ from typing import Literal
 
 from gpu_side.counters import Counters
 from gpu_side.queues import FairQueue, QueueLimits
+from gpu_side.sessions import SessionTotals
 from protocol.messages import HealthReply
 
 
@@ -29,6 +30,8 @@ class ServiceState:
         self.device = device
         self.clients_refused = clients_refused
         self.status: Literal["loading", "ready", "draining"] = "loading"
+        # Says what there is of them; none without whole layers.
+        self.sessions: Callable[[], SessionTotals] = SessionTotals
         # Given to an accelerator and not done.
         self.underway = 0
         self._started = time.monotonic()

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from gpu_side.segment_parts import PART_NUMBERS
 from gpu_side.served_model import OPERATOR_OF, ServedModel
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -23,6 +24,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
+    SegmentRequest,
 )
 from protocol.seed import SEED_SHAPE, TAG_BYTES
 from protocol.tensors import FLOAT_DTYPES, ITEMSIZE, MAX_TENSOR_BYTES, WireTensor, to_torch
@@ -37,6 +39,8 @@ Computed: TypeAlias = (
     | RingLMHeadRequest
 )
 Shape: TypeAlias = tuple[int, ...]
+# Parts of a Segment, each of which costs the service some time whatever its rows are.
+_MOST_PARTS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,15 @@ class EmbeddingWork:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentWork:
+    """So many whole layers, each of these products and attention; then perhaps the LM head."""
+
+    layers: int
+    linears: tuple[LinearWork, ...]
+    head: LinearWork | None
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """What a checked request asks for.
 
@@ -76,7 +89,7 @@ class Task:
 
     shape: Shape
     dtype: str
-    work: LinearWork | MatmulWork | EmbeddingWork
+    work: LinearWork | MatmulWork | EmbeddingWork | SegmentWork
     input_bytes: int
 
     @property
@@ -91,16 +104,17 @@ class RequestChecker:
     def __init__(self, held: ServedModel, max_message_bytes: int) -> None:
         self._held = held
         self._config = held.config
+        # Sizes of what it holds of them.
+        self._part = held.part
         self._layers = held.held_layers
         self._max_message_bytes = max_message_bytes
 
-    def check(self, request: Computed | SeededRingLinearRequest) -> Task:
+    def check(self, request: Computed | SeededRingLinearRequest | SegmentRequest) -> Task:
         """Check a request. Raises ProtocolError: it does not fit, or what it needs is not held."""
         match request:
-            case LinearRequest():
-                return self._linear(request, request.hidden_states, integer=False)
-            case RingLinearRequest():
-                return self._linear(request, request.elements, integer=True)
+            case LinearRequest(hidden_states=rows) | RingLinearRequest(elements=rows):
+                integer = isinstance(request, RingLinearRequest)
+                return self._linear(request, rows, integer=integer)
             case SeededRingLinearRequest():
                 return self._seeded(request)
             case MatmulRequest(a=a, b=b):
@@ -110,6 +124,8 @@ class RequestChecker:
                 return self._lm_head(request.method, rows, integer=integer)
             case EmbeddingRequest(input_ids=ids):
                 return self._embedding(ids.dtype, ids.shape, request.dtype)
+            case SegmentRequest():
+                return self._segment(request)
 
     def check_ids(self, tensor: WireTensor) -> None:
         """Raise ProtocolError for a token id outside the vocabulary."""
@@ -152,7 +168,7 @@ class RequestChecker:
         if len(names) > 1 and names != modules:
             together = " or ".join(" ".join(m) for m in FUSED_MODULES.values() if len(m) > 1)
             raise _refuse(f"{method}.module_names", " ".join(names), f"one module, or {together}")
-        sizes = [self._config.module_shape(name) for name in names]
+        sizes = [self._part.module_shape(name) for name in names]
         in_features, out_features = sizes[0][1], sum(size[0] for size in sizes)
         return self._product(method, tensor, in_features, out_features, integer=integer)
 
@@ -161,7 +177,7 @@ class RequestChecker:
             raise self._unavailable(method, "an LM head")
         if integer:  # the float one is there whatever the linear weights are
             self._require_weights(method, integer=True)
-        config = self._config
+        config = self._part
         return self._product(method, tensor, config.hidden_size, config.vocab_size, integer=integer)
 
     def _require_weights(self, method: str, *, integer: bool) -> None:
@@ -197,6 +213,53 @@ class RequestChecker:
         self._bound_output("Embedding.input_ids", tokens * hidden_size, dtype)
         work = EmbeddingWork(tokens, hidden_size)
         return Task((*shape, hidden_size), dtype, work, tokens * ITEMSIZE["int64"])
+
+    def _segment(self, request: SegmentRequest) -> Task:
+        """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_parts`)."""
+        config, hidden = self._config, request.hidden_states
+        if not self._held.has_segments:
+            raise self._unavailable("Segment", "whole layers")
+        first, last, behind = request.first_layer, request.last_layer, config.num_hidden_layers
+        if not first <= last < behind:
+            got = f"layers {first} to {last}"
+            raise _refuse("Segment.last_layer", got, f"one from the first on, below {behind}")
+        if first not in self._layers or last not in self._layers:
+            raise self._unavailable("Segment", f"layers {first} to {last}")
+        if request.lm_head and last + 1 != behind:
+            got = f"an LM head behind layer {last}"
+            raise _refuse("Segment.lm_head", got, f"one behind layer {behind - 1}")
+        if request.lm_head and not self._held.has_segment_head:
+            raise self._unavailable("Segment", "an LM head")
+        where, D = "Segment.hidden_states", config.hidden_size
+        if hidden.dtype not in FLOAT_DTYPES or len(hidden.shape) != 2 or hidden.shape[1] != D:
+            got = f"{hidden.dtype} {list(hidden.shape)}"
+            raise _refuse(where, got, f"a float dtype, [rows, {D}]")
+        rows = hidden.shape[0]
+        for name, tensor, shape in (
+            ("parts", request.parts, (request.parts.shape[0], PART_NUMBERS)),
+            ("outputs", request.outputs, (min(request.outputs.shape[0], rows),)),
+        ):
+            if (tensor.dtype, tensor.shape) != ("int64", shape):
+                got = f"{tensor.dtype} {list(tensor.shape)}"
+                raise _refuse(f"Segment.{name}", got, f"int64 {list(shape)}")
+        if request.parts.shape[0] > _MOST_PARTS:
+            got = f"{request.parts.shape[0]} parts"
+            raise _refuse("Segment.parts", got, f"at most {_MOST_PARTS}")
+        operators = (map(config.module_shape, names) for names in FUSED_MODULES.values())
+        works = tuple(
+            LinearWork(rows, shapes[0][1], sum(out for out, _ in shapes), integer=False)
+            for shapes in map(list, operators)
+        )
+        # What lies between is as large as what a Linear of these rows would be answered with.
+        self._bound_output(where, rows * max(work.out_features for work in works), hidden.dtype)
+        outputs, head = request.outputs.shape[0], None
+        if request.lm_head:
+            head = LinearWork(outputs, D, config.vocab_size, integer=False)
+        width = D if head is None else head.out_features
+        self._bound_output(where, outputs * width, hidden.dtype)
+        work = SegmentWork(last - first + 1, works, head)
+        size = sum(one.payload_bytes for one in (hidden, request.parts, request.outputs))
+        return Task((outputs, width), hidden.dtype, work, size)
 
     def _matmul(self, a_dtype: str, a: Shape, b_dtype: str, b: Shape) -> Task:
         if a_dtype != b_dtype or a_dtype not in FLOAT_DTYPES:

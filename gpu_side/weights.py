@@ -13,11 +13,14 @@ from pathlib import Path
 import torch
 
 from gpu_side.cuda.check import check_ring
+from gpu_side.parts import PartCheckpoint
+from gpu_side.segment_weights import SegmentWeights, load_segment_weights
 from gpu_side.served_model import BOTH, OPERATOR_OF, ServedModel, read_served_model
 from protocol.errors import KernelError
 from protocol.integer import MAX_IN_FEATURES, check_kernels
 from protocol.messages import FUSED_MODULES, Arithmetic, LinearOperator
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, lm_head_name
+from protocol.model.columns import WHOLE, Columns
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import FusedLinear, load_linear, load_tensor
@@ -33,11 +36,14 @@ IntegerLinears = dict[int, dict[LinearOperator, QuantizedLinear]]
 class ServiceWeights(ServedModel):
     """Everything that the service multiplies by, on `device`; floats in `dtype`.
 
+    All have the rows of `part` alone.
+
     `embedding`, `lm_head`: [vocab_size, hidden_size] (one tensor if tied), None where the
     directory holds weights for a client's feature mask, or their layer is not among `held_layers`.
     `lm_head_int8`: a matrix of its own, also where floats are tied; None where `lm_head` is, or
     `arithmetic` lacks int8. `linears[layer]` and `integers[layer]` by fused operator, None where
-    `arithmetic` lacks float or int8.
+    `arithmetic` lacks float or int8. `segment`: what whole layers have beside, None where
+    `has_segments` is not.
     """
 
     device: torch.device
@@ -47,6 +53,7 @@ class ServiceWeights(ServedModel):
     lm_head_int8: QuantizedLinear | None
     linears: FloatLinears | None
     integers: IntegerLinears | None
+    segment: SegmentWeights | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -62,6 +69,8 @@ class ServiceWeights(ServedModel):
                 tensors += [quantized.weight, quantized.scale]
         if self.lm_head_int8 is not None:
             tensors += [self.lm_head_int8.weight, self.lm_head_int8.scale]
+        if self.lm_head is None and self.segment is not None and self.segment.lm_head is not None:
+            tensors.append(self.segment.lm_head)
         return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -72,17 +81,19 @@ def load_weights(
     dtype: torch.dtype,
     arithmetic: Sequence[Arithmetic] = BOTH,
     layers: tuple[int, int] | None = None,
+    columns: Columns = WHOLE,
     progress: Progress | None = None,
 ) -> ServiceWeights:
     """Read a model directory. `progress(done, total)` is called after every layer.
 
     `arithmetic`: which linear weights to hold; a directory for a feature mask has float ones only.
-    `layers`: see `read_served_model`. Raises ModelError that names file and tensor, and
+    `layers`, `columns`: see `read_served_model`. Raises ModelError that names file and tensor, and
     SettingsError.
     """
     # Before the weights: the pages that its digests map would come on top of them.
-    held, checkpoint = read_served_model(directory, arithmetic, layers=layers)
-    config, arithmetic = held.config, held.arithmetic
+    held, _ = read_served_model(directory, arithmetic, layers=layers, columns=columns)
+    config, arithmetic = held.part, held.arithmetic
+    checkpoint = PartCheckpoint(directory, columns)
 
     embedding, lm_head = _read_vocabulary(held, checkpoint, dtype, device)
     lm_head_int8: QuantizedLinear | None = None
@@ -108,6 +119,18 @@ def load_weights(
             }
         if progress is not None:
             progress(done, len(held.held_layers))
+    segment = None
+    if held.has_segments:
+        segment = load_segment_weights(
+            checkpoint,
+            config,
+            held.held_layers,
+            lm_head=lm_head,
+            transformed=held.provision is not None,
+            has_head=held.has_segment_head,
+            device=device,
+            dtype=dtype,
+        )
     return ServiceWeights(
         **vars(held),
         device=device,
@@ -117,6 +140,7 @@ def load_weights(
         lm_head_int8=lm_head_int8,
         linears=linears or None,
         integers=integers or None,
+        segment=segment,
     )
 
 
@@ -140,7 +164,7 @@ def _read_vocabulary(
     held: ServedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Read embedding and LM head as far as they are held, one tensor if they are tied."""
-    config = held.config
+    config = held.part
     shape = (config.vocab_size, config.hidden_size)
 
     def read(name: str) -> torch.Tensor:

@@ -99,10 +99,13 @@ def public_key(value_or_path: str, check: FileCheck = _unchecked) -> bytes:
 
 def require_zmq_keys(endpoint: str) -> None:
     """Raise SettingsError for an endpoint that cannot have keys, and where CURVE is missing."""
-    if parse_endpoint(endpoint, for_bind=True).is_stream:
+    parsed = parse_endpoint(endpoint, for_bind=True)
+    if not parsed.is_zmq:
+        stream = "a plain stream, which has neither encryption nor keys"
+        http = "a URL, which has tokens and certificates instead (--http-token)"
         raise SettingsError(
             f"keys for {endpoint}",
-            got="a plain stream, which has neither encryption nor keys",
+            got=stream if parsed.is_stream else http,
             expected="tcp://HOST:PORT or ipc://PATH",
         )
     require_curve()
@@ -114,10 +117,14 @@ def is_beyond_loopback(endpoint: str) -> bool:
     Not vsock:// and ivshmem://: they have no keys, and the peer that they reach runs on this
     machine.
     """
-    scheme, _, rest = endpoint.partition("://")
-    host = rest.rpartition(":")[0]
+    host = parse_endpoint(endpoint, for_bind=True).host
     loopback = host in ("localhost", "lo", "[::1]") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host)
-    return scheme == "tcp" and not loopback
+    return host != "" and not loopback
+
+
+def is_exposed(endpoint: str) -> bool:
+    """Say whether messages to an endpoint without keys may cross a network in the clear."""
+    return is_beyond_loopback(endpoint) and not endpoint.startswith("https://")
 
 
 def one_for_each(
@@ -125,17 +132,18 @@ def one_for_each(
 ) -> list[K | None]:
     """Say which keys go with which endpoint: none, one for all, or one for each in order.
 
-    Raises SettingsError.
+    A URL has none, and is not counted. Raises SettingsError.
     """
-    if len(keys) in (0, 1):
-        return [keys[0] if keys else None] * len(endpoints)
-    if len(keys) != len(endpoints):
+    keyed = [not endpoint.startswith(("http://", "https://")) for endpoint in endpoints]
+    needed = sum(keyed)
+    if len(keys) != needed and (len(keys) > 1 or (keys and not needed)):
         raise SettingsError(
             option,
-            got=f"{len(keys)} for {len(endpoints)} endpoints",
+            got=f"{len(keys)} for {needed} endpoints",
             expected="one for all of them, or one for each in order",
         )
-    return list(keys)
+    in_order = iter(keys if len(keys) == needed else list(keys) * needed)
+    return [next(in_order, None) if has_key else None for has_key in keyed]
 
 
 def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> bytes:

@@ -9,6 +9,8 @@ vsock://CID:PORT    a stream between a virtual machine and its host; to bind, CI
 ivshmem://MEMORY,CID:PORT or ivshmem://MEMORY,PATH
                     memory that both have, by the path of its file at this end, beside a stream over
                     vsock or over a Unix socket
+http://HOST:PORT    HTTP, for hosts that offer nothing else; https:// is HTTP over TLS. To connect,
+                    the port may be left out, and a /PATH may follow
 
 An abstract Unix socket (@NAME) is refused: it has no owner and no mode, so any process of the
 network namespace could take its name.
@@ -19,27 +21,27 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import zmq
 
 from protocol.errors import EndpointError
 
-Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "shm", "vsock", "ivshmem"]
+Scheme: TypeAlias = Literal["tcp", "ipc", "unix", "shm", "vsock", "ivshmem", "http", "https"]
 # What a socket of the standard library connects to: a path, or (CID, port).
 StreamAddress: TypeAlias = str | tuple[int, int]
 
 SPELLINGS = (
-    "tcp://HOST:PORT, ipc://PATH, unix://PATH, shm://PATH, vsock://CID:PORT or"
-    " ivshmem://MEMORY,CID:PORT"
+    "tcp://HOST:PORT, ipc://PATH, unix://PATH, shm://PATH, vsock://CID:PORT,"
+    " ivshmem://MEMORY,CID:PORT or http(s)://HOST:PORT"
 )
 # sockaddr_un has 108 bytes, one of which ends the path.
 UNIX_PATH_MAX_BYTES = 107
 VSOCK_ANY = 2**32 - 1
 
-_TCP = re.compile(
-    r"tcp://(?P<host>[A-Za-z0-9._-]+|\*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])"
-    r":(?P<port>\*|[0-9]{1,5})"
+_NETWORK = re.compile(
+    r"(tcp|https?)://(?P<host>[A-Za-z0-9._-]+|\*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])"
+    r"(:(?P<port>\*|[0-9]{1,5}))?(?P<path>(/[A-Za-z0-9._~%+-]*)*)"
 )
 _VSOCK = re.compile(r"vsock://(?P<cid>any|[0-9]{1,10}):(?P<port>\*|[0-9]{1,10})")
 
@@ -48,13 +50,25 @@ _VSOCK = re.compile(r"vsock://(?P<cid>any|[0-9]{1,10}):(?P<port>\*|[0-9]{1,10})"
 class Endpoint:
     """A checked endpoint: the text as it was given, its scheme, and a stream's address.
 
-    `memory`: path of the file of memory that a VM and its host share; empty for other schemes.
+    `memory`: path of the file of memory that a VM and its host share; `host`: of a network, with
+    the brackets of IPv6; both are empty for other schemes.
     """
 
     text: str
     scheme: Scheme
     address: StreamAddress | None = None
     memory: str = ""
+    host: str = ""
+
+    @property
+    def is_zmq(self) -> bool:
+        """Whether ZeroMQ carries it."""
+        return self.scheme in ("tcp", "ipc")
+
+    @property
+    def is_http(self) -> bool:
+        """Whether it is a URL."""
+        return self.scheme in ("http", "https")
 
     @property
     def is_stream(self) -> bool:
@@ -72,8 +86,8 @@ class Endpoint:
 def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
     """Read an endpoint to connect to, or to bind. Raises EndpointError."""
     scheme, _, rest = endpoint.partition("://")
-    if scheme == "tcp" and _is_tcp(endpoint, for_bind):
-        return Endpoint(endpoint, "tcp")
+    if host := _network_host(endpoint, for_bind):
+        return Endpoint(endpoint, cast("Scheme", scheme), host=host)
     if scheme == "ipc" and _is_path(endpoint, rest, zmq.IPC_PATH_MAX_LEN):
         return Endpoint(endpoint, "ipc")
     if scheme in ("unix", "shm") and _is_path(endpoint, rest, UNIX_PATH_MAX_BYTES):
@@ -89,12 +103,16 @@ def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
     raise EndpointError("endpoint", got=repr(endpoint), expected=SPELLINGS)
 
 
-def _is_tcp(endpoint: str, for_bind: bool) -> bool:
-    if (tcp := _TCP.fullmatch(endpoint)) is None:
-        return False
-    host, port = tcp["host"], tcp["port"]
-    good_port = for_bind if port in ("*", "0") else port != "*" and 0 < int(port) < 2**16
-    return good_port and (for_bind or host != "*")
+def _network_host(endpoint: str, for_bind: bool) -> str:
+    """Return the host of tcp:// and of a URL; nothing where it is malformed or another's."""
+    if (match := _NETWORK.fullmatch(endpoint)) is None:
+        return ""
+    host, port = match["host"], match["port"]
+    is_tcp = endpoint.startswith("tcp:")
+    if is_tcp and (port is None or match["path"]):
+        return ""
+    good_port = for_bind if port in ("*", "0") else port is None or 0 < int(port) < 2**16
+    return host if good_port and (for_bind or host != "*") else ""
 
 
 def _is_path(endpoint: str, path: str, limit: int) -> bool:

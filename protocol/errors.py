@@ -16,6 +16,7 @@
     ├── DeadlineExceededError   no reply in time                           (retry helps)
     ├── ProtocolError           bytes that do not follow the wire schema; has an ErrorCode
     ├── ServiceError            an error reply; has an ErrorCode           (retry: by code)
+    ├── SessionLostError        a service lost keys and values it kept  (retry helps)
     ├── ReplyError              a well-formed reply that is not what was asked for
     ├── VerificationError       a reply of the right form that is a wrong result
     ├── LimitError              a limit of the trusted side itself      (retry helps)
@@ -51,6 +52,8 @@ class ErrorCode(StrEnum):
     QUEUE_FULL = "QUEUE_FULL"
     # The service does not hold what this needs.
     UNAVAILABLE = "UNAVAILABLE"
+    # It has lost a session of a Segment, or part of it: the client sends all tokens once more.
+    UNKNOWN_SESSION = "UNKNOWN_SESSION"
     INTERNAL = "INTERNAL"
 
     @property
@@ -169,6 +172,12 @@ class ServiceError(TsqpError):
         )
         self.code = code
         self.retryable = code.retryable
+
+
+class SessionLostError(TsqpError):
+    """A service has lost the keys and values of a sequence, which begins anew."""
+
+    retryable = True
 
 
 class ReplyError(TsqpError):

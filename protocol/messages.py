@@ -10,11 +10,13 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from protocol.model.columns import MAX_PARTS
 from protocol.seed import expand
 from protocol.tensors import WireTensor
 
 PROTOCOL_VERSION = 1
 MAX_LAYERS = 4096
+SESSION_BYTES = 16
 MAX_TIMEOUT_MS = 3_600_000
 MAX_TIMING_US = 2**53
 # Of what evidence is asked with, and of what states it.
@@ -46,6 +48,11 @@ InstanceId: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ByteCount: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
 # First and last, both included.
 Layers: TypeAlias = Annotated[tuple[LayerIndex, LayerIndex], Field(strict=False)]
+# Which part of a weight's output columns, from 0, and of how many.
+Columns: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1, le=MAX_PARTS)]],
+    Field(strict=False),
+]
 
 
 class Message(BaseModel):
@@ -159,6 +166,32 @@ class RingLMHeadRequest(Message):
     elements: WireTensor
 
 
+class SegmentRequest(Message):
+    """Run consecutive whole layers, first to last included, whose KV cache the service keeps.
+
+    `hidden_states`: float [T, hidden_size], the rows of several sequences side by side. `parts`:
+    int64 [P, 7], whose rows it is, in order: session, session, start, rows, length, parent, parent.
+    A session is 128 bits that the client has drawn; no other client can name it. It is cut to
+    `start` tokens before its rows are added, or begins with so many tokens of its `parent` (0, 0:
+    none). A session that the service has no `start` tokens of is answered with UNKNOWN_SESSION.
+    `length`: how long it is once all that is pending has run, which RoPE may depend on. Of no rows:
+    the client needs the session no more. `outputs`: int64 [N], rows that are wanted, rising; the
+    reply holds their hidden states [N, hidden_size], or behind the last layer with `lm_head` their
+    logits [N, vocab_size]. `sinks`, `recent`: a token attends to so many at the beginning, and so
+    many that end with itself; `recent` 0: to all before it.
+    """
+
+    method: ClassVar[str] = "Segment"
+    first_layer: LayerIndex
+    last_layer: LayerIndex
+    hidden_states: WireTensor
+    parts: WireTensor
+    outputs: WireTensor
+    lm_head: bool = False
+    sinks: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    recent: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+
+
 class InitConfig(Message):
     """The sizes that a client of the published schema needs, under the published names."""
 
@@ -199,7 +232,9 @@ class InitReply(Message):
     embedding goes with layer 0 and the LM head with the model's last. `max_queued_requests` and
     `max_queued_bytes`: of one client, how much may wait; what is beyond is answered with
     QUEUE_FULL. `statement`: claims of the service and evidence of them for the request's nonce
-    (`tee_side.attest.statement`), nothing without one. Only the framed form carries these ten.
+    (`tee_side.attest.statement`), nothing without one. `columns`: which part of every weight's
+    output columns it holds, of how many (`protocol.model.columns`); `ranks`: by how many processes,
+    of a part of them each, it computes. Only the framed form carries these twelve.
     """
 
     config: InitConfig
@@ -215,6 +250,8 @@ class InitReply(Message):
     max_queued_requests: Size
     max_queued_bytes: ByteCount
     statement: Annotated[bytes, Field(max_length=MAX_STATEMENT_BYTES)] = b""
+    columns: Columns = (0, 1)
+    ranks: Annotated[int, Field(ge=1, le=MAX_PARTS)] = 1
 
     @model_validator(mode="after")
     def _consistent(self) -> InitReply:
@@ -222,6 +259,8 @@ class InitReply(Message):
             raise ValueError("the first layer before the last")
         if len(set(self.arithmetic)) != len(self.arithmetic):
             raise ValueError("each arithmetic once")
+        if self.columns[0] >= self.columns[1]:
+            raise ValueError("a part of the columns that there is")
         return self
 
 
@@ -271,6 +310,7 @@ Request: TypeAlias = (
     | MatmulRequest
     | LMHeadRequest
     | RingLMHeadRequest
+    | SegmentRequest
 )
 Response: TypeAlias = InitReply | HealthReply | TensorReply
 

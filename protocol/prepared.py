@@ -53,10 +53,11 @@ Preparable: TypeAlias = (
 class PreparedRequest:
     """A request but for its id, its deadline and its tensor's numbers.
 
-    `method`; `shape` and `dtype` (a short name) of the payload; `template`: the header behind the
-    id and deadline; `request_bytes`: size of all frames. Of the reply: `reply_shape`,
-    `reply_dtype`, `reply_payload_bytes`, `reply_bytes`, and `reply_template` (the header behind
-    the id and timing). `sent_as`, `answered_as`: both messages for compiled code.
+    `message`: what it was made from; `method`; `shape` and `dtype` (a short name) of the payload;
+    `template`: the header behind the id and deadline; `request_bytes`: size of all frames. Of the
+    reply: `reply_shape`, `reply_dtype`, `reply_payload_bytes`, `reply_bytes`, and `reply_template`
+    (the header behind the id and timing). `sent_as`, `answered_as`: both messages for compiled
+    code.
     """
 
     def __init__(self, message: Preparable, reply_shape: tuple[int, ...], reply_dtype: str) -> None:
@@ -66,7 +67,7 @@ class PreparedRequest:
         `reply_dtype` (a short name): of the tensor that a good reply holds.
         """
         fields = ((n, value) for n, value in message if isinstance(value, WireTensor))
-        self._message, (self._field, tensor) = message, next(fields)
+        self.message, (self._field, tensor) = message, next(fields)
         self.method, self.shape, self.dtype = message.method, tensor.shape, tensor.dtype
         self.template = request_template(message, [b""])
         self.request_bytes = REQUEST.head_bytes + len(self.template) + tensor.payload_bytes
@@ -85,7 +86,7 @@ class PreparedRequest:
 
         Raises ValueError for what is no RingLinear.
         """
-        others = {name: value for name, value in self._message if name != self._field}
+        others = {name: value for name, value in self.message if name != self._field}
         (rows, columns), seed = self.shape, WireTensor(self.dtype, SEED_SHAPE, b"")
         message = SeededRingLinearRequest(**others, rows=rows, columns=columns, seed=seed)
         return PreparedRequest(message, self.reply_shape, self.reply_dtype)
@@ -106,7 +107,7 @@ class PreparedRequest:
 
     def request(self, tensor: torch.Tensor) -> Preparable:
         """Return the whole message with this payload, for `Channel.submit`."""
-        return self._message.model_copy(update={self._field: from_torch(tensor)})
+        return self.message.model_copy(update={self._field: from_torch(tensor)})
 
     def output(self, exchange: Exchange) -> torch.Tensor:
         """Return the tensor of a reply, [*reply_shape] in `reply_dtype`, as a view of its bytes.

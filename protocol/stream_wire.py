@@ -100,6 +100,11 @@ def layout(sizes: tuple[int, ...]) -> Layout:
     return (_remembered_layout if len(sizes) <= _REMEMBERED_FRAMES else _lay_out)(sizes)
 
 
+def longest_bytes(max_frames: int, max_message_bytes: int) -> int:
+    """Say how many bytes a message of so many frames, and bytes in them, takes at most."""
+    return _COUNT.size + max_frames * (8 + ALIGNMENT) + max_message_bytes
+
+
 def to_pieces(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
     """Turn frames into what is written one after another, and say how many bytes that is.
 

@@ -157,5 +157,5 @@ def bytes_received(descriptor: int) -> int | None:
 
 def require_zmq(endpoint: Endpoint) -> None:
     """Raise EndpointError for a stream's endpoint."""
-    if endpoint.is_stream:
+    if not endpoint.is_zmq:
         raise EndpointError(endpoint.text, got="a stream", expected="tcp://HOST:PORT or ipc://PATH")

@@ -6,10 +6,11 @@ The order is that of mistakes that show early: the policy against the model, fil
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,12 +37,20 @@ from tee_side.model.local_operators import (
     sites_where,
 )
 from tee_side.model.operators import MicroBatchOperators, place, tables_of
+from tee_side.model.segment import SegmentCall, Sessions, cut
 from tee_side.observer import Observer, Observers, timed
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, linear_masking
 from tee_side.protect.masks.keyed import TransformKey, load_key
-from tee_side.protect.masks.mask import AdditiveMask, FeatureMask, KeyedTransform, Mask
+from tee_side.protect.masks.mask import (
+    AdditiveMask,
+    KeyedSegment,
+    KeyedTransform,
+    Mask,
+    ProvisionedMask,
+    SegmentMask,
+)
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.padded import PaddedSite
 from tee_side.protect.pads.bank import BankFile
@@ -138,16 +147,23 @@ class Assembly:
         check_verifiable(policy.name, self._verified, config, checkpoint)
         if self._verified:
             self._checks_class = find_checks(policy.name, policy.served_arithmetic)
-        self._registered_classes = find_registered(policy)
+        self._registered_classes = find_registered(
+            policy, head_in_segment=any(one.head for one in policy.segments(layers))
+        )
         _check_settings(settings, padded, self._parts)
         checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))
         checkpoint.refuse_extra(config)
         self.key: TransformKey | None = None
         self._transforms: Mapping[Site, KeyedTransform] | None = None
+        self._keyed: KeyedSegment | None = None
+        self._sessions: dict[int, Sessions] = defaultdict(Sessions)
         if (feature := policy.feature_mask) is not None:
             self.key = _load_key(settings.key, feature, self._parts)
             gains = [(n.input_layernorm, n.post_attention_layernorm) for n in model.norms]
-            self._transforms = self.key.transforms(feature, config, gains)
+            if isinstance(feature, SegmentMask):
+                self._keyed = self.key.segment(feature, config)
+            else:
+                self._transforms = self.key.transforms(feature, config, gains)
         self.linear_digest = linear_digest(config, checkpoint)
         biases = _load_biases(self._parts)
         self._integers: IntegerSites | None = None
@@ -288,9 +304,17 @@ class Assembly:
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 
+        def segment(one: Segment) -> SegmentCall:
+            config, sessions = self._parts.config, self._sessions[one.first]
+            return SegmentCall(one, config, settings, sessions, self._keyed, randomness)
+
         layers = self._parts.config.num_hidden_layers
-        tables = place(policy, layers, stays, leaves)
-        withheld = place(policy, layers, stays, leaves, withheld=True) if pads else tables
+        found = policy.segments(layers)
+        segments = [part for one in found for part in cut(one, settings.channels_at)]
+        made = partial(place, policy, layers, stays, leaves, segments, segment)
+        tables = made()
+        apart = pads or tables["decode"].head_in_segment
+        withheld = made(withheld=True) if apart else tables
         model = self._model.observed(settings.observer)
         return MicroBatchOperators(model, tables, withheld, pads)
 
@@ -369,7 +393,7 @@ def _check_settings(settings: MaskSettings, padded: Padded, parts: RunParts) -> 
             raise PolicyError(where, got=got, expected=expected)
 
 
-def _load_key(path: Path | None, mask: FeatureMask, parts: RunParts) -> TransformKey:
+def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> TransformKey:
     if path is None:
         expected = f"the key that tsqp provision --mask {mask.name} wrote"
         raise SettingsError("--key", got="none", expected=expected)
@@ -384,7 +408,7 @@ def _load_biases(parts: RunParts) -> dict[Site, torch.Tensor]:
     operators = [
         name
         for name in FUSED_MODULES
-        if integers or any((p.mask, p.verify) != (None, "none") for p in placed[name])
+        if integers or any((p.mask, p.verify) != (None, "none") for p in placed.get(name, ()))
     ]
     return load_biases(parts.checkpoint, parts.config, operators, parts.dtype)
 

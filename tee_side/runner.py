@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from protocol import native
 from protocol.channel import ChannelWrapper, Traffic
@@ -46,6 +46,9 @@ from tee_side.remote.services.plan import (
 )
 from tee_side.words import Operator
 
+if TYPE_CHECKING:
+    from protocol.http_access import HttpAccess
+
 
 @dataclass(frozen=True)
 class RunnerSettings:
@@ -62,7 +65,7 @@ class RunnerSettings:
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
     `appraise_service`: see `tee_side.remote.attested`; a policy with attested services needs it.
-    `kernels`: see `protocol.native.use`, None: those in use.
+    `kernels`: see `protocol.native.use`, None: those in use. `http`: for services with a URL.
     """
 
     model: Path
@@ -84,6 +87,7 @@ class RunnerSettings:
     manifest: Manifest | None = None
     shares_in_the_clear: bool = False
     appraise_service: Callable[[str, ClientKeys | None, bytes, bytes], None] | None = None
+    http: HttpAccess | None = None
 
 
 class Cores(NamedTuple):
@@ -182,7 +186,7 @@ class Runner:
                 settings.request_timeout_s,
                 appraise and (lambda endpoint, *said: appraise(endpoint, key_of[endpoint], *said)),
             )
-            self._services = Services(groups, config.num_hidden_layers, options)
+            self._services = Services(groups, config.num_hidden_layers, options, config)
             opened.callback(self._services.close)
             self._services.connect(settings.connect_timeout_s)
             self._lanes = partial(
@@ -320,6 +324,7 @@ def _connect(
         spin_us=settings.spin_us,
         keys=keys,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        http=settings.http,
     )
     channel.limit_replies(reply_bytes)
     return channel

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, TypeGuard, get_args
 
 from protocol.messages import FUSED_MODULES, LinearOperator, Projection
 
-# What a policy places.
+# What a policy places: operators one by one, or whole layers of them ("segment") in one.
 Operator = Literal[
     "embedding",
     "qkv_proj",
@@ -16,8 +16,9 @@ Operator = Literal[
     "gate_up_proj",
     "down_proj",
     "lm_head",
+    "segment",
 ]
-OPERATORS: tuple[Operator, ...] = get_args(Operator)
+OPERATORS: tuple[Operator, ...] = tuple(name for name in get_args(Operator) if name != "segment")
 
 # What never leaves the TEE. `attention` is scores, softmax and values in one, where all three stay.
 LightOperator = Literal[

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Of where things are and how long to wait for them; all other options are claimed.
 _NOT_CLAIMED = {
     *("model", "host", "port", "tls_certificate", "tls_key", "gpu", "identity", "service_key"),
+    *("http_token", "http_ca"),
     *("attest", "attest_certificate", "attest_collateral", "manifest", "manifest_digest", "policy"),
     *("seal_key", "seal_key_fd", "seal_key_command", "seal_key_server", "seal_digest"),
     *("connect_timeout_s", "request_timeout_s", "heartbeat_timeout_s", "threads", "spin_us"),

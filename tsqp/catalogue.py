@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,9 +24,9 @@ from tee_side.policy.placement import (
     load_policy,
     policy_names,
 )
-from tee_side.protect.masks.mask import FeatureMask, Kind, Mask
+from tee_side.protect.masks.mask import Kind, Mask, ProvisionedMask
 from tee_side.protect.masks.registry import MASKS, find_mask
-from tee_side.words import OPERATORS, Operator, Phase, Verify
+from tee_side.words import Operator, Phase, Verify
 
 Origin = Literal["built in", "research", "package", "file"]
 
@@ -118,8 +118,8 @@ def mask_entry(mask: type[Mask], origin: Origin = "built in") -> MaskEntry:
         cost=mask.cost,
         arithmetic=mask.arithmetic,
         services=mask.services,
-        provisioned=issubclass(mask, FeatureMask),
-        operators=tuple(operator for operator in OPERATORS if mask.supports(operator)),
+        provisioned=issubclass(mask, ProvisionedMask),
+        operators=tuple(operator for operator in get_args(Operator) if mask.supports(operator)),
         options=_options_of(mask),
         about=inspect.cleandoc(mask.__doc__ or ""),
         origin=origin,

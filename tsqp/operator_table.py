@@ -39,7 +39,10 @@ class OperatorTotals:
 
 @dataclass(slots=True)
 class OperatorTable:
-    """Totals per operator. An `Observer` of all micro-batches, which count alike."""
+    """Totals per operator, and of segments where there are some.
+
+    An `Observer` of all micro-batches, which count alike.
+    """
 
     totals: dict[AnyOperator, OperatorTotals] = field(
         default_factory=lambda: {name: OperatorTotals() for name in (*OPERATORS, *LIGHT_OPERATORS)}
@@ -49,9 +52,12 @@ class OperatorTable:
         """See `Observers.lane`."""
         return self
 
+    def _of(self, operator: AnyOperator) -> OperatorTotals:
+        return self.totals.setdefault(operator, OperatorTotals())
+
     def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
         """See `Observer.called`."""
-        totals = self.totals[operator]
+        totals = self._of(operator)
         totals.place = place if totals.calls == 0 or totals.place == place else "both"
         totals.calls += 1
 
@@ -64,13 +70,13 @@ class OperatorTable:
         ended_ns: int,
     ) -> None:
         """See `Observer.spent`."""
-        self.totals[operator].tee_ns += ended_ns - started_ns
+        self._of(operator).tee_ns += ended_ns - started_ns
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
     ) -> None:
         """See `Observer.exchanged`."""
-        totals = self.totals[operator]
+        totals = self._of(operator)
         for exchange in exchanges:
             totals.round_trips += 1
             totals.bytes_sent += exchange.bytes_sent

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.connect import open_channel
-from protocol.curve import ClientKeys, is_beyond_loopback, one_for_each
+from protocol.curve import ClientKeys, is_exposed, one_for_each
 from protocol.errors import ReplyError, TsqpError
 from protocol.messages import FUSED_MODULES, NONCE_BYTES, InitReply, InitRequest
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
@@ -32,7 +32,13 @@ from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
-from tsqp.cli.trust import bank_place, load_pinned_policy, read_client_keys, service_appraisal
+from tsqp.cli.trust import (
+    bank_place,
+    load_run_policy,
+    read_client_keys,
+    read_http_access,
+    service_appraisal,
+)
 from tsqp.doctor import Finding
 
 _CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -52,7 +58,7 @@ class Plan:
     @cached_property
     def policy(self) -> Policy:
         """The policy. Raises PolicyError, PluginError, ManifestError."""
-        return load_pinned_policy(self.policy_name, self.manifest)
+        return load_run_policy({**self.settings, "policy": self.policy_name}, self.manifest)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -183,7 +189,7 @@ def _bank(plan: Plan) -> Iterator[Finding]:
 
 def _keys(plan: Plan) -> Iterator[Finding]:
     specs = [ServiceSpec.parse(text) for text in plan.gpu]
-    exposed = [spec.endpoint for spec in specs if is_beyond_loopback(spec.endpoint)]
+    exposed = [spec.endpoint for spec in specs if is_exposed(spec.endpoint)]
     if plan.keys:
         yield Finding("run", "keys", "ok", f"{len(plan.keys)} of services, and our own")
     elif exposed:
@@ -199,10 +205,11 @@ def _services(plan: Plan) -> Iterator[Finding]:
     plan_services(specs, policy, plan.config.num_hidden_layers)
     appraise = service_appraisal(plan.settings, policy, plan.manifest)
     nonce = b"" if appraise is None else secrets.token_bytes(NONCE_BYTES)
+    access, limit_s = read_http_access(plan.settings, plan.manifest), plan.settings["timeout_s"]
     for spec, own in zip(specs, keys, strict=True):
         where = spec.endpoint
         try:
-            channel = open_channel(where, timeout_s=plan.settings["timeout_s"], keys=own)
+            channel = open_channel(where, timeout_s=limit_s, keys=own, http=access)
             try:
                 reply = channel.call(InitRequest(nonce=nonce)).response
             finally:

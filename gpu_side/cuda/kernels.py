@@ -16,9 +16,9 @@ from gpu_side.encoding import payload_place
 from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
 from gpu_side.replies import Kernel, Result
 from gpu_side.tasks import Computed, LinearWork, Task
+from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
-from protocol.shared_memory import SlotMemory
 from protocol.tensors import Buffer, WireTensor, raw_bytes, to_torch, torch_dtype
 
 # For how many rows tiles are chosen at the start; for other shapes at their first request.
@@ -61,7 +61,8 @@ class CudaKernels:
         in_reply = payload_place(request.method, task.dtype, task.shape)
         used_in_place = product.in_place is not None or work.rows > GRAPH_ROWS[-1]
 
-        def kernel(request: Any, slot: SlotMemory | None) -> Result:
+        def kernel(request: Any, incoming: Incoming | None) -> Result:
+            slot = None if incoming is None else incoming.slot
             tensor = request.elements if integer else request.hidden_states
             data: Buffer
             fits = slot is not None and used_in_place and in_reply.stop <= len(slot.reply)
@@ -150,7 +151,7 @@ class _Floats:
 
 def _row_bytes(weights: ServiceWeights) -> tuple[int, int]:
     """Return the bytes of the longest row of a request, and of a result, in the widest dtype."""
-    config = weights.config
+    config = weights.part
     shapes = [[config.module_shape(name) for name in names] for names in FUSED_MODULES.values()]
     widest_in = max(sizes[0][1] for sizes in shapes)
     widest_out = max(sum(size[0] for size in sizes) for sizes in shapes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from gpu_side.access import ServiceKeys
+from gpu_side.transport.http_keys import HttpKeys
+from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
@@ -19,16 +21,20 @@ def open_listener(
     spin_us: float = 0.0,
     keys: ServiceKeys | None = None,
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    http: HttpKeys | None = None,
 ) -> Listener:
     """Bind a service's endpoint. `spin_us`: see `protocol.spin`.
 
     `keys`: ours and those of the clients that are let in; None lets in everybody.
-    `heartbeat_timeout_s`: see `protocol.zmq_sockets`; streams have none. Raises EndpointError, and
-    SettingsError for keys where the endpoint has no use for them.
+    `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any. `http`: of use for URLs
+    alone. Raises EndpointError, and SettingsError for keys where the endpoint has no use for them.
     """
-    if parse_endpoint(endpoint, for_bind=True).is_stream:
-        if keys is not None:
-            require_zmq_keys(endpoint)
+    parsed = parse_endpoint(endpoint, for_bind=True)
+    if keys is not None and not parsed.is_zmq:
+        require_zmq_keys(endpoint)
+    if parsed.is_http:
+        return HttpListener(endpoint, max_message_bytes=max_message_bytes, keys=http)
+    if parsed.is_stream:
         return StreamListener(endpoint, max_message_bytes=max_message_bytes, spin_us=spin_us)
     return ZmqListener(
         endpoint,

@@ -127,14 +127,15 @@ class Checkpoint:
                 raise ModelError(where, got=f"dtype {entry.dtype}", expected=expected)
             self._pin(name)
 
-    def refuse_extra(self, config: ModelConfig) -> None:
+    def refuse_extra(self, config: ModelConfig, also: Iterable[str] = ()) -> None:
         """Refuse tensors that the configuration does not explain, a bias for example.
 
         They would change the result if they were used. Raises ModelError. The LM head beside a
-        tied embedding and the RoPE buffers of old checkpoints mean nothing and are allowed.
+        tied embedding and the RoPE buffers of old checkpoints mean nothing and are allowed; `also`:
+        tensors that the caller explains.
         """
         known = light_tensors(config) | linear_tensors(config, FUSED_MODULES)
-        for name in sorted(set(self._found) - set(known) - {"lm_head.weight"}):
+        for name in sorted(set(self._found) - set(known) - {"lm_head.weight", *also}):
             if not name.endswith("rotary_emb.inv_freq"):
                 raise ModelError(
                     self._where(name),

@@ -118,6 +118,8 @@ def compose(
         sequence, phase = wanted.sequence, wanted.sequence.phase
         try:
             withheld = budget.settle(sequence, wanted.tokens + len(wanted.drafts))
+            # What is read of a prompt goes through the TEE's own LM head.
+            withheld |= sequence.reader is not None and lane.tables[phase].head_in_segment
         except PadsExhaustedError as error:
             refused.append((sequence, error))
             continue

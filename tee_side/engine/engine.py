@@ -8,16 +8,17 @@ table of their phase, or the one that draws no pads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from collections.abc import Sequence as Lanes
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import torch
 
-from protocol.errors import LimitError, PromptError, TsqpError
-from tee_side.engine.composer import Rows, compose
+from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
+from tee_side.engine.composer import Composed, Rows, compose
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.logprobs import logprobs_of
 from tee_side.engine.prefix_pool import PrefixPool
@@ -40,6 +41,9 @@ from tee_side.model.operators import MicroBatchOperators
 from tee_side.observer import timed
 
 DEFAULT_STEP_TOKENS = 512
+
+# How often a service may lose keys and values of a sequence before its next token.
+_MOST_LOSSES = 5
 
 # What a step gave one sequence: logits [N, V] and hidden states [R, D].
 _Given: TypeAlias = tuple[Rows, torch.Tensor, torch.Tensor]
@@ -106,6 +110,11 @@ class Engine:
         # All of them may have a row in each step.
         self.max_sequences = min(self.settings.max_sequences, self.settings.step_tokens)
         self._running: list[Sequence] = []
+
+    @property
+    def _elsewhere(self) -> Collection[int]:
+        """The layers whose keys and values services keep."""
+        return self.lanes[0].tables["decode"].segments
 
     def check(self, request: Request) -> None:
         """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
@@ -198,7 +207,7 @@ class Engine:
             sample,
             list(request.prompt_ids),
             prompt,
-            KVCache(config, self._capacity(request), self._model.dtype),
+            KVCache(config, self._capacity(request), self._model.dtype, self._elsewhere),
             Sampler(sampling, prompt, matcher),
             min(request.max_new_tokens, self.context - prompt),
             config.eos_token_ids if request.stop_ids is None else request.stop_ids,
@@ -220,7 +229,9 @@ class Engine:
         admitted finds them unless something else has taken the memory meanwhile.
         """
         capacity = self._capacity(request)
-        needed = request.samples * kv_bytes(self._model.config, capacity, self._model.dtype)
+        config, dtype = self._model.config, self._model.dtype
+        here = config.num_hidden_layers - len(self._elsewhere)
+        needed = request.samples * kv_bytes(config, capacity, dtype, here)
         if needed > left:
             where = f"KV memory, of which {mib(self.max_kv_bytes)} may be used (--max-kv-mib)"
             expected = f"at most {mib(left)}, which is what is left"
@@ -233,7 +244,7 @@ class Engine:
             return
         self._running = [running for running in self._running if running is not sequence]
         request, cache = sequence.request, sequence.cache
-        if self.settings.prefix_reuse and sequence.finish_reason is not None and cache.nbytes:
+        if self.settings.prefix_reuse and sequence.finish_reason is not None:
             self.prefixes.keep((request.owner, request.salt), sequence.ids, cache)
         else:
             cache.release()
@@ -287,7 +298,11 @@ class Engine:
             self.refuse(sequence, error)
         if not composed.parts:
             return []
-        results = run_step(composed.parts, self.lanes)
+        try:
+            results = run_step(composed.parts, self.lanes)
+        except SessionLostError as error:
+            self._begin_anew(composed, error)
+            return []
         given = [
             given
             for rows, result in zip(composed.rows, results, strict=True)
@@ -306,6 +321,17 @@ class Engine:
         self.counts.steps += 1
         self._remove_finished()
         return sampled
+
+    def _begin_anew(self, composed: Composed, error: SessionLostError) -> None:
+        """Compute sequences once more whose keys and values were lost; not time after time."""
+        for rows in chain.from_iterable(composed.rows):
+            sequence = rows.sequence
+            if not sequence.cache.length:
+                sequence.losses, sequence.reused_tokens = sequence.losses + 1, 0
+                if sequence.losses > _MOST_LOSSES:
+                    if self.refuse is None:
+                        raise error
+                    self.refuse(sequence, error)
 
     def _given(self, rows: Lanes[Rows], result: PartResult) -> Iterator[_Given]:
         """Cut what came of a part into what came of each sequence."""
@@ -364,6 +390,7 @@ class Engine:
         wanted = request.logprobs
         logprob = None if wanted is None else logprobs_of(logits_V, token_id, wanted)
         sequence.append(token_id)
+        sequence.losses = 0
         self.counts.generated += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
 

@@ -15,6 +15,8 @@ from tee_side.model.kv_cache import KVCache
 
 # Fewer are computed in one step anyway.
 MIN_TOKENS = 16
+# Of caches that services keep, memory here is no bound.
+_MOST_ENTRIES = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +58,8 @@ class PrefixPool:
             if old.whose == whose and old.shared(entry.ids) == len(old.ids):
                 self._drop(number)
         self._entries[next(self._numbers)] = entry
+        if len(self._entries) > _MOST_ENTRIES:
+            self._drop(next(iter(self._entries)))
 
     def fill(self, whose: tuple[str, str], prompt_ids: Sequence[int], cache: KVCache) -> int:
         """Copy what an entry has of a prompt into its cache; return how many tokens that are.

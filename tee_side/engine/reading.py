@@ -30,18 +30,18 @@ class PromptReader:
         self._ids = request.prompt_ids
         self._logprobs: list[Logprob] = []
         self._sum_D: torch.Tensor | None = None
+        last = len(self._ids) - 1
+        self._end = last if self._count is not None else last + 1
+        # The next position whose row is wanted: a prompt whose keys were lost is computed again.
+        self._next = last if self._count is None and self._pooling != "mean" else 0
 
     def rows(self, start: int, count: int) -> range:
         """Return which of `count` rows from position `start` on are wanted, from the first of them.
 
         Those of log-probabilities have a next token in the prompt.
         """
-        last = len(self._ids) - 1
-        if self._count is not None:
-            return range(max(0, min(count, last - start)))
-        if self._pooling == "mean":
-            return range(count)
-        return range(max(0, last - start), count)
+        first, end = max(self._next, start), min(self._end, start + count)
+        return range(first - start, max(first, end) - start)
 
     @torch.inference_mode()
     def read(
@@ -65,6 +65,7 @@ class PromptReader:
     def keep(self, found: Sequence[Logprob], hidden_RD: torch.Tensor, model: TeeModel) -> None:
         """Take what `read` returned, once the step has come to its end."""
         self._logprobs += found
+        self._next += len(hidden_RD)
         if self._pooling is None:
             return
         for row_D in model.norm(hidden_RD).double():

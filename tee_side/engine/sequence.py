@@ -22,7 +22,8 @@ class Sequence:
 
     `ids`: of prompt and answer; `prompt_tokens`: how many are the prompt's. `followers`: other
     samples of the request, which get its keys and values of the prompt and `follow` until then.
-    `reader`: reads the prompt. `reused_tokens`: of the prompt, whose keys and values were there.
+    `losses`: how often a service has lost its keys and values since its last token. `reader`: reads
+    the prompt. `reused_tokens`: of the prompt, whose keys and values were there.
     `arrived`: tokens that `Runner.step` has put here for the `Generation` of this sequence.
     """
 
@@ -40,6 +41,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     reused_tokens: int = 0
     follows: bool = False
+    losses: int = 0
     followers: list[Sequence] = field(default_factory=list)
     arrived: deque[Sampled] = field(default_factory=deque)
 
@@ -55,8 +57,9 @@ class Sequence:
 
     @property
     def phase(self) -> Phase:
-        """Prefill while tokens of the prompt are pending, decode afterwards."""
-        return "prefill" if self.cache.length < self.prompt_tokens else "decode"
+        """Prefill while tokens of the prompt, or several lost ones, are pending; then decode."""
+        behind = self.cache.length < self.prompt_tokens or self.pending > 1
+        return "prefill" if behind else "decode"
 
     @property
     def pending(self) -> int:

@@ -98,6 +98,11 @@ class Batch:
         ids_T = torch.tensor(token_ids, dtype=torch.int64)
         return Batch(ids_T, tuple(chunks), tuple(output_rows), tuple(read_rows))
 
+    @property
+    def wanted_rows(self) -> list[int]:
+        """The rows whose logits are wanted, then those whose hidden states are."""
+        return [*self.output_rows, *self.read_rows]
+
     def split(self, parts: int) -> list[Batch]:
         """Cut into consecutive micro-batches of about equal sizes; fewer if there are few rows.
 

@@ -27,7 +27,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 async def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor:
     """Run the layers of one step, or of a micro-batch of it; return [N + R, D].
 
-    The hidden states of `batch.output_rows`, for `logits`, and of `batch.read_rows`.
+    The hidden states of `batch.wanted_rows`, for `logits`; these themselves, [N, V], where the LM
+    head is part of a segment.
 
     With `logits`, equal to `transformers`' *ForCausalLM of the same architecture. The caches hold
     the new rows but do not count them before the caller commits the batch. Errors of `ops` pass
@@ -36,11 +37,15 @@ async def forward(batch: Batch, model: TeeModel, ops: Operators) -> torch.Tensor
     rope = model.rope.of_batch(batch, model.dtype)
     h_TD = await ops.embedding(batch.token_ids_T)
     for layer in model.layers:
+        if (segment := ops.segments.get(layer.index)) is not None:
+            # A service computes these layers in one call, and keeps their keys and values.
+            h_TD = await segment(h_TD, batch)
+            continue
         normed_TD = layer.input_layernorm(h_TD)
         h_TD = layer.residual(h_TD, await attention(layer, normed_TD, rope, batch, model, ops))
         normed_TD = layer.post_attention_layernorm(h_TD)
         h_TD = layer.residual(h_TD, await mlp(layer, normed_TD, ops))
-    return h_TD[[*batch.output_rows, *batch.read_rows]]
+    return h_TD if layer.index in ops.segments else h_TD[batch.wanted_rows]
 
 
 async def attention(
@@ -73,7 +78,7 @@ async def logits(h_ND: torch.Tensor, model: TeeModel, ops: Operators) -> torch.T
     """Return the logits [N, V] of rows behind the last layer; ReplyError if they are not finite."""
     if not h_ND.shape[0]:
         return h_ND.new_empty(0, 0)
-    logits_NV = await ops.lm_head(model.norm(h_ND))
+    logits_NV = h_ND if ops.head_in_segment else await ops.lm_head(model.norm(h_ND))
     # Of bfloat16 in its own range, which is float32's: a copy of that would cost more than the sum.
     wide = logits_NV.dtype if logits_NV.dtype == torch.bfloat16 else torch.float32
     if not logits_NV.sum(dtype=wide).isfinite():

@@ -15,12 +15,15 @@ import math
 import mmap
 import os
 import re
+import secrets
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from protocol.errors import LimitError
+from protocol.messages import SESSION_BYTES
 from protocol.model.config import ModelConfig
 from protocol.native import compiled_for
 from tee_side.native import local_ops as compiled_ops
@@ -30,9 +33,15 @@ _SHARE_OF_MEMORY = 0.8
 _MEMORY = Path("/proc/meminfo")
 
 
-def kv_bytes(config: ModelConfig, capacity: int, dtype: torch.dtype) -> int:
-    """Return how many bytes the KV cache of a sequence of `capacity` tokens has."""
-    row = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+def kv_bytes(
+    config: ModelConfig, capacity: int, dtype: torch.dtype, layers: int | None = None
+) -> int:
+    """Return how many bytes the KV cache of a sequence of `capacity` tokens has.
+
+    `layers`: whose keys and values are here, None: all.
+    """
+    kept = config.num_hidden_layers if layers is None else layers
+    row = kept * config.num_key_value_heads * config.head_dim
     return 2 * row * capacity * dtype.itemsize
 
 
@@ -74,16 +83,34 @@ class KVCache:
     `commit` makes them count: a step that fails half-way leaves nothing to undo, and can be run
     again. Raises LimitError if the machine does not give as much memory; retrying helps where it
     has as much at all.
+
+    Keys and values of the layers `elsewhere` are kept by services, under the name `session`, which
+    no other client can guess; they begin with the first tokens of `parent` as far as it says.
     """
 
-    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        dtype: torch.dtype,
+        elsewhere: Collection[int] = (),
+    ) -> None:
         layers = config.num_hidden_layers
-        shape = (layers, config.num_key_value_heads, capacity, config.head_dim)
+        here = [layer for layer in range(layers) if layer not in elsewhere]
+        shape = (len(here), config.num_key_value_heads, capacity, config.head_dim)
         self.length = 0
         self.capacity = capacity
-        self.nbytes = kv_bytes(config, capacity, dtype)
+        self.nbytes = kv_bytes(config, capacity, dtype, len(here))
+        # Called once each, when this cache ends, by whoever keeps something for it.
+        self.at_end: list[Callable[[], object]] = []
+        self.session = secrets.token_bytes(SESSION_BYTES)
+        self.parent: tuple[bytes, int] | None = None
         # Rows behind `length` that each layer has written in this step.
         self._written = [0] * layers
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._write = compiled_ops.append if compiled_for(dtype) else _append
+        if not here:
+            return
         try:
             keys, values = _untouched(shape, dtype), _untouched(shape, dtype)
         except (OSError, OverflowError):
@@ -91,13 +118,19 @@ class KVCache:
             where = f"KV memory, which the machine refuses, of {mib(most)} that it has"
             expected = f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)"
             raise kv_refused(where, self.nbytes, capacity, expected, most=most) from None
-        self._layers = list(zip(keys, values, strict=True))
-        self._write = compiled_ops.append if compiled_for(dtype) else _append
+        self._layers = dict(zip(here, zip(keys, values, strict=True), strict=True))
 
     def release(self) -> None:
         """Give the memory back: the sequence has ended, and is asked for its length at most."""
-        self._layers = []
+        self._layers = {}
         self.nbytes = 0
+        for ended in self.at_end:
+            ended()
+
+    def lose(self) -> None:
+        """Begin anew: a service has lost keys and values, and all tokens are computed again."""
+        self.length, self.parent = 0, None
+        self.session = secrets.token_bytes(SESSION_BYTES)
 
     def end(self) -> None:
         """Count what was written alone: the kernel has given no more, and nothing will be added."""
@@ -111,6 +144,11 @@ class KVCache:
     def written(self, layer: int) -> int:
         """Return how many rows behind `length` a layer has written in this step."""
         return self._written[layer]
+
+    def note_written(self, layers: range, rows: int) -> None:
+        """Take note that a service has written so many rows behind `length` in these layers."""
+        for layer in layers:
+            self._written[layer] = rows
 
     def append(
         self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor, *, behind: int = 0
@@ -131,6 +169,8 @@ class KVCache:
                 f" {self._written[layer]}, which are there"
             )
         self._written[layer] = behind + k_TKC.shape[0]
+        if layer not in self._layers:
+            raise IndexError(f"KV cache: got layer {layer}, expected one that is here")
         keys, values = self._layers[layer]
         self._write(k_TKC, keys, start)
         self._write(v_TKC, values, start)
@@ -143,10 +183,10 @@ class KVCache:
 
     def copy_from(self, other: KVCache, tokens: int) -> None:
         """Begin with the first tokens of another cache."""
-        for mine, others in zip(self._layers, other._layers, strict=True):
-            for x_KSC, y_KSC in zip(mine, others, strict=True):
+        for layer, mine in self._layers.items():
+            for x_KSC, y_KSC in zip(mine, other._layers[layer], strict=True):
                 x_KSC.narrow(1, 0, tokens).copy_(y_KSC.narrow(1, 0, tokens))
-        self.length = tokens
+        self.length, self.parent = tokens, (other.session, tokens)
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

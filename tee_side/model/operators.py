@@ -8,7 +8,7 @@ run was assembled, so that a call costs nothing more than the call. Shape suffix
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from protocol.messages import FUSED_MODULES
 from tee_side.model.batch import Batch
 from tee_side.model.layers import Layer, TeeModel
-from tee_side.policy.placement import Policy
+from tee_side.model.local_operators import not_here
+from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
 from tee_side.remote.overlap import turn
@@ -32,6 +33,10 @@ Call: TypeAlias = Callable[[Tensor], Awaitable[Tensor]]
 # of a sequence, and k and v [K, S, C] of all; [T, H * C], as `local_ops.attention` returns.
 RemoteAttention: TypeAlias = Callable[[Layer, Tensor, Tensor, Tensor], Awaitable[Tensor]]
 
+# Whole layers at a service, whose KV cache is there: [T, D] of a batch to the same, or behind the
+# last layer to what is wanted of it alone: [N + R, D], or the logits [N, V].
+RemoteSegment: TypeAlias = Callable[[Tensor, Batch], Awaitable[Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Operators:
@@ -42,7 +47,9 @@ class Operators:
     side by side; `o_proj` [T, H * C] -> [T, D]; `gate_up_proj` [T, D] -> [T, 2 F], gate and up;
     `down_proj` [T, F] -> [T, D]. `products`: of each layer the attention whose products leave, None
     where both stay. `masks`: that pads are drawn for. `head_apart`: whether each micro-batch asks
-    for its own logits, because it draws pads for them.
+    for its own logits, because it draws pads for them. `segments`: by each layer that is in one;
+    the first calls it, and the others have nothing left to do. `head_in_segment`: whether the last
+    of them gives logits.
     """
 
     embedding: Call
@@ -54,6 +61,8 @@ class Operators:
     lm_head: Call
     masks: frozenset[Mask]
     head_apart: bool
+    segments: Mapping[int, RemoteSegment] = field(default_factory=dict)
+    head_in_segment: bool = False
 
     async def attention(
         self, layer: Layer, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, batch: Batch
@@ -98,15 +107,24 @@ def place(
     layers: int,
     local: Callable[[Operator, int | None], Callable[[Tensor], Tensor]],
     remote: Callable[[Operator, int, Phase], Callable[..., Any]],
+    segments: Sequence[Segment] = (),
+    segment: Callable[[Segment], RemoteSegment] | None = None,
     *,
     withheld: bool = False,
 ) -> Mapping[Phase, Operators]:
     """Build the tables of prefill and decode, which is one table where phases do not differ.
 
     `local`: returns how an operator of a layer, or of none, is called where it stays; `remote`:
-    where it leaves. The service of layer 0 has the embedding, that of the last layer the LM head.
-    `withheld`: what is under pads stays.
+    where it leaves; `segment`: how one of `segments` is, each all at one service. The service of
+    layer 0 has the embedding, that of the last layer the LM head. `withheld`: what is under pads
+    stays, and the LM head of a segment.
     """
+    head = any(one.head for one in segments)
+    calls_at: dict[int, RemoteSegment] = {}
+    if segment is not None:
+        for one in segments:
+            calls_at |= dict.fromkeys(range(one.first, one.last + 1), _done)
+            calls_at[one.first] = segment(one._replace(head=one.head and not withheld))
 
     def table(phase: Phase) -> Operators:
         drawn: set[Mask] = set()
@@ -116,6 +134,11 @@ def place(
 
         def call(operator: Operator, layer: int) -> Call:
             alone = operator in LAYERLESS
+            if not alone and layer in calls_at:
+                return staying(not_here)
+            if operator == "lm_head" and head:
+                # For what the TEE reads of a prompt: of the rest it is the segment's.
+                return staying(local(operator, None))
             placed = policy.at(operator, 0 if alone else layer, phase)
             padded = isinstance(placed.mask, AdditiveMask)
             if placed.leaves and not (padded and withheld):
@@ -124,6 +147,8 @@ def place(
             return stays(local(operator, None if alone else layer))
 
         def products(layer: int) -> RemoteAttention | None:
+            if layer in calls_at:
+                return None
             if all(policy.at(product, layer, phase).place == "tee" for product in PRODUCTS):
                 return None
             return remote("attn_scores", layer, phase)
@@ -139,10 +164,17 @@ def place(
             lm_head=call("lm_head", layers - 1),
             masks=frozenset(drawn),
             head_apart=head_apart and not withheld,
+            segments=calls_at,
+            head_in_segment=head and not withheld,
         )
 
     decode = table("decode")
     return {"decode": decode, "prefill": table("prefill") if policy.splits_phases else decode}
+
+
+async def _done(h_TD: Tensor, _batch: Batch) -> Tensor:
+    """Stand at a layer that the call for an earlier one has computed."""
+    return h_TD
 
 
 def tables_of(lane: MicroBatchOperators) -> list[Operators]:

@@ -18,6 +18,7 @@ SEEN: dict[Operator, str] = {
     "gate_up_proj": "hidden states",
     "down_proj": "MLP activations",
     "lm_head": "the logits",
+    "segment": "hidden states, keys and values",
 }
 
 # By whether all results are verified, and how: a lie within the tolerance of floats is accepted.

@@ -20,6 +20,13 @@ Python file with a `Policy` named `POLICY`:
 Every operator must be placed, for every layer and phase exactly once. What leaves the TEE states
 its `mask` and its `verify`; "none" is the only way to send something unmasked or unverified.
 
+    segment = { layers = "4-", place = "gpu", mask = "cloak-segment", verify = "none" }
+
+places consecutive whole layers at once: the service computes them in one call, attention and KV
+cache and all, so that their operators are not placed one by one. `lm_head` under the same mask
+behind a segment of the last layers is part of its call. `window = { sinks = 4, recent = 1024 }`
+has its tokens attend to no others (StreamingLLM, arXiv 2309.17453), which changes the answers.
+
     [service]
     attested = "snp+nvidia"
 
@@ -36,7 +43,7 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -62,20 +69,20 @@ from tee_side.plugins import (
 )
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.leakage_summary import leakage_summary
-from tee_side.protect.masks.mask import AdditiveMask, FeatureMask, Mask
+from tee_side.protect.masks.mask import AdditiveMask, Mask, ProvisionedMask, SegmentMask
 from tee_side.protect.masks.registry import find_mask
 from tee_side.refusals import did_you_mean, first_problem, refusal
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
     PHASES,
+    PRODUCTS,
     PROJECTIONS,
     Attested,
     Operator,
     Phase,
     Place,
     Verify,
-    is_linear,
     is_projection,
 )
 
@@ -84,7 +91,10 @@ _ENTRY_POINTS = "tsqp.policies"
 _FOLDER = "folder"
 _BUILTIN = files("tee_side.policy") / "builtin"
 
+_MOST_TOKENS = 2**31 - 1
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+_SEGMENT: Operator = "segment"
 
 # What every placement that leaves the TEE must state, and how.
 _STATED = {
@@ -122,13 +132,22 @@ def _mask(value: object, info: ValidationInfo) -> Mask | None:
         raise refusal(error.got, error.expected, where) from None
 
 
+class AttentionWindow(BaseModel):
+    """Tokens that one attends to: so many at the beginning, and the last, itself included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sinks: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] = 0
+    recent: Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+
+
 class Placement(BaseModel):
     """Where an operator runs: in which layers (None: all) and in which phase (None: both).
 
     Of what leaves, `mask` and `verify` must be given; mask "none" reads as None. `verify`: how
     results are checked. "freivalds" refuses wrong ones (docs/verification.md), of integers all, of
     floats those that rounding does not explain; "none" believes them. Place "attested": on the GPU
-    side, and only where services have to prove what they are.
+    side, and only where services have to prove what they are. `window`: of a segment's attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -138,6 +157,7 @@ class Placement(BaseModel):
     verify: Verify = "none"
     layers: Annotated[LayerRange | None, BeforeValidator(_layer_range)] = None
     phase: Phase | None = None
+    window: AttentionWindow | None = None
 
     @property
     def leaves(self) -> bool:
@@ -172,6 +192,18 @@ def _placements(value: object) -> object:
     if isinstance(value, str):
         value = {"place": value}
     return value if isinstance(value, list | tuple) else (value,)
+
+
+class Segment(NamedTuple):
+    """Layers `first` to `last`, both included, that a service computes in one call.
+
+    `head`: the last norm and the LM head behind them, too.
+    """
+
+    first: int
+    last: int
+    placed: Placement
+    head: bool
 
 
 Placements: TypeAlias = Annotated[
@@ -232,24 +264,34 @@ class Policy(BaseModel):
             raise PolicyError(f"policy {self.name}: {where}", got=got, expected=expected)
 
     def _conflicts(self) -> _Conflicts:
-        if missing := [name for name in OPERATORS if name not in self.operators]:
+        needed = LAYERLESS if "segment" in self.operators else OPERATORS
+        if missing := [name for name in needed if name not in self.operators]:
             yield "operators", f"nothing for {', '.join(missing)}", "every operator placed"
         if self.prefill == "stock" and (self.arithmetic != "int8" or not self._pads_in_prefill):
             expected = 'arithmetic = "int8" and a pad on what leaves at prefill: pads are in stock'
             yield "prefill", "'stock'", expected
         if self.prefill == "always" and self.decode_share is not None:
             yield "decode_share", 'without prefill = "stock"', "both or none"
-        for operator in OPERATORS:
-            for placement in self.operators[operator]:
+        for operator, placements in self._placed():
+            for placement in placements:
                 where = _joined(operator, placement.scope)
                 for got, expected in self._conflicts_of(operator, placement):
                     yield where, got, expected
+
+    def _placed(self) -> Iterator[tuple[Operator, tuple[Placement, ...]]]:
+        """Yield how each operator is placed, in the order of a forward pass; a segment last."""
+        for operator in (*OPERATORS, _SEGMENT):
+            yield operator, self.operators.get(operator, ())
 
     def _conflicts_of(self, operator: Operator, placed: Placement) -> Iterator[tuple[str, str]]:
         """Yield what does not go together in a placement, and what would."""
         mask, in_tee = placed.mask, not placed.leaves
         if placed.place == "attested" and self.service.attested == "none":
             yield 'place = "attested"', 'attested in [service], such as "snp+nvidia"'
+        if operator == "segment":
+            yield from self._conflicts_of_segment(placed)
+        elif placed.window is not None:
+            yield "window", "none: a segment has one alone"
         if placed.layers is not None and operator in LAYERLESS:
             yield f"layers {placed.layers}", "no layers, as it belongs to none"
         if placed.verify != "none" and in_tee:
@@ -261,7 +303,7 @@ class Policy(BaseModel):
             got = f'verify = "{placed.verify}" under {mask.described()}'
             yield got, "a mask whose results are the plain ones, within its tolerance"
         if mask is not None and not mask.supports(operator):
-            able = ", ".join(name for name in OPERATORS if mask.supports(name))
+            able = ", ".join(name for name in (*OPERATORS, _SEGMENT) if mask.supports(name))
             expected = f"one that works on {operator}; {mask.name} works on {able}"
             yield f"mask {mask.name}", expected
         if mask is not None and mask.arithmetic != self.arithmetic and is_projection(operator):
@@ -270,6 +312,16 @@ class Policy(BaseModel):
         if self.arithmetic == "int8-dynamic" and not in_tee:
             expected = 'place = "tee": the scale of a row says how large it is'
             yield 'place = "gpu" with arithmetic = "int8-dynamic"', expected
+
+    def _conflicts_of_segment(self, placed: Placement) -> Iterator[tuple[str, str]]:
+        if not placed.leaves:
+            yield 'place = "tee"', "its operators placed one by one: a segment is a service's"
+        if placed.verify != "none":
+            yield f'verify = "{placed.verify}"', '"none": whole layers have no check'
+        if placed.phase is not None:
+            yield f"phase {placed.phase}", "both phases: its KV cache is the service's"
+        if self.arithmetic != "float":
+            yield f'arithmetic = "{self.arithmetic}"', '"float", in which services compute layers'
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -298,23 +350,34 @@ class Policy(BaseModel):
             for key, expected in _STATED.items():
                 if key not in placement.model_fields_set:
                     yield _joined(operator, key), "nothing", expected
-        for operator in OPERATORS:
-            for layers in (placement.layers for placement in self.operators[operator]):
+        covered = {
+            layer for one in self.segments(num_layers) for layer in range(one.first, one.last + 1)
+        }
+        for operator, placements in self._placed():
+            for layers in (placement.layers for placement in placements):
                 if layers is not None and (layers.last or layers.first) >= num_layers:
                     expected = f"layers within 0-{num_layers - 1}, which is what the model has"
                     yield operator, f"layers {layers}", expected
             for layer in range(1 if operator in LAYERLESS else num_layers):
                 for phase in PHASES:
-                    found = [p for p in self.operators[operator] if p.covers(layer, phase)]
-                    if len(found) != 1:
+                    found = [p for p in placements if p.covers(layer, phase)]
+                    within = operator not in LAYERLESS and layer in covered
+                    wanted = int(within == (operator == "segment"))
+                    if len(found) != wanted:
                         where = "" if operator in LAYERLESS else f"layer {layer}"
                         got = f"{len(found)} placements in {phase}"
                         got += f" ({'; '.join(map(str, found))})" if found else ""
-                        yield _joined(operator, where), got, "exactly one"
+                        expected = "exactly one" if wanted else "none, within a segment"
+                        yield _joined(operator, where), got, expected
+        heads = [p.mask for p in self.operators["lm_head"] if isinstance(p.mask, SegmentMask)]
+        in_segment = any(segment.head for segment in self.segments(num_layers))
+        if heads and not in_segment:
+            got = f"mask {heads[0].name} behind no segment of the last layers under the same"
+            yield "lm_head", got, "one, in whose call it is"
         # A clear product beside a feature mask: the server has no clear weights then.
         feature = self.feature_mask
         for operator, placed in self.leaving() if feature else ():
-            if placed.mask != feature and (is_linear(operator) or operator in LAYERLESS):
+            if placed.mask != feature and operator not in PRODUCTS:
                 mask = placed.mask.described() if placed.mask else "no mask"
                 expected = (
                     "in the TEE, or under the same mask with the same options: a provisioned server"
@@ -324,13 +387,30 @@ class Policy(BaseModel):
                 yield where, f"{mask} beside {feature and feature.described()}", expected
 
     def at(self, operator: Operator, layer: int, phase: Phase) -> Placement:
-        """Return the placement of an operator in a layer (0 where it has none) and a phase."""
-        return next(p for p in self.operators[operator] if p.covers(layer, phase))
+        """Return the placement of an operator in a layer (0 where it has none) and a phase.
+
+        Of one within a segment it is the segment's.
+        """
+        found = chain(self.operators.get(operator, ()), self.operators.get("segment", ()))
+        return next(p for p in found if p.covers(layer, phase))
+
+    def segments(self, num_layers: int) -> list[Segment]:
+        """Return the segments of a model of so many layers, in order."""
+        found = []
+        for placed in self.operators.get("segment", ()):
+            first = placed.layers.first if placed.layers else 0
+            last = num_layers - 1
+            if placed.layers and placed.layers.last is not None:
+                last = min(last, placed.layers.last)
+            behind = [(p.leaves, p.mask, p.verify, p.phase) for p in self.operators["lm_head"]]
+            head = last == num_layers - 1 and behind == [(True, placed.mask, "none", None)]
+            found.append(Segment(first, last, placed, head))
+        return sorted(found, key=lambda segment: segment.first)
 
     def leaving(self) -> Iterator[tuple[Operator, Placement]]:
         """Yield what leaves the TEE."""
-        for operator in OPERATORS:
-            for placement in self.operators[operator]:
+        for operator, placements in self._placed():
+            for placement in placements:
                 if placement.leaves:
                     yield operator, placement
 
@@ -373,9 +453,9 @@ class Policy(BaseModel):
         return found
 
     @property
-    def feature_mask(self) -> FeatureMask | None:
-        """The feature mask in use; `check` refuses a second one."""
-        return next((mask for mask in self.masks if isinstance(mask, FeatureMask)), None)
+    def feature_mask(self) -> ProvisionedMask | None:
+        """The mask in use that a server's weights are transformed for; `check` refuses another."""
+        return next((mask for mask in self.masks if isinstance(mask, ProvisionedMask)), None)
 
     def leakage_summary(self, *, links_encrypted: bool = True) -> str | None:
         """Say in one line what the GPU side learns; None if nothing leaves."""

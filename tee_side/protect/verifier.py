@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from protocol.errors import PolicyError
 from protocol.integer import exact_product
 from protocol.messages import (
     Arithmetic,
+    Columns,
     ModuleName,
     Request,
     RingLinearRequest,
@@ -24,6 +25,7 @@ from protocol.messages import (
     SeededRingLinearRequest,
 )
 from protocol.model.checkpoint import Checkpoint, module_name
+from protocol.model.columns import WHOLE, part_of
 from protocol.model.config import ModelConfig
 from protocol.model.quantized import QuantizedLinear, load_quantized, quantize_rows
 from protocol.model.weights import row_layout, weight_rows
@@ -43,6 +45,17 @@ Blocks: TypeAlias = Iterator[tuple[slice, torch.Tensor]]
 InTime: TypeAlias = Callable[[Blocks, int], Blocks]
 
 
+class Claim(NamedTuple):
+    """What a service was asked, and what it says that the whole output is.
+
+    `columns`: the part of the output that it is asked about: it has not claimed the rest.
+    """
+
+    request: Request
+    output: torch.Tensor
+    columns: Columns = WHOLE
+
+
 class ResultCheck(Protocol):
     """Checks the results of one operator under one mask."""
 
@@ -53,10 +66,8 @@ class ResultCheck(Protocol):
         """
         ...
 
-    def wrong(
-        self, answers: Sequence[tuple[Request, torch.Tensor]], in_time: InTime
-    ) -> Sequence[int]:
-        """Return which answers to a refused result are wrong, by computing each once more.
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """Return which claims of a refused result are wrong, by computing each once more.
 
         Raises what `in_time` raises; ModelError and ManifestError for weights that cannot be read
         again; ActivationRangeError where what was sent is not finite.
@@ -107,12 +118,12 @@ class Weights:
     integers: IntegerSites | None = None
 
     def integer_blocks(
-        self, site: Site, modules: Sequence[ModuleName]
+        self, site: Site, modules: Sequence[ModuleName], part: Columns = WHOLE
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the integers of some modules side by side, int8 [n, I], and their columns.
 
-        `modules`: of the site's operator; none for the LM head. Never all of them at once, where
-        they are not held. Raises ModelError, ManifestError.
+        `modules`: of the site's operator; none for the LM head. `part`: of each module's columns.
+        Never all of them at once, where they are not held. Raises ModelError, ManifestError.
         """
         layer, operator = site
         held, (_, in_features) = self.held.get(site), row_layout(self.config, operator)[1]
@@ -123,18 +134,24 @@ class Weights:
             rows = tensors[name]
             size = rows.stop - rows.start
             if held is not None:
-                yield slice(start, start + size), held.weight[rows]
+                mine = part_of(size, *part)
+                yield slice(start + mine.start, start + mine.stop), held.weight[rows][mine]
             else:
-                for columns, block in self.blocks(name, (size, in_features), start):
+                shape = (size, in_features)
+                for columns, block in rows_of_part(self.checkpoint, name, shape, part, start):
                     yield columns, quantize_rows(block, name)[0]
             start += size
 
-    def blocks(
-        self, name: str, shape: tuple[int, ...], start: int
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield a tensor of the directory in blocks of rows, whose columns count from `start`."""
-        for rows, block in self.checkpoint.blocks(name, shape):
-            yield slice(start + rows.start, start + rows.stop), block
+
+def rows_of_part(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Columns, start: int = 0
+) -> Blocks:
+    """Yield a part of a tensor's rows in blocks, whose columns count from `start`."""
+    mine = part_of(shape[0], *part)
+    for rows, block in checkpoint.blocks(name, shape):
+        first, last = max(rows.start, mine.start), min(rows.stop, mine.stop)
+        if first < last:
+            yield slice(start + first, start + last), block[first - rows.start : last - rows.start]
 
 
 class Checks(Protocol):
@@ -216,22 +233,22 @@ class LinearCheck:
         """See `ResultCheck.holds`."""
         return self.exact.holds(x, y)
 
-    def wrong(
-        self, answers: Sequence[tuple[Request, torch.Tensor]], in_time: InTime
-    ) -> Sequence[int]:
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
         """See `ResultCheck.wrong`."""
         # Shares of one product meet each block together: it is read once for all of them.
-        products: dict[tuple[ModuleName, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        for index, (request, y) in enumerate(answers):
+        products: dict[
+            tuple[tuple[ModuleName, ...], Columns], dict[int, tuple[torch.Tensor, torch.Tensor]]
+        ] = {}
+        for index, (request, y, part) in enumerate(claims):
             whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
             if not isinstance(whole, RingLinearRequest | RingLMHeadRequest):
                 raise LookupError(f"an answer to {request.method} of a product of integers")
             modules = whole.module_names if isinstance(whole, RingLinearRequest) else ()
-            products.setdefault(modules, {})[index] = to_torch(whole.elements), y
+            products.setdefault((modules, part), {})[index] = to_torch(whole.elements), y
         wrong: set[int] = set()
-        for modules, pairs in products.items():
+        for (modules, part), pairs in products.items():
             rows = max(len(x) for x, _ in pairs.values())
-            blocks = self.weights.integer_blocks(self.site, modules)
+            blocks = self.weights.integer_blocks(self.site, modules, part)
             wrong |= _wrong_products(pairs, in_time(blocks, rows))
         return sorted(wrong)
 
@@ -239,7 +256,7 @@ class LinearCheck:
 def _wrong_products(
     pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]], blocks: Blocks
 ) -> set[int]:
-    """Return whose elements, int32 [T, I], times the weight are not its output, int32 [T, O].
+    """Return whose elements, int32 [T, I], times the blocks are not its output, int32 [T, O].
 
     Stops where all of them are wrong.
     """

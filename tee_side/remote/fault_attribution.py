@@ -2,8 +2,9 @@
 
 Where a reply has another form, its service is at fault. Where the numbers are wrong, each answer is
 computed once more, which takes as long as the product does in the TEE, and ends with the time of
-the call. Services at fault are asked no more in this run. A service must not gain by keeping the
-TEE from finding out: where that fails, every service that answered is asked no more.
+the call. Of services that hold a part of the columns each, every one answers for its own. Services
+at fault are asked no more in this run. A service must not gain by keeping the TEE from finding out:
+where that fails, every service that answered is asked no more.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.messages import Request
+from protocol.messages import Columns, EmbeddingRequest
+from protocol.model.columns import WHOLE, columns_in_words
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.verifier import Blocks, ResultCheck, Unverified
+from tee_side.protect.verifier import Blocks, Claim, ResultCheck, Unverified
+from tee_side.remote.services.columns import Joined
+from tee_side.remote.services.replicas import Replicas
 from tee_side.words import Operator
 
 log = logging.getLogger("tee_side")
@@ -37,14 +41,48 @@ log = logging.getLogger("tee_side")
 # on one core.
 _MULTIPLICATIONS = 2**31
 
+# Finding out which rank is at fault takes at most so long, and at most this part of what is left of
+# the call: it helps who repairs the service, and not the call.
+_HINT_S, _HINT_PART = 2.0, 4
+
 
 class Answer(NamedTuple):
-    """What one service was sent, and its reply."""
+    """What one service was sent, and its reply.
+
+    `columns`: which part it answered for; `whole`: the whole output, None where that is the reply.
+    """
 
     channel: Channel
     request: PreparedRequest
     sent: torch.Tensor
     exchange: Exchange
+    columns: Columns = WHOLE
+    whole: torch.Tensor | None = None
+
+    def of_services(self) -> Sequence[Answer]:
+        """Return it as an answer of each service that has a part in it."""
+        if not isinstance(self.exchange, Joined):
+            return [self]
+        parts, summed = self.exchange.parts, self.request.method == EmbeddingRequest.method
+        whole = None if summed else self.exchange.output
+        return [
+            Answer(channel, request, self.sent, exchange, (part, len(parts)), whole)
+            for part, (channel, request, exchange) in enumerate(parts)
+        ]
+
+    def claim(self) -> Claim:
+        """Return what is to be computed once more. Raises ReplyError."""
+        output = self.request.output(self.exchange) if self.whole is None else self.whole
+        return Claim(self.request.request(self.sent), output, self.columns)
+
+    def claims_of_ranks(self) -> Sequence[Claim]:
+        """Return what each rank of the service has claimed; none where it says that it has one."""
+        if not isinstance(self.channel, Replicas):  # as a product of activations, without columns
+            return []
+        ranks = self.channel.ranks(self.exchange)
+        if ranks == 1 or self.columns != WHOLE or self.request.method == EmbeddingRequest.method:
+            return []
+        return [self.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
 
 
 class Refused(NamedTuple):
@@ -84,6 +122,8 @@ def refuse(refused: Refused, until: float) -> float | None:
     Raises what the result was refused with where no service, or no time, is left: ReplyError,
     VerificationError, or MaskError where every answer is right.
     """
+    answers = [one for answer in refused.answers for one in answer.of_services()]
+    refused = refused._replace(answers=answers)
     error = _distrust_liars(refused, until) if refused.well_formed else _distrust_forms(refused)
     if time.monotonic() >= until:
         raise error
@@ -93,16 +133,16 @@ def refuse(refused: Refused, until: float) -> float | None:
 def _distrust_forms(refused: Refused) -> ReplyError:
     """Ask every service no more that sent a reply of another form; return the last error."""
     found: ReplyError | None = None
-    for channel, request, _, exchange in refused.answers:
+    for answer in refused.answers:
         try:
-            request.output(exchange)
+            answer.request.output(answer.exchange)
         except ReplyError as error:
             found = ReplyError(
-                f"{refused.operator} reply from {exchange.endpoint}",
+                f"{refused.operator} reply from {_named(answer)}",
                 got=error.got,
                 expected=error.expected,
             )
-            channel.distrust(exchange, found)
+            answer.channel.distrust(answer.exchange, found)
     if found is None:
         raise LookupError("a reply of another form, of which there is none")
     return found
@@ -123,21 +163,43 @@ def _distrust_liars(refused: Refused, until: float) -> VerificationError:
             got="a wrong result, unmasked from right answers",
             expected="factors that were made from these weights, and an unmask that undoes mask",
         )
-    everybody = " or ".join(dict.fromkeys(answer.exchange.endpoint for answer in suspects))
+    everybody = " or ".join(dict.fromkeys(map(_named, suspects)))
     nobody_left: VerificationError | None = None
-    for channel, _, _, exchange in suspects:
+    for suspect in suspects:
         error = VerificationError(
-            f"{where} at {everybody if liars is None else exchange.endpoint}",
-            got="a wrong result",
+            f"{where} at {everybody if liars is None else _named(suspect)}",
+            got="a wrong result" + ("" if liars is None else _ranks(suspect, refused, until)),
             expected="what the weights of the TEE's own model give",
         )
         try:
-            channel.distrust(exchange, error)
+            suspect.channel.distrust(suspect.exchange, error)
         except VerificationError as last:
             nobody_left = last
     if nobody_left is not None:
         raise nobody_left
     return error
+
+
+def _named(answer: Answer) -> str:
+    columns = "" if answer.columns == WHOLE else f" ({columns_in_words(answer.columns)})"
+    return f"{answer.exchange.endpoint}{columns}"
+
+
+def _ranks(liar: Answer, refused: Refused, until: float) -> str:
+    """Say which ranks of a service computed wrongly, where that can be found out in a moment.
+
+    A hint: the service says itself how many it has.
+    """
+    now, claims = time.monotonic(), liar.claims_of_ranks()
+    if not claims or isinstance(refused.check, Unverified):
+        return ""
+    until = min(now + _HINT_S, now + (until - now) / _HINT_PART)
+    try:
+        wrong = find_liars(claims, refused.check, lambda: time.monotonic() >= until)
+    except TsqpError:
+        return ""
+    found = " and ".join(str(rank) for rank in wrong)
+    return f" in the columns of rank {found} of {len(claims)}, counted from 0" if found else ""
 
 
 def _liars(refused: Refused, until: float) -> Sequence[Answer] | None:
@@ -148,11 +210,8 @@ def _liars(refused: Refused, until: float) -> Sequence[Answer] | None:
     if isinstance(refused.check, Unverified):
         raise LookupError("a result that was refused, and is not verified")
     try:
-        asked = [
-            (answer.request.request(answer.sent), answer.request.output(answer.exchange))
-            for answer in answers
-        ]
-        wrong = find_liars(asked, refused.check, lambda: time.monotonic() >= until)
+        claims = [answer.claim() for answer in answers]
+        wrong = find_liars(claims, refused.check, lambda: time.monotonic() >= until)
     except ActivationRangeError:
         raise  # of what our own mask sent: no service can compute with it
     except TsqpError as unknown:
@@ -166,16 +225,14 @@ def _liars(refused: Refused, until: float) -> Sequence[Answer] | None:
 
 
 def find_liars(
-    answers: Sequence[tuple[Request, torch.Tensor]],
-    check: ResultCheck,
-    is_over: Callable[[], bool],
+    claims: Sequence[Claim], check: ResultCheck, is_over: Callable[[], bool]
 ) -> Sequence[int]:
-    """Return which of the answers to one operator are wrong, after all of it was refused.
+    """Return which of the claims about one operator are wrong, after all of it was refused.
 
     None of them is where the result was unmasked wrongly. `is_over`: asked before every block of a
     weight. Raises DeadlineExceededError once it says so, and as `ResultCheck.wrong` does.
     """
-    return check.wrong(answers, lambda blocks, rows: _in_time(blocks, rows, is_over))
+    return check.wrong(claims, lambda blocks, rows: _in_time(blocks, rows, is_over))
 
 
 def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:

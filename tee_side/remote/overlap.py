@@ -10,11 +10,12 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Coroutine, Generator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 
 from protocol.channel import Channel, Exchange
+from protocol.messages import Request
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masks.mask import Seed
 from tee_side.protect.resumption import watch
@@ -34,13 +35,14 @@ def turn() -> Generator[None, None, None]:
 def ask(
     channels: Sequence[Channel],
     request: PreparedRequest,
-    sent: Sequence[torch.Tensor | Seed],
+    sent: Sequence[torch.Tensor | Seed | None],
     timeout_s: float | None,
 ) -> Generator[None, None, list[Exchange]]:
     """Send each service its tensor or seed, give up control, and return the replies in order.
 
-    Raises ResumedError before anything is sent, and what sending and waiting raise; of what is
-    still under way then, or when the coroutine is closed, no reply is waited for any more.
+    None: what is no prepared request, and crosses as it is (`submit`). Raises ResumedError before
+    anything is sent, and what sending and waiting raise; of what is still under way then, or when
+    the coroutine is closed, no reply is waited for any more.
     """
     # Whatever was made ahead, or masked by any mask, leaves here: one place is enough.
     resumption = watch()
@@ -51,6 +53,8 @@ def ask(
         for channel, payload in zip(channels, sent, strict=True):
             if isinstance(payload, Seed):
                 request_id = channel.start(request.seeded, payload.words(), timeout_s)
+            elif payload is None:  # of `submit`
+                request_id = channel.submit(cast(Request, request), timeout_s)
             else:
                 request_id = channel.start(request, payload, timeout_s)
             waiting.append((channel, request_id))
@@ -63,6 +67,12 @@ def ask(
             channel.abandon(request_id)
         raise
     return exchanges
+
+
+async def submit(channel: Channel, request: Request, timeout_s: float | None) -> Exchange:
+    """Do the same with one request that is not prepared."""
+    (exchange,) = await ask((channel,), cast(PreparedRequest, request), (None,), timeout_s)
+    return exchange
 
 
 def run(running: Running[R]) -> R:

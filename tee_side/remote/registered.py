@@ -56,14 +56,19 @@ def registered_name(operator: Operator) -> str:
     return "attention" if operator in PRODUCTS else operator
 
 
-def find_registered(policy: Policy) -> dict[str, type[RegisteredOperator]]:
+def find_registered(
+    policy: Policy, *, head_in_segment: bool = False
+) -> dict[str, type[RegisteredOperator]]:
     """Return the classes of all others that leave, by registered name.
 
-    Raises PolicyError that says what to install, and PluginError for a package that does not load.
+    `head_in_segment`: whether the LM head leaves with one. Raises PolicyError that says what to
+    install, and PluginError for a package that does not load.
     """
     found: dict[str, type[RegisteredOperator]] = {}
     for operator, _ in policy.leaving():
         if operator in policy.projections or registered_name(operator) in found:
+            continue
+        if operator == "segment" or (operator == "lm_head" and head_in_segment):
             continue
         name = registered_name(operator)
         if (entry := one_entry_point(GROUP, name)) is None:

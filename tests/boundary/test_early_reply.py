@@ -35,7 +35,12 @@ from tests.support import LoopbackChannel, SavedModel, token_ids
 
 Models = Callable[..., SavedModel]
 
-MASKED = [name for name in builtin_policies() if load_policy(name).masks]
+# Segments ask once a step, of rows that nothing is computed from in their place.
+MASKED = [
+    name
+    for name in builtin_policies()
+    if load_policy(name).masks and "segment" not in load_policy(name).operators
+]
 # The least that the kernel takes: most of a request waits in the TEE.
 KERNEL_BYTES = 4096
 LARGE_BYTES = 32 * 1024

@@ -2,8 +2,9 @@
 
 A mask is tried on every operator that it supports, in the shapes of prefill, decode and a batch,
 through a server that multiplies as the real one does: in float32 by float32 weights, or in int32
-modulo 2^32 by int8 weights. `Trial` holds one application: what went in, what crossed, what came
-back, and the plain result, in float64 or int64.
+modulo 2^32 by int8 weights. Under a segment mask it runs two layers, and the LM head behind them.
+`Trial` holds one application: what went in, what crossed, what came back, and the plain result, in
+float64 or int64.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
+from protocol.messages import FUSED_MODULES
+from protocol.model.checkpoint import light_tensors, linear_tensors
+from protocol.model.config import ModelConfig, RopeParameters
 from tee_side.protect.masks.mask import (
     AdditiveMask,
     Factors,
@@ -23,10 +28,12 @@ from tee_side.protect.masks.mask import (
     Masked,
     RowMask,
     Seed,
+    SegmentMask,
     SharingMask,
 )
 from tee_side.protect.randomness import Randomness
-from tee_side.words import OPERATORS, PRODUCTS, Operator
+from tee_side.words import PRODUCTS, Operator
+from tests.contract.segment_reference import run_head, run_layers
 
 # Rows of a call: a prefill chunk, one decode token, decode tokens of several sequences.
 SHAPES = {"prefill": 33, "decode": 1, "batch": 5}
@@ -41,6 +48,24 @@ FEATURES: dict[Operator, tuple[int, tuple[int, ...]]] = {
 }
 VOCABULARY, HIDDEN = 320, 48
 KV_HEADS, GROUP, HEAD_DIM, EARLIER = 2, 3, 16, 11
+# What a segment is made of. Without biases, rows of zeros stay zeros.
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=VOCABULARY,
+    hidden_size=HIDDEN,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=KV_HEADS * GROUP,
+    num_key_value_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    max_position_embeddings=256,
+    rope=RopeParameters(),
+    dtype="float32",
+    biased_modules=frozenset(),
+    qk_norm=True,
+    sliding_windows=(None, 7),
+    eos_token_ids=frozenset(),
+)
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -73,7 +98,7 @@ class Trial:
 
 def supported(mask: type[Mask]) -> list[Operator]:
     """Return the operators that a mask works on."""
-    return [operator for operator in OPERATORS if mask.supports(operator)]
+    return [operator for operator in get_args(Operator) if mask.supports(operator)]
 
 
 def key(label: str) -> bytes:
@@ -99,6 +124,8 @@ def apply(
         return _embedding(mask, rows, randomness)
     if operator in PRODUCTS:
         return _product(mask, operator, rows, randomness, change or _same, dtype)
+    if isinstance(mask, SegmentMask):
+        return _segment(mask, operator, rows, randomness, site_key, change or _same, dtype)
     return _linear(mask, operator, rows, randomness, site_key, change or _same, dtype)
 
 
@@ -165,6 +192,55 @@ def _hidden(
             noise = 0.0 if mask.arithmetic == "int8" else float(u_TO.abs().max())
             return mask.mask(x_TI, Factors(r_TI, u_TO)), weight_OI, noise
     raise TypeError(f"mask {mask.name}: got {type(mask).__name__}, expected one of the kinds")
+
+
+def _segment(
+    mask: SegmentMask,
+    operator: Operator,
+    rows: int,
+    randomness: Randomness,
+    site_key: bytes,
+    change: Change,
+    dtype: torch.dtype,
+) -> Trial:
+    """Run all layers, or the LM head alone, in float32 by the weights that the mask has made."""
+    compute = run_layers if operator == "segment" else run_head
+    h_TD = change(_normal(rows, HIDDEN, seed=rows)).to(dtype)
+    keyed, weights = mask.keyed(CONFIG, Randomness(site_key)), _model()
+    served: dict[str, torch.Tensor] = {}
+    for layer in range(CONFIG.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        made = keyed.layer(layer, own)
+        assert {tensor.dtype for tensor in made.values()} == {torch.float64}
+        served |= {prefix + name: tensor.float() for name, tensor in made.items()}
+    if mask.hides_head:
+        norm_D, head_VD = (
+            weights[name].float() for name in ("model.norm.weight", "lm_head.weight")
+        )
+        served |= keyed.head(norm_D, head_VD)
+    given = h_TD.clone()
+    masked = keyed.mask(h_TD, randomness)
+    assert torch.equal(h_TD, given), "a mask changed its input"
+    (sent,) = masked.sent
+    assert not isinstance(sent, Seed)
+    reply = compute(CONFIG, served, sent.float()).to(dtype)
+    unmask = masked.unmask if operator == "segment" else keyed.unmask_logits
+    plain = compute(CONFIG, weights, h_TD.double())
+    return Trial((h_TD,), (sent,), (reply,), unmask, plain, _unmasked(unmask, (reply,)), 0.0)
+
+
+def _model() -> dict[str, torch.Tensor]:
+    """Return the weights of `CONFIG`, float64 with the values of float32."""
+    shapes = light_tensors(CONFIG) | linear_tensors(CONFIG, FUSED_MODULES)
+    return {
+        name: (
+            _normal(*shape, seed=number) / shape[1] ** 0.5
+            if len(shape) > 1
+            else 1 + 0.2 * _normal(*shape, seed=number)
+        ).double()
+        for number, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def _product(

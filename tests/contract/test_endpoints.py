@@ -10,12 +10,14 @@ import pytest
 from gpu_side.access import ServiceKeys
 from gpu_side.transport import bind
 from gpu_side.transport.bind import open_listener
+from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol import connect
 from protocol.connect import open_channel
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
+from protocol.http_channel import HttpChannel
 from protocol.ivshmem import IvshmemChannel
 from protocol.shared_memory import SMALLEST
 from protocol.shm import ShmChannel
@@ -29,6 +31,7 @@ from protocol.zmq_channel import ZmqChannel
         ("tcp://127.0.0.1:*", ZmqChannel, ZmqListener),
         ("ipc://{}/s", ZmqChannel, ZmqListener),
         ("unix://{}/s", StreamChannel, StreamListener),
+        ("http://127.0.0.1:*", HttpChannel, HttpListener),
         ("shm://{}/s", ShmChannel, StreamListener),
         ("ivshmem://{0}/memory,{0}/s", IvshmemChannel, StreamListener),
     ],
@@ -75,7 +78,11 @@ def test_keys_are_refused_where_nothing_would_use_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", "udp://127.0.0.1:1", "vsock://host:1", "unix://@name", "ipc://@name", "ivshmem:///m"],
+    [
+        *("", "udp://127.0.0.1:1", "vsock://host:1", "unix://@name", "ipc://@name", "ivshmem:///m"),
+        *("http://", "http://u:p@h:1", "http://h:1?q", "http://h:1#f", "http://h:70000"),
+        *("http://h:1/a=0-7", "http://h/a b", "https://h\r\n:1", "ftp://h:1", "HTTP://h:1"),
+    ],
 )
 def test_malformed_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(EndpointError):
@@ -84,7 +91,16 @@ def test_malformed_endpoint_is_refused(endpoint: str) -> None:
         open_listener(endpoint)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "vsock://any:5", "ivshmem:///m,any:5"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:*",
+        "http://127.0.0.1:*",
+        "https://*:1",
+        "vsock://any:5",
+        "ivshmem:///m,any:5",
+    ],
+)
 def test_wildcard_is_for_binding_only(endpoint: str) -> None:
     with pytest.raises(EndpointError):
         open_channel(endpoint)

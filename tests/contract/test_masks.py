@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tee_side.protect.masks.mask import KINDS, FeatureMask, Mask
+from tee_side.protect.masks.mask import KINDS, Mask, ProvisionedMask, SegmentMask
 from tee_side.protect.masks.registry import MASKS as REGISTRY
 from tee_side.protect.masks.registry import find_mask
 from tee_side.protect.randomness import Randomness
@@ -48,6 +48,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "row-rotation": [{"shield_rows": 1}, {"shield_rows": 64}],
     "feature-permutation": [{"block": 2}, {"block": 10}],
     "feature-rotation": [{"block": 2}, {"block": 10}, {"block": 4096}],
+    "cloak-segment": [{"block": 2}, {"block": 10}, {"block": 4096}],
     "float-noise": [{"sigma": 0.01}],
 }
 
@@ -70,11 +71,16 @@ pytestmark = pytest.mark.pairwise
 
 
 def _of_products(cases: list[Any], arithmetics: set[str]) -> list[Any]:
-    """Leave out the embedding, whose masks are of ids: they are compared for equality."""
+    """Leave out the embedding, whose masks are of ids: they are compared for equality.
+
+    And segments, which are no products: nothing verifies them.
+    """
     return [
         case
         for case in cases
-        if case.values[1] != "embedding" and case.values[0].arithmetic in arithmetics
+        if case.values[1] != "embedding"
+        and case.values[0].arithmetic in arithmetics
+        and not isinstance(case.values[0], SegmentMask)
     ]
 
 
@@ -92,6 +98,7 @@ every_product = pytest.mark.parametrize(
 )
 FLOAT_CASES, INTEGER_CASES = (_of_products(DEFAULT_CASES, {name}) for name in ("float", "int8"))
 every_float = pytest.mark.parametrize(("mask", "operator", "rows"), FLOAT_CASES)
+SEGMENT_CASES = [case for case in DEFAULT_CASES if isinstance(case.values[0], SegmentMask)]
 every_class = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 
 
@@ -166,7 +173,7 @@ def test_an_input_of_zeros_gives_finite_numbers(mask: Mask, operator: Operator, 
         assert trial.result.double().abs().max() <= mask.tolerance * trial.noise
 
 
-@every_float
+@pytest.mark.parametrize(("mask", "operator", "rows"), [*FLOAT_CASES, *SEGMENT_CASES])
 def test_bfloat16_stays_bfloat16_and_close(mask: Mask, operator: Operator, rows: int) -> None:
     trial = _trial(mask, operator, rows, dtype=torch.bfloat16)
     assert {sent.dtype for sent in trial.sent} == {torch.bfloat16}
@@ -225,8 +232,8 @@ def _holds(mask: Mask, operator: Operator, trial: Trial, result: torch.Tensor) -
 
 
 @every_class
-def test_every_mask_can_be_verified(mask: type[Mask]) -> None:
-    assert mask.verifiable
+def test_every_mask_but_those_of_segments_can_be_verified(mask: type[Mask]) -> None:
+    assert mask().verifiable != issubclass(mask, SegmentMask)
 
 
 @every_product
@@ -305,10 +312,10 @@ def test_what_crosses_is_not_the_plain_tensor(mask: Mask, operator: Operator, ro
 
 @every_case
 def test_two_calls_send_different_bytes(mask: Mask, operator: Operator, rows: int) -> None:
-    """Feature masks are static by their kind: two keys must differ, and a key repeats itself."""
+    """Provisioned masks are static: two keys must differ, and a key repeats itself."""
     randomness = Randomness(key("fresh"))
     one, two = (apply(mask, operator, rows, randomness, site_key=key("one")) for _ in range(2))
-    if not isinstance(mask, FeatureMask):
+    if not isinstance(mask, ProvisionedMask):
         assert one.crossed != two.crossed
         return
     assert one.crossed == two.crossed
@@ -384,7 +391,7 @@ def test_a_mask_that_leaves_the_tee_says_what_the_gpu_sees(mask: type[Mask]) -> 
     ]
     for method in hiding:
         assert " sees:" in (method.__doc__ or "")
-    assert hiding or issubclass(mask, FeatureMask)
+    assert hiding or issubclass(mask, ProvisionedMask)
 
 
 @every_class
@@ -415,6 +422,7 @@ def test_every_file_of_the_folder_is_registered() -> None:
     assert set(NAMED) >= {
         *("row-permutation", "row-mix", "row-rotation"),
         *("feature-permutation", "feature-rotation", "float-noise"),
+        *("cloak-segment", "stip-segment"),
     }
 
 
@@ -490,5 +498,5 @@ def test_the_reference_of_the_ring_wraps() -> None:
 
 def test_the_harness_covers_every_operator_that_any_mask_supports() -> None:
     covered = {operator for mask in MASKS.values() for operator in supported(mask)}
-    assert {"embedding", "attn_scores", "attn_values", "lm_head"} <= covered
+    assert {"embedding", "segment", "attn_scores", "attn_values", "lm_head"} <= covered
     assert all(is_linear(operator) or operator in covered for operator in covered)

@@ -69,7 +69,7 @@ def done(err: str) -> set[str]:
 def test_broken_schemes_are_read_and_the_pad_is_not(tmp_path: Path) -> None:
     report, page = tmp_path / "report.json", tmp_path / "page.html"
     picture = tmp_path / "picture.svg"
-    names = ("row-rotation", "cloak", "shielded", "tee-only")
+    names = ("row-rotation", "cloak", "cloak-segment", "shielded", "tee-only")
     status, out, err = leak(
         "demo",
         *QUICK,
@@ -79,13 +79,19 @@ def test_broken_schemes_are_read_and_the_pad_is_not(tmp_path: Path) -> None:
     assert (status, done(err)) == (0, set(names))
     found = by_name(report)
     assert list(found) == list(names)
-    for name in ("row-rotation", "cloak"):
+    for name in ("row-rotation", "cloak", "cloak-segment"):
         best = found[name].best
         assert best is not None
         assert best[1].top1.value == 1.0
         scores = [score for run in found[name].runs for score in run.meaningful]
         assert any(score.prompt.n and score.prompt.value == 1.0 for score in scores)
         assert any(score.answer.n and score.answer.value == 1.0 for score in scores)
+    # Its sessions' files are tried as well, and are read where they are not encrypted alone.
+    (disk,) = (run for run in found["cloak-segment"].runs if run.attack == "cache-at-rest")
+    assert disk.control is not None
+    assert disk.control.worked
+    (score,) = disk.scores
+    assert score.top1.hits <= 0.05 * score.top1.n
     shielded = found["shielded"]
     assert not shielded.above_chance
     assert (shielded.sent_prompt, shielded.sent_answer) == (0, 30)

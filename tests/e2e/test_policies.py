@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tee_side.policy.placement import builtin_policies, load_policy
+from tee_side.policy.placement import ServiceTerms, builtin_policies, load_policy
 from tee_side.protect.pads import bank_files
 from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
 from tests.support import Service, running_service
 from tsqp.cli.program import model_directory
 
+DEVELOPMENT = """
+mode = "development"
+max_age_s = 60
+[simulated]
+measurements = "any"
+[claims]
+model = "any"
+policy = "any"
+settings = "any"
+version = "any"
+plugins = []
+services = "any"
+"""
 PROMPT, TOKENS = "Once upon a time", 24
 INT8, FLOAT = (
     [name for name in builtin_policies() if load_policy(name).arithmetic == arithmetic]
@@ -43,28 +57,45 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     """Services that hold transformed weights: their endpoints and keys, as options, by policy."""
     folder = tmp_path_factory.mktemp("provisioned")
     options = {}
-    for policy in ("stip", "cloak"):
-        mask = load_policy(policy).masks[0].name
-        server, key = folder / policy, folder / f"{policy}.key"
-        made = call(
-            "tsqp",
-            *("provision", "demo", "--mask", mask, "--server-dir", str(server), "--key", str(key)),
+    with ExitStack() as running:
+        for policy in ("stip", "cloak", "stip-segment", "cloak-segment"):
+            mask = load_policy(policy).masks[0].name
+            server, key = folder / policy, folder / f"{policy}.key"
+            made = call(
+                "tsqp",
+                *("provision", "demo", "--mask", mask),
+                *("--server-dir", str(server), "--key", str(key)),
+            )
+            assert made.returncode == 0, made.stderr
+            service = running_service(server, "tcp://127.0.0.1:*", "--threads", "1")
+            endpoint = running.enter_context(service).endpoint
+            options[policy] = ("--gpu", endpoint, "--key", str(key))
+        yield options
+
+
+@pytest.fixture(scope="module")
+def attested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """The options for a service that gives simulated evidence, accepted in development."""
+    folder = tmp_path_factory.mktemp("attested")
+    assert call("tsqp", "keys", "new", str(folder / "runner")).returncode == 0
+    made_inside, appraisal = folder / "service.pub", folder / "development.toml"
+    appraisal.write_text(DEVELOPMENT)
+    given = ("--allow", str(folder / "runner.pub"), "--public-key", str(made_inside))
+    with running_service(
+        "demo", "tcp://127.0.0.1:*", "--threads", "1", "--attest", "simulated", *given
+    ) as service:
+        yield (
+            *("--gpu", service.endpoint, "--identity", str(folder / "runner.key")),
+            *("--service-key", str(made_inside), "--service-appraisal", str(appraisal)),
         )
-        assert made.returncode == 0, made.stderr
-        options[policy] = (server, key)
-    with (
-        running_service(options["stip"][0], "tcp://127.0.0.1:*", "--threads", "1") as stip,
-        running_service(options["cloak"][0], "tcp://127.0.0.1:*", "--threads", "1") as cloak,
-    ):
-        yield {
-            name: ("--gpu", service.endpoint, "--key", str(options[name][1]))
-            for name, service in (("stip", stip), ("cloak", cloak))
-        }
 
 
 @pytest.fixture(scope="module")
 def generate(
-    demo_service: Service, second_service: Service, provisioned: dict[str, tuple[str, ...]]
+    demo_service: Service,
+    second_service: Service,
+    provisioned: dict[str, tuple[str, ...]],
+    attested: tuple[str, ...],
 ) -> Any:
     """Return a function that runs `tee-runner generate`, once a policy and its options."""
     services = {
@@ -74,6 +105,7 @@ def generate(
             "--shares-in-the-clear",
         ),
     }
+    special = {**provisioned, "attested-segment": attested}
     found: dict[tuple[str, ...], tuple[dict[str, Any], torch.Tensor, str]] = {}
 
     def run(policy: str, folder: Path, *options: str) -> tuple[dict[str, Any], torch.Tensor, str]:
@@ -82,7 +114,7 @@ def generate(
             result = call(
                 "tee-runner",
                 *("generate", "demo", "--policy", policy),
-                *provisioned.get(policy, services[max(1, load_policy(policy).services)]),
+                *special.get(policy, services[max(1, load_policy(policy).services)]),
                 *("--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--dtype", "float32"),
                 *("--json", "--save-logits", str(logits), *options),
             )
@@ -130,7 +162,10 @@ def test_every_policy_says_first_what_the_gpu_sees(
     policy: str, generate: Any, tmp_path: Path
 ) -> None:
     _, _, stderr = generate(policy, tmp_path)
-    summary = load_policy(policy).leakage_summary(links_encrypted=False)
+    said = load_policy(policy)
+    if said.service.attested != "none":  # appraised in development, as is said
+        said = said.model_copy(update={"service": ServiceTerms(attested="simulated")})
+    summary = said.leakage_summary(links_encrypted=False)
     first, *rest = stderr.splitlines() or [None]
     assert first == summary
     # Behind it, which of several services gets what.

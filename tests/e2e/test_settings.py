@@ -20,6 +20,7 @@ import zmq
 from click.testing import CliRunner
 
 from gpu_side.service import ServiceSettings
+from gpu_side.session_settings import SessionSettings
 from protocol.errors import SettingsError
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
@@ -262,6 +263,12 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
         "--max-message-mib": 4,
         "--spin-us": 5.5,
         "--layers": "1-2",
+        "--columns": "1/3",
+        "--sessions-mib": 15,
+        "--session-client-mib": 14,
+        "--session-ttl-s": 12.5,
+        "--session-spill": tmp_path,
+        "--session-spill-mib": 13,
         "--metrics": "9100",
         "--max-queued-requests": 6,
         "--max-queued-mib": 7,
@@ -285,6 +292,8 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
         arithmetic="int8",
         spin_us=5.5,
         layers=(1, 2),
+        columns=(1, 3),
+        sessions=SessionSettings(15 * 2**20, 14 * 2**20, 12.5, tmp_path, 13 * 2**20),
         metrics="9100",
         max_queued_requests=6,
         max_queued_bytes=7 * 2**20,
@@ -296,7 +305,15 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
         allow_anyone=True,
         heartbeat_timeout_s=11.5,
     )
-    _is_all_different(settings, _service_settings(), but=frozenset({"model", "secret"}))
+    of_http = {"http_tokens", "http_cert", "http_key"}
+    but = frozenset({"model", "secret", "tensor_parallel", *of_http})
+    _is_all_different(settings, _service_settings(), but=but)
+    http = ("--http-tokens", "tokens", "--http-cert", "cert.pem", "--http-key", "key.pem")
+    settings = _service_settings("--http", "8080", *http, "--tensor-parallel", "2")
+    assert settings.tensor_parallel == 2
+    found = (settings.http_tokens, settings.http_cert, settings.http_key)
+    assert found == (Path("tokens"), Path("cert.pem"), Path("key.pem"))
+    assert settings.bind == "http://127.0.0.1:8080"
 
 
 def test_an_attested_service_makes_its_key_each_time(tmp_path: Path) -> None:
@@ -386,7 +403,7 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         shares_in_the_clear=True,
     )
     default, _ = _runner_settings()
-    but = frozenset({"model", "manifest", "appraise_service"})
+    but = frozenset({"model", "manifest", "appraise_service", "http"})
     _is_all_different(settings, default, but=but)
     # The default is written twice, as what says it takes long to import.
     assert default.heartbeat_timeout_s == RunnerSettings.heartbeat_timeout_s

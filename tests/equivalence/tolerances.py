@@ -66,6 +66,17 @@ POLICY_LOGITS: dict[str, Tolerance] = {
         3e-4,
         "The reply carries the rounding of noise as large as the input. Measured at most 3e-5.",
     ),
+    "clear-segment": FLOAT32_LOGITS,
+    "attested-segment": FLOAT32_LOGITS,
+    "stip-segment": Tolerance(
+        1e-4,
+        "The same sums in the order of shuffled features. Measured at most 1e-5.",
+    ),
+    "cloak-segment": Tolerance(
+        2e-4,
+        "Weights are rounded to float32 once more, rotated with the gains in them. Measured at most"
+        " 2e-5.",
+    ),
 }
 
 INTEGER_LOGITS = Tolerance(

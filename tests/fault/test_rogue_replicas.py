@@ -126,7 +126,7 @@ def _replicas(*rogues: Rogue) -> Iterator[Replicas]:
         channel.limit_replies(MOST_REPLY_BYTES)
         return channel
 
-    def verify(_endpoint: str, reply: Response, _layers: tuple[int, int]) -> InitReply:
+    def verify(_endpoint: str, reply: Response, *_held: tuple[int, int]) -> InitReply:
         assert isinstance(reply, InitReply)
         return reply
 

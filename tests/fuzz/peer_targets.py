@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.inline import to_inline
+from gpu_side.session_settings import SessionSettings
 from gpu_side.weights import load_weights
 from protocol.encoding import decode_reply, encode_request
 from protocol.errors import (
@@ -30,16 +32,18 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     SeededRingLinearRequest,
+    SegmentRequest,
     TensorReply,
     Timing,
 )
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
+from protocol.tensors import WireTensor
 from tee_side.model.layers import load_tee_model
 from tee_side.remote.handshake import ServiceCheck
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.file_targets import tiny_model
-from tests.fuzz.mutate import Mutator
+from tests.fuzz.mutate import INTERESTING, Mutator
 from tests.fuzz.wire_targets import (
     MAX_MESSAGE_BYTES,
     copied,
@@ -59,7 +63,8 @@ def _service() -> RequestHandler:
         dtype=torch.float32,
         arithmetic=("float", "int8"),
     )
-    return RequestHandler(weights, MAX_MESSAGE_BYTES)
+    sessions = SessionSettings(bytes=2**18)
+    return RequestHandler(weights, MAX_MESSAGE_BYTES, sessions=sessions)
 
 
 def served_init() -> Case:
@@ -119,7 +124,26 @@ def _fitting() -> list[Request]:
         ),
         MatmulRequest(a=tensor("float32", 2, 1, 3), b=tensor("float32", 2, 3, 2)),
         LMHeadRequest(hidden_states=tensor("float32", 1, 8)),
+        _segment([(1, 0, 2, 8, 0)], recent=2),
+        _segment([(1, 2, 1, 8, 0), (2, 1, 1, 8, 1)], lm_head=True),
+        _segment([(2, 0, 0, 0, 0), (1, 0, 1, 8, 0), (1, 1, 1, 8, 0)], sinks=1, recent=1),
     ]
+
+
+def _segment(parts: list[tuple[int, ...]], **fields: Any) -> SegmentRequest:
+    """Return a request of whole layers, of sessions with small numbers."""
+    packed = b"".join(
+        struct.pack("<7q", 0, session, start, rows, length, 0, parent)
+        for session, start, rows, length, parent in parts
+    )
+    return SegmentRequest(
+        first_layer=0,
+        last_layer=1,
+        hidden_states=tensor("float32", sum(part[2] for part in parts), 8),
+        parts=WireTensor("int64", (len(parts), 7), packed),
+        outputs=WireTensor("int64", (1,), bytes(8)),
+        **fields,
+    )
 
 
 def _requests() -> list[Case]:
@@ -135,7 +159,26 @@ def _mutate_request(mutator: Mutator, case: Case, other: Case) -> Case:
     mutate = mutate_inline if len(case) == 1 else mutate_frames
     if len(case) == 2 and mutator.chance(0.2):
         return (case[0], bytes(mutator.choose.randbytes(len(case[1]))))
+    if len(case) == 4 and mutator.chance(0.5):
+        return _other_numbers(mutator, case)
     return mutate(mutator, case, other)
+
+
+def _other_numbers(mutator: Mutator, case: Case) -> Case:
+    """Change a number in the parts of a Segment, or in its outputs, by little or for any."""
+    header, hidden, *frames = case
+    frame = mutator.below(2)
+    numbers = [
+        number
+        for (number,) in struct.iter_unpack("<q", frames[frame][: len(frames[frame]) // 8 * 8])
+    ]
+    if numbers:
+        at = mutator.below(len(numbers))
+        near = numbers[at] + mutator.pick((-2, -1, 1, 2))
+        other = near if mutator.chance(0.6) else mutator.pick(INTERESTING)
+        numbers[at] = (other + 2**63) % 2**64 - 2**63
+    frames[frame] = struct.pack(f"<{len(numbers)}q", *numbers)
+    return (header, hidden, *frames)
 
 
 def _apply(case: Case) -> str:

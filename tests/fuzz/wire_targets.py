@@ -47,10 +47,12 @@ from protocol.messages import (
     RingLMHeadRequest,
     RotaryParams,
     SeededRingLinearRequest,
+    SegmentRequest,
     TensorReply,
     Timing,
 )
 from protocol.prepared import PreparedRequest
+from protocol.shared_memory import frames_in
 from protocol.stream_wire import MessageReader, layout, to_pieces
 from protocol.tensors import ITEMSIZE, Buffer, WireTensor, to_torch
 from tests.fuzz.engine import Case, Target
@@ -95,6 +97,15 @@ def requests() -> list[Request]:
         MatmulRequest(a=tensor("float16", 2, 1, 3), b=tensor("float16", 2, 3, 2)),
         LMHeadRequest(hidden_states=tensor("float32", 1, 4)),
         RingLMHeadRequest(elements=tensor("int32", 1, 4)),
+        SegmentRequest(
+            first_layer=0,
+            last_layer=1,
+            hidden_states=tensor("float32", 2, 4),
+            parts=tensor("int64", 1, 7),
+            outputs=tensor("int64", 1),
+            sinks=4,
+            recent=8,
+        ),
     ]
 
 
@@ -486,6 +497,27 @@ def _drain(reader: MessageReader) -> None:
             pass
 
 
+def _run_http_body(case: Case) -> str:
+    """Read a body: one message, whole, with nothing behind it."""
+    data = b"".join(case)
+    messages, refused = _messages_in(data, MAX_REQUEST_FRAMES)
+    whole = not refused and len(messages) == 1 and len(b"".join(to_pieces(messages[0])[0]))
+    try:
+        frames = frames_in(
+            memoryview(bytearray(data)),
+            "peer",
+            max_frames=MAX_REQUEST_FRAMES,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )
+    except ProtocolError:
+        if whole == len(data) and data:
+            raise ValueError("a whole message that is refused") from None
+        raise
+    if whole != len(data) or [bytes(frame) for frame in frames] != messages[0]:
+        raise ValueError("a message that is none")
+    return _run_request(tuple(bytes(frame) for frame in frames))
+
+
 def _stream_seeds(messages: list[Case]) -> list[Case]:
     whole = [b"".join(to_pieces(message)[0]) for message in messages]
     large = (messages[1][0], bytes(200_000))
@@ -570,6 +602,14 @@ WIRE_TARGETS = (
         lambda: _stream_seeds(framed_replies()),
         _mutate_stream,
         _stream(MAX_REPLY_FRAMES, _run_reply),
+        (ProtocolError,),
+        1,
+    ),
+    Target(
+        "http-body",
+        lambda: _stream_seeds(framed_requests())[: len(framed_requests())],
+        _mutate_stream,
+        _run_http_body,
         (ProtocolError,),
         1,
     ),

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from protocol.errors import SettingsError
 from tsqp.cli.settings import CONTEXT, config_option
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -33,8 +34,14 @@ def _limit(name: str, text: str) -> Callable[[C], C]:
     metavar="FILE",
     help="New file for the key (mode 0600); default: stderr.",
 )
+@click.option(
+    "--digest",
+    is_flag=True,
+    allow_from_autoenv=False,
+    help="Make a bearer token of a runner, and print a line for gpu-service --http-tokens.",
+)
 @config_option
-def api_key(*, name: str, to: Path | None, **limits: int | None) -> None:
+def api_key(*, name: str, to: Path | None, digest: bool, **limits: int | None) -> None:
     """Make an API key. Its entry, which is no secret, is printed: append it to the key file.
 
     The key itself is shown once, and kept nowhere: give it to the client.
@@ -48,6 +55,10 @@ def api_key(*, name: str, to: Path | None, **limits: int | None) -> None:
     check_name(name, "NAME")
     key = PREFIX + secrets.token_urlsafe(32)
     entry = ApiKey(name=name, sha256=hash_of(key), **limits).entry()
+    if digest:
+        if any(limits.values()):
+            raise SettingsError("--digest", got="limits as well", expected="it without limits")
+        entry = f"{hash_of(key)}    # {name}\n"
     if to is None:
         click.echo(key, err=True)
     else:

@@ -15,7 +15,7 @@ from tsqp.cli.trust import load_manifest
 _FILES = ("calibration", "bank", "bank-key", "bank-index", "bank-witness", "bank-key-beside-bank")
 _TRUST = (
     *("identity", "service-key", "service-appraisal", "shares-in-the-clear"),
-    *("manifest", "manifest-digest"),
+    *("http-token", "http-ca", "manifest", "manifest-digest"),
 )
 
 

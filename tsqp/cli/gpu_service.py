@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
+from click.core import ParameterSource
 
-from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
+from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS, SESSION_TTL_S
 from protocol.errors import SettingsError
 from tsqp.cli.attesting import attest_options
 from tsqp.cli.logs import configure
@@ -44,6 +46,18 @@ def _layers(
         raise SettingsError("--layers", got=repr(text)[:60], expected=str(error)) from None
 
 
+def _columns(
+    _context: click.Context, _parameter: click.Parameter, text: str | None
+) -> tuple[int, int]:
+    """Read I/N; whether the model has such a part is found out with the model."""
+    if text is None:
+        return 0, 1
+    if re.fullmatch("[0-9]{1,9}/[0-9]{1,9}", text) is None:
+        raise SettingsError("--columns", got=repr(text)[:60], expected="I/N, such as 0/2")
+    part, _, parts = text.partition("/")
+    return int(part), int(parts)
+
+
 def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     """Return the first and last of these layers; None for all. Raises ModelError."""
     if layers is None:
@@ -54,6 +68,16 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
 
     # A first one beyond it is refused with the others that the model has not.
     return layers.first, max(layers.first, read_config(model).num_hidden_layers - 1)
+
+
+def _bound_at(bind: str, http: str | None) -> str:
+    """Return the endpoint to bind. Raises SettingsError where both are given."""
+    if http is None:
+        return bind
+    source = click.get_current_context().get_parameter_source("bind")
+    if source is not ParameterSource.DEFAULT:
+        raise SettingsError("--http", got=f"--bind {bind} as well", expected="one of them")
+    return f"http://{http}" if ":" in http else f"http://127.0.0.1:{http}"
 
 
 @click.command("gpu-service", context_settings=CONTEXT)
@@ -67,6 +91,26 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     " shm://PATH, shared memory, which costs least. ivshmem://MEMORY,PATH (or ,CID:PORT) is memory"
     " that one virtual machine has as a device, beside a stream on a Unix socket (or vsock).",
 )
+@click.option(
+    "--http",
+    metavar="[HOST:]PORT",
+    help="Listen there for HTTP in place of --bind, for hosts that let nothing else through (extra"
+    " http). On loopback unless HOST says otherwise. GET /health says whether it is ready.",
+)
+@click.option(
+    "--http-tokens",
+    type=PATH,
+    metavar="FILE",
+    help="SHA-256 of the bearer tokens to let in, one a line (tsqp api-key NAME --digest). SIGHUP"
+    " reads it again.",
+)
+@click.option(
+    "--http-cert",
+    type=PATH,
+    metavar="FILE",
+    help="Our certificate (PEM), for https://. Without it, TLS is left to a proxy before us.",
+)
+@click.option("--http-key", type=PATH, metavar="FILE", help="Its key (PEM).")
 @click.option(
     "--device",
     default="cpu",
@@ -89,6 +133,51 @@ def _held(layers: LayerRange | None, model: Path) -> tuple[int, int] | None:
     callback=_layers,
     help="Hold the linear weights of these layers only (0-7, 8- or 3, counted from 0); the"
     " embedding goes with layer 0 and the LM head with the last. Default: all.",
+)
+@click.option(
+    "--columns",
+    metavar="I/N",
+    callback=_columns,
+    help="Hold part I of N of the output columns of every weight, and answer with those alone;"
+    " counted from 0. The runner puts the parts together (--gpu ENDPOINT,columns=I/N).",
+)
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Compute with N processes, each with 1/N of the output columns: on CPUs, or with --device"
+    " cuda on a GPU each. They are started by this one, or all of them by torchrun.",
+)
+@click.option(
+    "--sessions-mib",
+    type=click.IntRange(1, 64 * 1024 * 1024),
+    help="Memory for the KV caches that policies with segments leave here, of all clients. Default:"
+    " half of what is free once the weights are there.",
+)
+@click.option(
+    "--session-client-mib",
+    type=click.IntRange(1, 64 * 1024 * 1024),
+    help="The same, of one client; default: as of all.",
+)
+@click.option(
+    "--session-ttl-s",
+    type=FiniteFloatRange(1, 31_536_000),
+    default=SESSION_TTL_S,
+    help="How long after its last use a KV cache is kept.",
+)
+@click.option(
+    "--session-spill",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write KV caches that must make room to files without a name in this directory, encrypted"
+    " with keys that live in memory alone. It protects the disk, not the client against this"
+    " service, which sees every KV cache. Without it they are dropped, and sent again.",
+)
+@click.option(
+    "--session-spill-mib",
+    type=click.IntRange(1, 64 * 1024 * 1024),
+    help="How much of them to keep on disk; default: as much as in memory.",
 )
 @click.option(
     "--metrics",
@@ -166,6 +255,10 @@ def command(
     *,
     model: str,
     bind: str,
+    http: str | None,
+    http_tokens: Path | None,
+    http_cert: Path | None,
+    http_key: Path | None,
     device: str,
     dtype: str | None,
     arithmetic: Literal["float", "int8", "both"],
@@ -174,6 +267,13 @@ def command(
     max_message_mib: int,
     spin_us: float,
     layers: LayerRange | None,
+    columns: tuple[int, int],
+    tensor_parallel: int,
+    sessions_mib: int | None,
+    session_client_mib: int | None,
+    session_ttl_s: float,
+    session_spill: Path | None,
+    session_spill_mib: int | None,
     metrics: str | None,
     max_queued_requests: int,
     max_queued_mib: int | None,
@@ -194,6 +294,7 @@ def command(
     """
     configure(log_level)
     from gpu_side.service import ServiceSettings, serve
+    from gpu_side.session_settings import SessionSettings
     from tsqp.service_attestation import attested_service
 
     directory = model_directory(model)
@@ -203,7 +304,10 @@ def command(
     serve(
         ServiceSettings(
             model=directory,
-            bind=bind,
+            bind=_bound_at(bind, http),
+            http_tokens=http_tokens,
+            http_cert=http_cert,
+            http_key=http_key,
             device=device,
             dtype=dtype,
             arithmetic=arithmetic,
@@ -212,6 +316,15 @@ def command(
             max_message_bytes=max_message_mib * MIB,
             spin_us=spin_us,
             layers=held,
+            columns=columns,
+            tensor_parallel=tensor_parallel,
+            sessions=SessionSettings(
+                bytes=sessions_mib and sessions_mib * MIB,
+                client_bytes=session_client_mib and session_client_mib * MIB,
+                ttl_s=session_ttl_s,
+                spill=session_spill,
+                spill_bytes=session_spill_mib and session_spill_mib * MIB,
+            ),
             metrics=metrics,
             max_queued_requests=max_queued_requests,
             max_queued_bytes=max_queued_mib and max_queued_mib * MIB,

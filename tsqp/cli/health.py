@@ -17,13 +17,13 @@ from protocol.errors import (
 from tsqp.cli.options import use
 from tsqp.cli.program import EXIT_FAILURE, complain
 from tsqp.cli.settings import CONTEXT, FiniteFloatRange, config_option
-from tsqp.cli.trust import read_client_keys
+from tsqp.cli.trust import read_client_keys, read_http_access
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("endpoint")
 @use(
-    *("identity", "service-key", "json"),
+    *("identity", "service-key", "http-token", "http-ca", "json"),
     service_key={"multiple": False, "help": "Public key of the service: no other one is asked."},
 )
 @click.option(
@@ -41,6 +41,8 @@ def health(
     endpoint: str,
     identity: Path | None,
     service_key: str | None,
+    http_token: Path | None,
+    http_ca: Path | None,
     timeout_s: float,
     as_json: bool,
 ) -> None:
@@ -57,8 +59,11 @@ def health(
     keys = read_client_keys({"identity": identity, "service_key": services}, None)
     # What is no endpoint is bad input, and no verdict on a service.
     parse_endpoint(endpoint)
+    named = {"gpu": [endpoint], "http_token": http_token, "http_ca": http_ca}
+    http = read_http_access(named, None)
+    own = keys[0] if keys else None
     try:
-        channel = open_channel(endpoint, timeout_s=timeout_s, keys=keys[0] if keys else None)
+        channel = open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http)
         try:
             reply = channel.call(HealthRequest()).response
         finally:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protocol.errors import SettingsError
+from protocol.model.columns import MAX_PARTS
 from tsqp.cli.lab_types import complete_shape
 from tsqp.cli.options import use
 from tsqp.cli.outputs import OutputFile, Outputs
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tsqp.lab.link import Link
-    from tsqp.lab.plan.model import PlanReport, PolicyPlan, Prediction
+    from tsqp.lab.plan.model import Crossover, PlanReport, PolicyPlan, Prediction
 
 # What a service has to beat; planned for beside whatever is asked.
 _BEST_ALONE = "tee-only-int8"
@@ -84,6 +85,20 @@ _TERMS = (
     "--batch", type=click.IntRange(1, 1024), default=1, help="Sequences decoded together."
 )
 @use("micro-batches")
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, MAX_PARTS),
+    default=1,
+    metavar="N",
+    help="Spread every weight's columns over so many accelerators of each service.",
+)
+@click.option(
+    "--columns",
+    type=click.IntRange(1, MAX_PARTS),
+    default=1,
+    metavar="N",
+    help="Spread every weight's columns over so many services, each with one accelerator.",
+)
 @click.option(
     "--transport",
     type=click.Choice(["tcp", "ipc", "unix", "shm"]),
@@ -219,10 +234,34 @@ def _figures(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
     return [
         ("time to first token", f"{_ms(found.prefill.total_us)} ms{_held_back(found.prefill)}"),
         ("decode", f"{rate}, {_ms(found.decode.total_us)} ms a step{_held_back(found.decode)}"),
+        *_with_several(found, report),
         *_with_pads(found),
         *_beside_alone(found, report),
         ("TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"),
     ]
+
+
+def _with_several(found: PolicyPlan, report: PlanReport) -> list[tuple[str, str]]:
+    if (several := found.several) is None:
+        return []
+    option, count = "--tensor-parallel", report.tensor_parallel
+    if report.columns > 1:
+        option, count = "--columns", report.columns
+    decode, prefill = several.tpot_alone_ms / found.tpot_ms, several.ttft_alone_ms / found.ttft_ms
+    text = f"decode {decode:.2f} times as fast as with one accelerator; first token {prefill:.2f}"
+    lines = [(f"{option} {count}", text)]
+    for when, where in (("decode", several.decode), ("prompt", several.prefill)):
+        lines += [] if where is None else [(f"pays, {when}", _pays(where))]
+    return lines
+
+
+def _pays(where: Crossover) -> str:
+    from tsqp.cli.status import bytes_for_people
+
+    largest = f"the largest that leaves has {bytes_for_people(where.largest_bytes)}"
+    if where.weight_bytes is None:
+        return f"for no weight; {largest}"
+    return f"for weights from {bytes_for_people(where.weight_bytes)}; {largest}"
 
 
 def _with_pads(found: PolicyPlan) -> list[tuple[str, str]]:

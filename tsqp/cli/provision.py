@@ -23,7 +23,8 @@ def _complete_mask(
     from tsqp.catalogue import our_masks
 
     found = our_masks().items()
-    return [name for name, mask in found if mask.kind == "feature" and name.startswith(incomplete)]
+    kinds = ("feature", "segment")
+    return [name for name, mask in found if mask.kind in kinds and name.startswith(incomplete)]
 
 
 @click.command(context_settings=CONTEXT)
@@ -33,7 +34,8 @@ def _complete_mask(
     required=True,
     metavar="NAME|FILE",
     shell_complete=_complete_mask,
-    help="A feature mask: feature-permutation, feature-rotation, or a Python file.",
+    help="A feature mask: feature-permutation, feature-rotation; a segment mask: stip-segment,"
+    " cloak-segment; or a Python file.",
 )
 @click.option(
     "--option",
@@ -65,10 +67,9 @@ def provision(
     """Transform the weights of MODEL for a server that must not see plain activations.
 
     MODEL is a Hugging Face directory, or "demo". Run it where the weights and the key may be seen:
-    in the TEE, or on a machine of your own. Feature masks are weak; the last line says how weak.
+    in the TEE, or on a machine of your own. These masks are weak; the last line says how weak.
     """
     from tee_side.protect.masks.registry import find_mask
-    from tsqp.lab.research.feature_rotation import FeatureRotation
     from tsqp.lab.research.provisioning import provision as run
 
     chosen = _with_options(find_mask(mask), options)
@@ -86,8 +87,14 @@ def provision(
         " and nothing else"
     )
     click.echo(f"{key}: stays in the TEE, with a copy in a safe place: no other key fits")
-    if isinstance(chosen, FeatureRotation) and chosen.sigma > 0:
-        click.echo(f"noise: {chosen.statement(made.config.hidden_size)}")
+    if made.holds != "linears":
+        rest = ", norms and LM head" if made.holds == "layers" else ""
+        click.echo(
+            f"the client keeps of {model}: config.json, the tokenizer, embedding{rest}; the server"
+            " must get neither these nor the key"
+        )
+    if made.noise is not None:
+        click.echo(f"noise: {made.noise}")
     click.echo(f"{chosen.name} is known not to hide: {chosen.known_break}")
 
 

@@ -24,9 +24,10 @@ from tsqp.cli.trust import (
     SEAL,
     bank_place,
     load_manifest,
-    load_pinned_policy,
+    load_run_policy,
     open_seal,
     read_client_keys,
+    read_http_access,
     service_appraisal,
     warn_without_keys,
 )
@@ -64,6 +65,7 @@ _BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _OTHERS = (
     *("policy", "service_appraisal", "identity", "service_key", "manifest", "manifest_digest"),
+    *("http_token", "http_ca"),
     *("max_new_tokens", "stop"),
     *("link_gbps", "link_rtt_us", "step_tokens", "max_kv_mib", "max_message_mib", "stats", "json"),
 )
@@ -106,7 +108,7 @@ def load(settings: dict[str, Any], *, text_needed: bool) -> Loaded:
     else:
         open_seal(directory, settings)
     manifest = load_manifest(directory, settings)
-    policy = load_pinned_policy(settings["policy"], manifest)
+    policy = load_run_policy(settings, manifest)
     if by_server:
         open_seal(directory, settings, partial(release_key, settings, manifest, policy))
     # First, because a missing directory is to be called that, and not a missing tokenizer.
@@ -161,6 +163,7 @@ def open_runner(
             engine=engine or engine_settings(settings),
             max_message_bytes=settings["max_message_mib"] * MIB,
             keys=keys,
+            http=read_http_access(settings, loaded.manifest),
             appraise_service=service_appraisal(settings, policy, loaded.manifest),
             **{name: settings[name] for name in _SAME},
         ),
@@ -337,6 +340,7 @@ def policy_digest(policy: Policy) -> str:
     operators = {
         operator: [
             (p.scope, p.place, p.mask.described() if p.mask else "none", p.verify)
+            + ((p.window.sinks, p.window.recent) if p.window else ())
             for p in placements
         ]
         for operator, placements in policy.operators.items()

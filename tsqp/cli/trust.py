@@ -16,6 +16,7 @@ from tsqp.cli.settings import settings_files
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
+    from protocol.http_access import HttpAccess
     from protocol.model.manifest import Manifest
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
@@ -129,11 +130,11 @@ def warn_without_keys(endpoints: Sequence[str]) -> None:
 
     `endpoints`: as `ServiceSpec.parse` reads them; all are reached without keys.
     """
-    from protocol.curve import is_beyond_loopback
+    from protocol.curve import is_exposed
     from tee_side.remote.services.plan import ServiceSpec
 
     known = [ServiceSpec.parse(text).endpoint for text in endpoints]
-    exposed = [endpoint for endpoint in known if is_beyond_loopback(endpoint)]
+    exposed = [endpoint for endpoint in known if is_exposed(endpoint)]
     if exposed:
         click.echo(
             f"{', '.join(exposed)}: the connection is not encrypted, and anyone may answer"
@@ -160,6 +161,46 @@ def read_client_keys(settings: dict[str, Any], manifest: Manifest | None) -> tup
         raise SettingsError("keys", got=f"{given} alone", expected=f"{missing} as well, or neither")
     secret, check = read_secret_key(identity), check_of(manifest, "--service-key")
     return tuple(ClientKeys(secret, public_key(service, check)) for service in services)
+
+
+def load_run_policy(settings: Mapping[str, Any], manifest: Manifest | None) -> Policy:
+    """Load the policy of a run.
+
+    Where services are appraised in development, a policy with attested services asks for simulated
+    evidence in place of its own, and says so wherever it says what it gives away. Raises as
+    `load_pinned_policy`, and SettingsError.
+    """
+    policy = load_pinned_policy(settings["policy"], manifest)
+    path = settings.get("service_appraisal")
+    if path is None or policy.service.attested == "none":
+        return policy
+    from tee_side.attest.appraisal_policy import AppraisalPolicy
+    from tee_side.policy.placement import ServiceTerms
+
+    if AppraisalPolicy.load(path, check_of(manifest, _APPRAISAL)).mode != "development":
+        return policy
+    return policy.model_copy(update={"service": ServiceTerms(attested="simulated")})
+
+
+def read_http_access(settings: Mapping[str, Any], manifest: Manifest | None) -> HttpAccess | None:
+    """Read what --http-token and --http-ca name, None without both; with a manifest a pinned CA.
+
+    Raises KeyFileError, ManifestError, and SettingsError where no service has a URL.
+    """
+    token, ca = settings["http_token"], settings["http_ca"]
+    if token is None and ca is None:
+        return None
+    if not any(text.startswith(("http://", "https://")) for text in settings["gpu"]):
+        option, expected = "--http-ca" if token is None else "--http-token", "a service with a URL"
+        raise SettingsError(option, got=", ".join(settings["gpu"]), expected=expected)
+    from protocol.curve import read_text, require_only_we_write
+    from protocol.http_access import HttpAccess, read_token
+
+    pem = None
+    if ca is not None:
+        pem, status = read_text(ca, 2**22, check_of(manifest, "--http-ca"))
+        require_only_we_write(ca, status)
+    return HttpAccess(None if token is None else read_token(token), pem)
 
 
 def service_appraisal(

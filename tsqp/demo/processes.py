@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol import native
 from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import FeatureMask
+from tee_side.protect.masks.mask import ProvisionedMask
 from tsqp.cli.program import model_directory
 from tsqp.lab.research.provisioning import provision
 from tsqp.processes import (
@@ -62,7 +62,7 @@ class Services:
         self._started = 0
         self._taps = 0
         self._plain: list[str] = []
-        self._provisioned: dict[FeatureMask, Reach] = {}
+        self._provisioned: dict[ProvisionedMask, Reach] = {}
         self._running = ExitStack()
 
     def __enter__(self) -> Services:
@@ -81,7 +81,7 @@ class Services:
             self._plain.append(self._start("demo"))
         return Reach(tuple(self._plain[: policy.services]))
 
-    def _with_key(self, mask: FeatureMask) -> Reach:
+    def _with_key(self, mask: ProvisionedMask) -> Reach:
         if mask not in self._provisioned:
             number = len(self._provisioned)
             directory, key = self._folder / f"server-{number}", self._folder / f"key-{number}"

@@ -1,4 +1,4 @@
-"""The key of a feature mask, as far as a run needs it.
+"""The key of a feature or segment mask, as far as a run needs it.
 
 The code that makes and reads such keys is an installed package's: it registers its key class as the
 entry point `feature` of the group `tsqp.keys`.
@@ -16,7 +16,13 @@ from protocol.errors import FeatureKeyError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from tee_side.plugins import load_entry_point, one_entry_point
-from tee_side.protect.masks.mask import FeatureMask, KeyedTransform
+from tee_side.protect.masks.mask import (
+    FeatureMask,
+    KeyedSegment,
+    KeyedTransform,
+    ProvisionedMask,
+    SegmentMask,
+)
 from tee_side.words import Site
 
 _GROUP, _NAME = "tsqp.keys", "feature"
@@ -40,7 +46,7 @@ class TransformKey(Protocol):
         """Read a key. Raises FeatureKeyError."""
         ...
 
-    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: FeatureMask) -> None:
+    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
         """Check that the key is one of this model and mask. Raises FeatureKeyError."""
         ...
 
@@ -57,9 +63,13 @@ class TransformKey(Protocol):
         """
         ...
 
+    def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
+        """Make the residual stream's map. Raises FeatureKeyError for another mask."""
+        ...
+
 
 def load_key(path: Path) -> TransformKey:
-    """Read the key of a feature mask through the package that makes such keys.
+    """Read the key of a feature or segment mask through the package that makes such keys.
 
     Raises FeatureKeyError, and PluginError for a package that does not load.
     """
@@ -68,6 +78,6 @@ def load_key(path: Path) -> TransformKey:
         return key_class.load(path)
     raise FeatureKeyError(
         str(path),
-        got="no package that reads keys of feature masks",
+        got="no package that reads keys of such masks",
         expected=f"one that registers {_NAME!r} in the entry points {_GROUP}, as tsqp does",
     )

@@ -1,13 +1,14 @@
 """What a mask is: it hides a tensor before it leaves the TEE, and undoes that in the reply.
 
-Three kinds. A *row mask* acts on the token axis and needs nothing from the server. A *feature mask*
-acts on the hidden axis and needs a server that holds transformed weights. An *additive mask* adds
-what a product can take away again, and needs unmasking factors made in advance, or a second server.
+Four kinds. A *row mask* acts on the token axis and needs nothing from the server. A *feature mask*
+acts on the hidden axis and needs a server that holds transformed weights. A *segment mask* does so
+for whole layers at once. An *additive mask* adds what a product can take away again, and needs
+unmasking factors made in advance, or a second server.
 
 A mask is a frozen pydantic model; its fields are the options that a policy may set. It has to say,
 as class attributes, what it claims and what breaks it. A new one is one file: see
 docs/write-a-mask.md. Shape suffixes: T rows, I in_features, O out_features; B heads, and M, J, N
-for the product [B, M, J] x [B, J, N].
+for the product [B, M, J] x [B, J, N]. Those of segments are `tee_side.model.forward`'s.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, Arithmetic
+from protocol.model.config import ModelConfig
 from protocol.seed import expand
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator
 
-Kind = Literal["row", "feature", "additive"]
+Kind = Literal["row", "feature", "segment", "additive"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -210,7 +212,7 @@ class RowMask(Mask):
             return cls.mask_ids is not RowMask.mask_ids
         if operator in PRODUCTS:
             return cls.mask_product is not RowMask.mask_product
-        return True
+        return operator != "segment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,64 @@ class FeatureMask(Mask):
     @abstractmethod
     def transform(self, site: FeatureSite) -> KeyedTransform:
         """Make the map of a site."""
+
+
+class KeyedSegment:
+    """A static map of the residual stream, the same in front of and behind every layer."""
+
+    @abstractmethod
+    def mask(self, h_TD: torch.Tensor, randomness: Randomness) -> Masked:
+        """Hide hidden states. GPU sees: `Masked.sent`. `randomness`: fresh, for noise.
+
+        `unmask` maps the reply, hidden states [N, D] of rows behind any later layer, back.
+        """
+
+    def unmask_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """Return the plain logits. Override it, and `head`, where the mask has `hides_head`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def layer(self, index: int, plain: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Transform tensors of a layer for the server, float64 in and out.
+
+        `plain`: the layer's norms and any of its modules, by their names within the layer, such as
+        `self_attn.q_proj.weight`. The same names come back; `self_attn.q_norm.weight` may be
+        [H, C] and `k_norm` [K, C], and `self_attn.rope_order` [K, C / 2] may say which pair of
+        RoPE stands at each pair's place in a key/value head and its query heads.
+        """
+
+    def head(self, norm_D: torch.Tensor, lm_head_VD: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return `model.norm.weight` and `lm_head.weight` for the server, of the dtypes given."""
+        raise NotImplementedError
+
+
+class SegmentMask(Mask):
+    """Acts on the residual stream through whole layers, which the server computes by itself.
+
+    Static: made once by `tsqp provision`, from a key that stays in the TEE. `hides_head`: whether
+    the server can compute the LM head, too.
+    """
+
+    kind: ClassVar[Kind] = "segment"
+    hides_head: ClassVar[bool] = False
+
+    @abstractmethod
+    def keyed(self, config: ModelConfig, randomness: Randomness) -> KeyedSegment:
+        """Make the map; `randomness`: the same at provisioning and in the TEE."""
+
+    @property
+    def verifiable(self) -> bool:
+        """Nothing checks what whole layers and a cache at the server give."""
+        return False
+
+    @classmethod
+    def supports(cls, operator: Operator) -> bool:
+        """Whole layers, and the LM head behind them where the mask hides its output."""
+        return operator == "segment" or (operator == "lm_head" and cls.hides_head)
+
+
+# Those whose server holds weights that `tsqp provision` has transformed.
+ProvisionedMask: TypeAlias = FeatureMask | SegmentMask
 
 
 class AdditiveMask(Mask):

@@ -1,8 +1,8 @@
-"""Who is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2]`, read and laid over a model.
+"""Who is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2][,columns=I/N]`, laid over a model.
 
-Services with the same layers and the same share stand in for each other. A share's ranges of layers
-must cover the model without overlapping. A service never gets two shares, and no link that shares
-depend on is in the clear unless the operator says so.
+Services with the same layers, share and columns stand in for each other. A share's ranges of layers
+must cover the model without overlapping, and each range have all its columns. A service never gets
+two shares, and no link that shares depend on is in the clear unless the operator says so.
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ from dataclasses import dataclass, replace
 from protocol.curve import ClientKeys, is_beyond_loopback, require_zmq_keys
 from protocol.endpoint import parse_endpoint
 from protocol.errors import SettingsError
+from protocol.model.columns import MAX_PARTS, WHOLE, Columns, columns_in_words
 from tee_side.policy.layer_range import LAYER_RANGE, LayerRange
 from tee_side.policy.placement import Policy
 
-GRAMMAR = "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3"
-_SUFFIXES = re.compile(rf"(?P<rest>.+?)(=(?P<layers>{LAYER_RANGE}))?(,share=(?P<share>[12]))?")
+GRAMMAR = (
+    "ENDPOINT[=LAYERS][,share=1|2][,columns=I/N], LAYERS such as 0-7, 8- or 3,"
+    f" I from 0 and below N, N from 2 to {MAX_PARTS}"
+)
+# Either of the last two first, and neither twice.
+_SUFFIXES = re.compile(
+    rf"(?P<rest>.+?)(=(?P<layers>{LAYER_RANGE}))?(,share=(?P<share>[12])(?!.*,share=)"
+    r"|,columns=(?P<part>[0-9]{1,2})/(?P<parts>[0-9]{1,2})(?!.*,columns=)){0,2}"
+)
+_NO_PATH = ("tcp", "vsock", "http", "https")
+_GROUPS = ("rest", "layers", "share", "part", "parts")
 
 
 def _refused(got: object, expected: str) -> SettingsError:
@@ -27,24 +37,31 @@ def _refused(got: object, expected: str) -> SettingsError:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One `--gpu`. `layers`: None for all of them; `share`: 1 or 2, None where it is not said."""
+    """One `--gpu`. `layers`: None for all of them; `share`: 1 or 2, None where it is not said.
+
+    `columns`: which part of every weight's output columns it holds.
+    """
 
     endpoint: str
     layers: LayerRange | None = None
     share: int | None = None
+    columns: Columns = WHOLE
 
     @staticmethod
     def parse(text: str) -> ServiceSpec:
         """Read what a person wrote. Raises SettingsError and EndpointError.
 
-        A path may hold `=` and `,`: only what looks like layers or a share at its end is one.
+        A path may hold `=` and `,`: only what looks like one of the rest at its end is one.
         """
         match = _SUFFIXES.fullmatch(text)
-        parts = match.group("rest", "layers", "share") if match else (text, None, None)
-        endpoint, layers, share = parts
+        given = match.group(*_GROUPS) if match else (text, None, None, None, None)
+        endpoint, layers, share, part, parts = given
+        columns = WHOLE if part is None or parts is None else (int(part), int(parts))
         scheme = endpoint.partition("://")[0]
-        odd = "=,"  # neither is in a host, a port or a number
-        if ",share" in endpoint or (scheme in ("tcp", "vsock") and set(odd) & set(endpoint)):
+        odd = "=,"  # neither is in a host, a port, a number or a path of ours
+        known = part is None or max(2, columns[0] + 1) <= columns[1] <= MAX_PARTS
+        named = ",share" in endpoint or ",columns" in endpoint
+        if not known or named or (scheme in _NO_PATH and set(odd) & set(endpoint)):
             raise _refused(repr(text), GRAMMAR)
         parse_endpoint(endpoint)
         try:
@@ -52,13 +69,16 @@ class ServiceSpec:
                 endpoint,
                 LayerRange.parse(layers) if layers else None,
                 int(share) if share else None,
+                columns,
             )
         except ValueError:
             raise _refused(repr(text), "a range that runs forwards") from None
 
     def __str__(self) -> str:
         layers = "" if self.layers is None else f"={self.layers}"
-        return f"{self.endpoint}{layers}" + ("" if self.share is None else f",share={self.share}")
+        share = "" if self.share is None else f",share={self.share}"
+        columns = "" if self.columns == WHOLE else ",columns={}/{}".format(*self.columns)
+        return f"{self.endpoint}{layers}{share}{columns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +90,12 @@ class ReplicaGroup:
     last: int
     endpoints: tuple[str, ...]
     shares: int = 1
+    columns: Columns = WHOLE
 
     def __str__(self) -> str:
         share = f", share {self.share} of {self.shares}" if self.shares > 1 else ""
-        return f"layers {LayerRange(self.first, self.last)}{share}"
+        columns = "" if self.columns == WHOLE else f", {columns_in_words(self.columns)}"
+        return f"layers {LayerRange(self.first, self.last)}{columns}{share}"
 
 
 def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[ServiceSpec, ...]:
@@ -122,7 +144,7 @@ def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
         given = replace(spec, share=1 if alike[0] is spec else 2)
         found.append(given)
         if is_beyond_loopback(spec.endpoint):
-            other = hosts.setdefault(spec.endpoint.rpartition(":")[0].lower(), given)
+            other = hosts.setdefault(parse_endpoint(spec.endpoint).host.lower(), given)
             if other.share != given.share:
                 expected = "hosts of two owners, or share= for each where that host is no owner's"
                 got = f"{other.endpoint} and {spec.endpoint} on one host, with a share each"
@@ -141,20 +163,44 @@ def plan_services(
 
     Raises SettingsError, which names both where two do not fit together.
     """
-    groups: dict[tuple[int, int, int], list[ServiceSpec]] = {}
+    groups: dict[tuple[int, int, int, Columns], list[ServiceSpec]] = {}
     for spec in assign_shares(specs, policy):
         layers = spec.layers or LayerRange(0, None)
         last = num_layers - 1 if layers.last is None else layers.last
         if max(layers.first, last) >= num_layers:
             raise _refused(spec, f"layers within 0-{num_layers - 1}, the model's")
-        groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
+        if spec.columns != WHOLE and policy.segments(num_layers):
+            raise _refused(spec, f"whole columns: policy {policy.name} has segments")
+        groups.setdefault((spec.share or 1, layers.first, last, spec.columns), []).append(spec)
+    ordered = sorted(groups.items())
     for share in range(1, policy.services + 1):
-        parts = {key[1:]: alike[0] for key, alike in sorted(groups.items()) if key[0] == share}
-        _check_cover(parts, num_layers)
+        parts: dict[tuple[int, int], list[ServiceSpec]] = {}
+        for (its, first, last, _), alike in ordered:
+            if its == share:
+                parts.setdefault((first, last), []).append(alike[0])
+        _check_cover({layers: named[0] for layers, named in parts.items()}, num_layers)
+        for named in parts.values():
+            _check_columns(named)
     return tuple(
-        ReplicaGroup(*key, tuple(spec.endpoint for spec in alike), policy.services)
-        for key, alike in sorted(groups.items())
+        ReplicaGroup(
+            *(share, first, last), tuple(spec.endpoint for spec in alike), policy.services, columns
+        )
+        for (share, first, last, columns), alike in ordered
     )
+
+
+def _check_columns(parts: Sequence[ServiceSpec]) -> None:
+    """Check that parts of the same layers and share are all there. Raises SettingsError."""
+    named = parts[0]
+    count = named.columns[1]
+    for other in parts:
+        if other.columns[1] != count:
+            expected = "columns=I/N with one N for all with the same layers and share, or for none"
+            raise _refused(f"{named} and {other}", expected)
+    missing = set(range(count)) - {spec.columns[0] for spec in parts}
+    if missing:
+        got = f"no service for {columns_in_words((min(missing), count))} beside {named}"
+        raise _refused(got, f"each of the parts 0 to {count - 1}")
 
 
 def _check_cover(parts: Mapping[tuple[int, int], ServiceSpec], num_layers: int) -> None:
@@ -183,9 +229,9 @@ def check_links(
     """Refuse links from which one party could read two shares; return whether all are encrypted.
 
     The holder of a key that two shares have can be both services, and an observer of links without
-    keys adds what crosses them. `specs`: with their shares. `shares_in_the_clear`: allow links
-    without keys that do not leave this machine. Raises SettingsError, also for keys of a stream,
-    and for none where services have to be attested.
+    keys adds what crosses them. Of https:// the host's name stands for the key. `specs`: with their
+    shares. `shares_in_the_clear`: allow links without keys that do not leave this machine. Raises
+    SettingsError, also for keys of a stream, and for none where services have to be attested.
     """
     for spec, own in zip(specs, keys, strict=True):
         if own is not None:
@@ -199,7 +245,16 @@ def check_links(
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}
-    for spec, own in zip(specs, keys, strict=True):
+    secured = [own is not None for own in keys]
+    for number, (spec, own) in enumerate(zip(specs, keys, strict=True)):
+        if spec.endpoint.startswith("https://"):
+            secured[number] = True
+            # What ends TLS there has one key, however many paths and services are behind it.
+            ends_at = spec.endpoint.split("/")[2].lower().removesuffix(":443").encode()
+            if (other := holders.setdefault(ends_at, spec)).share != spec.share:
+                got = f"{other.endpoint} and {spec.endpoint}, behind one end of TLS, a share each"
+                raise _refused(got, "hosts of two owners")
+            continue
         if own is not None:
             other = holders.setdefault(own.service, spec)
             if other.share != spec.share:
@@ -219,7 +274,7 @@ def check_links(
                 f" links of policy {policy.name} adds the shares and reads prompt and answer"
                 + ("" if leaves else "; on one machine, --shares-in-the-clear allows that"),
             )
-    return None not in keys
+    return all(secured)
 
 
 def one_service(first: object, second: object, shares: int = 2) -> SettingsError:

@@ -213,6 +213,11 @@ class Replicas(Channel):
 
     # ------------------------------------------------------------------------------- for others
 
+    def ranks(self, exchange: Exchange) -> int:
+        """Return by how many ranks the service computes that sent this, in its own words."""
+        found = (member.ranks for member in self.members if member.endpoint == exchange.endpoint)
+        return next(found, 1)
+
     @property
     def is_ready(self) -> bool:
         """Whether a service can be asked now."""
@@ -284,6 +289,8 @@ class Replicas(Channel):
         member = session.member
         trouble = in_flight.trouble(member)
         trouble.error = error
+        if isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION:
+            raise error  # no other service has the session either
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:
             in_flight.note_lost(member, error)
             self._drain(session, error)

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gpu_side.profiles import DeviceProfile
 from gpu_side.provision import Provision, write_provision
 from gpu_side.served_model import BOTH, NO_LINEAR_DIGEST, read_served_model
 from gpu_side.service import ServiceSettings, _load
+from gpu_side.session_settings import SessionSettings
 from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
@@ -36,6 +38,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
+    SegmentRequest,
     TensorReply,
 )
 from protocol.model.checkpoint import Checkpoint
@@ -44,6 +47,7 @@ from protocol.tensors import from_torch, to_torch
 from tee_side.model.layers import load_tee_model
 from tee_side.remote.handshake import ServiceCheck
 from tests.support import SIZES, LoopbackChannel, assemble, make_model, run, running_service
+from tests.unit.gpu_side.segments import part, segment
 from tsqp.lab.leak.recording import RecordingChannel
 
 CPU = torch.device("cpu")
@@ -163,6 +167,91 @@ def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
     assert len(reply.output.data) == len(expected.output.data)
     assert not to_torch(reply.output).any()
     assert to_torch(expected.output).any()
+
+
+def _segment(rows: int, start: int = 0, **fields: Any) -> SegmentRequest:
+    return segment(_floats(rows, HIDDEN), [part(1, start, rows)], (0, LAYERS - 1), **fields)
+
+
+def test_whole_layers_are_zeros_with_sessions_as_a_real_service_has(
+    full: Path, light: Path
+) -> None:
+    settings = SessionSettings(bytes=2**20)
+    weights = load_weights(full, device=CPU, dtype=torch.float32)
+    held, _ = read_served_model(light, weights=False)
+    null = NullWeights(held, NullDevice(), torch.float32)
+    said = []
+    for service in (weights, null):
+        handler = RequestHandler(service, LIMIT, sessions=settings)
+        outcomes: list[object] = []
+        for request in (
+            _segment(5),
+            _segment(2, 5, lm_head=True, outputs=torch.tensor([1])),
+            _segment(1, 8),
+            _segment(1, 3),
+            _segment(1, 5),
+            _segment(200, outputs=torch.tensor([200])),
+            _segment(200),
+            segment(_floats(600, HIDDEN), [part(n, 0, 200) for n in (1, 2, 3)], (0, LAYERS - 1)),
+            segment(_floats(1400, HIDDEN), [part(n, 0, 200) for n in range(1, 8)], (0, LAYERS - 1)),
+        ):
+            try:
+                reply, work = handler.apply(request)
+            except ProtocolError as error:
+                outcomes.append((str(error), error.code, handler.session_totals()))
+                continue
+            assert work is None
+            assert isinstance(reply, TensorReply)
+            outcomes.append((reply.output.dtype, reply.output.shape, handler.session_totals()))
+            assert to_torch(reply.output).any() == (service is weights)
+        said.append(outcomes)
+    assert said[0] == said[1]
+    codes = [outcome[1] for outcome in said[0] if isinstance(outcome[1], ErrorCode)]
+    assert codes == [
+        ErrorCode.UNKNOWN_SESSION,
+        ErrorCode.UNKNOWN_SESSION,
+        ErrorCode.INVALID_FIELD,
+        ErrorCode.LIMIT_EXCEEDED,
+    ]
+
+
+def test_whole_layers_take_the_time_of_their_products_and_attention(light: Path) -> None:
+    held, _ = read_served_model(light, weights=False)
+    weights = NullWeights(held, NullDevice(PROFILE), torch.bfloat16)
+    weights.kernels = NullKernels(NullDevice(PROFILE), 2, clock=lambda: 0)
+    handler = RequestHandler(weights, LIMIT)
+    # 5 rows, then 2 more of which one gets logits: 6 heads of 16, 2 of keys and values.
+    ends = [0]
+    for request in (_segment(5), _segment(2, 5, lm_head=True, outputs=torch.tensor([1]))):
+        _, work = handler.apply(request)
+        assert work is not None
+        ends.append(work.ends_ns())
+    for took_ns, rows, context, head_us, sizes in (
+        (ends[1] - ends[0], 5, 5, 0.0, (5 * HIDDEN * 4 + 56 + 40, 5 * HIDDEN * 4)),
+        (
+            ends[2] - ends[1],
+            2,
+            7,
+            PROFILE.linear_us(1, HIDDEN, VOCAB, 2),
+            (2 * HIDDEN * 4 + 56 + 8, VOCAB * 4),
+        ),
+    ):
+        layer_us = sum(
+            PROFILE.linear_us(rows, inputs, outputs, 2)
+            for inputs, outputs in ((48, 160), (96, 48), (48, 192), (96, 48))
+        )
+        layer_us += PROFILE.matmul_us(2, 3 * rows, 16, context, 2)
+        layer_us += PROFILE.matmul_us(2, 3 * rows, context, 16, 2)
+        copies_us = sum(PROFILE.transfer_us(size) for size in sizes)
+        assert took_ns / 1000 == pytest.approx(LAYERS * layer_us + head_us + copies_us, abs=0.01)
+    # With a window, no more keys than it lets be seen.
+    _, work = handler.apply(_segment(1, 7, sinks=1, recent=2))
+    assert work is not None
+    few_us = 2 * LAYERS * PROFILE.matmul_us(2, 3, 16, 4, 2)
+    linears_us = request_us(
+        PROFILE, RequestChecker(held, LIMIT).check(_segment(1, 7, sinks=1, recent=2)), 2
+    )
+    assert (work.ends_ns() - ends[2]) / 1000 == pytest.approx(linears_us + few_us, abs=0.01)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from gpu_side.provision import (
     PROVISION_FILE,
+    Holds,
     Provision,
     read_provision,
     write_provision,
@@ -32,12 +33,18 @@ def test_a_directory_without_a_marker_is_a_models_own(tmp_path: Path) -> None:
 def test_the_marker_is_read(tmp_path: Path) -> None:
     _write(tmp_path, GOOD)
     assert read_provision(tmp_path) == Provision(mask="feature-rotation", provision_id="0f" * 32)
+    for holds in get_args(Holds):
+        _write(tmp_path, GOOD | {"holds": holds})
+        found = read_provision(tmp_path)
+        assert found is not None
+        assert found.holds == holds
 
 
 def test_what_is_written_is_read_and_never_overwritten(tmp_path: Path) -> None:
     provision = Provision(mask="feature-permutation", provision_id="ab" * 32)
     write_provision(tmp_path, provision)
     assert read_provision(tmp_path) == provision
+    assert provision.holds == "linears"
     with pytest.raises(FileExistsError):
         write_provision(tmp_path, Provision(mask="x", provision_id="cd" * 32))
     assert read_provision(tmp_path) == provision
@@ -64,6 +71,8 @@ def test_what_is_written_is_read_and_never_overwritten(tmp_path: Path) -> None:
         (GOOD | {"provision_id": "0F" * 32}, "provision_id"),
         (GOOD | {"provision_id": "0f" * 31}, "provision_id"),
         (GOOD | {"provision_id": 5}, "provision_id"),
+        (GOOD | {"holds": "everything"}, "holds"),
+        (GOOD | {"holds": None}, "holds"),
         (GOOD | {"key": "canary"}, "key"),
     ],
 )

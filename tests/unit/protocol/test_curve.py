@@ -17,6 +17,7 @@ from protocol.curve import (
     SECRET_HEADER,
     ClientKeys,
     is_beyond_loopback,
+    is_exposed,
     one_for_each,
     read_public_key,
     read_secret_key,
@@ -310,3 +311,37 @@ def test_keys_go_with_endpoints_in_order() -> None:
     for keys, endpoints in (([1, 2], ["a"]), ([1, 2], ["a", "b", "c"]), ([1, 2], [])):
         with pytest.raises(SettingsError, match=rf"got 2 for {len(endpoints)} endpoints"):
             one_for_each(keys, endpoints)
+
+
+def test_a_url_has_no_key_and_counts_for_none() -> None:
+    urls = ["a", "https://b", "c", "http://d"]
+    assert one_for_each([1, 2], urls) == [1, None, 2, None]
+    assert one_for_each([1], urls) == [1, None, 1, None]
+    assert one_for_each([], urls) == [None] * 4
+    with pytest.raises(SettingsError, match="got 1 for 0 endpoints"):
+        one_for_each([1], ["https://b"])
+    with pytest.raises(SettingsError, match="got 4 for 2 endpoints"):
+        one_for_each([1, 2, 3, 4], urls)
+
+
+@pytest.mark.parametrize(
+    ("url", "beyond", "exposed"),
+    [
+        ("http://gpu.example/path", True, True),
+        ("https://gpu.example:8443", True, False),
+        ("http://127.0.0.1:1", False, False),
+        ("http://localhost/x", False, False),
+        ("https://[::1]:1", False, False),
+        ("http://127.0.0.1.example.org", True, True),
+        ("tcp://10.0.0.5:1", True, True),
+        ("unix:///tmp/s", False, False),
+    ],
+)
+def test_what_crosses_a_network_in_the_clear(url: str, beyond: bool, exposed: bool) -> None:
+    assert is_beyond_loopback(url) is beyond
+    assert is_exposed(url) is exposed
+
+
+def test_a_url_takes_no_keys() -> None:
+    with pytest.raises(SettingsError, match="got a URL, which has tokens and certificates"):
+        curve.require_zmq_keys("https://gpu.example/path")

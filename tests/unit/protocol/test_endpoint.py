@@ -35,7 +35,16 @@ MALFORMED = [
     "tcp://a b:5555",
     "TCP://127.0.0.1:5555",
     "127.0.0.1:5555",
-    "http://127.0.0.1:5555",
+    "HTTP://127.0.0.1:5555",
+    "http://",
+    "http://user:password@host:1",
+    "http://host:1?x=1",
+    "http://host:1#x",
+    "http://host:70000",
+    "https://host/a b",
+    "https://host/a=b",
+    "https://host\r\n:1",
+    "httpss://host",
     "inproc://x",
     "udp://127.0.0.1:5555",
     "pgm://127.0.0.1:5555",
@@ -92,8 +101,8 @@ def test_an_abstract_socket_is_refused(endpoint: str, for_bind: bool) -> None:
 
 
 def test_refusal_names_every_spelling() -> None:
-    with pytest.raises(EndpointError, match=r"tcp://.*ipc://.*unix://.*vsock://CID:PORT"):
-        parse_endpoint("http://here")
+    with pytest.raises(EndpointError, match=r"tcp://.*ipc://.*unix://.*vsock://CID:PORT.*http\("):
+        parse_endpoint("ftp://here")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +134,9 @@ MEMORY = {"ivshmem:///m,2:5000": "/m", "ivshmem:///dev/shm/a,b,/run/s": "/dev/sh
         ("tcp://host:1", "tcp", None, None),
         ("tcp://[::1]:5555", "tcp", None, None),
         ("tcp://[fe80::1%eth0]:5555", "tcp", None, None),
+        ("http://127.0.0.1:5555", "http", None, None),
+        ("https://gpu.example", "https", None, None),
+        ("https://[::1]:1/of/a-model/v2.1/", "https", None, None),
         ("ipc:///run/s", "ipc", None, "/run/s"),
         ("unix:///run/s", "unix", "/run/s", "/run/s"),
         ("unix://s", "unix", "s", "s"),
@@ -142,7 +154,9 @@ def test_good_endpoint_is_read(
         parsed = parse_endpoint(endpoint, for_bind=for_bind)
         assert (parsed.text, parsed.scheme, parsed.address) == (endpoint, scheme, address)
         assert parsed.socket_path == path
-        assert parsed.is_stream == (scheme not in ("tcp", "ipc"))
+        assert parsed.is_zmq == (scheme in ("tcp", "ipc"))
+        assert parsed.is_http == (scheme in ("http", "https"))
+        assert parsed.is_stream == (not parsed.is_zmq and not parsed.is_http)
         assert parsed.memory == MEMORY.get(endpoint, "")
 
 

@@ -37,7 +37,7 @@ def test_each_method_has_its_reply() -> None:
         **dict.fromkeys(
             [
                 *("Embedding", "Linear", "RingLinear", "SeededRingLinear"),
-                *("Matmul", "LMHead", "RingLMHead"),
+                *("Matmul", "LMHead", "RingLMHead", "Segment"),
             ],
             TensorReply,
         ),

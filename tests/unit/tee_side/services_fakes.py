@@ -36,6 +36,7 @@ class FakeInit:
     max_queued_requests: int = 8
     max_queued_bytes: int = 4096
     statement: bytes = b"stated"
+    ranks: int = 1
 
 
 @dataclass
@@ -62,6 +63,8 @@ class FakeService:
     connections: int = 0
     comes_back: float = float("inf")
     checked_layers: list[tuple[int, int]] = field(default_factory=list)
+    checked_columns: list[tuple[int, int]] = field(default_factory=list)
+    ranks: int = 1
 
     @property
     def is_up(self) -> bool:
@@ -149,7 +152,9 @@ class FakeConnection(Channel):
         if request_id in self._swallowed:
             raise DeadlineExceededError(self.endpoint, got="no reply to Init", expected="one")
         if isinstance(request, InitRequest):
-            response: Any = FakeInit(self.service.instance or self.endpoint)
+            response: Any = FakeInit(
+                self.service.instance or self.endpoint, ranks=self.service.ranks
+            )
         else:
             if self.service.answers:
                 self._answer(self.service.answers.popleft())
@@ -198,10 +203,13 @@ class World:
         self.most_open = max(self.most_open, len(is_open))
         return connection
 
-    def verify(self, endpoint: str, reply: Response, layers: tuple[int, int]) -> Any:
+    def verify(
+        self, endpoint: str, reply: Response, layers: tuple[int, int], columns: tuple[int, int]
+    ) -> Any:
         """Check an Init reply."""
         service = self.services[endpoint]
         service.checked_layers.append(layers)
+        service.checked_columns.append(columns)
         if service.held is not None:
             raise service.held
         reply.max_message_bytes = service.max_message_bytes  # type: ignore[union-attr]
@@ -213,10 +221,11 @@ class World:
         layers: int = 1,
         timeout_s: float = 5.0,
         connect_s: float = 1.0,
+        config: Any = None,
     ) -> Services:
         """Return connected services."""
         made = Services(
-            groups, layers, ConnectOptions(self.open, self.verify, self.link, timeout_s)
+            groups, layers, ConnectOptions(self.open, self.verify, self.link, timeout_s), config
         )
         self.made.append(made)
         made.connect(connect_s)

@@ -321,10 +321,10 @@ def test_one_for_which_the_machine_has_no_memory_is_told_so(
 ) -> None:
     from tee_side.model.kv_cache import KVCache
 
-    def made(config: Any, capacity: int, dtype: Any) -> KVCache:
+    def made(config: Any, capacity: int, *more: Any) -> KVCache:
         if capacity > 100:
             raise LimitError("KV memory", got="much", expected="less")
-        return KVCache(config, capacity, dtype)
+        return KVCache(config, capacity, *more)
 
     monkeypatch.setattr("tee_side.engine.engine.KVCache", made)
     with _running(_engine(tee)) as running:

@@ -342,6 +342,40 @@ def test_a_service_must_hold_the_layers_that_it_is_asked_for(
     assert caught.value.expected.startswith(f"{first}-{last}, ")
 
 
+@each_row(
+    ("held", "asked", "got", "expected"),
+    [
+        ((0, 1), (0, 1), None, None),
+        ((1, 2), (1, 2), None, None),
+        ((0, 2), (1, 2), "columns 0/2", "columns 1/2, which"),
+        ((0, 2), (0, 3), "columns 0/2", "columns 0/3, which"),
+        ((0, 2), (0, 1), "columns 0/2", "all columns, which"),
+        ((0, 1), (0, 2), "all columns", "columns 0/2, which"),
+    ],
+)
+def test_a_service_must_hold_the_columns_that_it_is_asked_for(
+    saved_model: Models,
+    held: tuple[int, int],
+    asked: tuple[int, int],
+    got: str | None,
+    expected: str | None,
+) -> None:
+    directory = saved_model("llama").directory
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
+    check = ServiceCheck(config, checkpoint, norms)
+    reply = LyingChannel(directory, columns=held).call(InitRequest()).response
+    if got is None or expected is None:
+        assert check.verify("there", reply, None, asked) is reply
+        return
+    with pytest.raises(ModelMismatchError) as caught:
+        check.verify("there", reply, None, asked)
+    assert caught.value.where == "model at there: columns"
+    assert caught.value.got == got
+    assert caught.value.expected.startswith(expected)
+    assert "gpu-service --columns" in caught.value.expected
+
+
 def test_digests_are_computed_once_for_all_connections(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import math
+import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError, MaskError, VerificationError
 from protocol.integer import exact_product
 from protocol.messages import (
     LinearRequest,
     LMHeadRequest,
     MatmulRequest,
-    Request,
     RingLinearRequest,
     TensorReply,
 )
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.quantized import load_quantized
-from protocol.tensors import from_torch
+from protocol.prepared import PreparedRequest
+from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
-from tee_side.protect.verifier import LinearCheck, ResultCheck, Weights
-from tee_side.remote.fault_attribution import _in_time, find_liars
+from tee_side.protect.verifier import Claim, LinearCheck, ResultCheck, Weights
+from tee_side.remote.fault_attribution import Answer, Refused, _in_time, find_liars, refuse
 from tee_side.remote.registered import RunParts
 from tee_side.words import OPERATORS, PRODUCTS, Operator, is_linear
 from tests.support import SavedModel
@@ -40,6 +44,7 @@ from tests.unit.tee_side.lying import (
     one_more,
     site_of,
 )
+from tests.unit.tee_side.services_fakes import World
 from tsqp.lab.research.float_check import (
     FloatCheck,
     FloatProductCheck,
@@ -171,9 +176,7 @@ def _check(model: SavedModel, held: bool) -> LinearCheck:
     return LinearCheck(exact, weights, (1, "gate_up_proj"))
 
 
-def _ring_answer(
-    model: SavedModel, module_names: tuple[Any, ...], seed: int
-) -> tuple[Request, torch.Tensor]:
+def _ring_answer(model: SavedModel, module_names: tuple[Any, ...], seed: int) -> Claim:
     """Return a request for layer 1, and the right answer."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
@@ -181,7 +184,77 @@ def _ring_answer(
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
     parts = [weight.weight[weight.rows[module]] for module in module_names]
-    return request, exact_product(x, torch.cat(parts))
+    return Claim(request, exact_product(x, torch.cat(parts)))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_claim_about_a_part_is_about_its_columns_alone(saved_model: Models, held: bool) -> None:
+    """96 columns each of gate and up, in three parts: 0-31, 32-63 and 64-95 of either."""
+    model = saved_model("llama")
+    check, modules = _check(model, held), ("gate_proj", "up_proj")
+    request, output, _ = _ring_answer(model, modules, 1)
+    claims = [Claim(request, output, (part, 3)) for part in range(3)]
+    assert find_liars(claims, check, lambda: False) == []
+    for column, liar in ((0, 0), (31, 0), (32, 1), (95, 2), (96, 0), (160, 2), (191, 2)):
+        output[4, column] += 1
+        assert find_liars(claims, check, lambda: False) == [liar]
+        output[4, column] -= 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "columns", "until", "said"),
+    [
+        (2, (3,), math.inf, " in the columns of rank 0 of 2, counted from 0"),
+        (2, (95, 97), math.inf, " in the columns of rank 0 and 1 of 2, counted from 0"),
+        (4, (190,), math.inf, " in the columns of rank 3 of 4, counted from 0"),
+        (1, (3,), math.inf, ""),
+        (2, (3,), -1.0, ""),  # no time is left, and nothing is computed once more
+    ],
+)
+@pytest.mark.parametrize("floats", [False, True])
+def test_the_rank_that_computed_wrongly_is_named_and_its_service_is_asked_no_more(
+    saved_model: Models,
+    ranks: int,
+    columns: tuple[int, ...],
+    until: float,
+    said: str,
+    floats: bool,
+) -> None:
+    model, world = saved_model("llama"), World()
+    world.add("a", ranks=ranks)
+    check: ResultCheck = _check(model, held=False)
+    modules: Any = ("gate_proj", "up_proj")
+    request, output, _ = _ring_answer(model, modules, 1)
+    assert isinstance(request, RingLinearRequest)
+    sent, message = to_torch(request.elements), request
+    prepared = PreparedRequest(message, tuple(output.shape), "int32")
+    if floats:
+        assert isinstance(check, LinearCheck)
+        sent = sent.float() / 2**31
+        weight = torch.cat(
+            [
+                model.reference.get_parameter(f"model.layers.1.mlp.{name}.weight").data
+                for name in modules
+            ]
+        )
+        output = sent @ weight.t()
+        vectors = FloatCheck.draw(weight, Randomness())
+        check = FloatSecrets(check.weights, {(1, "gate_up_proj"): vectors}).check(
+            (1, "gate_up_proj"), None
+        )
+        float_message = LinearRequest(
+            layer_idx=1, module_names=modules, hidden_states=from_torch(sent), bias=False
+        )
+        prepared = PreparedRequest(float_message, tuple(output.shape), "float32")
+    for column in columns:
+        output[2, column] += 3
+    exchange = Exchange(endpoint="a", output=output)
+    answer = Answer(world.replicas("a"), prepared, sent, exchange)
+    refused = Refused("gate_up_proj", 1, [answer], check, MaskRules(None), well_formed=True)
+    with pytest.raises(VerificationError) as caught:
+        refuse(refused, time.monotonic() + until)
+    assert caught.value.where == "gate_up_proj in layer 1 at a"
+    assert caught.value.got == f"a wrong result{said}"
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -195,7 +268,7 @@ def test_every_element_counts_however_the_weight_is_cut(
     modules = (("gate_proj", "up_proj"), ("gate_proj", "up_proj"), ("up_proj",))
     answers = [_ring_answer(model, names, seed) for seed, names in enumerate(modules)]
     assert find_liars(answers, check, lambda: False) == []
-    for liar, (_, output) in enumerate(answers):
+    for liar, (_, output, _) in enumerate(answers):
         for column in (0, 6, 7, 95, 96, 97, 191):
             if column < output.shape[1]:
                 output[4, column] += 1
@@ -237,17 +310,17 @@ def test_finding_out_ends_at_the_next_block_once_the_time_is_up(
     checks: dict[str, ResultCheck] = {
         "integers": linear,
         "floats": floats.check((1, "gate_up_proj"), None),
-        "lm_head": FloatProductCheck(vectors, near, lambda _: _lm_head(parts)),
+        "lm_head": FloatProductCheck(vectors, near, partial(_lm_head, parts)),
         "product": ProductCheck(near, Randomness()),
     }
-    answers: dict[str, tuple[Request, torch.Tensor]] = {
+    answers: dict[str, Claim] = {
         "integers": _ring_answer(model, ("gate_proj", "up_proj"), 1),
-        "floats": (
+        "floats": Claim(
             LinearRequest(layer_idx=0, module_names=("q_proj",), hidden_states=from_torch(x)),
             torch.ones(1, 96),
         ),
-        "lm_head": (LMHeadRequest(hidden_states=from_torch(x)), torch.ones(1, 320)),
-        "product": (
+        "lm_head": Claim(LMHeadRequest(hidden_states=from_torch(x)), torch.ones(1, 320)),
+        "product": Claim(
             MatmulRequest(a=from_torch(x[None]), b=from_torch(torch.ones(1, 48, 9))),
             torch.full((1, 1, 9), 48.0),
         ),

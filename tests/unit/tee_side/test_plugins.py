@@ -56,7 +56,7 @@ def test_a_file_can_be_named_like_a_module_of_the_library(tmp_path: Path) -> Non
         (
             "from tee_side.policy.placement import Placement\n"
             "Placement(place='gpu', mask='nope', verify='none')",
-            [": Placement.mask: got 'nope', expected one of feature-permutation, "],
+            [": Placement.mask: got 'nope', expected one of cloak-segment, "],
         ),
         ("import no_such_module_of_mine", ["ModuleNotFoundError", "no_such_module_of_mine"]),
         (

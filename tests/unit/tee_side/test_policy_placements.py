@@ -26,9 +26,9 @@ def _masked(mask: str) -> str:
 REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     "an unknown mask": (
         {"o_proj": '{ place = "gpu", mask = "nope", verify = "none" }'},
-        "policy mine: o_proj: mask: got 'nope', expected one of feature-permutation,"
-        " feature-rotation, float-noise, pad, row-mix, row-permutation, row-rotation, shares,"
-        " or a path to a .py file",
+        "policy mine: o_proj: mask: got 'nope', expected one of cloak-segment,"
+        " feature-permutation, feature-rotation, float-noise, pad, row-mix, row-permutation,"
+        " row-rotation, shares, stip-segment, or a path to a .py file",
     ),
     "mask in the TEE": (
         {"o_proj": '{ place = "tee", mask = "row-mix" }'},
@@ -171,9 +171,9 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "an empty mask": (
         {"o_proj": _masked('""')},
-        "policy mine: o_proj: mask: got '', expected one of feature-permutation,"
-        " feature-rotation, float-noise, pad, row-mix, row-permutation, row-rotation, shares,"
-        " or a path to a .py file",
+        "policy mine: o_proj: mask: got '', expected one of cloak-segment,"
+        " feature-permutation, feature-rotation, float-noise, pad, row-mix, row-permutation,"
+        " row-rotation, shares, stip-segment, or a path to a .py file",
     ),
     "no place": (
         {"o_proj": '{ mask = "row-mix" }'},
@@ -228,8 +228,8 @@ REFUSED_IN_FILE: dict[str, tuple[dict[str, str | None], str]] = {
     "an unknown mask of some layers and a phase": (
         {"o_proj": '[{ phase = "decode", place = "gpu", layers = "4-", mask = "nope" }]'},
         "policy mine: o_proj: layers 4- decode: mask: got 'nope', expected one of"
-        " feature-permutation, feature-rotation, float-noise, pad, row-mix, row-permutation,"
-        " row-rotation, shares, or a path to a .py file",
+        " cloak-segment, feature-permutation, feature-rotation, float-noise, pad, row-mix,"
+        " row-permutation, row-rotation, shares, stip-segment, or a path to a .py file",
     ),
     "the second of two that say nothing else": (
         {"lm_head": '[{ place = "tee" }, { place = "cpu" }]'},

@@ -35,8 +35,8 @@ def _cache(config: ModelConfig, ids: Sequence[int] = (), capacity: int = 60) -> 
 
 def _said(cache: KVCache) -> list[int]:
     """Return of which tokens a cache has the keys and values, in every layer."""
-    (said,) = {tuple(keys[0, : cache.length, 0].tolist()) for keys, _ in cache._layers}
-    for keys, values in cache._layers:
+    (said,) = {tuple(keys[0, : cache.length, 0].tolist()) for keys, _ in cache._layers.values()}
+    for keys, values in cache._layers.values():
         assert torch.equal(keys[:, : cache.length] + 0.5, values[:, : cache.length])
     return list(map(int, said))
 

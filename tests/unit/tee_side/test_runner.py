@@ -28,6 +28,7 @@ from protocol.errors import (
     PromptError,
     SettingsError,
 )
+from protocol.http_access import HttpAccess
 from tee_side import assembly
 from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
@@ -180,13 +181,15 @@ def _offloading(
         directory = model.provisioned(chosen.feature_mask)[0]
     endpoints = tuple(f"tcp://service-{number}:1" for number in range(chosen.services))
     held.update(dict.fromkeys(endpoints, directory))
+    proves = chosen.service.attested != "none"
     return RunnerSettings(
         model=model.directory,
         policy=chosen,
         gpu=endpoints,
         masks=model.masks(chosen, **masks),
         dtype="float32",
-        keys=(ONE, TWO) if chosen.services > 1 else (),
+        keys=(ONE, TWO)[: chosen.services] if chosen.services > 1 or proves else (),
+        appraise_service=(lambda *_: None) if proves else None,
     )
 
 
@@ -240,6 +243,7 @@ def test_services_are_reached_as_the_settings_say_and_bounded_by_what_is_asked_f
         max_message_bytes=2**24,
         heartbeat_timeout_s=0.75,
         spin_us=3.0,
+        http=HttpAccess("t" * 32),
         engine=EngineSettings(step_tokens=24),
     )
     with Runner(given) as runner:
@@ -253,6 +257,7 @@ def test_services_are_reached_as_the_settings_say_and_bounded_by_what_is_asked_f
             "spin_us": 3.0,
             "keys": own,
             "heartbeat_timeout_s": 0.75,
+            "http": given.http,
         }
         assert channel.max_reply_bytes == largest < 2**24
         # What the service says of itself.

@@ -50,6 +50,12 @@ def _plan(policy: str, layers: int, *texts: str) -> tuple[ReplicaGroup, ...]:
         ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
         ("unix:///run/a=1/s=2-3", ServiceSpec("unix:///run/a=1/s", LayerRange(2, 3))),
         ("ipc://name=0-,share=1", ServiceSpec("ipc://name", LayerRange(0, None), 1)),
+        (f"{A},columns=0/2", ServiceSpec(A, columns=(0, 2))),
+        (f"{A}=8-,share=2,columns=63/64", ServiceSpec(A, LayerRange(8, None), 2, (63, 64))),
+        (
+            "unix:///c/columns=1/s,columns=1/3",
+            ServiceSpec("unix:///c/columns=1/s", None, None, (1, 3)),
+        ),
     ],
 )
 def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
@@ -74,6 +80,16 @@ def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
         f"{A},x=1",
         "unix:///s,share=3",
         "unix:///s=5-3",
+        f"{A},columns=2/2",
+        f"{A},columns=0/1",
+        f"{A},columns=0/65",
+        f"{A},columns=-1/2",
+        f"{A},columns=1",
+        f"{A},columns=",
+        "unix:///s,columns=0/2,columns=0/2",
+        "unix:///s,columns=0/2,columns=1/2",
+        "unix:///s,share=1,share=1",
+        "unix:///s,columns=0/2=0-7",
     ],
 )
 def test_what_may_not(text: str) -> None:
@@ -83,10 +99,15 @@ def test_what_may_not(text: str) -> None:
     assert caught.value.got == repr(text)
 
 
-@pytest.mark.parametrize("text", ["", "host:1", "http://a:1", "tcp://a", "=0-7", "tcp://a:0"])
+@pytest.mark.parametrize("text", ["", "host:1", "ftp://a:1", "tcp://a", "=0-7", "tcp://a:0"])
 def test_what_is_no_endpoint(text: str) -> None:
     with pytest.raises(EndpointError):
         ServiceSpec.parse(text)
+
+
+def test_share_and_columns_come_in_either_order() -> None:
+    either = (f"{A}=1-2,share=2,columns=1/2", f"{A}=1-2,columns=1/2,share=2")
+    assert len(set(_specs(*either))) == 1
 
 
 def test_the_same_layers_stand_in_for_each_other() -> None:
@@ -127,6 +148,31 @@ def test_shares_of_two_go_by_position_and_of_more_are_said() -> None:
         ReplicaGroup(1, 2, 3, (B,), 2),
         ReplicaGroup(2, 0, 3, (C,), 2),
     )
+
+
+def test_columns_are_parted_as_layers_and_shares_are() -> None:
+    assert _plan("shielded", 4, f"{B},columns=1/2", f"{A},columns=0/2", f"{C}=0-,columns=1/2") == (
+        ReplicaGroup(1, 0, 3, (A,), 1, (0, 2)),
+        ReplicaGroup(1, 0, 3, (B, C), 1, (1, 2)),
+    )
+    # Each range of layers in its own way, and each share.
+    said = [f"{A}=0-1,columns=0/2", f"{B}=0-1,columns=1/2", f"{C}=2-"]
+    assert _plan("tsqp", 4, *said) == (
+        ReplicaGroup(1, 0, 1, (A,), 1, (0, 2)),
+        ReplicaGroup(1, 0, 1, (B,), 1, (1, 2)),
+        ReplicaGroup(1, 2, 3, (C,)),
+    )
+    said = [f"{A},share=1,columns=0/2", f"{B},share=1,columns=1/2", f"{C},share=2"]
+    assert _plan("two-server", 4, *said) == (
+        ReplicaGroup(1, 0, 3, (A,), 2, (0, 2)),
+        ReplicaGroup(1, 0, 3, (B,), 2, (1, 2)),
+        ReplicaGroup(2, 0, 3, (C,), 2),
+    )
+
+
+def test_a_line_says_what_each_is_asked_for() -> None:
+    assert str(ReplicaGroup(2, 0, 3, (A,), 2, (1, 2))) == "layers 0-3, columns 1/2, share 2 of 2"
+    assert str(ReplicaGroup(1, 4, 4, (A,))) == "layers 4"
 
 
 def test_a_policy_of_which_nothing_leaves_uses_none() -> None:
@@ -199,6 +245,44 @@ def test_a_policy_of_which_nothing_leaves_uses_none() -> None:
             [f"{A}=0-7,share=1", f"{B}=8-,share=1", f"{C}=0-7,share=2"],
             f"no service for layers 8-15, between {C}=0-7,share=2 and the model's end",
             "for each share",
+        ),
+        (
+            "tsqp",
+            [f"{A},columns=0/3", f"{B},columns=2/3"],
+            f"no service for columns 1/3 beside {A},columns=0/3",
+            "each of the parts 0 to 2",
+        ),
+        (
+            "tsqp",
+            [f"{A},columns=0/2", f"{B},columns=1/3"],
+            f"{A},columns=0/2 and {B},columns=1/3",
+            "one N for all with the same layers",
+        ),
+        ("tsqp", [A, f"{B},columns=0/2"], f"{A} and {B},columns=0/2", "or for none"),
+        (
+            "clear-segment",
+            [f"{A},columns=0/2", f"{B},columns=1/2"],
+            f"{A},columns=0/2",
+            "whole columns: policy clear-segment has segments",
+        ),
+        (
+            "tsqp",
+            [f"{A}=0-7,columns=0/2", f"{B},columns=1/2"],
+            f"{A}=0-7,columns=0/2 and {B},columns=1/2, which overlap",
+            "none in common",
+        ),
+        # The owner of two parts sees all rows of both: only share= tells who that is.
+        (
+            "two-server",
+            [f"{A},columns=0/2", f"{B},columns=1/2", f"{C},columns=0/2", f"{D},columns=1/2"],
+            f"{A},columns=0/2 and {B},columns=1/2 and",
+            "share=1 or share=2 for each",
+        ),
+        (
+            "two-server",
+            [f"{A},share=1,columns=0/2", f"{B},share=2,columns=1/2"],
+            f"no service for columns 1/2 beside {A},share=1,columns=0/2",
+            "each of the parts",
         ),
     ],
 )

@@ -291,7 +291,7 @@ def test_what_does_not_load_is_an_error_line_beside_the_others(
 def test_an_unknown_mask_is_refused_with_those_that_there_are() -> None:
     result = _run("masks", "rot13")
     assert isinstance(result.exception, MaskError)
-    assert "got 'rot13', expected one of feature-permutation, " in str(result.exception)
+    assert "got 'rot13', expected one of cloak-segment, feature-" in str(result.exception)
 
 
 def test_the_default_policy_is_marked() -> None:

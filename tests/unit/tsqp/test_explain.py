@@ -22,7 +22,7 @@ from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
-from tee_side.words import OPERATORS, PHASES, Phase
+from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase
 from tests.support import SavedModel, Tee, assemble, token_ids, with_results
 from tests.tables import each_row
 from tsqp.cli.main import command
@@ -30,15 +30,18 @@ from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.explain.model import Cost, Explanation
 from tsqp.lab.explain.traffic import Headers
+from tsqp.lab.leak.curves import with_sigma
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.provisioning import provision
 from tsqp.lab.research.row_rotation import RowRotation
-from tsqp.operator_table import OperatorTable
+from tsqp.lab.research.segment_rotation import SegmentRotation
+from tsqp.operator_table import OperatorTable, OperatorTotals
 
 Models = Callable[..., SavedModel]
 
 DEMO = model_directory("demo")
 PROMPT = 21
+EVERY: tuple[Operator, ...] = (*OPERATORS, "segment")
 # What `LoopbackChannel` puts into headers.
 LOOPBACK_TIMING = Timing(queue_us=1, compute_us=2)
 
@@ -68,16 +71,16 @@ def _mask_settings(policy: Policy, folder: Path) -> MaskSettings:
 
 def _step(tee: Tee, engine: Any, table: OperatorTable) -> tuple[Cost, dict[str, Cost], Headers]:
     """Run one step; return its traffic, that of each operator, and what its headers held."""
-    before = {name: _cost_of(table, name) for name in OPERATORS}
+    before = {name: _cost_of(table, name) for name in EVERY}
     asked = [len(channel.requests) for channel in tee.channels]
     engine.step()
-    by_operator = {name: _minus(_cost_of(table, name), before[name]) for name in OPERATORS}
+    by_operator = {name: _minus(_cost_of(table, name), before[name]) for name in EVERY}
     headers = Headers(first_request_id=asked[0] + 1 if asked else 1, timing=LOOPBACK_TIMING)
     return sum(by_operator.values(), start=Cost()), by_operator, headers
 
 
 def _cost_of(table: OperatorTable, name: Any) -> Cost:
-    totals = table.totals[name]
+    totals = table.totals.get(name, OperatorTotals())
     return Cost(
         rpcs=totals.round_trips,
         bytes_sent=totals.bytes_sent,
@@ -94,7 +97,7 @@ def _minus(one: Cost, other: Cost) -> Cost:
 
 
 def _by_operator(found: Explanation, phase: Phase) -> dict[str, Cost]:
-    costs = dict.fromkeys(OPERATORS, Cost())
+    costs = dict.fromkeys(EVERY, Cost())
     for row in found.operators:
         measured = row.prefill if phase == "prefill" else row.decode
         costs[row.operator] += measured.cost if measured else Cost()
@@ -183,19 +186,27 @@ def test_every_operator_layer_and_phase_is_in_exactly_one_row(name: str, config_
     policy = load_policy(name)
     layers = read_config(config_only).num_hidden_layers
     found = _explain(config_only, policy)
-    for operator in OPERATORS:
+    segments = policy.segments(layers)
+    for operator in EVERY:
         rows = [row for row in found.operators if row.operator == operator]
-        for layer in range(1 if rows[0].layers is None else layers):
+        for layer in range(1 if operator in LAYERLESS else layers):
+            within = any(one.first <= layer <= one.last for one in segments)
+            apart = operator in LAYERLESS or within == (operator == "segment")
             for phase in PHASES:
-                (row,) = [
+                covering = [
                     row for row in rows if row.phase in (None, phase) and _covers(row.layers, layer)
                 ]
+                if not apart:
+                    assert not covering
+                    continue
+                (row,) = covering
                 placement = policy.at(operator, layer, phase)
                 assert row.place == placement.place
                 assert (row.mask or "").startswith(placement.mask.name if placement.mask else "")
-                leaves = placement.place == "gpu"
-                assert (row.sees is not None) == leaves
-                assert (getattr(row, phase) is not None) == leaves
+                assert (row.sees is not None) == placement.leaves
+                head_within = operator == "lm_head" and any(one.head for one in segments)
+                asks = placement.leaves and not head_within
+                assert (getattr(row, phase) is not None) == asks
     assert {use.name for use in found.masks} == {mask.name for mask in policy.masks}
     assert all(use.known_break and use.hides for use in found.masks)
     assert found.leakage_summary == policy.leakage_summary()
@@ -293,6 +304,16 @@ def test_noise_comes_with_its_guarantee(config_only: Path) -> None:
     assert _explain(config_only, "cloak").masks[0].noise is None
 
 
+def test_noise_of_a_segment_is_stated_as_far_as_a_configuration_tells(config_only: Path) -> None:
+    """For embedding rows of length 1: how long they are stands in the weights."""
+    policy = with_sigma(load_policy("cloak-segment"), 4.0)
+    (use,) = _explain(config_only, policy).masks
+    assert use.noise is not None
+    assert use.noise.startswith(SegmentRotation(sigma=4.0).statement(1.0))
+    assert "at most 1 long, for rows up to L divide sigma by L" in use.noise
+    assert _explain(config_only, "cloak-segment").masks[0].noise is None
+
+
 # ------------------------------------------------------------------------------------ needs
 
 
@@ -375,7 +396,7 @@ def test_tables_are_readable_in_80_columns(name: str, config_only: Path) -> None
     found = _explain(config_only, name, context=512, prompt_tokens=128)
     for mask in found.masks:
         assert f"mask {mask.name}" in result.output
-    for operator in OPERATORS:
+    for operator in {row.operator for row in found.operators}:
         assert f"\n {operator} " in result.output
     totals = [cost for cost in (found.decode, found.prefill) if cost.rpcs]
     assert result.output.count("\n total ") == len(totals)

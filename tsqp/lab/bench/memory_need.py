@@ -62,15 +62,18 @@ def tee_need(
     `tokens`: that each of `sequences` sequences may become; `itemsize`: of the model's dtype. Pads
     are counted as if there were no bank.
     """
-    rows = min(step_tokens, tokens * sequences)
+    rows, layers = min(step_tokens, tokens * sequences), config.num_hidden_layers
+    # Services keep those of segments.
+    elsewhere = sum(one.last + 1 - one.first for one in policy.segments(layers))
+    kv_cache = kv_bytes(config, tokens=tokens, sequences=sequences, itemsize=itemsize)
     parts = {
         "process": PROCESS_BYTES,
         "embedding and LM head": vocabulary_bytes(config, policy, itemsize),
         "linear weights": _linear_bytes(
-            config, sites_here(policy, config.num_hidden_layers), policy.arithmetic, itemsize
+            config, sites_here(policy, layers), policy.arithmetic, itemsize
         ),
         "pads": _pad_bytes(config, policy, prefill=rows, decode=min(step_tokens, sequences)),
-        "KV cache": kv_bytes(config, tokens=tokens, sequences=sequences, itemsize=itemsize),
+        "KV cache": kv_cache * (layers - elsewhere) // layers,
         "temporaries": _temporary_bytes(config, rows, tokens),
     }
     return Need(f"tee-runner under {policy.name}", parts)

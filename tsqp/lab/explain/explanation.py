@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.model.config import ModelConfig, read_config
@@ -20,6 +20,7 @@ from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase, is_lin
 from tsqp.lab.explain.model import Explanation, MaskUse, Needs, OperatorRow, PadsNeeded
 from tsqp.lab.explain.traffic import Headers, StepTraffic
 from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.segment_rotation import SegmentRotation
 
 # Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
 MAX_TOKENS = 2**20
@@ -83,9 +84,15 @@ def _check_tokens(name: str, tokens: int, config: ModelConfig) -> None:
 
 def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[OperatorRow]:
     """Yield a row for each operator, range of layers and phase that is placed in its own way."""
+    segments = policy.segments(layers)
+    within = {layer for one in segments for layer in range(one.first, one.last + 1)}
     for operator in OPERATORS:
+        for one in segments if operator == "qkv_proj" else ():
+            yield _row(policy, "segment", range(one.first, one.last + 1), None, measured)
         count = 1 if operator in LAYERLESS else layers
-        for found in _ranges(policy, operator, count):
+        for found in _ranges(policy, operator, count, within):
+            if operator not in LAYERLESS and found.start in within:
+                continue
             prefill, decode = (policy.at(operator, found.start, phase) for phase in PHASES)
             if _alike(prefill, decode):
                 yield _row(policy, operator, found, None, measured)
@@ -94,13 +101,19 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
                     yield _row(policy, operator, found, phase, measured)
 
 
-def _ranges(policy: Policy, operator: Operator, count: int) -> Iterator[range]:
-    """Yield runs of layers with the same placements in both phases."""
+def _ranges(
+    policy: Policy, operator: Operator, count: int, within: Container[int]
+) -> Iterator[range]:
+    """Yield runs of layers with the same placements in both phases, all within segments or none."""
     start = 0
     for layer in range(1, count + 1):
-        if layer == count or not all(
-            _alike(policy.at(operator, start, phase), policy.at(operator, layer, phase))
-            for phase in PHASES
+        if (
+            layer == count
+            or (start in within) != (layer in within)
+            or not all(
+                _alike(policy.at(operator, start, phase), policy.at(operator, layer, phase))
+                for phase in PHASES
+            )
         ):
             yield range(start, layer)
             start = layer
@@ -116,9 +129,9 @@ def _row(
     placement = policy.at(operator, layers.start, phase or "decode")
     leaves = placement.leaves
     costs = {
-        name: measured.phase_cost(name, operator, layers) if leaves else None
+        name: measured.phase_cost(name, operator, layers)
         for name in PHASES
-        if phase in (None, name)
+        if phase in (None, name) and measured.asks(name, operator, layers.start)
     }
     mask = placement.mask
     return OperatorRow(
@@ -149,7 +162,6 @@ def _named(mask: Mask) -> str:
 
 
 def _mask_use(mask: Mask, config: ModelConfig) -> MaskUse:
-    noisy = isinstance(mask, FeatureRotation) and mask.sigma > 0
     return MaskUse(
         name=mask.name,
         kind=mask.kind,
@@ -157,8 +169,23 @@ def _mask_use(mask: Mask, config: ModelConfig) -> MaskUse:
         hides=mask.hides,
         known_break=mask.known_break,
         broken=mask.broken,
-        noise=cast(FeatureRotation, mask).statement(config.hidden_size) if noisy else None,
+        noise=_noise(mask, config),
     )
+
+
+def _noise(mask: Mask, config: ModelConfig) -> str | None:
+    """Say what the noise of a mask guarantees; None without noise.
+
+    For that of segments as far as a configuration tells: it has no lengths of embedding rows.
+    """
+    if isinstance(mask, FeatureRotation) and mask.sigma > 0:
+        return mask.statement(config.hidden_size)
+    if isinstance(mask, SegmentRotation) and mask.sigma > 0:
+        return (
+            f"{mask.statement(1.0)}; all this for embedding rows at most 1 long, for rows up to L"
+            " divide sigma by L (tsqp provision states it for the model)"
+        )
+    return None
 
 
 def _needs(policy: Policy, config: ModelConfig) -> Needs:

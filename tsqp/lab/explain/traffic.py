@@ -28,13 +28,17 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
+    SegmentRequest,
     TensorReply,
     Timing,
 )
 from protocol.model.config import ModelConfig
 from protocol.model.weights import row_layout
 from protocol.tensors import WireTensor, from_torch, torch_dtype
-from tee_side.policy.placement import Policy
+from tee_side.model.batch import Batch, Take
+from tee_side.model.kv_cache import KVCache
+from tee_side.model.segment import SegmentCall, Sessions
+from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masking import HideAt, MaskRules, linear_masking
 from tee_side.protect.masks.mask import (
     AdditiveMask,
@@ -131,6 +135,8 @@ def _reply_shape(request: Request, config: ModelConfig) -> tuple[tuple[int, ...]
             return (*sent.shape[:-1], config.vocab_size), sent.dtype
         case RingLMHeadRequest():
             return (*request.elements.shape[:-1], config.vocab_size), request.elements.dtype
+        case SegmentRequest(outputs=outputs, lm_head=head, hidden_states=sent):
+            return (*outputs.shape, config.vocab_size if head else config.hidden_size), sent.dtype
         case _:
             raise TypeError(f"an operator sent {type(request).__name__}")
     size = sum(config.module_shape(module)[0] for module in request.module_names)
@@ -183,9 +189,14 @@ class StepTraffic:
             end = min(start + step_tokens, tokens)
             self._step("prefill", rows=end - start, context=end, outputs=int(end == tokens))
 
+    def asks(self, phase: Phase, operator: Operator, layer: int) -> bool:
+        """Say whether an operator has a request of its own there."""
+        return (phase, operator, layer) in self._messages
+
     def phase_cost(self, phase: Phase, operator: Operator, layers: range) -> PhaseCost:
         """Return what an operator costs in some layers."""
-        costs = [self._costs[phase, operator, layer] for layer in layers]
+        # Of a segment its first layer has it all.
+        costs = [self._costs.get((phase, operator, layer), Cost()) for layer in layers]
         messages = self._messages[phase, operator, layers.start]
         return PhaseCost(messages=messages, cost=sum(costs, start=Cost()))
 
@@ -200,17 +211,25 @@ class StepTraffic:
     def _step(self, phase: Phase, *, rows: int, context: int, outputs: int) -> None:
         """Call the operators in the order of the forward pass."""
         first, *inner, last = OPERATORS
+        num_layers = self._config.num_hidden_layers
+        segments = {one.first: one for one in self._policy.segments(num_layers)}
+        within = {at for one in segments.values() for at in range(one.first, one.last + 1)}
         # Layers differ in nothing but their number, so each operator is called once a mask.
         called: dict[tuple[Operator, Mask | None, Verify], list[_Captured]] = {}
         order: list[tuple[Operator, int]] = [(first, 0)]
-        order += [(op, layer) for layer in range(self._config.num_hidden_layers) for op in inner]
-        order += [(last, 0)] if outputs else []
+        for layer in range(num_layers):
+            whole: list[Operator] = ["segment"] if layer in segments else []
+            order += [(op, layer) for op in (whole if layer in within else inner)]
+        head_within = any(one.head for one in segments.values())
+        order += [(last, 0)] if outputs and not head_within else []
         for operator, layer in order:
             placement = self._policy.at(operator, layer, phase)
             if placement.place == "tee":
                 continue
             key = (operator, placement.mask, placement.verify)
-            if key not in called:
+            if operator == "segment":
+                called[key] = self._segment(segments[layer], rows, context, outputs)
+            elif key not in called:
                 called[key] = self._call(*key, rows, context, outputs)
             at = (phase, operator, layer)
             self._messages.setdefault(at, tuple(map(_message, called[key])))
@@ -247,6 +266,19 @@ class StepTraffic:
             rows_ND = self._zeros(outputs, config.hidden_size)
             asked = call(ids_T if operator == "embedding" else rows_ND)
         run(_awaited(asked))
+        return list(self._log)
+
+    def _segment(self, segment: Segment, rows: int, context: int, outputs: int) -> list[_Captured]:
+        """Call a segment in the clear: its masks change no size."""
+        config, settings = self._config, self._settings(None)
+        everywhere = range(config.num_hidden_layers)
+        cache = KVCache(config, context, self._dtype, everywhere)
+        cache.length = context - rows
+        segment = segment._replace(placed=segment.placed.model_copy(update={"mask": None}))
+        call = SegmentCall(segment, config, settings, Sessions(), None, Randomness())
+        take = Take(cache, [0] * rows, 0, logits=bool(outputs))
+        self._log.clear()
+        run(_awaited(call(self._zeros(rows, config.hidden_size), Batch.of([take]))))
         return list(self._log)
 
     def _count(self, captured: _Captured, layer: int) -> Cost:
@@ -319,6 +351,8 @@ def _size(frames: Sequence[bytes | bytearray | memoryview]) -> int:
 def _message(captured: _Captured) -> Message:
     request = captured.request
     fields = [getattr(request, name) for name in type(request).model_fields]
+    if isinstance(request, SegmentRequest):
+        fields = [request.hidden_states]  # the others are of whom and which
     modules: tuple[str, ...] = getattr(request, "module_names", ())
     return Message(
         service=captured.service + 1,

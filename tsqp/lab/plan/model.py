@@ -155,11 +155,34 @@ class Prediction(_Model):
     bottleneck: PartName | None
 
 
+class Crossover(_Model):
+    """Of a product's weight: the size from which several accelerators are faster than one.
+
+    `weight_bytes`: None where they never are. `largest_bytes`: of the model's weights that leave.
+    """
+
+    weight_bytes: int | None
+    largest_bytes: int
+
+
+class Several(_Model):
+    """What more than one accelerator changes. `tpot_alone_ms`, `ttft_alone_ms`: with one.
+
+    `decode`, `prefill`: where it pays; None where no product with a weight leaves.
+    """
+
+    tpot_alone_ms: float
+    ttft_alone_ms: float
+    decode: Crossover | None
+    prefill: Crossover | None
+
+
 class PolicyPlan(_Model):
     """What is predicted for one policy. `assumptions`: what is neither measured nor described.
 
     `pads`: what making them takes; `sustained_tokens_per_s`: of all sequences, where they are made
-    on the same cores, after each step. Both as on so many cores.
+    on the same cores, after each step. Both as on so many cores. `several`: None for one
+    accelerator, or where nothing leaves.
     """
 
     policy: str
@@ -175,6 +198,7 @@ class PolicyPlan(_Model):
     pads: PadMaking | None
     tee_memory_bytes: int
     assumptions: tuple[str, ...]
+    several: Several | None = None
 
 
 class PlanReport(_Model):
@@ -195,4 +219,6 @@ class PlanReport(_Model):
     context: int
     batch: int
     micro_batches: int
+    tensor_parallel: int = 1
+    columns: int = 1
     policies: tuple[PolicyPlan, ...]

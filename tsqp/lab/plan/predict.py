@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gpu_side.kernels import request_us
 from gpu_side.profiles import DeviceProfile
 from tsqp.lab.link import Link
 from tsqp.lab.plan.machine import Instead
 from tsqp.lab.plan.model import PARTS, Costs, Lane, Part, PartName, Prediction, Rpc, Section, Step
+from tsqp.lab.plan.parted import ALONE, Parted
 
 # Of a round trip's time that the service neither computes nor queues: taking the request in and
 # handing the reply out keep it from its next request, too.
@@ -31,7 +31,8 @@ class Hardware:
     """What is planned for. `profile`: None for a service that computes nothing.
 
     `cores`: of the TEE side. `itemsize`: bytes of an element of the accelerator's weights.
-    `instead`: what a measured machine replaces of what was measured here; None: nothing.
+    `instead`: what a measured machine replaces of what was measured here; None: nothing. `parted`:
+    over how many such accelerators each weight is spread.
     """
 
     profile: DeviceProfile | None
@@ -39,6 +40,7 @@ class Hardware:
     cores: int
     itemsize: int
     instead: Instead | None = None
+    parted: Parted = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,12 @@ def _predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Predict
     busy = _busy(turns, hardware.link.rtt_us)
     parts = tuple(Part(name=name, busy_us=busy[name], without_us=total_us(name)) for name in PARTS)
     shortest = min(parts, key=lambda part: part.without_us)
-    rpcs = [rpc for step in steps for rpc in _rpcs(step, costs.order)]
+    rpcs = [
+        one
+        for step in steps
+        for rpc in rpcs_of(step, costs.order)
+        for one in hardware.parted.requests(rpc)
+    ]
     return Prediction(
         total_us=total,
         rpcs=len(rpcs),
@@ -111,7 +118,8 @@ def _predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Predict
     )
 
 
-def _rpcs(step: Step, order: Sequence[int]) -> Iterator[Rpc]:
+def rpcs_of(step: Step, order: Sequence[int]) -> Iterator[Rpc]:
+    """Yield all round trips of a step through the whole model, to one accelerator a share."""
     for lane in step.lanes:
         for section in _sections(lane, order):
             for segment in section.segments:
@@ -138,7 +146,11 @@ def turns_of(lane: Lane, rows: int, costs: Costs, hardware: Hardware) -> list[Tu
     for section in _sections(lane, costs.order):
         for segment in section.segments:
             left.add(segment.work_us, section, fewer, elsewhere)
-            rpcs = [_there(rpc, hardware) for rpc in segment.rpcs]
+            rpcs = [
+                _there(one, hardware)
+                for rpc in segment.rpcs
+                for one in hardware.parted.requests(rpc)
+            ]
             left.message_us += sum(rpc.encode_us for rpc in rpcs)
             turns.append(left.turn(tuple(_trip(rpc, hardware) for rpc in rpcs)))
             # Messages are decoded when the lane has its next turn.
@@ -177,7 +189,7 @@ def _there(rpc: Rpc, hardware: Hardware) -> Rpc:
 def _trip(rpc: Rpc, hardware: Hardware) -> Trip:
     gpu_us = 0.0
     if hardware.profile is not None:
-        gpu_us = request_us(hardware.profile, rpc.asked.plan(), hardware.itemsize)
+        gpu_us = hardware.parted.gpu_us(hardware.profile, rpc.asked.plan(), hardware.itemsize)
     link = hardware.link
     return Trip(
         service=rpc.service,

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ from tsqp.lab.bench.shapes import Shape, find_shape
 from tsqp.lab.link import Link
 from tsqp.lab.plan.job import Answer, Failed, Job, Measured, as_in_layer
 from tsqp.lab.plan.machine import Instead, Machine, kernel_rates
-from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Step
-from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill
+from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Several, Step
+from tsqp.lab.plan.parted import ALONE, Parted
+from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill, rpcs_of
 from tsqp.lab.plan.worker import DECODED, pads_needed
 from tsqp.processes import ProcessError, start_service, worker
 
@@ -61,6 +62,7 @@ class PlanSettings:
     `policies`: with the name or path that each was given by. `model`: a directory, of which only
     config.json is read, or `shape`: the name of one. `cores`: of the TEE side; `transport`: over
     which a round trip is measured on this machine, or was on `machine` (None: this one).
+    `tensor_parallel`, `columns`: ranks of each service, services of a part of the columns each.
     """
 
     policies: tuple[tuple[str, Policy], ...]
@@ -78,6 +80,8 @@ class PlanSettings:
     step_tokens: int = DEFAULT_STEP_TOKENS
     spin_us: float = 0.0
     machine: Machine | None = None
+    tensor_parallel: int = 1
+    columns: int = 1
 
 
 class Planning:
@@ -116,6 +120,8 @@ class Planning:
             context=settings.context,
             batch=settings.batch,
             micro_batches=settings.micro_batches,
+            tensor_parallel=settings.tensor_parallel,
+            columns=settings.columns,
             policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
         )
 
@@ -123,6 +129,9 @@ class Planning:
 
     def _check(self) -> None:
         settings, config = self._settings, self._config
+        if settings.tensor_parallel > 1 and settings.columns > 1:
+            expected = "one of them, as of gpu-service"
+            raise SettingsError("--tensor-parallel", got="--columns beside it", expected=expected)
         if settings.machine is not None:  # what it lacks
             one = ((1.0,), (1.0,))
             settings.machine.beside(one, settings.cores, settings.transport)
@@ -136,6 +145,9 @@ class Planning:
         needed = 0
         for name, policy in settings.policies:
             policy.check(config.num_hidden_layers)
+            if policy.segments(config.num_hidden_layers):
+                expected = "a policy without: tsqp bench --device model:PROFILE measures segments"
+                raise SettingsError(f"policy {policy.name}", got="segments", expected=expected)
             if policy.feature_mask is not None:
                 raise SettingsError(
                     f"policy {policy.name}",
@@ -199,7 +211,8 @@ class Planning:
         settings, config = self._settings, self._config
         costs = self._costs(name, policy)
         hardware = Hardware(
-            settings.profile, settings.link, settings.cores, self._itemsize, self._instead
+            *(settings.profile, settings.link, settings.cores, self._itemsize, self._instead),
+            Parted(settings.tensor_parallel, settings.columns),
         )
         prefill = predict_prefill(costs, hardware)
         decode = predict_decode(costs, hardware)
@@ -230,6 +243,23 @@ class Planning:
                 step_tokens=settings.step_tokens,
             ).total,
             assumptions=tuple(self._assumptions(policy, costs)),
+            several=self._several(costs, hardware) if policy.services else None,
+        )
+
+    def _several(self, costs: Costs, hardware: Hardware) -> Several | None:
+        parted, profile = hardware.parted, self._settings.profile
+        if parted == ALONE:
+            return None
+        alone = replace(hardware, parted=ALONE)
+        decode, prefill = (
+            parted.crossover(profile, rpcs_of(step, costs.order), self._itemsize)
+            for step in (costs.decode, costs.prefill[0])
+        )
+        return Several(
+            tpot_alone_ms=predict_decode(costs, alone).total_us / 1e3,
+            ttft_alone_ms=predict_prefill(costs, alone).total_us / 1e3,
+            decode=decode,
+            prefill=prefill,
         )
 
     def _costs(self, name: str, policy: Policy) -> Costs:
@@ -339,6 +369,11 @@ class Planning:
                 "a link without loss or congestion, laid over this machine's"
                 f" {settings.transport} round trips: the longer of both counts"
             )
+            if settings.tensor_parallel * settings.columns > 1:
+                found.append(
+                    "accelerators side by side that exchange rows at the described rate to the"
+                    " host; what exchanging costs their processors is not counted"
+                )
         if any(isinstance(mask, AdditiveMask) for mask in policy.masks):
             found.append("pads are made ahead; making them is counted in the sustained rate only")
         if settings.micro_batches > 1 and settings.batch < 2 * MIN_MICRO_BATCH_ROWS:

@@ -1,4 +1,4 @@
-"""The key of a feature mask: what the TEE keeps, and what every static map is drawn from.
+"""The key of a feature or segment mask: what the TEE keeps, and what static maps are drawn from.
 
 A JSON file for its owner alone (mode 0600). A reader of it can undo the mask. It is bound to a
 model, to a mask with its options, and to the weights that were made with it: their
@@ -23,7 +23,15 @@ from protocol.messages import FUSED_MODULES, Digest, LinearOperator
 from protocol.model.checkpoint import Checkpoint, norm_names
 from protocol.model.config import ModelConfig
 from protocol.model.identity import linear_digest, model_digest
-from tee_side.protect.masks.mask import FeatureMask, FeatureSite, KeyedTransform, describe_mask
+from tee_side.protect.masks.mask import (
+    FeatureMask,
+    FeatureSite,
+    KeyedSegment,
+    KeyedTransform,
+    ProvisionedMask,
+    SegmentMask,
+    describe_mask,
+)
 from tee_side.protect.randomness import Randomness, derive_key
 from tee_side.words import Site
 
@@ -148,7 +156,7 @@ class FeatureKey(BaseModel):
                 expected=expectation(first["type"], first["msg"]),
             ) from None
 
-    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: FeatureMask) -> None:
+    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
         """Check that the key is one of this model and mask. Raises FeatureKeyError with both.
 
         Linear weights are compared where the directory has them.
@@ -163,7 +171,7 @@ class FeatureKey(BaseModel):
                 )
         self._check_mask(mask)
 
-    def _check_mask(self, mask: FeatureMask) -> None:
+    def _check_mask(self, mask: ProvisionedMask) -> None:
         if (self.mask, self.options) != (mask.name, mask.model_dump(mode="json")):
             raise FeatureKeyError(
                 "key: mask",
@@ -194,6 +202,16 @@ class FeatureKey(BaseModel):
             for layer, (attention, mlp) in enumerate(gains)
             for operator, gain in zip(FUSED_MODULES, (attention, None, mlp, None), strict=True)
         }
+
+    def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
+        """Make the residual stream's map. Raises FeatureKeyError for another mask."""
+        self._check_mask(mask)
+        return keyed_segment(mask, config, bytes.fromhex(self.seed))
+
+
+def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedSegment:
+    """Make the map of the residual stream, the same one each time."""
+    return mask.keyed(config, Randomness(seed).derive(b"segment"))
 
 
 def site_randomness(seed: bytes, layer: int, operator: LinearOperator) -> Randomness:

@@ -11,7 +11,7 @@ from pydantic import Field
 from protocol.errors import MaskError
 from tee_side.protect.masks.mask import FeatureMask, FeatureSite, KeyedTransform, Masked
 from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.privacy import gaussian_epsilon
+from tsqp.lab.research.privacy import rows_epsilon
 from tsqp.lab.research.rotation import BlockRotation
 
 # Smaller gains count as this part of the largest: 0 cannot be divided by, and no row gets longer.
@@ -53,14 +53,8 @@ class FeatureRotation(FeatureMask):
         return _Rotated(self, site)
 
     def epsilon(self, in_features: int, rows: int = 1) -> float:
-        """Return epsilon at `delta`, behind an RMSNorm; infinite without noise.
-
-        Neighbours: `rows` of all rows that ever cross differ, each at most sqrt(in_features) long,
-        so together by 2 sqrt(rows in_features). Gaussian noise composes so: arXiv 1905.02383.
-        """
-        if self.sigma == 0:
-            return math.inf
-        return gaussian_epsilon(2 * math.sqrt(rows * in_features) / self.sigma, self.delta)
+        """Return `rows_epsilon`, behind an RMSNorm: no row is longer than sqrt(in_features)."""
+        return rows_epsilon(math.sqrt(in_features), rows, self.sigma, self.delta)
 
     def statement(self, in_features: int) -> str:
         """Say what the noise guarantees, and what it does not."""

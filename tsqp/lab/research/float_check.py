@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from protocol.errors import ActivationRangeError
-from protocol.messages import LinearRequest, LMHeadRequest, ModuleName, Request
+from protocol.messages import Columns, LinearRequest, LMHeadRequest, ModuleName
 from protocol.model.checkpoint import module_name
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import FeatureMask, Mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verifier import Blocks, InTime, Weights
+from tee_side.protect.verifier import Blocks, Claim, InTime, Weights, rows_of_part
 from tee_side.words import Site
 
 FLOAT_VECTORS = 8
@@ -154,8 +154,8 @@ def within_tolerance(
 ) -> bool:
     """Say whether y is x W by multiplying, without secrets: for answers to a refused result.
 
-    `blocks`: columns of y, and the rows of the weight [n, I] behind them, until all were there.
-    False for NaN and infinity in y. `tolerance`: see `Tolerance.of_answers`. Raises
+    `blocks`: columns of y, and the rows of the weight [n, I] behind them, until all that count were
+    there. False for NaN and infinity in y. `tolerance`: see `Tolerance.of_answers`. Raises
     ActivationRangeError where x is not finite.
     """
     squares_U, errors_U = torch.zeros(2, len(x_UI), dtype=torch.float64)
@@ -209,33 +209,32 @@ def check_finite(limit: torch.Tensor) -> None:
 class FloatProductCheck:
     """A `ResultCheck` of an operator that multiplies by a weight, without a bias.
 
-    `blocks`: yields what the modules of a request multiply by, as a service holds it.
+    `blocks`: yields what the modules of a request multiply by in a part of their columns, as a
+    service holds it.
     `transformed`: services hold other weights than the TEE does, so that none of their answers can
     be computed once more.
     """
 
     vectors: FloatCheck = field(repr=False)
     tolerance: Tolerance
-    blocks: Callable[[Sequence[ModuleName]], Blocks]
+    blocks: Callable[[Sequence[ModuleName], Columns], Blocks]
     transformed: bool = False
 
     def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor, sent: Sequence[torch.Tensor]) -> bool:
         """See `ResultCheck.holds`."""
         return self.vectors.holds(x_TI, y_TO, sent, self.tolerance)
 
-    def wrong(
-        self, answers: Sequence[tuple[Request, torch.Tensor]], in_time: InTime
-    ) -> Sequence[int]:
-        """See `ResultCheck.wrong`. Of transformed weights, every answer counts as wrong."""
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`. Of transformed weights, every claim counts as wrong."""
         if self.transformed:
-            return range(len(answers))
+            return range(len(claims))
         near, wrong = self.tolerance.of_answers(), []
-        for index, (request, y) in enumerate(answers):
+        for index, (request, y, part) in enumerate(claims):
             match request:
                 case LinearRequest(module_names=modules, hidden_states=hidden):
-                    x, blocks = to_torch(hidden), self.blocks(modules)
+                    x, blocks = to_torch(hidden), self.blocks(modules, part)
                 case LMHeadRequest(hidden_states=hidden):
-                    x, blocks = to_torch(hidden), self.blocks(())
+                    x, blocks = to_torch(hidden), self.blocks((), part)
                 case _:
                     raise LookupError(f"an answer to {request.method} of a product of floats")
             if not within_tolerance(x, in_time(blocks, len(x)), y, near):
@@ -266,17 +265,19 @@ class FloatSecrets:
         return FloatProductCheck(
             self.vectors[site],
             Tolerance.of(self.weights.dtype, mask),
-            lambda modules: _weights_of(self.weights, site[0], modules),
+            lambda modules, part: _weights_of(self.weights, site[0], modules, part),
             isinstance(mask, FeatureMask),
         )
 
 
-def _weights_of(weights: Weights, layer: int, modules: Sequence[ModuleName]) -> Blocks:
-    """Yield the weights of some modules side by side [n, I], as a service holds them."""
+def _weights_of(
+    weights: Weights, layer: int, modules: Sequence[ModuleName], part: Columns
+) -> Blocks:
+    """Yield a part of the weights of each module, side by side [n, I], as a service holds them."""
     start = 0
     for module in modules:
         shape = weights.config.module_shape(module)
         name = f"{module_name(layer, module)}.weight"
-        for columns, block in weights.blocks(name, shape, start):
+        for columns, block in rows_of_part(weights.checkpoint, name, shape, part, start):
             yield columns, block.to(weights.dtype)
         start += shape[0]

@@ -8,7 +8,7 @@ them in the clear, and checks results where the policy says so. Shape suffixes a
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -17,14 +17,17 @@ from torch.nn.functional import embedding
 from protocol.channel import Channel, Exchange
 from protocol.errors import PolicyError, ReplyError, TsqpError
 from protocol.messages import (
+    Columns,
     EmbeddingRequest,
     FloatDtype,
     LMHeadRequest,
     MatmulRequest,
+    ModuleName,
     Request,
     TensorReply,
 )
 from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
+from protocol.model.columns import part_of
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
 from protocol.prepared import Preparable, PreparedRequest
@@ -35,7 +38,15 @@ from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verifier import UNVERIFIED, Blocks, InTime, ResultCheck, Unverified
+from tee_side.protect.verifier import (
+    UNVERIFIED,
+    Blocks,
+    Claim,
+    InTime,
+    ResultCheck,
+    Unverified,
+    rows_of_part,
+)
 from tee_side.remote.call import CallPlan, carry_out
 from tee_side.remote.linear import CallSettings
 from tee_side.remote.registered import RunParts
@@ -100,7 +111,8 @@ class RemoteLMHead:
         unverified = placement.verify == "none"
         check: ResultCheck | Unverified = UNVERIFIED
         if not unverified:
-            check = FloatProductCheck(_held(self._check), tolerance, lambda _: _lm_head(parts))
+            blocks = partial(_lm_head, parts)
+            check = FloatProductCheck(_held(self._check), tolerance, blocks)
         config, dtype = parts.config, parts.dtype
         return lm_head_call(config, dtype, layer, placement.mask, check, settings, randomness)
 
@@ -268,20 +280,26 @@ class EmbeddingCheck:
         """Say whether these are the rows of the table, which -0.0 for 0.0 is, too."""
         return torch.equal(embedding(x, self._table_VD), y)
 
-    def wrong(self, answers: Sequence[tuple[Request, Tensor]], in_time: InTime) -> Sequence[int]:
-        """See `ResultCheck.wrong`."""
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`. The output of a part is its own: zeros for other parts' ids."""
         return [
             index
-            for index, (request, y) in enumerate(answers)
+            for index, (request, y, part) in enumerate(claims)
             if not isinstance(request, EmbeddingRequest)
-            or not self.holds(to_torch(request.input_ids), y, ())
+            or not torch.equal(self._rows_of(to_torch(request.input_ids), part), y)
         ]
 
+    def _rows_of(self, ids: Tensor, part: Columns) -> Tensor:
+        mine = part_of(len(self._table_VD), *part)
+        theirs = (ids < mine.start) | (ids >= mine.stop)
+        return embedding(ids, self._table_VD).masked_fill(theirs[..., None], 0)
 
-def _lm_head(parts: RunParts) -> Blocks:
-    """Yield the LM head [n, D], never all of it at once."""
+
+def _lm_head(parts: RunParts, _: Sequence[ModuleName], part: Columns) -> Blocks:
+    """Yield a part of the LM head [n, D], never all of it at once."""
     name = lm_head_name(parts.config)
-    for rows, block in parts.checkpoint.blocks(name, light_tensors(parts.config)[name]):
+    shape = light_tensors(parts.config)[name]
+    for rows, block in rows_of_part(parts.checkpoint, name, shape, part):
         yield rows, block.to(parts.dtype)
 
 
@@ -341,10 +359,10 @@ class ProductCheck:
         """Say whether y is the product of both operands."""
         return product_holds(*x, y, self._tolerance, self._randomness)
 
-    def wrong(self, answers: Sequence[tuple[Request, Tensor]], in_time: InTime) -> Sequence[int]:
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
         """See `ResultCheck.wrong`."""
         near, wrong = self._tolerance.of_answers(), []
-        for index, (request, y_BMN) in enumerate(answers):
+        for index, (request, y_BMN, _) in enumerate(claims):
             if not isinstance(request, MatmulRequest):
                 raise LookupError(f"an answer to {request.method} of an attention product")
             a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)

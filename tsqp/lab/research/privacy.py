@@ -9,6 +9,17 @@ import torch
 _HALVINGS = 80
 
 
+def rows_epsilon(longest: float, rows: int, sigma: float, delta: float) -> float:
+    """Return epsilon at `delta` of noise of deviation `sigma`; infinite where that is 0.
+
+    Neighbours: `rows` of all rows that ever cross differ, each at most `longest` long, so together
+    by 2 sqrt(rows) longest. Gaussian noise composes so: arXiv 1905.02383.
+    """
+    if sigma == 0:
+        return math.inf
+    return gaussian_epsilon(2 * math.sqrt(rows) * longest / sigma, delta)
+
+
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Return the smallest epsilon at `delta` of Gaussian noise; `mu`: sensitivity / deviation.
 

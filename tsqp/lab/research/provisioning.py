@@ -1,9 +1,10 @@
-"""Makes the weights that the server of a feature mask may hold, and the key that stays behind.
+"""Makes the weights that the server of a mask may hold, and the key that stays behind.
 
-The server's directory has the transformed linear weights and `config.json`, for the sizes. It has
-no tokenizer, embedding, LM head or norms: the server needs none of them, and each would help to
-match its weights with the public ones. Biases are zero: they are added in the TEE, and the real
-ones beside outputs would tell how the outputs are mapped.
+Under a feature mask the server's directory has the transformed linear weights and `config.json`,
+for the sizes. It has no tokenizer, embedding, LM head or norms: the server needs none of them, and
+each would help to match its weights with the public ones. Biases are zero: they are added in the
+TEE, and the real ones beside outputs would tell how the outputs are mapped. A segment mask's
+server computes whole layers: see `segment_weights` for what it gets.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpu_side.provision import Provision, write_provision
+from gpu_side.provision import Holds, Provision, write_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import (
+    EMBEDDING,
     INDEX_FILE,
     Checkpoint,
     light_tensors,
@@ -32,24 +36,34 @@ from protocol.model.checkpoint import (
     module_name,
     norm_names,
 )
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig, read_config, read_json
 from protocol.model.identity import linear_digest, model_digest
 from protocol.model.weights import CPU, load_linear, load_tensor
-from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.protect.masks.mask import FeatureMask, Mask, ProvisionedMask
 from tee_side.protect.randomness import KEY_BYTES
-from tsqp.lab.research.feature_key import GAINS, FeatureKey, site_transform
+from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
+from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.segment_rotation import SegmentRotation
+from tsqp.lab.research.segment_weights import as_stored, segment_shards
 
 CONFIG_FILE = "config.json"
 
 Progress = Callable[[int, int], None]
+# Makes one shard's tensors.
+Shard: TypeAlias = Callable[[], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Provisioned:
-    """What was made: layers, the bytes of their weights, and the key."""
+    """What was made: of which model, the bytes of the weights, what they are, and the key.
+
+    `noise`: what that of the mask guarantees, None without any.
+    """
 
     config: ModelConfig
     weight_bytes: int
+    holds: Holds
+    noise: str | None
     key: FeatureKey
 
 
@@ -60,18 +74,19 @@ def provision(
     key_path: Path,
     progress: Progress | None = None,
 ) -> Provisioned:
-    """Transform a model's linear weights for a server, and write the key that undoes it.
+    """Transform a model's weights for a server, and write the key that undoes it.
 
-    One layer is in memory at a time, in the model's dtype, and one operator of it in float64.
-    `progress(done, total)` is called after every layer. A run that fails leaves nothing behind.
+    One layer is in memory at a time, in the model's dtype, and one operator of it in float64, or
+    the LM head, twice. `progress(done, total)` is called after every layer, and the LM head. A run
+    that fails leaves nothing behind.
 
-    Raises, before any work: MaskError for a mask that is no feature mask, FeatureKeyError for a key
+    Raises, before any work: MaskError for a mask of another kind, FeatureKeyError for a key
     that exists or would lie in the server's directory, ModelError for a server directory that is
     not empty, or a model that is not complete. MaskError and ModelError that name a tensor later.
 
     GPU side gets: `server_dir`, and must not get `key_path`.
     """
-    feature = _feature_mask(mask)
+    checked = _provisioned_mask(mask)
     server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
     _check_outputs(server_dir, key_path)
     config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
@@ -79,34 +94,41 @@ def provision(
     checkpoint.refuse_extra(config)
 
     # Beside the directory that it becomes: a rename within a file system is one step.
-    partial = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
+    draft = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
     seed = secrets.token_bytes(KEY_BYTES)
     try:
-        partial.mkdir()
-        shutil.copyfile(model_dir / CONFIG_FILE, partial / CONFIG_FILE)
-        weight_bytes = _write_weights(config, checkpoint, feature, seed, partial, progress)
+        draft.mkdir()
+        shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
+        holds, shards = _shards(config, checkpoint, checked, seed)
+        if holds == "model" and config.tie_word_embeddings:
+            _untie(draft / CONFIG_FILE)
+        weight_bytes = _write_weights(shards, draft, progress)
         key = FeatureKey.bind(
-            mask=feature.name,
-            options=feature.model_dump(mode="json"),
+            mask=checked.name,
+            options=checked.model_dump(mode="json"),
             seed=seed.hex(),
             model_digest=model_digest(config, checkpoint),
             linear_digest=linear_digest(config, checkpoint),
-            server_linear_digest=linear_digest(config, Checkpoint(partial)),
+            server_linear_digest=linear_digest(config, Checkpoint(draft)),
         )
-        write_provision(partial, Provision(mask=feature.name, provision_id=key.provision_id))
-        _publish(partial, server_dir, key, key_path)
+        marker = Provision(mask=checked.name, provision_id=key.provision_id, holds=holds)
+        write_provision(draft, marker)
+        _publish(draft, server_dir, key, key_path)
     finally:
         # Not there any more where all went well.
-        shutil.rmtree(partial, ignore_errors=True)
-    return Provisioned(config, weight_bytes, key)
+        shutil.rmtree(draft, ignore_errors=True)
+    return Provisioned(config, weight_bytes, holds, _noise(checked, config, checkpoint), key)
 
 
-def _feature_mask(mask: Mask) -> FeatureMask:
-    if not isinstance(mask, FeatureMask):
+def _provisioned_mask(mask: Mask) -> ProvisionedMask:
+    if not isinstance(mask, ProvisionedMask):
         raise MaskError(
-            f"mask {mask.name}", got=f"a mask of kind {mask.kind}", expected="one of kind feature"
+            f"mask {mask.name}",
+            got=f"a mask of kind {mask.kind}",
+            expected="one of kind feature or segment",
         )
-    if missing := [operator for operator in FUSED_MODULES if not mask.supports(operator)]:
+    linear = FUSED_MODULES if isinstance(mask, FeatureMask) else ()
+    if missing := [operator for operator in linear if not mask.supports(operator)]:
         raise MaskError(
             f"mask {mask.name}",
             got=f"no support for {', '.join(missing)}",
@@ -147,39 +169,71 @@ def _check_outputs(server_dir: Path, key_path: Path) -> None:
         raise ModelError(str(server_dir), got="files in it", expected="a new or an empty directory")
 
 
-def _write_weights(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    mask: FeatureMask,
-    seed: bytes,
-    directory: Path,
-    progress: Progress | None,
-) -> int:
-    """Write a shard per layer and their index. Return the bytes of all tensors."""
-    layers = config.num_hidden_layers
+def _shards(
+    config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask, seed: bytes
+) -> tuple[Holds, list[Shard]]:
+    """Return what the server will hold, and what makes it: a shard per layer, or one more."""
+    if isinstance(mask, FeatureMask):
+        layers = range(config.num_hidden_layers)
+        return "linears", [partial(_linears, config, checkpoint, mask, seed, n) for n in layers]
+    keyed = keyed_segment(mask, config, seed)
+    shards = segment_shards(config, checkpoint, mask, keyed)
+    return "model" if mask.hides_head else "layers", shards
+
+
+def _noise(mask: Mask, config: ModelConfig, checkpoint: Checkpoint) -> str | None:
+    """Say what the noise of a mask guarantees for this model; None without noise."""
+    if isinstance(mask, FeatureRotation) and mask.sigma > 0:
+        return mask.statement(config.hidden_size)
+    if isinstance(mask, SegmentRotation) and mask.sigma > 0:
+        rows = checkpoint.blocks(EMBEDDING, (config.vocab_size, config.hidden_size))
+        return mask.statement(max(float(block.float().norm(dim=1).max()) for _, block in rows))
+    return None
+
+
+def _untie(path: Path) -> None:
+    """Have a copied configuration say that the LM head has a weight of its own."""
+    text = json.dumps(read_json(path) | {"tie_word_embeddings": False}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _write_weights(shards: list[Shard], directory: Path, progress: Progress | None) -> int:
+    """Write the shards and their index. Return the bytes of all tensors."""
     weight_map: dict[str, str] = {}
     total = 0
-    for layer in range(layers):
-        tensors: dict[str, torch.Tensor] = {}
-        for operator in FUSED_MODULES:
-            tensors |= _transformed(config, checkpoint, mask, seed, layer, operator)
-        shard = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
-        try:
-            save_file(tensors, directory / shard, metadata={"format": "pt"})
-        except SafetensorError as error:
-            # Which is how the library says that a disk is full.
-            raise ModelError(
-                str(directory / shard), got=str(error)[:160], expected="a file that can be written"
-            ) from None
+    for done, shard in enumerate(shards, 1):
+        name = f"model-{done:05d}-of-{len(shards):05d}.safetensors"
+        sizes = _save(shard(), directory / name)
         # The library writes for its owner alone; the service may run as another user.
-        (directory / shard).chmod((directory / CONFIG_FILE).stat().st_mode & 0o777)
-        weight_map |= dict.fromkeys(tensors, shard)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        (directory / name).chmod((directory / CONFIG_FILE).stat().st_mode & 0o777)
+        weight_map |= dict.fromkeys(sizes, name)
+        total += sum(sizes.values())
         if progress is not None:
-            progress(layer + 1, layers)
+            progress(done, len(shards))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
+    """Write a shard. Return the bytes of its tensors."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # Which is how the library says that a disk is full.
+        raise ModelError(
+            str(path), got=str(error)[:160], expected="a file that can be written"
+        ) from None
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _linears(
+    config: ModelConfig, checkpoint: Checkpoint, mask: FeatureMask, seed: bytes, layer: int
+) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for operator in FUSED_MODULES:
+        tensors |= _transformed(config, checkpoint, mask, seed, layer, operator)
+    return tensors
 
 
 def _transformed(
@@ -199,14 +253,7 @@ def _transformed(
     tensors: dict[str, torch.Tensor] = {}
     for module, rows in plain.rows.items():
         name = f"{module_name(layer, module)}.weight"
-        # From float64, so never a view of it.
-        tensors[name] = weight[rows].to(checkpoint.rows(name, 0, 1).dtype).contiguous()
-        if not bool(tensors[name].isfinite().all()):
-            raise ModelError(
-                f"{checkpoint.directory}: {name}",
-                got="values that are not finite, transformed",
-                expected=f"weights that mask {mask.name} leaves within {tensors[name].dtype}",
-            )
+        tensors[name] = as_stored(checkpoint, mask, name, weight[rows])
         if module in config.biased_modules:
             bias = f"{module_name(layer, module)}.bias"
             tensors[bias] = torch.zeros(len(tensors[name]), dtype=checkpoint.rows(bias, 0, 1).dtype)
@@ -223,7 +270,7 @@ def _gain(
     return load_tensor(checkpoint, name, light_tensors(config)[name], dtype=torch.float32)
 
 
-def _publish(partial: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> None:
+def _publish(draft: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> None:
     """Write the key, then let the directory appear under its name, in one step.
 
     In this order because a directory without its key is worthless and does not look so: an operator
@@ -232,7 +279,7 @@ def _publish(partial: Path, server_dir: Path, key: FeatureKey, key_path: Path) -
     """
     key.save(key_path)
     try:
-        partial.rename(server_dir)
+        draft.rename(server_dir)
     except BaseException as error:
         key_path.unlink(missing_ok=True)
         if isinstance(error, OSError):

@@ -110,6 +110,8 @@ def settings(policies: Sequence[str] = ("tee-only",), **given: Any) -> run.PlanS
         (["demo", "--link", "10,inf"], ["link.rtt_us", "inf"]),
         (["demo", "--tee-cores", "0"], ["tee-cores"]),
         (["demo", "--batch", "0"], ["batch"]),
+        (["demo", "--columns", "65"], ["columns"]),
+        (["demo", "--tensor-parallel", "2", "--columns", "2"], ["--tensor-parallel", "--columns"]),
         (["demo", "--spin-us", "nan"], ["spin-us"]),
         (["demo", "--prompt-tokens", "100000"], ["--prompt-tokens", "100001"]),
         (["demo", "--context", "100000"], ["--context", "the model's context"]),
@@ -139,6 +141,12 @@ def test_bad_input_is_refused_before_any_work(
     assert result.exit_code != 0
     for fragment in fragments:
         assert fragment in text
+
+
+def test_segments_are_for_bench() -> None:
+    with pytest.raises(SettingsError) as caught:
+        run.Planning(settings(["clear-segment"], shape="tinyllama-1.1b"), print)
+    assert (caught.value.where, caught.value.got) == ("policy clear-segment", "segments")
 
 
 def test_a_policy_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:

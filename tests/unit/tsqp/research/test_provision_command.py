@@ -10,9 +10,12 @@ from click.testing import CliRunner, Result
 
 from gpu_side.provision import read_provision
 from protocol.errors import FeatureKeyError, MaskError, SettingsError, TsqpError
+from tee_side.protect.masks.mask import SegmentMask
 from tsqp.cli.provision import provision
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.segment_permutation import SegmentPermutation
+from tsqp.lab.research.segment_rotation import SegmentRotation
 
 
 def _run(tmp_path: Path, *arguments: str, mask: str = "feature-rotation") -> Result:
@@ -46,6 +49,32 @@ def test_options_of_the_mask_are_in_the_key(tmp_path: Path) -> None:
     mask = FeatureRotation(block=32, sigma=0.5)
     assert FeatureKey.load(tmp_path / "key").options == mask.model_dump()
     assert f"noise: {mask.statement(192)}" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("mask", "kept"),
+    [
+        (SegmentPermutation, "embedding"),
+        (SegmentRotation, "embedding, norms and LM head"),
+    ],
+)
+def test_of_whole_layers_it_says_what_the_client_keeps(
+    tmp_path: Path, mask: type[SegmentMask], kept: str
+) -> None:
+    result = _run(tmp_path, mask=mask.name)
+    assert result.exit_code == 0, result.output
+    _, _, client, hidden = result.stdout.splitlines()
+    assert client == (
+        f"the client keeps of demo: config.json, the tokenizer, {kept}; the server must get neither"
+        " these nor the key"
+    )
+    assert hidden == f"{mask.name} is known not to hide: {mask.known_break}"
+
+
+def test_noise_of_whole_layers_is_stated(tmp_path: Path) -> None:
+    result = _run(tmp_path, "--option", "sigma=0.5", mask="cloak-segment")
+    (noise,) = (line for line in result.stdout.splitlines() if line.startswith("noise: "))
+    assert noise.startswith("noise: a segment from layer 0: epsilon ")
 
 
 def test_a_mask_of_the_users_own_is_found_by_path(tmp_path: Path) -> None:
@@ -85,7 +114,10 @@ def test_bad_options_are_refused_by_name(
 
 def test_masks_that_need_no_provisioning_are_refused(tmp_path: Path) -> None:
     error = _refusal(MaskError, tmp_path, mask="pad")
-    assert (error.got, error.expected) == ("a mask of kind additive", "one of kind feature")
+    assert (error.got, error.expected) == (
+        "a mask of kind additive",
+        "one of kind feature or segment",
+    )
     _refusal(MaskError, tmp_path, mask="nope")
 
 

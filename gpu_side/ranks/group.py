@@ -1,0 +1,139 @@
+"""Messages between the ranks, over gloo.
+
+A message is a header and a payload. Both go in one tensor of fixed size where they fit, so that a
+row of most models takes one message; a longer payload follows in a tensor of its own. Results have
+sizes that both ends know, and go without a header.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from gpu_side.ranks.place import OPTION, Place
+from protocol.errors import SettingsError
+from protocol.tensors import Buffer
+
+if TYPE_CHECKING:
+    Works: TypeAlias = list[dist.Work]
+
+# Of the first tensor of a message.
+MESSAGE_BYTES = 16 * 1024
+# Ranks find each other before they read weights, which takes no time.
+JOIN_S = 120.0
+_LOOK_S = 0.02
+# How long a rank waits for the next request. It ends with the head's connection, not by this.
+IDLE = timedelta(days=3650)
+# Lengths of header and payload.
+_HEAD = struct.Struct("<QQ")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Group:
+    """The ranks, as one of them has it. Methods raise RuntimeError where another rank is gone."""
+
+    def __init__(
+        self, place: Place, file: Path | None, gone: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for the others, `JOIN_S` at most and not where `gone` says that it is of no use.
+
+        `file`: see `gpu_side.ranks.job.RankJob.store`. Raises RuntimeError then, and SettingsError
+        for a torch without gloo.
+        """
+        if not (dist.is_available() and dist.is_gloo_available()):
+            raise SettingsError(OPTION, got="a torch without gloo", expected="one that has it")
+        timeout = timedelta(seconds=JOIN_S)
+        if file is not None or os.environ.get("MASTER_ADDR") in _LOOPBACK:
+            # gloo would listen at the address that the host's name has.
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        if file is None:
+            dist.init_process_group("gloo", timeout=timeout)
+        else:
+            store = dist.FileStore(str(file), place.ranks)  # type: ignore[attr-defined]
+            _meet(store, place, gone)
+            dist.init_process_group(
+                "gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=timeout
+            )
+        self._others = [rank for rank in range(place.ranks) if rank != place.rank]
+        memory = bytearray(MESSAGE_BYTES)
+        self._memory, self._view = bytes_tensor(memory), memoryview(memory)
+
+    def send(self, header: bytes, payload: Buffer, to: list[int]) -> Works:
+        """Begin to send a message; all works are to have ended before the next one.
+
+        `header`: some hundred bytes. The payload stays as it is until then.
+        """
+        begin, size = _HEAD.size + len(header), len(payload)
+        self._view[: _HEAD.size] = _HEAD.pack(len(header), size)
+        self._view[_HEAD.size : begin] = header
+        tensors = [self._memory]
+        if begin + size <= MESSAGE_BYTES:
+            self._view[begin : begin + size] = payload
+        else:
+            tensors.append(bytes_tensor(payload))
+        return [_there(dist.isend(tensor, rank)) for rank in to for tensor in tensors]
+
+    def receive(self, source: int, within: timedelta) -> tuple[bytes, memoryview]:
+        """Return the next message's header and payload, which is valid until the next one."""
+        _there(dist.irecv(self._memory, source)).wait(within)
+        header_bytes, size = _HEAD.unpack_from(self._view)
+        begin = _HEAD.size + header_bytes
+        header = bytes(self._view[_HEAD.size : begin])
+        if begin + size <= MESSAGE_BYTES:
+            return header, self._view[begin : begin + size]
+        payload = bytearray(size)
+        dist.recv(bytes_tensor(payload), source)
+        return header, memoryview(payload)
+
+    def send_result(self, result: Buffer, to: int) -> None:
+        """Send bytes whose number the other end knows."""
+        dist.send(bytes_tensor(result), to)
+
+    def begin_results(self, buffers: list[torch.Tensor]) -> Works:
+        """Begin to receive a result from each other rank, in order, into contiguous tensors."""
+        return [
+            _there(dist.irecv(buffer.view(-1).view(torch.uint8), rank))
+            for rank, buffer in zip(self._others, buffers, strict=True)
+        ]
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return self._others
+
+    @staticmethod
+    def leave() -> None:
+        """Close the connections."""
+        dist.destroy_process_group()
+
+
+def _meet(store: Any, place: Place, gone: Callable[[], bool]) -> None:
+    """Wait until all ranks run: of torch's own wait nothing is told that one has ended."""
+    store.set(f"here/{place.rank}", "")
+    everybody = [f"here/{rank}" for rank in range(place.ranks)]
+    until = time.monotonic() + JOIN_S
+    while not store.check(everybody):
+        if gone() or time.monotonic() > until:
+            raise RuntimeError("a rank that does not come")
+        time.sleep(_LOOK_S)
+
+
+def bytes_tensor(data: Buffer) -> torch.Tensor:
+    """View bytes as a tensor; of read-only ones, which torch must not alias, return a copy."""
+    writable = isinstance(data, bytearray) or (isinstance(data, memoryview) and not data.readonly)
+    return torch.frombuffer(data if writable else bytearray(data), dtype=torch.uint8)
+
+
+def _there(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("a rank that is not of the group")
+    return work

@@ -1,0 +1,240 @@
+"""The head: sends each product to the other ranks, and puts their columns beside its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import torch
+
+from gpu_side.ranks.group import Group
+from gpu_side.ranks.job import RankJob
+from gpu_side.ranks.processes import RankProcesses, how_it_ended
+from gpu_side.ranks.worker import kernels_of, wait_for
+from gpu_side.replies import Kernel, Result
+from gpu_side.served_model import ServedModel
+from gpu_side.stop_signal import StopSignal
+from gpu_side.tasks import Computed, RequestChecker, Task
+from gpu_side.transport.listener import Incoming
+from gpu_side.weights import ServiceWeights
+from protocol.encoding import request_template
+from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol.header_numbers import REQUEST
+from protocol.messages import (
+    MAX_TIMEOUT_MS,
+    EmbeddingRequest,
+    LMHeadRequest,
+    MatmulRequest,
+    RingLMHeadRequest,
+    TensorReply,
+    tensor_reply,
+)
+from protocol.model.columns import WHOLE
+from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
+
+log = logging.getLogger("gpu_service")
+
+# How long the others may go on loading when the head has loaded, and computing when it has its own
+# part: so long, and so many times what the head took. A rank that hangs must not hang the service.
+LOAD_S = 600.0
+COMPUTE_S = 60.0
+_TIMES = 10.0
+
+
+class Ranks:
+    """The other ranks, from the head.
+
+    `failure`: what one of them has done wrong; from then on requests are refused, and the service
+    is told to stop.
+    """
+
+    def __init__(self, job: RankJob, stop: StopSignal, *, starts_them: bool) -> None:
+        self._processes = RankProcesses(job.place.ranks) if starts_them else None
+        store = None if self._processes is None else self._processes.store
+        self.job = job.model_copy(update={"store": store})
+        self.failure: EndpointError | None = None
+        self._stop = stop
+        self._group: Group | None = None
+        self._ending = False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the others, where that is ours to do. In the main thread."""
+        if self._processes is not None:
+            self._processes.start(self.job, self._has_ended)
+
+    def join(self) -> bool:
+        """Wait until the others are there; False if told to stop before. Raises EndpointError."""
+        stop = self._stop
+        try:
+            self._group = Group(self.job.place, self.job.store, lambda: stop.requested)
+        except RuntimeError:
+            if stop.requested and self.failure is None:
+                return False
+            raise self.fail(None, "no answer") from None
+        return True
+
+    def served(self, weights: ServiceWeights) -> RankWeights:
+        """Return what all of them hold, once the others have loaded. Raises EndpointError."""
+        group, expected = self._joined, self.job.holds(weights)
+        for rank in group.others:
+            with self._of_others("no weights"):
+                said, _ = group.receive(rank, timedelta(seconds=LOAD_S))
+            if said != expected:
+                raise self.fail(rank, "other weights than ours")
+        return RankWeights(self, weights)
+
+    def compute(
+        self,
+        header: bytes,
+        request: WireTensor,
+        buffers: list[torch.Tensor],
+        own: Callable[[], Result],
+    ) -> torch.Tensor:
+        """Send a request, compute our own part, and return it when the others' are in `buffers`.
+
+        Raises ProtocolError where one of them is gone; what our own part raises.
+        """
+        with self._of_requests():
+            sent = self._joined.send(header, request.data, self._joined.others)
+            coming = self._joined.begin_results(buffers)
+        began = time.monotonic()
+        try:
+            reply, working = own()
+            wait_for(working)
+        finally:
+            # Also where we have failed: the next message must find all of them waiting for it.
+            limit = timedelta(seconds=COMPUTE_S + _TIMES * (time.monotonic() - began))
+            with self._of_requests():
+                for work in sent + coming:
+                    work.wait(limit)
+        if not isinstance(reply, TensorReply):
+            raise TypeError("a reply that is no tensor")
+        return to_torch(reply.output)
+
+    def fail(self, rank: int | None, got: str) -> EndpointError:
+        """Note the first failure, tell the service to stop, and return what has failed."""
+        with self._lock:
+            if self.failure is None:
+                where = "a rank" if rank is None else f"rank {rank}"
+                self.failure = EndpointError(where, got=got, expected="one that goes on")
+                fields = {"rank": "unknown" if rank is None else rank, "got": got}
+                log.error("rank_failed", extra={"fields": fields})
+        self._stop.request(0, None)
+        return self.failure
+
+    def close(self) -> None:
+        """Tell the others to end, wait for it, and leave the group."""
+        self._ending = True
+        at_once = self.failure is not None or self._group is None
+        if self._group is not None and not at_once:
+            try:
+                for work in self._group.send(b"", b"", self._group.others):
+                    work.wait(timedelta(seconds=COMPUTE_S))
+            except RuntimeError:
+                at_once = True
+        if self._processes is not None:
+            self._processes.stop(at_once=at_once)
+        if self._group is not None:
+            self._group.leave()
+
+    @property
+    def _joined(self) -> Group:
+        if self._group is None:
+            raise RuntimeError("ranks that have not joined")
+        return self._group
+
+    def _has_ended(self, rank: int, status: int) -> None:
+        if not self._ending:
+            self.fail(rank, how_it_ended(status))
+
+    @contextmanager
+    def _of_others(self, got: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            if self._processes is not None and not self._stop.requested:
+                # Its own end says more, and is known in a moment.
+                self._processes.wait_for_an_end()
+            raise self.fail(None, got) from None
+
+    @contextmanager
+    def _of_requests(self) -> Iterator[None]:
+        try:
+            if self.failure is not None:
+                raise RuntimeError("a rank has failed")
+            with self._of_others("no reply"):
+                yield
+        except (RuntimeError, EndpointError):
+            raise ProtocolError(
+                "ranks",
+                got=str(self.failure),
+                expected="all of them",
+                code=ErrorCode.SHUTTING_DOWN,
+            ) from None
+
+
+class RankWeights:
+    """What all ranks hold together. `model`: the whole; `kernels`: compute with all of it."""
+
+    def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
+        self.model: ServedModel = replace(weights, columns=WHOLE, ranks=ranks.job.place.ranks)
+        self.kernels = RankKernels(ranks, weights)
+
+
+class RankKernels:
+    """Products by all ranks; what needs no weight, by the head alone."""
+
+    def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
+        self._ranks = ranks
+        self._own = kernels_of(weights, ranks.job.spin_us)
+        count = ranks.job.place.ranks
+        self._parts = [replace(weights, columns=(rank, count)) for rank in range(count)]
+        self._checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in self._parts]
+
+    def prepare(self, request: Computed, task: Task) -> Kernel:
+        """See `gpu_side.kernels.Kernels.prepare`."""
+        if isinstance(request, MatmulRequest):
+            return self._own.prepare(request, task)
+        tasks = [checker.check(request) for checker in self._checkers]
+        own, dtype = self._own.prepare(request, tasks[0]), torch_dtype(task.dtype)
+        field = next(name for name, value in request if isinstance(value, WireTensor))
+        header = REQUEST.header(request_template(request, [b""]), 1, MAX_TIMEOUT_MS)
+        join = self._join(request)
+
+        def kernel(request: Any, _incoming: Incoming | None) -> Result:
+            others = [torch.empty(part.shape, dtype=dtype) for part in tasks[1:]]
+            first = self._ranks.compute(
+                header, getattr(request, field), others, lambda: own(request, None)
+            )
+            output = WireTensor(task.dtype, task.shape, raw_bytes(join([first, *others])))
+            return tensor_reply({"output": output}), None
+
+        return kernel
+
+    def _join(self, request: Computed) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+        """Return what makes one output of the ranks' parts."""
+        if isinstance(request, EmbeddingRequest):
+            # Each token's row is one rank's, and zeros elsewhere.
+            return lambda parts: reduce(torch.Tensor.add_, parts)
+        if isinstance(request, LMHeadRequest | RingLMHeadRequest | MatmulRequest):
+            return lambda parts: torch.cat(parts, dim=-1)
+        names = request.module_names
+        widths = [[part.part.module_shape(name)[0] for name in names] for part in self._parts]
+
+        def join(parts: list[torch.Tensor]) -> torch.Tensor:
+            of_ranks = [
+                part.split(sizes, dim=-1) for part, sizes in zip(parts, widths, strict=True)
+            ]
+            return torch.cat(
+                [piece for module in zip(*of_ranks, strict=True) for piece in module], dim=-1
+            )
+
+        return join

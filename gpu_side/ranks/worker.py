@@ -1,0 +1,124 @@
+"""A rank that is not the head: computes its part of every request, until the head ends.
+
+Any failure ends it, and so the service: the head would wait for its part otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from gpu_side.clock import wait_until
+from gpu_side.cuda.kernels import CudaKernels
+from gpu_side.devices import NullDevice, parse_device
+from gpu_side.encoding import RequestReader
+from gpu_side.kernels import Kernels, TorchKernels
+from gpu_side.ranks.group import IDLE, Group
+from gpu_side.ranks.job import RankJob
+from gpu_side.replies import Kernel, Working
+from gpu_side.tasks import Computed, RequestChecker
+from gpu_side.weights import ServiceWeights, check_integers
+from protocol import native
+from protocol.errors import EndpointError, TsqpError
+from protocol.messages import Request, TensorReply
+from protocol.model.config import read_config
+
+_HEAD = 0
+_PR_SET_PDEATHSIG = 1
+
+
+def work(job: RankJob) -> None:
+    """Serve the head until it ends.
+
+    Raises EndpointError where it is lost, ModelError, KernelError and SettingsError while loading.
+    """
+    place = job.place
+    # Sent to all processes of a terminal, or of torchrun: the head says when it has done what it
+    # has taken.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if job.store is None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        _serve(Group(place, job.store), job)
+    except RuntimeError as error:
+        where, expected = f"rank {place.rank}", "a head that goes on, and a product"
+        raise EndpointError(where, got=str(error), expected=expected) from error
+
+
+def _serve(group: Group, job: RankJob) -> None:
+    place = job.place
+    native.set_up(job.kernels, job.threads or place.threads)
+    device = parse_device(place.device(job.device))
+    if isinstance(device, NullDevice):
+        raise TypeError("a null device that computes")
+    if "int8" in job.arithmetic:
+        check_integers(read_config(job.model), device)
+    weights = job.load(device)
+    for sent in group.send(job.holds(weights), b"", [_HEAD]):
+        sent.wait()
+    with torch.inference_mode():
+        _answer(group, weights, job)
+    group.leave()
+
+
+def kernels_of(weights: ServiceWeights, spin_us: float) -> Kernels:
+    """Return what computes a rank's part."""
+    return (CudaKernels if weights.device.type == "cuda" else TorchKernels)(weights, spin_us)
+
+
+def wait_for(working: Working | None) -> None:
+    """Wait until an accelerator is done. Raises RuntimeError where it has failed."""
+    while working is not None and (ends_ns := working.ends_ns()) > time.perf_counter_ns():
+        wait_until(ends_ns)
+
+
+def _answer(group: Group, weights: ServiceWeights, job: RankJob) -> None:
+    kernels = kernels_of(weights, job.spin_us)
+    checker = RequestChecker(weights, job.max_message_bytes)
+
+    def prepare(request: Request) -> Kernel:
+        if not isinstance(request, Computed):
+            raise TypeError("a request that the head answers")
+        return kernels.prepare(request, checker.check(request))
+
+    reader = RequestReader(job.max_message_bytes, prepare)
+    while True:
+        header, payload = group.receive(_HEAD, IDLE)
+        if not header:
+            return
+        request, kernel = reader.read(reader.open([memoryview(header), payload]))
+        reply, working = kernel(request, None)
+        wait_for(working)
+        if not isinstance(reply, TensorReply):
+            raise TypeError("a reply that is no tensor")
+        group.send_result(reply.output.data, _HEAD)
+
+
+def _end_with(parent: int) -> None:
+    """Have this process get SIGTERM when the head ends, however it does; Linux only.
+
+    Elsewhere, and from then on where weights have been read, it ends with the connection.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # too late to be told
+            sys.exit("the head has ended")
+
+
+def main(parent: str, job: str) -> None:
+    """Entry point of a process that the head has started."""
+    _end_with(int(parent))
+    given = RankJob.model_validate_json(job)
+    try:
+        work(given)
+    except TsqpError as error:
+        sys.exit(f"gpu-service rank {given.place.rank}: error: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

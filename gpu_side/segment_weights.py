@@ -1,0 +1,137 @@
+"""What whole layers need beside their linear weights: norms, the order of RoPE's pairs, an LM head.
+
+From a model's own directory, or from one that a segment mask has transformed for a server
+(`gpu_side.provision`): there norms of queries and keys may differ by head, and RoPE's pairs may
+stand in another order in each key/value head and its query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from protocol.errors import ModelError
+from protocol.model.checkpoint import FINAL_NORM, Checkpoint, norm_names
+from protocol.model.config import ModelConfig
+from protocol.model.weights import load_tensor
+
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Of one layer, before attention and MLP [D]; of a query [K, G, C] and a key [K, 1, C].
+
+    Of those that all heads share, the axes of the heads are 1. `order`: see
+    `gpu_side.segment_rope.reordered`.
+    """
+
+    attention: torch.Tensor
+    mlp: torch.Tensor
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    order: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWeights:
+    """Norms by layer; where they are held, the final norm and the LM head behind the last one."""
+
+    layers: dict[int, LayerNorms]
+    norm: torch.Tensor | None
+    lm_head: torch.Tensor | None
+
+
+def order_name(layer: int) -> str:
+    """Return the name of the tensor that says in which order RoPE's pairs stand."""
+    return f"model.layers.{layer}.self_attn.rope_order"
+
+
+def transformed_tensors(config: ModelConfig, *, head: bool) -> dict[str, tuple[int, ...]]:
+    """Return what a directory of transformed whole layers has beside linear weights, and shapes.
+
+    Without the norms of queries and keys, which may have one of two. `head`: with the final norm
+    and the LM head.
+    """
+    D = config.hidden_size
+    tensors: dict[str, tuple[int, ...]] = {}
+    for layer in range(config.num_hidden_layers):
+        names = norm_names(config, layer)
+        tensors |= {names[name]: (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return tensors | ({FINAL_NORM: (D,), _HEAD: (config.vocab_size, D)} if head else {})
+
+
+def load_segment_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layers: Iterable[int],
+    *,
+    lm_head: torch.Tensor | None,
+    transformed: bool,
+    has_head: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> SegmentWeights:
+    """Read what is there once `Checkpoint.require` has found the tensors.
+
+    `lm_head`: the one that the service has; `transformed`: whether a mask has made the directory.
+    `has_head`: whether the last layer's segment can end with the LM head. Raises ModelError.
+    """
+    H, K, C = config.heads
+    D = config.hidden_size
+
+    def read(name: str, *shape: int) -> torch.Tensor:
+        return load_tensor(checkpoint, name, shape, dtype=dtype, device=device)
+
+    def by_head(name: str | None, heads: int) -> torch.Tensor | None:
+        if name is None:
+            return None
+        shapes = ((C,), (heads, C)) if transformed else ((C,),)
+        found = _read_either(checkpoint, name, shapes).to(device, dtype)
+        return found.view(1, 1, C) if found.dim() == 1 else found.view(K, heads // K, C)
+
+    read_layers = {}
+    for layer in layers:
+        names = norm_names(config, layer)
+        read_layers[layer] = LayerNorms(
+            attention=read(names["input_layernorm"], D),
+            mlp=read(names["post_attention_layernorm"], D),
+            query=by_head(names.get("q_norm"), H),
+            key=by_head(names.get("k_norm"), K),
+            order=_read_order(checkpoint, layer, K, C // 2, device) if transformed else None,
+        )
+    if not has_head:
+        return SegmentWeights(read_layers, None, None)
+    if transformed:
+        lm_head = read(_HEAD, config.vocab_size, D)
+    return SegmentWeights(read_layers, read(FINAL_NORM, D), lm_head)
+
+
+def _read_either(
+    checkpoint: Checkpoint, name: str, shapes: tuple[tuple[int, ...], ...]
+) -> torch.Tensor:
+    """Read a small tensor that has one of these shapes. Raises ModelError."""
+    expected = " or ".join(str(list(shape)) for shape in shapes)
+    where = f"{checkpoint.directory}: {name}"
+    if not checkpoint.holds([name]):
+        raise ModelError(where, got="no such tensor", expected=expected)
+    found = checkpoint.rows(name, 0, max(shape[0] for shape in shapes) + 1)
+    if tuple(found.shape) not in shapes:
+        raise ModelError(where, got=f"shape {list(found.shape)}", expected=expected)
+    return found
+
+
+def _read_order(
+    checkpoint: Checkpoint, layer: int, heads: int, pairs: int, device: torch.device
+) -> torch.Tensor | None:
+    """Read in which order RoPE's pairs stand, int64 [K, C / 2]; None: in the usual one."""
+    name = order_name(layer)
+    if not checkpoint.holds([name]):
+        return None
+    found = _read_either(checkpoint, name, ((heads, pairs),))
+    if not torch.equal(found.sort().values, torch.arange(pairs).to(found.dtype).expand(heads, -1)):
+        where = f"{checkpoint.directory}: {name}"
+        raise ModelError(where, got="other numbers", expected=f"each of 0-{pairs - 1} in each head")
+    return found.to(device, torch.int64)

@@ -1,0 +1,338 @@
+"""What the service's end of HTTP does with a request: a body becomes a message, a reply the answer.
+
+Everything here runs on the event loop of `gpu_side.transport.http_listener`, but where it is said.
+A client is the token that it has shown; without tokens the channel that it says it is, 128 bits
+that no other client knows, and else its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpu_side.encoding import MAX_FRAMES
+from gpu_side.transport.http_keys import digest_of
+from gpu_side.transport.listener import Incoming
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.http_access import CHANNEL_HEADER, CONTENT_TYPE, INSTANCE_HEADER, RPC_PATH
+from protocol.shared_memory import frames_in
+from protocol.stream_wire import longest_bytes, to_pieces
+from protocol.tensors import Buffer
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
+
+log = logging.getLogger("gpu_service")
+
+HEALTH_PATH = "/health"
+# Requests that are being read, wait or are being answered, of all clients.
+MAX_REQUESTS = 256
+# So many times the largest message all clients together may have being read, or waiting to be
+# handed out, and one client one time; bodies up to a size that any client may always have apart.
+RECEIVED_MESSAGES = 2
+ALWAYS_BYTES = 1024 * 1024
+# How long a client may take to send or to read a body: so long, and at this pace.
+BODY_S = 10.0
+LEAST_BYTES_PER_S = 64 * 1024
+_TURN_BYTES = 1024 * 1024
+# The rest of such a body is not read.
+_ENDS_CONNECTION = frozenset({400, 408, 413})
+_CHANNEL = re.compile(b"[0-9a-f]{32}")
+
+
+class _RefusedError(Exception):
+    """A request that gets a status and nothing else."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class _GoneError(Exception):
+    """A client that has closed its connection."""
+
+
+class _Waiting(NamedTuple):
+    """A request that waits for its reply; the future's None is that none will come."""
+
+    incoming: Incoming
+    reply: asyncio.Future[Sequence[Buffer] | None]
+
+
+class Gateway:
+    """An ASGI application. `deliver`: takes a message that has come.
+
+    `tokens`: digests of those that are let in; None: everybody is.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[Incoming], None],
+        max_message_bytes: int,
+        tokens: frozenset[bytes] | None,
+    ) -> None:
+        self.tokens = tokens
+        self.refused = 0
+        # Whether messages are taken; before that the model is loaded.
+        self.is_ready = False
+        self._deliver = deliver
+        self._max_message_bytes = max_message_bytes
+        self._longest = longest_bytes(MAX_FRAMES, max_message_bytes)
+        self._instance = secrets.token_hex(16).encode()
+        self._numbers = count(1)
+        self._underway = 0
+        self._ending = False
+        # By the number in the route: the thread that computes takes from it.
+        self.waiting: dict[bytes, _Waiting] = {}
+        # Of bodies that were not handed out, by client, and in all.
+        self._held: Counter[bytes] = Counter()
+        self._freed = asyncio.Event()
+        # Of replies that were not read, by client; two threads change it.
+        self._unread: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------- for the thread that computes
+
+    def answer(
+        self, route: Sequence[bytes], frames: Sequence[Buffer], loop: asyncio.AbstractEventLoop
+    ) -> bool:
+        """Send a reply; False if its client has gone, or has more than a message not read."""
+        found = self.waiting.pop(route[-1], None)
+        if found is None:
+            return False
+        with self._lock:
+            takes_it = self._unread[found.incoming.client] <= self._max_message_bytes
+        if takes_it:
+            self._count_unread(found.incoming.client, sum(map(len, frames)))
+        loop.call_soon_threadsafe(self._settle, found, frames if takes_it else None)
+        return takes_it
+
+    def _count_unread(self, client: bytes, size: int) -> None:
+        with self._lock:
+            self._unread[client] += size
+            if not self._unread[client]:
+                del self._unread[client]
+
+    # ------------------------------------------------------------------------- on the event loop
+
+    def free(self, incoming: Incoming) -> None:
+        """Take note that a message was handed out."""
+        self._hold(incoming.client, -sum(map(len, incoming.frames)))
+
+    def cut_revoked(self) -> None:
+        """End the requests of clients that are not let in any more."""
+        for number, waiting in list(self.waiting.items()):
+            if self.tokens is not None and waiting.incoming.key not in self.tokens:
+                self.waiting.pop(number, None)
+                self._settle(waiting, None)
+
+    def end(self) -> None:
+        """Take no requests any more; those that wait get no reply."""
+        self._ending = True
+        for number, waiting in list(self.waiting.items()):
+            self.waiting.pop(number, None)
+            self._settle(waiting, None)
+
+    def _settle(self, waiting: _Waiting, frames: Sequence[Buffer] | None) -> None:
+        """Let a request go on; what its client cannot get any more is forgotten."""
+        if not waiting.reply.done():
+            waiting.reply.set_result(frames)
+        elif frames is not None:
+            self._count_unread(waiting.incoming.client, -sum(map(len, frames)))
+
+    async def __call__(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        """Answer one request. Nothing that a client does ends more than its connection."""
+        if scope["type"] != "http":
+            return
+        try:
+            await self._route(scope, receive, send)
+        except _RefusedError as refused:
+            self.refused += 1
+            fields = {"reason": "http", "status": refused.status, "detail": str(refused)}
+            log.warning("dropped", extra={"fields": fields})
+            with suppress(OSError):
+                await self._say(send, refused.status, str(refused))
+        except (_GoneError, OSError, TimeoutError):
+            return  # an answer that is not complete: its connection is closed
+        except Exception:
+            log.exception("http_failed", extra={"fields": {"path": "rpc"}})
+
+    async def _route(
+        self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        path, method = scope["path"], scope["method"]
+        if path == HEALTH_PATH and method in ("GET", "HEAD"):
+            ready = self.is_ready and not self._ending
+            await self._say(send, 200 if ready else 503, "ready" if ready else "not ready")
+            return
+        if path != RPC_PATH:
+            raise _RefusedError(404, f"{RPC_PATH} and {HEALTH_PATH} are all there is")
+        if method != "POST":
+            raise _RefusedError(405, "POST only")
+        headers = dict(scope["headers"])
+        key = b""
+        if self.tokens is not None:
+            key = digest_of(headers.get(b"authorization", b""), self.tokens) or b""
+            if not key:
+                raise _RefusedError(401, "no token that is let in")
+        if self._ending or self._underway >= MAX_REQUESTS:
+            raise _RefusedError(503, "too many requests, or an end")
+        self._underway += 1
+        try:
+            await self._rpc(_name(scope, headers), key, headers, receive, send)
+        finally:
+            self._underway -= 1
+
+    async def _rpc(
+        self,
+        name: bytes,
+        key: bytes,
+        headers: dict[bytes, bytes],
+        receive: ASGIReceiveCallable,
+        send: ASGISendCallable,
+    ) -> None:
+        number = next(self._numbers).to_bytes(8)
+        body = await self._read(key or name, headers, receive)
+        try:
+            frames = frames_in(
+                memoryview(body),
+                f"client {name.hex()}",
+                max_frames=MAX_FRAMES,
+                max_message_bytes=self._max_message_bytes,
+            )
+        except ProtocolError as error:
+            too_large = error.code is ErrorCode.LIMIT_EXCEEDED
+            raise _RefusedError(413 if too_large else 400, str(error)) from None
+        incoming = Incoming((name, number), frames, time.perf_counter_ns(), key)
+        reply: asyncio.Future[Sequence[Buffer] | None] = asyncio.get_running_loop().create_future()
+        self._hold(incoming.client, sum(map(len, frames)))
+        self.waiting[number] = _Waiting(incoming, reply)
+        self._deliver(incoming)
+        # The memory is the loop's from now on.
+        del body, frames, incoming
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                raise _GoneError
+        finally:
+            gone.cancel()
+            reply.cancel()
+            self.waiting.pop(number, None)
+        if (said := reply.result()) is None:
+            raise _RefusedError(503, "a request that gets no reply")
+        try:
+            await self._send(said, send)
+        finally:
+            self._count_unread(key or name, -sum(map(len, said)))
+
+    async def _read(
+        self, client: bytes, headers: dict[bytes, bytes], receive: ASGIReceiveCallable
+    ) -> bytearray:
+        """Read a body. Raises _RefusedError and _GoneError."""
+        said = headers.get(b"content-length", b"")
+        # What is said decides when it is read, and nothing more.
+        size = int(said) if said.isdigit() else self._longest
+        if size > self._longest:
+            raise _RefusedError(413, f"a body of {size} bytes, of {self._longest}")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S) as limit:
+                await self._room(client, size)
+                began = asyncio.get_running_loop().time()
+                try:
+                    while True:
+                        limit.reschedule(began + BODY_S + len(body) / LEAST_BYTES_PER_S)
+                        message = await receive()
+                        if message["type"] != "http.request":
+                            raise _GoneError
+                        body += message.get("body", b"")
+                        if len(body) > self._longest:
+                            raise _RefusedError(413, f"a body of more than {self._longest} bytes")
+                        if not message.get("more_body"):
+                            return body
+                finally:
+                    self._hold(client, -size)
+        except TimeoutError:
+            raise _RefusedError(408, f"{len(body)} bytes of a body, and no more in time") from None
+
+    async def _room(self, client: bytes, size: int) -> None:
+        """Wait until so many bytes may be held."""
+        while size > ALWAYS_BYTES and (
+            self._held[client] + size > self._longest
+            or self._held.total() + size > RECEIVED_MESSAGES * self._longest
+        ):
+            await self._freed.wait()
+        self._hold(client, size)
+
+    def _hold(self, client: bytes, size: int) -> None:
+        if abs(size) <= ALWAYS_BYTES:
+            return
+        self._held[client] += size
+        if size < 0:
+            if not self._held[client]:
+                del self._held[client]
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+    async def _send(self, frames: Sequence[Buffer], send: ASGISendCallable) -> None:
+        pieces, total = to_pieces(frames)
+        async with asyncio.timeout(BODY_S + total / LEAST_BYTES_PER_S):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", CONTENT_TYPE.encode()),
+                        (b"content-length", str(total).encode()),
+                        (b"cache-control", b"no-store"),
+                        (INSTANCE_HEADER.encode(), self._instance),
+                    ],
+                    "trailers": False,
+                }
+            )
+            for piece in pieces:
+                for start in range(0, len(piece), _TURN_BYTES):
+                    part = bytes(memoryview(piece)[start : start + _TURN_BYTES])
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _say(self, send: ASGISendCallable, status: int, text: str) -> None:
+        body = f"{text}\n".encode()
+        headers = [
+            (b"content-type", b"text/plain"),
+            (b"content-length", str(len(body)).encode()),
+            (INSTANCE_HEADER.encode(), self._instance),
+        ]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        if status in _ENDS_CONNECTION:
+            headers.append((b"connection", b"close"))
+        await send(
+            {"type": "http.response.start", "status": status, "headers": headers, "trailers": False}
+        )
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _disconnected(receive: ASGIReceiveCallable) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _name(scope: HTTPScope, headers: dict[bytes, bytes]) -> bytes:
+    """Name a client that need not show a token."""
+    channel = headers.get(CHANNEL_HEADER.encode(), b"")
+    if _CHANNEL.fullmatch(channel):
+        return bytes.fromhex(channel.decode())
+    return ":".join(map(str, scope["client"] or ())).encode()

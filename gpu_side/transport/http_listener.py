@@ -1,0 +1,221 @@
+"""The service's end of HTTP, for hosts that let nothing else through: uvicorn on a thread.
+
+It takes one message a request and answers it with the reply (`gpu_side.transport.http_gateway`);
+`GET /health` says whether messages are taken, without the loop that answers them. Headers are
+bounded by h11; a connection that is silent for too long is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+from gpu_side.transport.http_gateway import Gateway
+from gpu_side.transport.http_keys import HttpKeys
+from gpu_side.transport.listener import Incoming, admits_no_client
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.endpoint import parse_endpoint
+from protocol.errors import EndpointError, SettingsError
+from protocol.tensors import Buffer
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+log = logging.getLogger("gpu_service")
+
+MAX_CONNECTIONS = 512
+# A connection that asks nothing, or does not come to the end of its headers, is cut after so long;
+# where they are so many that others are kept out, sooner.
+IDLE_S = 75
+SILENT_S = 2.0
+_LOOK_S = 0.5
+_BACKLOG = 128
+_CLOSING_S = 1
+_WAKEUP_INTERVAL_MS = 100
+
+
+class HttpListener:
+    """An HTTP server that hands out messages and takes replies. `keys`: see `HttpKeys`.
+
+    Raises EndpointError when the address is malformed, in use or not ours to bind, and
+    SettingsError where the extra `http` is not installed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        keys: HttpKeys | None = None,
+    ) -> None:
+        try:
+            # Not imported, and need not be installed, where the service listens elsewhere.
+            import uvicorn  # noqa: PLC0415
+        except ModuleNotFoundError:
+            expected = "it installed: pip install '.[http]'"
+            raise SettingsError("--http", got="no uvicorn", expected=expected) from None
+        keys = keys or HttpKeys()
+        self._socket, self.endpoint = _bound(endpoint, keys)
+        self._arrived: deque[Incoming] = deque()
+        self._ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._gateway = Gateway(self._take, max_message_bytes, keys.tokens)
+        self._loop = asyncio.new_event_loop()
+        self._failed = self._closed = False
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._gateway,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=_CLOSING_S,
+                ssl_certfile=keys.certificate,
+                ssl_keyfile=keys.key,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread.start()
+
+    @property
+    def clients_refused(self) -> int:
+        """See `Listener.clients_refused`: of requests, as each may be another client's."""
+        return self._gateway.refused
+
+    def allow(self, allowed: frozenset[bytes]) -> None:
+        """See `Listener.allow`; digests of tokens in place of keys."""
+        if self._gateway.tokens is None:
+            raise RuntimeError("a list of clients for a listener without tokens")
+        self._gateway.tokens = allowed
+        with suppress(RuntimeError):  # closed meanwhile
+            self._loop.call_soon_threadsafe(self._gateway.cut_revoked)
+
+    def is_allowed(self, key: bytes) -> bool:
+        """See `Listener.is_allowed`."""
+        return self._gateway.tokens is None or key in self._gateway.tokens
+
+    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
+        """See `Listener.wait`. `wakeup` is looked at a few times a second as well."""
+        self._gateway.is_ready = True
+        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        poll = select.poll()
+        poll.register(self._ready_fd, select.POLLIN)
+        if wakeup is not None:
+            poll.register(wakeup, select.POLLIN)
+        while not self._arrived:
+            if self._failed:
+                raise admits_no_client(self.endpoint)
+            left_ms: float = _WAKEUP_INTERVAL_MS
+            if give_up is not None:
+                left_ms = min(left_ms, max(0.0, 1000 * (give_up - time.monotonic())))
+            files = [file for file, _ in poll.poll(left_ms)]
+            if self._ready_fd in files:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._ready_fd)
+            elif files or (give_up is not None and time.monotonic() >= give_up):
+                return bool(self._arrived)
+        return True
+
+    def receive(self) -> Incoming | None:
+        """See `Listener.receive`. What a client has sent that has gone since is left out."""
+        while self._arrived:
+            incoming = self._arrived.popleft()
+            with suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(self._gateway.free, incoming)
+            if incoming.route[1] in self._gateway.waiting:
+                return incoming
+        return None
+
+    def send(self, route: Sequence[bytes], frames: Sequence[Buffer]) -> bool:
+        """See `Listener.send`."""
+        try:
+            return not self._closed and self._gateway.answer(route, frames, self._loop)
+        except RuntimeError:  # its thread has failed
+            return False
+
+    def close(self) -> None:
+        """See `Listener.close`."""
+        if self._closed:
+            return
+        self._closed = self._server.should_exit = True
+        with suppress(RuntimeError):  # it has failed
+            self._loop.call_soon_threadsafe(self._gateway.end)
+        self._thread.join()
+        self._socket.close()
+        os.close(self._ready_fd)
+
+    # ------------------------------------------------------------------- on the listener's thread
+
+    def _take(self, incoming: Incoming) -> None:
+        self._arrived.append(incoming)
+        os.eventfd_write(self._ready_fd, 1)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except Exception:
+            log.exception("http_failed", extra={"fields": {"lets_in": "nobody"}})
+        finally:
+            if not self._closed:
+                self._failed = True
+                os.eventfd_write(self._ready_fd, 1)
+
+    async def _serve(self) -> None:
+        looking = asyncio.create_task(self._cut_silent())
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            looking.cancel()
+
+    async def _cut_silent(self) -> None:
+        """Cut connections on which no request is under way for too long."""
+        connections = cast("set[H11Protocol]", self._server.server_state.connections)
+        since: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            limit_s = SILENT_S if len(connections) >= MAX_CONNECTIONS else IDLE_S + _LOOK_S
+            idle = [one for one in connections if not one.cycle or one.cycle.response_complete]
+            before, since = since, {}
+            for one in idle:
+                cycle, begun = before.get(one, (one.cycle, now))
+                since[one] = one.cycle, (begun if cycle is one.cycle else now)
+                if now - since[one][1] > limit_s:
+                    one.transport.abort()
+
+
+def _bound(endpoint: str, keys: HttpKeys) -> tuple[socket.socket, str]:
+    """Listen at an address, and say as which URL clients know it. Raises EndpointError."""
+    parsed = parse_endpoint(endpoint, for_bind=True)
+    host, _, port = endpoint.partition("://")[2].rpartition(":")
+    if not parsed.is_http or host != parsed.host or not (port.isdigit() or port == "*"):
+        raise EndpointError(endpoint, got="no HOST:PORT alone", expected="http://HOST:PORT")
+    scheme = "http" if keys.certificate is None else "https"
+    if parsed.scheme == "https" and scheme == "http":
+        expected = "--http-cert and --http-key, or http:// behind what ends TLS"
+        raise EndpointError(endpoint, got="no certificate", expected=expected)
+    address = ("" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port))
+    made = None
+    try:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        made = socket.create_server(address, family=family, backlog=_BACKLOG)
+        # For what it accepts; asyncio sets it only where a socket says that it is TCP's.
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise EndpointError(endpoint, got=got, expected="an address to bind") from None
+    return made, f"{scheme}://{host}:{made.getsockname()[1]}"

@@ -1,0 +1,262 @@
+"""The client's end of HTTP: each request is a POST, whose answer is the reply.
+
+A body is a message as a stream carries it (`protocol.stream_wire`). Requests in flight have a
+connection each, which are kept open and used again; an event loop on a thread of this channel's own
+carries all of them. Neither redirects nor proxies of the environment are followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import httpcore2
+
+from protocol.channel import Exchange
+from protocol.curve import is_exposed
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
+from protocol.endpoint import parse_endpoint
+from protocol.errors import EndpointError, ErrorCode, ProtocolError, SettingsError
+from protocol.http_access import (
+    CHANNEL_HEADER,
+    CONTENT_TYPE,
+    INSTANCE_HEADER,
+    RPC_PATH,
+    HttpAccess,
+)
+from protocol.http_streams import Backend
+from protocol.pending import RECONNECT_S, PendingChannel, Received
+from protocol.shared_memory import frames_in
+from protocol.stream_wire import longest_bytes, to_pieces
+from protocol.tensors import Buffer
+
+# Connections to one service; more requests in flight than these wait for one.
+_MOST_CONNECTIONS = 64
+# Proxies close a connection that is idle for longer than this, often after a minute.
+_IDLE_S = 30.0
+_CONNECT_INTERVAL_S = 0.05
+# A peer that the network has lost is noticed after so long, whatever a request's deadline.
+_LOST_AFTER_S = 10
+_SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_AFTER_S // 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_AFTER_S),
+)
+# What a proxy says for a service that is not there at the moment.
+_ABSENT = frozenset({502, 503, 504})
+_REFUSES_TOKEN = frozenset({401, 403})
+_TIMES_OUT_OR_TOO_LARGE = frozenset({408, 413, 429})
+_FAILED = (httpcore2.NetworkError, httpcore2.ProtocolError)
+
+
+class _LostError(Exception):
+    """A request that has no reply to hope for. `connection`: that of the channel it went out on.
+
+    `is_absent`: by a proxy's word, whose service no request has reached.
+    """
+
+    def __init__(self, connection: int, status: int = 0, is_absent: bool = False) -> None:
+        self.connection, self.status, self.is_absent = connection, status, is_absent
+
+
+class HttpChannel(PendingChannel):
+    """Our client over HTTP/1.1. A request that fails counts as a lost connection, for all others.
+
+    `access`: our token, and by which CAs an https:// service is known. Raises SettingsError for a
+    token that http:// would send over a network, and for a file of CAs that cannot be read.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout_s: float = 30.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        access: HttpAccess | None = None,
+    ) -> None:
+        if not parse_endpoint(endpoint).is_http:
+            raise EndpointError(endpoint, got="no URL", expected="http(s)://HOST:PORT")
+        super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
+        access = access or HttpAccess()
+        if access.token is not None and is_exposed(endpoint):
+            expected = "https://: the token is a secret"
+            raise SettingsError("--http-token", got=f"{endpoint}, in the clear", expected=expected)
+        self._url = endpoint.rstrip("/") + RPC_PATH
+        self._headers: dict[bytes | str, bytes | str] = {
+            CHANNEL_HEADER: secrets.token_hex(16),
+            "accept-encoding": "identity",
+            "content-type": CONTENT_TYPE,
+        }
+        if access.token is not None:
+            self._headers["authorization"] = f"Bearer {access.token}"
+        # Of the process that has answered first.
+        self._instance: bytes | None = None
+        self._why = ""
+        self._requests: dict[int, Future[Received]] = {}
+        self._done: queue.SimpleQueue[Future[Received]] = queue.SimpleQueue()
+        context = _context(access) if endpoint.startswith("https:") else None
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=context,
+            network_backend=Backend(context),
+            max_connections=_MOST_CONNECTIONS,
+            keepalive_expiry=_IDLE_S,
+            socket_options=_SOCKET_OPTIONS,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        try:
+            return super().wait(request_id)
+        finally:
+            self._give_up(request_id)
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        super().abandon(request_id)
+        self._give_up(request_id)
+
+    def _give_up(self, request_id: int) -> None:
+        if (request := self._requests.pop(request_id, None)) is not None:
+            request.cancel()
+
+    def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
+        self._refuse_second_connection(method)
+        body = b"".join(to_pieces(frames)[0])
+        sent_ns = time.perf_counter_ns()
+        exchange = self._exchange(body, self._connection, self._max_reply_bytes)
+        request = asyncio.run_coroutine_threadsafe(exchange, self._loop)
+        self._requests[self._last_id] = request
+        request.add_done_callback(self._note_done)
+        return sent_ns
+
+    def _note_done(self, request: Future[Received]) -> None:
+        if not request.cancelled():
+            self._done.put(request)
+
+    def _receive(self, deadline: float) -> Received | None:
+        while True:
+            left_s = deadline - time.monotonic() if deadline else 0.0
+            try:
+                return self._done.get(left_s > 0, max(0.0, left_s)).result()
+            except queue.Empty:
+                return None
+            except _LostError as lost:
+                # What failed with others that were in flight beside it is no second loss.
+                if lost.connection == self._connection:
+                    self._connection += 1
+                    for request in self._requests.values():
+                        request.cancel()
+                    self._why = f", HTTP status {lost.status}" if lost.status else ""
+                    return None
+
+    def _connection_lost(self, when: str) -> EndpointError:
+        return super()._connection_lost(when + self._why)
+
+    # ------------------------------------------------------------------- on the channel's thread
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pool.aclose()
+        await asyncio.sleep(0)  # what is closed takes its leave
+
+    async def _exchange(self, body: bytes, connection: int, most_bytes: int) -> Received:
+        """Post a request until it is answered. Waits for a service that is not there (yet).
+
+        Raises _LostError, EndpointError for what no repetition mends, and ProtocolError.
+        """
+        give_up = time.monotonic() + RECONNECT_S
+        while True:
+            try:
+                return await self._post(body, connection, most_bytes)
+            except httpcore2.ConnectError as error:
+                if (reason := _tls_reason(error)) is not None:
+                    expected = "a certificate of a trusted CA for this host (--http-ca)"
+                    raise EndpointError(self.endpoint, got=reason, expected=expected) from None
+                status = 0
+            except _LostError as lost:
+                if not lost.is_absent or self._instance is not None:
+                    raise
+                status = lost.status
+            except _FAILED:
+                raise _LostError(connection) from None
+            if self._instance is not None and time.monotonic() >= give_up:
+                raise _LostError(connection, status)
+            await asyncio.sleep(_CONNECT_INTERVAL_S)
+
+    async def _post(self, body: bytes, connection: int, most_bytes: int) -> Received:
+        posted = self._pool.stream("POST", self._url, headers=self._headers, content=body)
+        async with posted as response:
+            self._check(response, connection)
+            received = bytearray()
+            async for piece in response.aiter_stream():
+                received += piece
+                if len(received) > longest_bytes(MAX_REPLY_FRAMES, most_bytes):
+                    raise ProtocolError(
+                        f"reply from {self.endpoint}",
+                        got=f"{len(received)} bytes and more",
+                        expected=f"at most {most_bytes}",
+                        code=ErrorCode.LIMIT_EXCEEDED,
+                    )
+        received_ns = time.perf_counter_ns()
+        limits = {"max_frames": MAX_REPLY_FRAMES, "max_message_bytes": most_bytes}
+        return frames_in(memoryview(received), self.endpoint, **limits), received_ns
+
+    def _check(self, response: httpcore2.Response, connection: int) -> None:
+        """Refuse what is no reply of the service that has answered before. Raises as `_exchange`.
+
+        A host may have several processes behind one URL; ours has passed a handshake.
+        """
+        status = response.status
+        headers = {name.lower(): value for name, value in response.headers}
+        instance = headers.get(INSTANCE_HEADER.encode())
+        if status >= 500 or status in _TIMES_OUT_OR_TOO_LARGE:
+            raise _LostError(connection, status, instance is None and status in _ABSENT)
+        if status != 200 or instance is None:
+            got = f"HTTP status {status}" + (" of another server" if status == 200 else "")
+            refused = "a token that the service lists (--http-token)"
+            expected = refused if status in _REFUSES_TOKEN else "gpu-service --http at this URL"
+            raise EndpointError(self.endpoint, got=got, expected=expected)
+        if self._one_connection and self._instance not in (None, instance):
+            raise _LostError(connection)
+        self._instance = instance
+
+
+def _context(access: HttpAccess) -> ssl.SSLContext:
+    """Return what certificates are verified by. Raises SettingsError."""
+    try:
+        return ssl.create_default_context(cadata=access.ca)
+    except (ssl.SSLError, ValueError):
+        expected = "certificates of CAs, as PEM"
+        raise SettingsError("--http-ca", got="something else", expected=expected) from None
+
+
+def _tls_reason(error: BaseException | None) -> str | None:
+    """Say what was wrong with TLS where that is why a connection failed."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return f"TLS that fails: {getattr(error, 'verify_message', error.reason)}"
+        error = error.__cause__ or error.__context__
+    return None

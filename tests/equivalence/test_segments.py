@@ -1,0 +1,270 @@
+"""Whole layers at a service that keeps the KV cache: transformers' numbers, whatever gets lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import ErrorCode, ProtocolError, ReplyError, SessionLostError
+from protocol.messages import Request, Response, SegmentRequest, TensorReply
+from protocol.tensors import from_torch
+from tee_side.engine.engine import Engine, EngineSettings
+from tee_side.engine.request import PromptRead
+from tee_side.engine.request import Request as Wanted
+from tee_side.engine.sampling import SamplingSettings
+from tee_side.engine.sequence import Sequence
+from tee_side.policy.placement import Policy
+from tests.equivalence.test_architectures import VARIANTS
+from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, POLICY_LOGITS
+from tests.support import ARCHITECTURES, LoopbackChannel, SavedModel, Tee, token_ids
+
+Models = Callable[..., SavedModel]
+
+SEGMENTS = ("clear-segment", "stip-segment", "cloak-segment")
+CLEAR = {"place": "gpu", "mask": "none", "verify": "none"}
+INNER = ("qkv_proj", "attn_scores", "attn_values", "o_proj", "gate_up_proj", "down_proj")
+
+
+def cut_policy(*segments: dict[str, Any], **alone: Any) -> Policy:
+    """Return a policy with segments; `alone`: where the operators beside them are."""
+    operators = {"embedding": "tee", "lm_head": "tee", "segment": list(segments)}
+    operators |= dict.fromkeys(INNER, alone) if alone else {}
+    return Policy.model_validate({"name": "n", "summary": "s", "operators": operators})
+
+
+# The second of three layers stays; the others are a segment each.
+PARTIAL = cut_policy(CLEAR | {"layers": 0}, CLEAR | {"layers": 2}, place="tee", layers=1)
+
+
+def generated(engine: Engine, prompt: list[int], tokens: int, **more: Any) -> list[Sequence]:
+    """Generate for one request to its end, and return its samples."""
+    sequences = engine.admit(
+        Wanted(prompt_ids=tuple(prompt), max_new_tokens=tokens, stop_ids=frozenset(), **more)
+    )
+    while engine.running:
+        engine.step()
+    return sequences
+
+
+class Forgetful(LoopbackChannel):
+    """A service that loses all sessions before some of its requests, counted from 0."""
+
+    def __init__(self, model: SavedModel, *before: int) -> None:
+        super().__init__(model.directory)
+        self.before = before
+
+    def answer(self, request: Request) -> Response:
+        """Forget, and answer."""
+        if len(self.requests) - 1 in self.before:
+            assert self._handler.sessions is not None
+            self._handler.sessions.close()
+        return super().answer(request)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize(
+    ("kind", "overrides"), [pytest.param(kind, what, id=name) for name, kind, what in VARIANTS]
+)
+def test_logits_equal_transformers_at_every_position(
+    saved_model: Models, kind: str, overrides: dict[str, Any], name: str
+) -> None:
+    model, ids = saved_model(kind, **overrides), token_ids(24)
+    expected = model.logits(ids)
+    POLICY_LOGITS[name].check(model.tee(name).logits(ids), expected)
+    POLICY_LOGITS[name].check(model.tee(name).logits(ids, chunk=5), expected)
+    POLICY_LOGITS[name].check(model.tee(name).logits(ids, chunk=1, phase="decode"), expected)
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_sequences_of_a_batch_have_the_tokens_that_each_has_alone(
+    saved_model: Models, kind: str, name: str
+) -> None:
+    """Prompts of several chunks beside decoded tokens; one request a step, whatever is in it."""
+    model = saved_model(kind, **({"sliding_window": 7} if kind == "mistral" else {}))
+    tee, prompts = model.tee(name), [token_ids(9 + 14 * seed, seed=seed) for seed in range(3)]
+    engine = tee.engine(step_tokens=12)
+    sequences = [engine.add(p, max_new_tokens=20, eos_token_ids=frozenset()) for p in prompts]
+    while engine.running:
+        engine.step()
+    assert [s.token_ids for s in sequences] == [model.greedy(prompt, 20) for prompt in prompts]
+    assert len(tee.channels[0].requests) == engine.counts.steps
+
+
+@pytest.mark.parametrize("policy", [PARTIAL, "clear-segment"])
+def test_bfloat16_is_as_close_as_that_of_one_operator_at_a_time(
+    saved_model: Models, policy: Policy | str
+) -> None:
+    model, ids = saved_model("llama"), token_ids(24)
+    found = model.tee(policy, dtype="bfloat16").logits(ids)
+    BFLOAT16_LOGITS.check(found.float(), model.logits(ids))
+
+
+def test_layers_between_segments_keep_their_keys_in_the_tee(saved_model: Models) -> None:
+    model, ids = saved_model("qwen3"), token_ids(30)
+    tee = model.tee(PARTIAL)
+    FLOAT32_LOGITS.check(tee.logits(ids, chunk=7), model.logits(ids))
+    engine = tee.engine()
+    (sequence,) = generated(engine, ids, 12)
+    assert sequence.token_ids == model.greedy(ids, 12)
+    whole = model.tee("tee-only").engine().add(ids, max_new_tokens=12)
+    alone = engine.add(ids, max_new_tokens=12)
+    assert 3 * alone.cache.nbytes == whole.cache.nbytes
+
+
+def test_a_segment_is_cut_where_another_service_has_the_next_layer(saved_model: Models) -> None:
+    model, ids = saved_model("llama"), token_ids(20)
+    services = [LoopbackChannel(model.directory) for _ in range(2)]
+    tee = model.tee("clear-segment", channels=services[:1])
+    lanes = tee.assembly.lanes(lambda layer: services[layer > 0 :][:1])
+    cut = Tee(tee.model, lanes, services, tee.assembly)
+    FLOAT32_LOGITS.check(cut.logits(ids, chunk=6), model.logits(ids))
+    asked = [
+        {(one.first_layer, one.last_layer, one.lm_head) for one in service.requests}  # type: ignore[union-attr]
+        for service in services
+    ]
+    assert asked == [{(0, 0, False)}, {(1, 2, True)}]
+
+
+# ------------------------------------------------------------------------------ what gets lost
+
+
+@pytest.mark.parametrize("policy", [PARTIAL, "clear-segment"])
+@pytest.mark.parametrize("before", [(1,), (2, 3), (4,), (9, 12, 15)])
+def test_lost_sessions_are_computed_again_to_the_same_tokens(
+    saved_model: Models, before: tuple[int, ...], policy: Policy | str
+) -> None:
+    """In the middle of a prompt, right behind it, and in the middle of an answer."""
+    model, prompts = saved_model("llama"), [token_ids(25, seed=seed) for seed in range(2)]
+    service = Forgetful(model, *before)
+    engine = model.tee(policy, channels=[service]).engine(step_tokens=16)
+    sequences = [engine.add(p, max_new_tokens=12, eos_token_ids=frozenset()) for p in prompts]
+    while engine.running:
+        engine.step()
+    assert [s.token_ids for s in sequences] == [model.greedy(prompt, 12) for prompt in prompts]
+    assert all(one < len(service.requests) for one in before)
+
+
+@pytest.mark.parametrize("wanted", [{"prompt_logprobs": 2}, {"pooling": "mean"}])
+def test_a_prompt_whose_keys_were_lost_is_read_once(
+    saved_model: Models, wanted: dict[str, Any]
+) -> None:
+    model, ids = saved_model("llama"), token_ids(25)
+
+    def read(policy: str, *channels: LoopbackChannel) -> PromptRead:
+        tee = model.tee(policy, channels=list(channels) or None)
+        (sequence,) = generated(tee.engine(step_tokens=8), ids, 3, **wanted)
+        assert sequence.reader is not None
+        return sequence.reader.result()
+
+    expected, found = read("tee-only"), read("clear-segment", Forgetful(model, 2, 4))
+    assert [one.token_id for one in found.logprobs] == [one.token_id for one in expected.logprobs]
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    if expected.pooled_D is not None:
+        assert found.pooled_D is not None
+        torch.testing.assert_close(found.pooled_D, expected.pooled_D, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [(), (3,), (6,)])
+def test_guesses_reused_prefixes_and_samples(saved_model: Models, before: tuple[int, ...]) -> None:
+    model, prompt = saved_model("llama"), token_ids(20) * 2
+    settings = EngineSettings(speculative_tokens=3, prefix_reuse=True)
+
+    def run(policy: str, channels: list[LoopbackChannel] | None) -> tuple[Engine, list[list[int]]]:
+        tee = model.tee(policy, channels=channels)
+        engine = Engine(tee.model, tee.lanes, settings)
+        first = generated(engine, prompt, 12)
+        again = generated(engine, [*prompt, *first[0].token_ids[:4]], 12)
+        sampling = SamplingSettings(seed=3, temperature=1.0)
+        several = generated(engine, prompt, 10, sampling=sampling, samples=3)
+        return engine, [one.token_ids for one in (*first, *again, *several)]
+
+    service = Forgetful(model, *before)
+    engine, found = run("clear-segment", [service])
+    alone, expected = run("tee-only", None)
+    assert found == expected
+    assert engine.prefixes.hits == alone.prefixes.hits
+    parents = [
+        torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)[:, 5:]
+        for request in service.requests
+        if isinstance(request, SegmentRequest)
+    ]
+    assert torch.cat(parents).any(), "nothing began with another session's tokens"
+
+
+def test_ended_sequences_are_forgotten_at_the_service(saved_model: Models) -> None:
+    model = saved_model("llama")
+    service = LoopbackChannel(model.directory)
+    engine = model.tee("clear-segment", channels=[service]).engine()
+    for seed in range(5):
+        generated(engine, token_ids(8, seed=seed), 3)
+    assert service._handler.sessions is not None
+    assert service._handler.sessions.totals.sessions == 1
+
+
+class Amnesia(LoopbackChannel):
+    """A service that remembers nothing."""
+
+    def answer(self, request: Request) -> Response:
+        """Refuse whatever is not a beginning."""
+        assert isinstance(request, SegmentRequest)
+        if torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)[0, 2]:
+            code = ErrorCode.UNKNOWN_SESSION
+            raise ProtocolError("a test", got="a session", expected="none", code=code)
+        return super().answer(request)
+
+
+def test_a_service_that_loses_everything_ends_the_run(saved_model: Models) -> None:
+    model = saved_model("llama")
+    engine = model.tee("clear-segment", channels=[Amnesia(model.directory)]).engine(step_tokens=8)
+    engine.add(token_ids(20), max_new_tokens=3)
+
+    def run() -> None:
+        while engine.running:
+            engine.step()
+
+    with pytest.raises(SessionLostError):
+        run()
+    # And the server goes on with others, once it has been told.
+    engine = model.tee("clear-segment", channels=[Amnesia(model.directory)]).engine(step_tokens=8)
+    sequence = engine.add(token_ids(20), max_new_tokens=3)
+    refused: list[Sequence] = []
+    engine.refuse = lambda one, _error: refused.append(one)
+    for _ in range(20):
+        engine.step()
+    assert sequence in refused
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 320)])
+def test_a_reply_of_another_form_is_refused(saved_model: Models, shape: tuple[int, int]) -> None:
+    class Other(LoopbackChannel):
+        def answer(self, request: Request) -> Response:
+            return TensorReply(output=from_torch(torch.zeros(shape)))
+
+    model = saved_model("llama")
+    engine = model.tee("clear-segment", channels=[Other(model.directory)]).engine()
+    engine.add(token_ids(5), max_new_tokens=3)
+    with pytest.raises(ReplyError, match="Segment reply from loopback"):
+        engine.step()
+
+
+# ------------------------------------------------------------------------------ the window
+
+
+def test_a_window_is_that_of_a_model_that_has_one(saved_model: Models) -> None:
+    """The same weights with a sliding window of 7, which transformers computes."""
+    plain, ids = saved_model("mistral", sliding_window=None), token_ids(40)
+    windowed = cut_policy(CLEAR | {"window": {"recent": 7}})
+    expected = saved_model("mistral", sliding_window=7).logits(ids)
+    FLOAT32_LOGITS.check(plain.tee(windowed).logits(ids, chunk=9), expected)
+    wide = cut_policy(CLEAR | {"window": {"sinks": 2, "recent": 38}})
+    FLOAT32_LOGITS.check(plain.tee(wide).logits(ids, chunk=9), plain.logits(ids))
+    sinks = cut_policy(CLEAR | {"window": {"sinks": 2, "recent": 7}})
+    found = plain.tee(sinks).logits(ids, chunk=9)
+    FLOAT32_LOGITS.check(found[:9], plain.logits(ids)[:9])
+    assert (found - expected)[9:].abs().amax(dim=-1).min() > 1e-3

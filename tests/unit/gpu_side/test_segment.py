@@ -1,0 +1,562 @@
+"""Whole layers at the service give what transformers gives, however a sequence is cut."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_side import segment_attention, session_cache, sessions
+from gpu_side.handler import RequestHandler
+from gpu_side.provision import Provision, write_provision
+from gpu_side.session_settings import SessionSettings
+from gpu_side.weights import load_weights
+from protocol.connect import open_channel
+from protocol.errors import ErrorCode, ModelError, ProtocolError, ServiceError
+from protocol.messages import TensorReply
+from protocol.tensors import to_torch, torch_dtype
+from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, FLOAT32_STEPS
+from tests.support import SIZES, make_model, running_service
+from tests.tables import each_row
+from tests.unit.gpu_side.segments import Client, part, segment
+
+CPU = torch.device("cpu")
+LIMIT = 2**26
+LAST = SIZES["num_hidden_layers"] - 1
+WHOLE = (0, LAST)
+TOKENS = 24
+# Each differs from the plain one in what the layers must do differently.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 0.1}),
+    ("llama", {"num_key_value_heads": 6}),
+    ("mistral", {"sliding_window": 7}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+class Model:
+    """A model on disk, transformers' copy of it, and the embeddings of some token ids."""
+
+    def __init__(self, directory: Path, kind: str = "llama", **overrides: Any) -> None:
+        self.directory = directory
+        self.reference = make_model(directory, kind, **overrides)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.reference(ids[None]).logits[0].float()
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.reference.model.embed_tokens(ids)
+
+    def client(self, dtype: str = "float32", **settings: Any) -> Client:
+        element = torch_dtype(dtype)
+        weights = load_weights(self.directory, device=CPU, dtype=element, **settings)
+        return Client(RequestHandler(weights, LIMIT, sessions=SessionSettings(bytes=2**24)))
+
+
+def _ids(count: int = TOKENS, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, SIZES["vocab_size"], (count,), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def client(model: Model) -> Client:
+    return model.client()
+
+
+@pytest.fixture(params=[False, True], ids=["blocks", "small blocks"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without more than one block of rows, by both ways to compute one."""
+    if request.param:
+        monkeypatch.setattr(segment_attention, "_BLOCK_ROWS", 5)
+        monkeypatch.setattr(segment_attention, "_FEW_ROWS", 4)
+
+
+def _in_chunks(client: Client, h_TD: torch.Tensor, *ends: int, **fields: Any) -> torch.Tensor:
+    """Run a sequence a chunk after the other, and return the logits of all rows."""
+    fields = {"lm_head": True} | fields
+    found, start = [], 0
+    for end in ends:
+        numbers = [part(1, start, end - start, length=len(h_TD))]
+        found.append(client.ask(segment(h_TD[start:end], numbers, WHOLE, **fields)))
+        start = end
+    return torch.cat(found)
+
+
+@pytest.mark.usefixtures("_blocks")
+@each_row(("kind", "overrides"), VARIANTS)
+def test_logits_equal_transformers_however_a_prompt_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, overrides: dict[str, Any]
+) -> None:
+    model = Model(tmp_path_factory.mktemp("model"), kind, **overrides)
+    ids = _ids()
+    expected, h_TD, client = model.logits(ids), model.embedded(ids), model.client()
+    for ends in ([TOKENS], [11, TOKENS], [9, 10, 11, 19, TOKENS]):
+        FLOAT32_LOGITS.check(_in_chunks(client, h_TD, *ends), expected)
+
+
+@each_row(
+    "rope",
+    [
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "dynamic", "factor": 3.0},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + 0.1 * i for i in range(8)],
+            "long_factor": [2.0 + 0.5 * i for i in range(8)],
+            "original_max_position_embeddings": 16,
+        },
+    ],
+)
+def test_rope_that_depends_on_the_length(
+    tmp_path_factory: pytest.TempPathFactory, rope: dict[str, Any]
+) -> None:
+    rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 16} | rope
+    overrides = {"rope_parameters": rope, "max_position_embeddings": 20}
+    if rope["rope_type"] == "dynamic":
+        del rope["original_max_position_embeddings"]
+    model = Model(tmp_path_factory.mktemp("model"), **overrides)
+    # The whole at once, as transformers has it: longer than the model was trained with, or not.
+    for count in (12, 20):
+        ids = _ids(count)
+        found = _in_chunks(model.client(), model.embedded(ids), 7, count)
+        FLOAT32_LOGITS.check(found, model.logits(ids))
+
+
+def test_layers_in_two_segments_are_those_in_one(client: Client, model: Model) -> None:
+    h_TD = model.embedded(_ids())
+    numbers = [part(1, 0, TOKENS)]
+    whole = client.ask(segment(h_TD, numbers, WHOLE))
+    between = client.ask(segment(h_TD, numbers, (0, 0)))
+    rest = client.ask(segment(between, numbers, (1, LAST)))
+    FLOAT32_STEPS.check(rest, whole)
+    assert whole.shape == h_TD.shape
+    # The session of other layers is another one.
+    again = client.ask(segment(h_TD[:1], [part(1, TOKENS, 1)], (0, 0)))
+    assert again.isfinite().all()
+
+
+def test_several_sessions_in_one_request(client: Client, model: Model) -> None:
+    prompts = [_ids(count, seed=count) for count in (9, 1, 14)]
+    expected = [model.logits(ids) for ids in prompts]
+    h_TD = torch.cat([model.embedded(ids) for ids in prompts])
+    numbers = [part(n, 0, len(ids)) for n, ids in enumerate(prompts, 1)]
+    found = client.ask(segment(h_TD, numbers, WHOLE, lm_head=True))
+    FLOAT32_LOGITS.check(found, torch.cat(expected))
+    # Then one token of each, in another order, one of them in two parts of a row each.
+    longer = [torch.cat((ids, _ids(2, seed=77))) for ids in prompts]
+    ends = [model.embedded(ids)[-2:] for ids in longer]
+    numbers = [part(3, 14, 1, length=16), part(1, 9, 2), part(3, 15, 1)]
+    h_TD = torch.cat((ends[2][:1], ends[0], ends[2][1:]))
+    found = client.ask(segment(h_TD, numbers, WHOLE, lm_head=True))
+    first, third = model.logits(longer[0])[-2:], model.logits(longer[2])[-2:]
+    FLOAT32_LOGITS.check(found, torch.cat((third[:1], first, third[1:])))
+
+
+def test_only_the_rows_that_are_wanted(client: Client, model: Model) -> None:
+    ids = _ids()
+    wanted = torch.tensor([0, 7, TOKENS - 1])
+    request = segment(
+        model.embedded(ids), [part(1, 0, TOKENS)], WHOLE, lm_head=True, outputs=wanted
+    )
+    FLOAT32_LOGITS.check(client.ask(request), model.logits(ids)[wanted])
+
+
+def test_a_session_is_cut_to_where_rows_begin(client: Client, model: Model) -> None:
+    ids, other = _ids(), _ids(seed=1)
+    _in_chunks(client, model.embedded(ids), 20)
+    # The same once more, as after a reply that was lost.
+    request = segment(model.embedded(ids)[20:], [part(1, 20, 4)], WHOLE, lm_head=True)
+    expected = model.logits(ids)[20:]
+    for _ in range(2):
+        FLOAT32_LOGITS.check(client.ask(request), expected)
+    # Other tokens from the middle on: rejected ones, or another turn.
+    mixed = torch.cat((ids[:13], other[13:]))
+    request = segment(model.embedded(mixed)[13:], [part(1, 13, 11)], WHOLE, lm_head=True)
+    FLOAT32_LOGITS.check(client.ask(request), model.logits(mixed)[13:])
+
+
+def test_a_session_begins_with_tokens_of_its_parent(client: Client, model: Model) -> None:
+    ids, other = _ids(), _ids(seed=1)
+    _in_chunks(client, model.embedded(ids), TOKENS)
+    mixed = torch.cat((ids[:10], other[10:]))
+    numbers = [part(2, 10, 14, parent=1), part(1, TOKENS, 1)]
+    longer = torch.cat((ids, other[:1]))
+    h_TD = torch.cat((model.embedded(mixed)[10:], model.embedded(longer)[TOKENS:]))
+    found = client.ask(segment(h_TD, numbers, WHOLE, lm_head=True))
+    FLOAT32_LOGITS.check(found[:14], model.logits(mixed)[10:])
+    # What it was begun with is as it was.
+    FLOAT32_LOGITS.check(found[14:], model.logits(longer)[TOKENS:])
+
+
+def test_bfloat16_is_as_close_as_transformers_is(tmp_path: Path) -> None:
+    for kind in ("llama", "qwen3"):
+        model = Model(tmp_path / kind, kind)
+        client, ids = model.client("bfloat16"), _ids()
+        h_TD = model.embedded(ids)
+        found = _in_chunks(client, h_TD.bfloat16(), 9, 10, TOKENS).float()
+        model.reference.to(torch.bfloat16)
+        BFLOAT16_LOGITS.check(found, model.logits(ids))
+        # In the request's dtype, whatever is computed in.
+        assert _in_chunks(client, h_TD, TOKENS).dtype is torch.float32
+
+
+# ------------------------------------------------------------------------------- attention sinks
+
+
+def _with_window(model: Model, ids: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
+    """Return transformers' logits with a mask of ours: absolute positions, what is seen written."""
+    back = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+    seen = (back >= 0) & ((back < recent) | (torch.arange(len(ids)) < sinks))
+    bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    with torch.no_grad():
+        return model.reference(ids[None], attention_mask=bias[None, None]).logits[0]
+
+
+@pytest.fixture
+def _dropped_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_cache, "_DROPPED_TOKENS", 4)
+    monkeypatch.setattr(sessions, "GROWTH_TOKENS", 4)
+
+
+@pytest.mark.usefixtures("_blocks", "_dropped_soon")
+@each_row(("sinks", "recent"), [(2, 6), (0, 5), (4, 1), (3, 100)])
+def test_a_token_attends_to_sinks_and_recent_ones(model: Model, sinks: int, recent: int) -> None:
+    ids = _ids(60)
+    expected, h_TD = _with_window(model, ids, sinks, recent), model.embedded(ids)
+    for ends in ([60], [9, 20, *range(21, 61)]):
+        found = _in_chunks(model.client(), h_TD, *ends, sinks=sinks, recent=recent)
+        FLOAT32_LOGITS.check(found, expected)
+    if recent < 60:
+        assert (expected - model.logits(ids)).abs().max() > 0.1
+
+
+@pytest.mark.usefixtures("_dropped_soon")
+def test_what_no_token_attends_to_takes_no_memory(model: Model) -> None:
+    client, h_TD = model.client(), model.embedded(_ids(200))
+    assert client.handler.sessions is not None
+    most = 0
+    for start in range(200):
+        numbers = [part(1, start, 1)]
+        client.ask(segment(h_TD[start : start + 1], numbers, WHOLE, sinks=2, recent=8))
+        most = max(most, client.handler.session_totals().bytes)
+    token_bytes = 2 * 3 * 2 * 16 * 4
+    assert client.handler.session_totals().bytes <= most <= token_bytes * 32
+
+
+@pytest.mark.usefixtures("_dropped_soon")
+def test_a_cut_to_where_tokens_were_dropped_is_a_session_that_is_lost(model: Model) -> None:
+    window = {"sinks": 2, "recent": 8}
+    ids = _ids(60)
+    h_TD, expected = model.embedded(ids), _with_window(model, ids, 2, 8)
+
+    def ask(client: Client, start: int, **fields: int) -> torch.Tensor:
+        request = segment(h_TD[start:50], [part(1, start, 50 - start)], WHOLE, **fields)
+        return client.ask(request.model_copy(update={"lm_head": True}))
+
+    client = model.client()
+    _in_chunks(client, h_TD, 30, 48, 49, 50, **window)
+    # As far as a step goes back, and the same again.
+    for _ in range(2):
+        FLOAT32_LOGITS.check(ask(client, 48, **window), expected[48:50])
+    # To within the sinks there is all that is needed.
+    for start, fields, known in (
+        (20, window, False),
+        (48, {}, False),
+        (48, {"sinks": 2, "recent": 30}, False),
+        (48, {"sinks": 3, "recent": 8}, False),
+        (2, window, True),
+        (0, {}, True),
+    ):
+        client = model.client()
+        _in_chunks(client, h_TD, 30, 48, 49, 50, **window)
+        if known:
+            whole = _with_window(model, ids, 2, 8) if fields else model.logits(ids)
+            FLOAT32_LOGITS.check(ask(client, start, **fields), whole[start:50])
+        else:
+            _refused(client, ask, start, fields)
+
+
+def _refused(client: Client, ask: Any, start: int, fields: dict[str, int]) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        ask(client, start, **fields)
+    assert caught.value.code is ErrorCode.UNKNOWN_SESSION
+
+
+@pytest.mark.usefixtures("_dropped_soon")
+def test_a_session_begins_with_what_a_window_has_left_of_its_parent(model: Model) -> None:
+    ids, client = _ids(60), model.client()
+    h_TD, expected = model.embedded(ids), _with_window(model, ids, 2, 8)
+    _in_chunks(client, h_TD, 30, 48, 49, 50, sinks=2, recent=8)
+    for session, start in ((2, 2), (3, 50)):
+        numbers = [part(session, start, 60 - start, parent=1)]
+        request = segment(h_TD[start:], numbers, WHOLE, lm_head=True, sinks=2, recent=8)
+        FLOAT32_LOGITS.check(client.ask(request), expected[start:])
+
+
+# ----------------------------------------------------------------------------------- directories
+
+
+def _provisioned(model: Model, target: Path, holds: Any, **more: torch.Tensor) -> Path:
+    """Write a server's directory with the weights as they are, of so much of the model."""
+    shutil.copy(model.directory / "config.json", target)
+    tensors = load_file(model.directory / "model.safetensors") | more
+    kept = {"linears": ("_proj.",), "layers": ("model.layers.",)}.get(
+        holds, ("model.layers.", "model.norm.", "lm_head.")
+    )
+    found = {name: tensor for name, tensor in tensors.items() if any(k in name for k in kept)}
+    save_file(found, target / "model.safetensors")
+    write_provision(target, Provision(mask="test", provision_id="5a" * 32, holds=holds))
+    return target
+
+
+def test_a_directory_of_whole_layers(model: Model, tmp_path: Path) -> None:
+    ids = _ids()
+    h_TD, numbers = model.embedded(ids), [part(1, 0, TOKENS)]
+    expected = model.client().ask(segment(h_TD, numbers, WHOLE))
+    for holds, code in (("linears", ErrorCode.UNAVAILABLE), ("layers", None), ("model", None)):
+        (target := tmp_path / holds).mkdir()
+        made = Model.__new__(Model)
+        made.directory = _provisioned(model, target, holds)
+        client = made.client()
+        whole, head = (segment(h_TD, numbers, WHOLE, lm_head=head) for head in (False, True))
+        if code is None:
+            torch.testing.assert_close(client.ask(whole), expected, rtol=0, atol=0)
+        else:
+            _unavailable(client, whole)
+        if holds == "model":
+            FLOAT32_LOGITS.check(client.ask(head), model.logits(ids))
+            # The weights are on the device once more than without an LM head.
+            vocabulary = SIZES["vocab_size"] * SIZES["hidden_size"] * 4
+            weights = load_weights(target, device=CPU, dtype=torch.float32)
+            without = load_weights(tmp_path / "layers", device=CPU, dtype=torch.float32)
+            assert weights.weight_bytes - without.weight_bytes == vocabulary
+        else:
+            _unavailable(client, head)
+
+
+def _unavailable(client: Client, request: Any) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        client.ask(request)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
+def test_pairs_of_rope_in_another_order_and_norms_by_head(tmp_path: Path) -> None:
+    """Channels of queries and keys are shuffled by pairs, in each head in another way."""
+    (plain := tmp_path / "plain").mkdir()
+    model = Model(plain, "qwen3", attention_bias=True)
+    H, K, C = (SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    generator = torch.Generator().manual_seed(3)
+    tensors, more = load_file(plain / "model.safetensors"), {}
+    for layer in range(LAST + 1):
+        order = torch.stack([torch.randperm(C // 2, generator=generator) for _ in range(K)])
+        channels = torch.cat((order, order + C // 2), dim=1)
+        prefix = f"model.layers.{layer}.self_attn"
+        more[f"{prefix}.rope_order"] = order.float()
+        for short, heads in (("q", H), ("k", K)):
+            its = channels.repeat_interleave(heads // K, dim=0)
+            rows = (its + C * torch.arange(heads)[:, None]).flatten()
+            for name in ("weight", "bias"):
+                more[f"{prefix}.{short}_proj.{name}"] = tensors[f"{prefix}.{short}_proj.{name}"][
+                    rows
+                ]
+            more[f"{prefix}.{short}_norm.weight"] = tensors[f"{prefix}.{short}_norm.weight"][its]
+    (target := tmp_path / "served").mkdir()
+    made = Model.__new__(Model)
+    made.directory = _provisioned(model, target, "model", **more)
+    ids = _ids()
+    found = _in_chunks(made.client(), model.embedded(ids), 11, 12, TOKENS)
+    FLOAT32_LOGITS.check(found, model.logits(ids))
+
+
+ORDER = "model.layers.1.self_attn.rope_order"
+
+
+@each_row(
+    ("change", "message"),
+    [
+        ({ORDER: torch.zeros(2, 8)}, "rope_order: got other numbers"),
+        ({ORDER: torch.arange(8.0).repeat(3, 1)}, "rope_order: got shape .3, 8."),
+        ({"model.layers.0.input_layernorm.weight": None}, "input_layernorm.weight: got no such"),
+        ({"model.norm.weight": torch.ones(3)}, "model.norm.weight: got shape"),
+        ({"lm_head.weight": None}, "lm_head.weight: got no such"),
+        ({"model.layers.0.self_attn.other": torch.ones(3)}, "does not explain"),
+    ],
+)
+def test_a_damaged_directory_is_refused(
+    model: Model, tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    target = tmp_path / str(len(list(tmp_path.iterdir())))
+    target.mkdir()
+    _provisioned(model, target, "model")
+    tensors = load_file(target / "model.safetensors") | change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load_weights(target, device=CPU, dtype=torch.float32)
+
+
+def test_an_own_directory_has_norms_for_all_heads_alone(tmp_path: Path) -> None:
+    model = Model(tmp_path, "qwen3")
+    path = tmp_path / "model.safetensors"
+    for name in ("model.layers.0.self_attn.q_norm.weight", ORDER):
+        tensors = load_file(path)
+        save_file(tensors | {name: torch.ones(6, 16)}, path)
+        with pytest.raises(ModelError, match=name):
+            model.client()
+        save_file(tensors, path)
+
+
+@each_row(
+    ("settings", "layers", "code"),
+    [
+        ({"arithmetic": ("int8",)}, (0, 0), ErrorCode.UNAVAILABLE),
+        ({"columns": (0, 2)}, (0, 0), ErrorCode.UNAVAILABLE),
+        ({"layers": (1, 1)}, (0, 1), ErrorCode.UNAVAILABLE),
+        ({"layers": (1, 1)}, (1, 2), ErrorCode.UNAVAILABLE),
+        ({"layers": (1, 1)}, (1, 1), None),
+        ({"arithmetic": ("float", "int8")}, (0, 2), None),
+    ],
+)
+def test_what_a_service_does_not_hold(
+    model: Model, settings: dict[str, Any], layers: tuple[int, int], code: ErrorCode | None
+) -> None:
+    client = model.client(**settings)
+    request = segment(torch.ones(1, SIZES["hidden_size"]), [part(1, 0, 1)], layers)
+    if code is None:
+        assert client.ask(request).shape == (1, SIZES["hidden_size"])
+    else:
+        _unavailable(client, request)
+
+
+# ---------------------------------------------------------------------------- what does not fit
+
+HIDDEN = torch.ones(3, SIZES["hidden_size"])
+ROWS = [part(1, 0, 3)]
+CONTEXT = SIZES["max_position_embeddings"]
+
+
+@each_row(
+    ("parts", "fields", "message"),
+    [
+        (ROWS, {"hidden": torch.ones(3, 7)}, "hidden_states: got float32 .3, 7."),
+        (ROWS, {"hidden": torch.ones(1, 3, 48)}, "hidden_states: got float32 .1, 3, 48."),
+        (ROWS, {"hidden": HIDDEN.long()}, "hidden_states: got int64"),
+        (ROWS, {"layers": (1, 0)}, "last_layer: got layers 1 to 0"),
+        (ROWS, {"layers": (0, 3)}, "last_layer: got layers 0 to 3"),
+        (ROWS, {"layers": (0, 1), "lm_head": True}, "lm_head: got an LM head behind layer 1"),
+        ([row[:6] for row in ROWS], {}, "parts: got int64 .1, 6."),
+        ([[float(n) for n in ROWS[0]]], {}, "parts: got float32 .1, 7."),
+        ([part(1, 0, 2)], {}, "parts: got 2 rows"),
+        ([part(1, 0, 2), part(2, 0, 2)], {}, "parts: got 4 rows"),
+        ([part(0, 0, 3)], {}, "parts: got the session 0"),
+        ([part(1, -1, 3)], {}, "parts: got a part of rows -1 . 3 of 2"),
+        ([part(2, 0, 4), part(1, 0, -1)], {}, "parts: got a part of rows 0 . -1 of -1"),
+        ([part(1, 0, 3, length=2)], {}, "parts: got a part of rows 0 . 3 of 2"),
+        ([part(1, 0, 3, length=CONTEXT + 1)], {}, "within 256 tokens"),
+        ([part(1, 2**62, 2**62 - 1), part(2, 0, 3)], {}, "within 256 tokens"),
+        ([part(1, 0, 2), part(1, 1, 1)], {}, "parts: got a part from 1"),
+        ([part(1, 0, 2), part(1, 3, 1)], {}, "parts: got a part from 3"),
+        ([part(1, 0, 3), part(1, 0, 0)], {}, "parts: got rows of a session to forget"),
+        ([part(1, 0, 0), part(1, 0, 3)], {}, "parts: got a part from 0"),
+        (ROWS, {"outputs": torch.tensor([0, 0])}, "outputs: got other numbers"),
+        (ROWS, {"outputs": torch.tensor([2, 1])}, "outputs: got other numbers"),
+        (ROWS, {"outputs": torch.tensor([-1, 1])}, "outputs: got other numbers"),
+        (ROWS, {"outputs": torch.tensor([0, 3])}, "outputs: got other numbers"),
+        (ROWS, {"outputs": torch.arange(4)}, "outputs: got int64 .4."),
+        (ROWS, {"outputs": torch.tensor([1.0])}, "outputs: got float32"),
+        (ROWS, {"outputs": torch.tensor([[1]])}, "outputs: got int64 .1, 1."),
+        ([part(n, 0, 0) for n in range(1, 2**16 + 2)], {}, "parts: got 65537 parts"),
+    ],
+)
+def test_a_request_that_does_not_fit_changes_nothing(
+    model: Model, parts: list[list[int]], fields: dict[str, Any], message: str
+) -> None:
+    client = model.client()
+    expected = client.ask(segment(HIDDEN, ROWS, WHOLE))
+    given = {"hidden": HIDDEN, "layers": WHOLE} | fields
+    with pytest.raises(ProtocolError, match=message) as caught:
+        client.ask(segment(given.pop("hidden"), parts, given.pop("layers"), **given))
+    assert caught.value.code is ErrorCode.INVALID_FIELD
+    # It has the three tokens of before.
+    more = client.ask(segment(HIDDEN[:1], [part(1, 3, 1)], WHOLE))
+    assert more.isfinite().all()
+    assert torch.equal(client.ask(segment(HIDDEN, ROWS, WHOLE)), expected)
+
+
+def test_what_lies_between_and_the_reply_are_bounded(model: Model) -> None:
+    weights = load_weights(model.directory, device=CPU, dtype=torch.float32)
+    widest = 2 * SIZES["intermediate_size"] * 4
+    for limit, rows, outputs in ((4 * widest, 5, 1), (5 * widest, 5, 5)):
+        client = Client(RequestHandler(weights, limit))
+        hidden = torch.ones(rows, SIZES["hidden_size"])
+        wanted = torch.arange(outputs)
+        request = segment(hidden, [part(1, 0, rows)], WHOLE, lm_head=True, outputs=wanted)
+        with pytest.raises(ProtocolError) as caught:
+            client.ask(request)
+        assert caught.value.code is ErrorCode.LIMIT_EXCEEDED
+    assert client.ask(segment(hidden, [part(1, 0, 5)], WHOLE)).shape == hidden.shape
+
+
+def test_numbers_are_read_again_for_a_header_that_is_known(client: Client, model: Model) -> None:
+    """A kernel serves all requests with its header, whose parts and outputs differ."""
+    ids = _ids(2)
+    h_TD = model.embedded(ids)
+    first = segment(h_TD[:1], [part(1, 0, 1)], WHOLE, lm_head=True)
+    kernel = client.handler.prepare(first)
+    kernel(first, None)
+    second = segment(h_TD[1:], [part(1, 1, 1)], WHOLE, lm_head=True)
+    client.handler.prepare = lambda _: kernel  # type: ignore[method-assign]
+    client.name = b""
+    FLOAT32_LOGITS.check(client.ask(second), model.logits(ids)[1:])
+    wrong = segment(h_TD[1:], [part(1, 1, 2)], WHOLE, lm_head=True)
+    with pytest.raises(ProtocolError, match="2 rows"):
+        client.ask(wrong)
+
+
+# ------------------------------------------------------------------------------------ a process
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "unix", "shm"])
+def test_a_process_keeps_the_sessions_of_each_connection(
+    model: Model, tmp_path: Path, scheme: str
+) -> None:
+    ids = _ids()
+    h_TD, expected = model.embedded(ids), model.logits(ids)
+    (spilled := tmp_path / "spilled").mkdir()
+    arguments = ("--sessions-mib", "1", "--session-spill", str(spilled), "--arithmetic", "float")
+    with running_service(model.directory, f"{scheme}://{tmp_path}/s", *arguments) as service:
+        channels = [open_channel(service.endpoint, timeout_s=20) for _ in range(2)]
+
+        def ask(which: int, start: int, end: int, session: int = 1) -> torch.Tensor:
+            numbers = [part(session, start, end - start)]
+            request = segment(h_TD[start:end], numbers, WHOLE, lm_head=True)
+            response = channels[which].call(request).response
+            assert isinstance(response, TensorReply)
+            return to_torch(response.output).clone()
+
+        FLOAT32_LOGITS.check(ask(0, 0, 20), expected[:20])
+        # More sessions than there is memory for: the first one comes back from the disk.
+        for session in range(2, 40):
+            ask(0, 0, 1, session)
+        FLOAT32_LOGITS.check(ask(0, 20, TOKENS), expected[20:])
+        with pytest.raises(ServiceError) as caught:
+            ask(1, 20, TOKENS)
+        assert caught.value.code is ErrorCode.UNKNOWN_SESSION
+        for channel in channels:
+            channel.close()
+    assert service.stop() == 0
+    assert list(spilled.iterdir()) == []

@@ -1,0 +1,393 @@
+"""Sessions: found by the client that has made them, within their limits, for as long as is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from gpu_side import session_settings
+from gpu_side.segment_parts import NO_SESSION, Part
+from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_settings import SessionSettings, free_bytes
+from gpu_side.sessions import Sessions, SessionTotals
+from protocol.errors import ErrorCode, ProtocolError, SettingsError
+from tests.tables import each_row
+
+SHAPE = CacheShape(2, 1, 2, torch.float32, torch.device("cpu"))
+# What the smallest session takes.
+UNIT = GROWTH_TOKENS * SHAPE.token_bytes
+LAYERS = (0, 1)
+A, B = b"a", b"b"
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _name(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def _part(session: int, start: int, rows: int, parent: int = 0) -> Part:
+    return Part(_name(session), start, rows, start + rows, _name(parent))
+
+
+def _sessions(units: int = 4, of_one: int | None = None, clock: Clock | None = None) -> Sessions:
+    client_bytes = None if of_one is None else of_one * UNIT
+    settings = SessionSettings(units * UNIT, client_bytes, ttl_s=60.0)
+    return Sessions(settings, 0, clock=clock or Clock())
+
+
+@contextmanager
+def _running(
+    sessions: Sessions, client: bytes, *parts: Part, window: Window | None = None
+) -> Iterator[list[SessionCache]]:
+    with sessions.running(client, LAYERS, parts, SHAPE, window or Window()) as caches:
+        yield caches
+
+
+def _write(cache: SessionCache, start: int, tokens: range) -> None:
+    """Write the number of each token where its key and value would be."""
+    for tensor in cache.tensors:
+        for at, token in enumerate(tokens, start - cache.dropped):
+            tensor[:, :, at] = token
+
+
+def _run(sessions: Sessions, client: bytes, *parts: Part, window: Window | None = None) -> None:
+    """Run a request whose tokens are the number of their session and their position."""
+    with _running(sessions, client, *parts, window=window) as caches:
+        rows = [part for part in parts if part.rows]
+        for cache, part in zip(caches, rows, strict=True):
+            first = 1000 * int.from_bytes(part.session, "little") + part.start
+            _write(cache, part.start, range(first, first + part.rows))
+
+
+def _code(sessions: Sessions, client: bytes, *parts: Part) -> ErrorCode:
+    with pytest.raises(ProtocolError) as caught, _running(sessions, client, *parts):
+        pass
+    return caught.value.code
+
+
+def _is_known(sessions: Sessions, client: bytes, session: int, tokens: int) -> bool:
+    with suppress(ZeroDivisionError):
+        try:
+            with _running(sessions, client, _part(session, tokens, 1)):
+                raise ZeroDivisionError  # nothing is to be added
+        except ProtocolError as error:
+            if error.code is ErrorCode.UNKNOWN_SESSION:
+                return False
+            raise
+    return True
+
+
+def test_two_clients_with_the_same_number_never_meet() -> None:
+    sessions = _sessions()
+    _run(sessions, A, _part(1, 0, 3))
+    assert _code(sessions, B, _part(1, 3, 1)) is ErrorCode.UNKNOWN_SESSION
+    assert _code(sessions, B, _part(2, 3, 1, parent=1)) is ErrorCode.UNKNOWN_SESSION
+    _run(sessions, B, _part(1, 0, 2))
+    with _running(sessions, A, _part(1, 3, 1)) as [cache]:
+        assert cache.tensors[0][0, 0, :3, 0].tolist() == [1000, 1001, 1002]
+    # One that forgets its own forgets no other's.
+    _run(sessions, B, _part(1, 0, 0), _part(2, 0, 1))
+    assert not _is_known(sessions, B, 1, 2)
+    assert _is_known(sessions, A, 1, 4)
+
+
+def test_a_session_belongs_to_its_layers() -> None:
+    sessions = _sessions()
+    _run(sessions, A, _part(1, 0, 3))
+    with (
+        pytest.raises(ProtocolError),
+        sessions.running(A, (0, 0), [_part(1, 3, 1)], SHAPE._replace(layers=1), Window()),
+    ):
+        pass
+
+
+@each_row(("start", "known"), [(0, True), (1, True), (5, True), (6, False), (2**31, False)])
+def test_rows_follow_what_is_there(start: int, known: bool) -> None:
+    sessions = _sessions()
+    _run(sessions, A, _part(1, 0, 5))
+    assert _is_known(sessions, A, 1, start) == known
+    # It was cut, or is as it was.
+    assert _is_known(sessions, A, 1, min(start, 5))
+    assert not _is_known(sessions, A, 1, min(start, 5) + 1)
+
+
+def test_rows_of_a_request_that_fails_do_not_count() -> None:
+    sessions = _sessions()
+    _run(sessions, A, _part(1, 0, 5))
+    with suppress(ZeroDivisionError), _running(sessions, A, _part(1, 3, 4)) as [cache]:
+        _write(cache, 3, range(4))
+        raise ZeroDivisionError
+    assert not _is_known(sessions, A, 1, 4)
+    _run(sessions, A, _part(1, 3, 1))
+    with _running(sessions, A, _part(1, 4, 1)) as [cache]:
+        assert cache.tensors[1][1, 0, :4, 1].tolist() == [1000, 1001, 1002, 1003]
+
+
+def test_a_fork_is_a_copy() -> None:
+    sessions = _sessions()
+    _run(sessions, A, _part(1, 0, 5))
+    _run(sessions, A, _part(2, 3, 2, parent=1))
+    _run(sessions, A, _part(1, 1, 1))
+    with _running(sessions, A, _part(2, 5, 1)) as [cache]:
+        assert cache.tensors[0][0, 0, :5, 0].tolist() == [1000, 1001, 1002, 2003, 2004]
+    for parts in (
+        [_part(3, 3, 1, parent=1)],  # it has two now
+        [_part(3, 1, 1, parent=3)],
+        [_part(3, 1, 1, parent=9)],
+        [_part(3, 1, 1)],
+        [_part(2, 0, 0), _part(3, 1, 1, parent=2)],
+    ):
+        assert _code(sessions, A, *parts) is ErrorCode.UNKNOWN_SESSION
+    assert not _is_known(sessions, A, 3, 1)
+    # A session that is there is not begun again; one that is too short is.
+    _run(sessions, A, _part(1, 0, 9))
+    _run(sessions, A, _part(4, 0, 5))
+    _run(sessions, A, _part(4, 4, 1, parent=1))
+    _run(sessions, A, _part(4, 7, 1, parent=1))
+    with _running(sessions, A, _part(4, 8, 1)) as [cache]:
+        assert cache.tensors[0][0, 0, :8, 0].tolist() == [*range(1000, 1007), 4007]
+
+
+def test_a_parent_may_be_forgotten_with_the_same_request() -> None:
+    sessions = _sessions()
+    _run(sessions, A, _part(1, 0, 5))
+    _run(sessions, A, _part(2, 5, 1, parent=1), _part(1, 0, 0))
+    assert _is_known(sessions, A, 2, 6)
+    assert not _is_known(sessions, A, 1, 5)
+
+
+def test_time_ends_a_session_that_is_not_used() -> None:
+    clock = Clock()
+    sessions = _sessions(clock=clock)
+    _run(sessions, A, _part(1, 0, 1), _part(2, 0, 1))
+    clock.now += 59
+    _run(sessions, A, _part(1, 1, 1))
+    clock.now += 2
+    assert _is_known(sessions, A, 1, 2)
+    assert not _is_known(sessions, A, 2, 1)
+    clock.now += 61
+    _run(sessions, B, _part(1, 0, 1))
+    assert sessions.totals == SessionTotals(1, UNIT)
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    sessions = _sessions(3)
+    for number in (1, 2, 3):
+        _run(sessions, A, _part(number, 0, 1))
+    _run(sessions, A, _part(1, 1, 1))
+    _run(sessions, B, _part(4, 0, 1))
+    assert sessions.totals == SessionTotals(3, 3 * UNIT)
+    assert [_is_known(sessions, A, number, 1) for number in (1, 2, 3)] == [True, False, True]
+    assert _is_known(sessions, B, 4, 1)
+
+
+def test_a_client_loses_its_own_sessions_before_those_of_others() -> None:
+    sessions = _sessions(4, of_one=2)
+    _run(sessions, B, _part(1, 0, 1))
+    for number in (1, 2, 3):
+        _run(sessions, A, _part(number, 0, 1))
+    assert sessions.totals.sessions == 3
+    assert [_is_known(sessions, A, number, 1) for number in (1, 2, 3)] == [False, True, True]
+    assert _is_known(sessions, B, 1, 1)
+    # All of its memory is not all that there is.
+    too_large = _part(9, 0, 2 * GROWTH_TOKENS + 1)
+    assert _code(sessions, A, too_large) is ErrorCode.LIMIT_EXCEEDED
+    assert sessions.totals.sessions == 3
+    # Within its limit, it is the oldest of all that goes.
+    _run(sessions, b"c", _part(1, 0, 1), _part(2, 0, 1))
+    assert [_is_known(sessions, A, number, 1) for number in (2, 3)] == [False, True]
+
+
+def test_what_a_request_uses_stays_and_one_too_large_changes_nothing() -> None:
+    sessions = _sessions(3)
+    _run(sessions, A, _part(1, 0, 1), _part(2, 0, 1), _part(3, 0, 1))
+    # The oldest grows, and the others of the request stay: there is no room.
+    parts = (_part(1, 1, GROWTH_TOKENS), _part(2, 1, 1), _part(3, 1, 1))
+    assert _code(sessions, A, *parts) is ErrorCode.LIMIT_EXCEEDED
+    assert all(_is_known(sessions, A, number, 1) for number in (1, 2, 3))
+    _run(sessions, A, *parts[:2])
+    assert not _is_known(sessions, A, 3, 1)
+    # Alone it is too large, and evicts none.
+    too_large = _part(4, 0, 3 * GROWTH_TOKENS + 1)
+    assert _code(sessions, A, too_large) is ErrorCode.LIMIT_EXCEEDED
+    assert _code(sessions, B, too_large) is ErrorCode.LIMIT_EXCEEDED
+    assert sessions.totals == SessionTotals(2, 3 * UNIT)
+    _run(sessions, B, _part(4, 0, 3 * GROWTH_TOKENS))
+    assert sessions.totals == SessionTotals(1, 3 * UNIT)
+
+
+def test_a_fork_without_room_beside_its_parent_is_sent_again() -> None:
+    sessions = _sessions(3)
+    _run(sessions, A, _part(1, 0, 2 * GROWTH_TOKENS))
+    fork = _part(2, 2 * GROWTH_TOKENS, 1, parent=1)
+    assert _code(sessions, A, fork) is ErrorCode.UNKNOWN_SESSION
+    _run(sessions, A, _part(2, 0, 2 * GROWTH_TOKENS + 1))
+
+
+@each_row(
+    ("start", "window", "has"),
+    [
+        # Positions 2 to 21 are not there: 29 is the first whose 8 tokens begin behind them.
+        (29, Window(2, 8), True),
+        (28, Window(2, 8), False),
+        (40, Window(2, 19), True),
+        (40, Window(2, 20), False),
+        (100, Window(2, 8), True),
+        (101, Window(2, 8), False),
+        (100, Window(3, 8), False),
+        (100, Window(1, 8), True),
+        (100, Window(), False),
+        (3, Window(2, 8), False),
+        (2, Window(), True),
+    ],
+)
+def test_what_was_dropped_is_not_there(start: int, window: Window, has: bool) -> None:
+    cache = SessionCache(SHAPE)
+    cache.length, cache.sinks, cache.dropped = 100, 2, 20
+    assert cache.has(start, window) == has
+
+
+def test_it_grows_by_parts_of_what_it_is_and_shrinks() -> None:
+    sessions = _sessions(100)
+    sizes = []
+    for start in range(0, 40 * GROWTH_TOKENS, GROWTH_TOKENS // 2):
+        _run(sessions, A, _part(1, start, GROWTH_TOKENS // 2))
+        sizes.append(sessions.totals.bytes)
+        assert start + GROWTH_TOKENS // 2 <= sizes[-1] // SHAPE.token_bytes
+    # Copied some twenty times, not eighty, and a quarter too large at most.
+    assert len(set(sizes)) < 24
+    assert sizes[-1] <= 50 * UNIT + UNIT
+    with _running(sessions, A, _part(1, 40 * GROWTH_TOKENS, 1)) as [cache]:
+        found = cache.tensors[0][0, 0, : 40 * GROWTH_TOKENS, 0]
+        assert torch.equal(found, 1000.0 + torch.arange(40 * GROWTH_TOKENS))
+    _run(sessions, A, _part(1, 3, 1))
+    assert sessions.totals.bytes == UNIT
+    with _running(sessions, A, _part(1, 4, 1)) as [cache]:
+        assert cache.tensors[1][0, 0, :4, 0].tolist() == [1000, 1001, 1002, 1003]
+
+
+def test_a_device_without_memory_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = _sessions()
+
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(MemoryError), _running(sessions, A, _part(1, 0, 1)):
+            pass
+    assert sessions.totals == SessionTotals()
+
+
+@each_row(
+    ("settings", "message"),
+    [
+        (SessionSettings(2**20, 2**21), "--session-client-mib: got 2, expected at most 1"),
+        (SessionSettings(spill_bytes=1), "--session-spill-mib: got no directory"),
+        (SessionSettings(spill=Path("/nonexistent")), "--session-spill /nonexistent"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: SessionSettings, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        settings.check()
+
+
+def test_without_a_limit_it_is_half_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:  12 kB\nHugePages_Total: 0\n")
+    monkeypatch.setattr(session_settings, "_MEMINFO", tmp_path / "meminfo")
+    assert free_bytes(torch.device("cpu")) == 12 * 1024
+    SessionSettings().check()
+    sessions = Sessions(SessionSettings(), 4 * UNIT + 2)
+    _run(sessions, A, _part(1, 0, 2 * GROWTH_TOKENS))
+    too_large = _part(1, 0, 2 * GROWTH_TOKENS + 1)
+    assert _code(sessions, A, too_large) is ErrorCode.LIMIT_EXCEEDED
+
+
+class AnyRequests(RuleBasedStateMachine):
+    """Against plain lists of tokens: what is answered is right, and limits are kept."""
+
+    UNITS, OF_ONE = 6, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.count = Clock(), 0
+        self.sessions = _sessions(self.UNITS, self.OF_ONE, self.clock)
+        self.known: dict[tuple[bytes, int], list[int]] = {}
+
+    @rule(
+        client=st.sampled_from([A, B]),
+        session=st.integers(1, 3),
+        parent=st.integers(0, 3),
+        start=st.integers(0, 200),
+        rows=st.integers(0, 150),
+        fails=st.booleans(),
+        later_s=st.sampled_from([0, 0, 0, 30, 61]),
+    )
+    def ask(
+        self,
+        client: bytes,
+        session: int,
+        parent: int,
+        start: int,
+        rows: int,
+        fails: bool,
+        later_s: float,
+    ) -> None:
+        self.clock.now += later_s
+        tokens = list(range(self.count, self.count + rows))
+        self.count += rows
+        key = (client, session)
+        mine, theirs = self.known.get(key, []), self.known.get((client, parent), [])
+        source = mine if len(mine) >= start else theirs if parent != session else []
+        try:
+            with _running(self.sessions, client, _part(session, start, rows, parent)) as caches:
+                assert len(source) >= start or not rows
+                for cache in caches:
+                    _write(cache, start, range(tokens[0], tokens[0] + rows))
+                    for tensor in cache.tensors:
+                        held = tensor[0, 0, : start + rows, 0].tolist()
+                        assert held == source[:start] + tokens
+                if fails:
+                    raise ZeroDivisionError
+        except ProtocolError as error:
+            may_be_too_large = start + rows > (self.OF_ONE - 1) * GROWTH_TOKENS
+            if error.code is not ErrorCode.UNKNOWN_SESSION and not may_be_too_large:
+                raise
+            return
+        except ZeroDivisionError:
+            tokens = []
+        self.known[key] = source[:start] + tokens if rows else []
+
+    @invariant()
+    def limits_are_kept(self) -> None:
+        totals = self.sessions.totals
+        assert totals.bytes <= self.UNITS * UNIT
+        assert totals.sessions <= 6
+
+
+AnyRequests.TestCase.settings = hypothesis_settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
+TestAnyRequests = AnyRequests.TestCase
+
+
+def test_no_session_is_all_zeros() -> None:
+    assert _name(0) == NO_SESSION

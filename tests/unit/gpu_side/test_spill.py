@@ -1,0 +1,337 @@
+"""Sessions on disk: they come back as they were or not at all, and tell the disk nothing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_side import sessions as sessions_module
+from gpu_side import spill
+from gpu_side.segment_parts import Part
+from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_settings import SessionSettings
+from gpu_side.sessions import Sessions, SessionTotals
+from gpu_side.spill import SessionName, SpilledSession, SpillKey
+from protocol.errors import ErrorCode, ProtocolError
+from protocol.tensors import raw_bytes
+from tests.tables import each_row
+
+SHAPE = CacheShape(3, 2, 4, torch.float32, torch.device("cpu"))
+UNIT = GROWTH_TOKENS * SHAPE.token_bytes
+NAME = SessionName(b"client", bytes(15) + b"\x01", 0, 2)
+TOKENS = 10
+
+
+def _cache(tokens: int = TOKENS, shape: CacheShape = SHAPE) -> SessionCache:
+    cache = SessionCache(shape)
+    cache.resize(GROWTH_TOKENS)
+    cache.length = tokens
+    for tensor in cache.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    return cache
+
+
+def _empty(shape: CacheShape = SHAPE) -> SessionCache:
+    cache = SessionCache(shape)
+    cache.resize(GROWTH_TOKENS)
+    return cache
+
+
+def _stored(cache: SessionCache) -> list[torch.Tensor]:
+    return [tensor[:, :, : cache.stored] for tensor in cache.tensors]
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is several pieces, the last of which is smaller."""
+    monkeypatch.setattr(spill, "_PIECE_BYTES", 300)
+
+
+@pytest.fixture
+def spilled(tmp_path: Path) -> Iterator[SpilledSession]:
+    made = SpilledSession(tmp_path, NAME, _cache(), SpillKey())
+    yield made
+    made.close()
+
+
+def _descriptor(spilled: SpilledSession) -> int:
+    descriptor: int = spilled._file.fileno()
+    return descriptor
+
+
+@each_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_comes_back_as_it_was(tmp_path: Path, dtype: torch.dtype) -> None:
+    shape = SHAPE._replace(dtype=dtype)
+    cache = _cache(shape=shape)
+    cache.length, cache.sinks, cache.dropped = 30, 2, 20
+    spilled = SpilledSession(tmp_path, NAME, cache, SpillKey())
+    assert (spilled.tokens, spilled.shape) == (10, shape)
+    found = _empty(shape)
+    assert spilled.read_into(found)
+    assert (found.length, found.sinks, found.dropped) == (30, 2, 20)
+    for mine, theirs in zip(_stored(found), _stored(cache), strict=True):
+        assert torch.equal(mine, theirs)
+    spilled.close()
+
+
+def test_the_disk_gets_no_name_and_no_plain_bytes(tmp_path: Path) -> None:
+    cache = _cache()
+    spilled = SpilledSession(tmp_path, NAME, cache, SpillKey())
+    assert list(tmp_path.iterdir()) == []
+    descriptor = _descriptor(spilled)
+    status = os.fstat(descriptor)
+    assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
+    written = os.pread(descriptor, 2**20, 0)
+    assert len(written) == status.st_size == spilled.bytes
+    plain = b"".join(bytes(raw_bytes(tensor)) for tensor in _stored(cache))
+    pieces = 3 * len(cache.tensors)  # 640 bytes a layer: 300, 300 and 40
+    assert len(written) == len(plain) + 16 * pieces
+    for start in range(0, len(plain) - 8, 4):
+        assert plain[start : start + 8] not in written
+    assert NAME.client not in written
+    # The same once more, with another key, is nothing like it.
+    other = SpilledSession(tmp_path, NAME, cache, SpillKey())
+    assert os.pread(_descriptor(other), 64, 0) != written[:64]
+    spilled.close()
+    other.close()
+
+
+def test_a_file_system_without_nameless_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    spilled = SpilledSession(tmp_path, NAME, _cache(), SpillKey())
+    status = os.fstat(_descriptor(spilled))
+    assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
+    assert list(tmp_path.iterdir()) == []
+    spilled.close()
+
+
+def test_a_nonce_is_never_used_twice_by_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[tuple[int, bytes]] = []
+
+    class Noted:
+        def __init__(self, key: bytes) -> None:
+            self._cipher = spill.AESGCM.__wrapped__(key)  # type: ignore[attr-defined]
+            self.key = key
+
+        def encrypt(self, nonce: bytes, data: Any, bound: bytes) -> bytes:
+            used.append((id(self), nonce))
+            sealed: bytes = self._cipher.encrypt(nonce, data, bound)
+            return sealed
+
+        def decrypt(self, nonce: bytes, data: Any, bound: bytes) -> bytes:
+            plain: bytes = self._cipher.decrypt(nonce, data, bound)
+            return plain
+
+        @staticmethod
+        def generate_key(bits: int) -> bytes:
+            assert bits == 256
+            return os.urandom(32)
+
+    Noted.__wrapped__ = spill.AESGCM  # type: ignore[attr-defined]
+    monkeypatch.setattr(spill, "AESGCM", Noted)
+    sessions = _sessions(tmp_path, units=1)
+    for turn in range(4):
+        for number in (1, 2, 3):
+            _run(sessions, _part(number, turn, 1))
+    assert len(used) >= 3 * 9
+    assert len(set(used)) == len(used)
+    assert len({cipher for cipher, _ in used}) == 3
+    assert {len(nonce) for _, nonce in used} == {12}
+    sessions.close()
+
+
+def test_the_last_nonce_is_the_last(tmp_path: Path) -> None:
+    key = SpillKey(2**96 - 2)
+    assert key.next_nonce() == b"\xff" * 11 + b"\xfe"
+    assert key.next_nonce() == b"\xff" * 12
+    for _ in range(2):
+        with pytest.raises(OverflowError):
+            key.next_nonce()
+    with pytest.raises(OverflowError):
+        SpilledSession(tmp_path, NAME, _cache(), key)
+
+
+@each_row(
+    "damage",
+    ["a bit", "a tag", "pieces in another order", "the end", "all", "another file"],
+)
+def test_a_file_that_was_changed_is_no_session(tmp_path: Path, damage: str) -> None:
+    key = SpillKey()
+    spilled = SpilledSession(tmp_path, NAME, _cache(), key)
+    descriptor = _descriptor(spilled)
+    content = bytearray(os.pread(descriptor, 2**20, 0))
+    if damage == "a bit":
+        content[700] ^= 1
+    elif damage == "a tag":
+        content[310] ^= 0x80
+    elif damage == "pieces in another order":
+        content[:316], content[316:632] = content[316:632], content[:316]
+    elif damage == "the end":
+        del content[-1:]
+    elif damage == "all":
+        content.clear()
+    else:
+        # Of the same key and session, from before: its nonces are others.
+        other = SpilledSession(tmp_path, NAME, _cache(), key)
+        content = bytearray(os.pread(_descriptor(other), 2**20, 0))
+        other.close()
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, content, 0)
+    assert not spilled.read_into(_empty())
+    spilled.close()
+
+
+@each_row(
+    "change",
+    [
+        {"name": NAME._replace(client=b"other")},
+        {"name": NAME._replace(session=bytes(16))},
+        {"name": NAME._replace(first_layer=1)},
+        {"name": NAME._replace(last_layer=3)},
+        {"_sizes": (TOKENS, 1, 0)},
+        {"_shape": SHAPE._replace(heads=4, head_dim=2)},
+        {"_shape": SHAPE._replace(dtype=torch.int32)},
+        {"key": SpillKey()},
+    ],
+)
+def test_what_was_written_is_bound_to_its_session(tmp_path: Path, change: dict[str, Any]) -> None:
+    spilled = SpilledSession(tmp_path, NAME, _cache(), SpillKey())
+    assert spilled.read_into(_empty())
+    for name, value in change.items():
+        setattr(spilled, name, value)
+    assert not spilled.read_into(_empty())
+    spilled.close()
+
+
+# -------------------------------------------------------------------- as a part of all sessions
+
+
+def _sessions(
+    directory: Path, *, units: int = 2, spilled: int | None = None, clock: Any = None
+) -> Sessions:
+    settings = SessionSettings(units * UNIT, None, 60.0, directory, spilled)
+    return Sessions(settings, 0, clock=clock or (lambda: 0.0))
+
+
+def _part(session: int, start: int, rows: int, parent: int = 0) -> Part:
+    numbers = (number.to_bytes(16, "little") for number in (session, parent))
+    return Part(next(numbers), start, rows, start + rows, next(numbers))
+
+
+def _run(sessions: Sessions, *parts: Part) -> list[float]:
+    """Run a request; return what the first part's session held before."""
+    with sessions.running(b"client", (0, 2), parts, SHAPE, Window()) as caches:
+        before = caches[0].tensors[2][1, 1, : caches[0].length, 3].tolist()
+        for cache, part in zip(caches, parts, strict=True):
+            for tensor in cache.tensors:
+                tensor[:, :, part.start : part.start + part.rows] = part.session[0] + part.start / 8
+    return before
+
+
+def _is_lost(sessions: Sessions, part: Part) -> bool:
+    with pytest.raises(ProtocolError) as caught:
+        _run(sessions, part)
+    return caught.value.code is ErrorCode.UNKNOWN_SESSION
+
+
+def test_sessions_wait_on_disk_for_their_next_request(tmp_path: Path) -> None:
+    sessions = _sessions(tmp_path)
+    for number in (1, 2, 3, 4):
+        _run(
+            sessions,
+            _part(number, 0, 1),
+        )
+        _run(sessions, _part(number, 1, 1))
+    totals = sessions.totals
+    assert (totals.sessions, totals.bytes, totals.spilled) == (2, 2 * UNIT, 2)
+    assert totals.spilled_bytes == 2 * (2 * SHAPE.token_bytes + 3 * 16)
+    for number in (1, 2, 3, 4, 1):
+        assert _run(sessions, _part(number, 2, 1)) == [number, number + 1 / 8]
+    # A fork of one that waits.
+    assert sessions.totals.spilled == 2
+    assert _run(sessions, _part(9, 2, 1, parent=2)) == [2, 2 + 1 / 8]
+    # A session that is begun anew, or forgotten, waits no more.
+    before = sessions.totals.spilled
+    _run(sessions, _part(3, 0, 1))
+    with sessions.running(
+        b"client",
+        (0, 2),
+        [_part(3, 1, 1), *(_part(number, 0, 0) for number in (1, 2, 4, 9))],
+        SHAPE,
+        Window(),
+    ):
+        pass
+    assert before > 0
+    assert sessions.totals == SessionTotals(1, UNIT)
+    sessions.close()
+    assert sessions.totals == SessionTotals()
+
+
+def test_a_damaged_file_is_a_session_that_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sessions = _sessions(tmp_path, units=1)
+    _run(sessions, _part(1, 0, 2))
+    _run(sessions, _part(2, 0, 2))
+    [(spilled, _)] = sessions._spilled.values()
+    os.pwrite(_descriptor(spilled), b"\0", 7)
+    assert _is_lost(sessions, _part(1, 2, 1))
+    assert [record.message for record in caplog.records] == ["spill_damaged"]
+    assert sessions.totals.spilled <= 1
+    assert _run(sessions, _part(1, 0, 1)) == []
+    sessions.close()
+
+
+def test_time_ends_those_on_disk_as_well(tmp_path: Path) -> None:
+    now = 0.0
+    sessions = _sessions(tmp_path, units=1, clock=lambda: now)
+    _run(sessions, _part(1, 0, 1))
+    now = 50.0
+    _run(sessions, _part(2, 0, 1))
+    now = 61.0
+    assert _is_lost(sessions, _part(1, 1, 1))
+    assert sessions.totals.spilled == 0
+    now = 109.0
+    assert _run(sessions, _part(2, 1, 1)) == [2]
+    sessions.close()
+
+
+def test_what_waits_is_bounded_in_bytes_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = SHAPE.token_bytes + 3 * 16
+    for limit, files in ((2 * size + 1, 512), (2**20, 2)):
+        monkeypatch.setattr(sessions_module, "MAX_FILES", files)
+        sessions = _sessions(tmp_path, units=1, spilled=limit)
+        for number in (1, 2, 3, 4):
+            _run(sessions, _part(number, 0, 1))
+        assert sessions.totals == SessionTotals(1, UNIT, 2, 2 * size)
+        assert _is_lost(sessions, _part(1, 1, 1))
+        assert _run(sessions, _part(2, 1, 1)) == [2]
+        sessions.close()
+
+
+@each_row("error", [OSError("full"), OverflowError()])
+def test_a_session_that_cannot_be_written_is_lost(tmp_path: Path, error: Exception) -> None:
+    sessions = _sessions(tmp_path, units=1)
+    _run(sessions, _part(1, 0, 1))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fails(*_: object) -> None:
+            raise error
+
+        patch.setattr(SpilledSession, "_write", fails)
+        _run(sessions, _part(2, 0, 1))
+    assert sessions.totals == SessionTotals(1, UNIT)
+    assert _is_lost(sessions, _part(1, 1, 1))
+    sessions.close()
