@@ -20,7 +20,7 @@ from protocol.messages import LinearOperator
 from tee_side.policy.placement import Policy
 from tee_side.words import is_linear
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Call, Trace, forward_order
+from tsqp.lab.leak.trace import Call, Trace, Where, forward_order
 
 # Guesses that are scored for each token, best first.
 TOP = 5
@@ -53,7 +53,8 @@ class View:
     model directory that the service was given; `search_sessions`, `search_tokens`: how much of the
     traces a search through the public model is to go through, which costs more than a look-up, if
     it finds anything; `search_candidates`: how many it may run for a token, those that the model
-    expects most; None: all.
+    expects most; None: all. `disks`: the file of each session on the service's disk, where the
+    service keeps a KV cache and has had to make room.
     """
 
     traces: tuple[Trace, ...]
@@ -63,6 +64,7 @@ class View:
     search_sessions: int
     search_tokens: int
     search_candidates: int | None = None
+    disks: tuple[bytes, ...] = ()
 
     def rows(self, call: Call) -> torch.Tensor:
         """Return the rows of a request as floats [R, I]; integers by the public scales.
@@ -73,6 +75,12 @@ class View:
         if rows_RI.dtype != torch.int32 or call.layer is None or not is_linear(call.operator):
             return rows_RI.float()
         return rows_RI.float() * self.public.input_scale((call.layer, call.operator))
+
+    def row_places(self) -> list[Where]:
+        """Return `linear_places` and segments, whose rows are hidden states before any norm."""
+        found = {where for trace in self.traces for where in trace.places}
+        segments: list[Where] = [where for where in found if where[1] == "segment"]
+        return sorted([*self.linear_places(), *segments], key=forward_order)
 
     def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
         """Return where rows of activations crossed, in the order of a forward pass."""

@@ -148,7 +148,7 @@ class Station:
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
             found = self._harm(logits_of(changed, self._texts, self._play_settings()))
-            points.append(point_of(changed, sigma, runs, found, self._config))
+            points.append(point_of(changed, sigma, runs, found, view.public))
             reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
             attacks = tuple(one for one in attacks if one.name in reading)
             self._watch.step(1)
@@ -220,6 +220,8 @@ class Station:
             found: list[Reading] = []
             if recording.observable:
                 view = self._view(recording, 0, settings.search_sessions)
+                # What reads nothing on a disk must read it where nothing is encrypted.
+                view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
                 if noisy:  # as few candidates as there
                     view = replace(view, search_candidates=settings.noisy_candidates)
                 attack = kind()
@@ -284,6 +286,7 @@ class Station:
             search_sessions=sessions,
             search_tokens=settings.search_tokens,
             search_candidates=settings.noisy_candidates if noisy else settings.search_candidates,
+            disks=tuple(disk.encrypted for disk in recording.disks),
         )
 
     def _play(self, policy: Policy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Recording:

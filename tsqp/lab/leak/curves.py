@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from protocol.errors import SettingsError
-from protocol.model.config import ModelConfig
 from protocol.validation import validate_file
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tsqp.lab.leak.model import AttackRun, Curve, Point, Rate
+from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.segment_rotation import SegmentRotation
 
 _SIGMA = "sigma"
 
@@ -63,17 +64,23 @@ def with_sigma(policy: Policy, sigma: float) -> Policy:
     )
 
 
-def strength(policy: Policy, sigma: float, config: ModelConfig) -> float:
-    """Return epsilon of a row where the mask can state it, sigma otherwise."""
+def strength(policy: Policy, sigma: float, public: PublicModel) -> float:
+    """Return epsilon of a row where the mask can state it, sigma otherwise.
+
+    Of a segment's first layer: the rows of the embedding have a longest one.
+    """
     mask = noisy_mask(policy)
     if isinstance(mask, FeatureRotation):
-        return mask.epsilon(config.hidden_size)
+        return mask.epsilon(public.config.hidden_size)
+    if isinstance(mask, SegmentRotation):
+        return mask.epsilon(float(torch.linalg.vector_norm(public.embedding_VD, dim=1).max()))
     return sigma
 
 
 def parameter(policy: Policy) -> str:
     """Name what `strength` is."""
-    return "epsilon" if isinstance(noisy_mask(policy), FeatureRotation) else _SIGMA
+    stated = isinstance(noisy_mask(policy), FeatureRotation | SegmentRotation)
+    return "epsilon" if stated else _SIGMA
 
 
 def harm(
@@ -92,7 +99,7 @@ def harm(
 
 
 def point_of(
-    policy: Policy, sigma: float, runs: Sequence[AttackRun], found: Harm, config: ModelConfig
+    policy: Policy, sigma: float, runs: Sequence[AttackRun], found: Harm, public: PublicModel
 ) -> Point:
     """Return the point of one strength: the best attack's rate."""
     scored = [(run, run.best) for run in runs if run.worked]
@@ -102,7 +109,7 @@ def point_of(
         default=None,
     )
     return Point(
-        strength=strength(policy, sigma, config),
+        strength=strength(policy, sigma, public),
         sigma=sigma,
         rate=best[1].top1 if best else Rate(hits=0, n=0),
         attack=best[0].attack if best else "none",

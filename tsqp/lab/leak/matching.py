@@ -212,22 +212,34 @@ def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------- the first layer
 
 FIRST: Where = (0, "qkv_proj")
+FIRST_SEGMENT: Where = (0, "segment")
+FIRST_PLACES = (FIRST, FIRST_SEGMENT)
 
 
-def look_up(view: View, matcher: Matcher, work: Work) -> Iterator[Reading]:
+def first_place(view: View) -> Where | None:
+    """Return where what the first layer gets crossed, None where it stays."""
+    return next((where for where in view.row_places() if where in FIRST_PLACES), None)
+
+
+def dictionary(view: View, where: Where) -> torch.Tensor:
+    """Return what crosses at one of `FIRST_PLACES` for each token in the clear: [V, D]."""
+    return view.public.embedding_VD if where == FIRST_SEGMENT else view.public.dictionary_VD
+
+
+def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> Iterator[Reading]:
     """Look every token up in the first layer's dictionary, where rows say whose they are.
 
     A row that crosses alone is its token's in any order: at decode there is one. Tokens whose rows
     cross among others, in no order, are for a search, and are not tried here.
     """
-    table_VD = view.public.dictionary_VD
+    table_VD = dictionary(view, where)
     ids_V = torch.arange(len(table_VD))
     for session, trace in enumerate(view.traces):
         work.tick()
         guesses: dict[int, tuple[int, ...]] = {}
         first: int | None = None
         for step in trace.steps:
-            observed = observe(view, step, FIRST)
+            observed = observe(view, step, where)
             if observed is None or not (step.tokens == 1 or _tells(matcher, observed)):
                 continue
             first = step.first if first is None else first
@@ -237,7 +249,7 @@ def look_up(view: View, matcher: Matcher, work: Work) -> Iterator[Reading]:
                 if guess := best(distances_V, ids_V):
                     guesses[step.first + token] = guess
         if first is not None:
-            yield Reading(place_name(FIRST), session, range(first, trace.tokens), guesses)
+            yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
 
 
 def _tells(matcher: Matcher, observed: Observed) -> bool:

@@ -55,8 +55,9 @@ class Prefix:
 class States:
     """What the public model computes for candidates behind a prefix.
 
-    `inputs`: of every linear operator, [N, I]; `hidden_ND`: behind the last layer; `keys`,
-    `values`: of the candidates alone, [N, K, C] a layer.
+    `inputs`: of every linear operator, [N, I], and of each layer, as a segment from there on gets
+    them; `hidden_ND`: behind the last layer; `keys`, `values`: of the candidates alone, [N, K, C] a
+    layer.
     """
 
     inputs: dict[Where, torch.Tensor]
@@ -223,6 +224,7 @@ class PublicModel:
         rope = self._rope(position)
         for layer in range(self.config.num_hidden_layers):
             norms = self.light.norms[layer]
+            inputs[layer, "segment"] = h_ND
             x_ND = rms_norm(h_ND.clone(), norms.input_layernorm, eps)
             inputs[layer, "qkv_proj"] = x_ND
             attended_ND, k_NKC, v_NKC = self._attention(prefix, layer, x_ND, rope)

@@ -27,6 +27,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
+from tsqp.lab.leak.at_rest import Disk
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where
 from tsqp.lab.research.provisioning import provision
@@ -55,10 +56,14 @@ class Truth:
 
 @dataclass(frozen=True)
 class Session:
-    """One prompt with its answer. `traces`: one a service, in the order of a policy's shares."""
+    """One prompt with its answer. `traces`: one a service, in the order of a policy's shares.
+
+    `disk`: what the service's has of its cache once that had to make room; None without one.
+    """
 
     traces: tuple[Trace, ...]
     truth: Truth
+    disk: Disk | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,11 @@ class Recording:
     def observable(self) -> bool:
         """Whether anything crossed."""
         return any(trace.messages for session in self.sessions for trace in session.traces)
+
+    @property
+    def disks(self) -> list[Disk]:
+        """The sessions' files, none where the service keeps no cache."""
+        return [session.disk for session in self.sessions if session.disk is not None]
 
 
 @dataclass(frozen=True)
@@ -107,13 +117,18 @@ def play(
         raise PromptError("prompts", got="none", expected="at least one")
     with _stage(policy, settings) as stage:
         engine = Engine(stage.model, stage.lanes)
-        added = added_rows(policy, stage.model.config)
+        config = stage.model.config
+        added = added_rows(policy, config)
+        in_segments = bool(policy.segments(config.num_hidden_layers))
         sessions = []
         for done, prompt in enumerate(prompts):
             sampling = SamplingSettings(temperature=settings.temperature, seed=settings.seed + done)
-            sessions.append(
-                _session(engine, stage.channels, added, prompt, settings.new_tokens, sampling)
-            )
+            session = _session(engine, stage.channels, added, prompt, settings.new_tokens, sampling)
+            if in_segments:
+                (service,), (trace,) = stage.channels, session.traces
+                disk = service.disk_of(trace, config.context_length, settings.folder)
+                session = replace(session, disk=disk)
+            sessions.append(session)
             progress(done + 1, len(prompts))
     return Recording(policy, stage.served, stage.model.dtype, tuple(sessions))
 
@@ -143,8 +158,13 @@ def added_rows(policy: Policy, config: ModelConfig) -> Added:
     """
     counts: dict[tuple[Operator, Mask | None], int] = {}
     found: dict[tuple[Where, Phase], int] = {}
+    segments = policy.segments(config.num_hidden_layers)
+    within = {layer for one in segments for layer in range(one.first, one.last + 1)}
+    head = any(segment.head for segment in segments)
     for operator in OPERATORS:
         for layer in (None,) if operator in LAYERLESS else range(config.num_hidden_layers):
+            if layer in within or (operator == "lm_head" and head):
+                continue  # of a segment's request
             for phase in PHASES:
                 placement = policy.at(operator, layer or 0, phase)
                 if placement.place == "tee":
@@ -153,6 +173,8 @@ def added_rows(policy: Policy, config: ModelConfig) -> Added:
                 if key not in counts:
                     counts[key] = _sent_rows(operator, placement.mask, config) - 1
                 found[(layer, operator), phase] = counts[key]
+    for segment in segments:
+        found |= {((segment.first, "segment"), phase): 0 for phase in PHASES}
     return found
 
 

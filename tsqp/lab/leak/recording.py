@@ -7,6 +7,7 @@ and nothing that only the TEE knows.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from gpu_side.encoding import encode_reply, open_request, read_request
@@ -17,6 +18,7 @@ from protocol.channel import Channel, Exchange, Traffic
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
 from protocol.messages import HealthRequest, Request, Response, Timing
+from tsqp.lab.leak.at_rest import Disk, disk_of
 from tsqp.lab.leak.trace import Trace
 
 _TIMEOUT_MS = 60_000
@@ -80,6 +82,11 @@ class RecordingChannel(Channel):
             raise KeyError(request.method)
         response, _ = self._handler.apply(request)
         return response
+
+    def disk_of(self, trace: Trace, context: int, directory: Path) -> Disk | None:
+        """See `at_rest.disk_of`, of this service's sessions; None where it keeps none."""
+        sessions = self._handler.sessions
+        return None if sessions is None else disk_of(sessions, trace, context, directory)
 
     def wait(self, request_id: int) -> Exchange:
         """See `Channel.wait`."""

@@ -28,6 +28,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     SeededRingLinearRequest,
+    SegmentRequest,
 )
 from protocol.tensors import WireTensor, to_torch
 from tee_side.words import OPERATORS, PHASES, PRODUCTS, Operator, Phase
@@ -177,6 +178,8 @@ def _named(request: Request, layer: int | None, products: int) -> tuple[Operator
         return "embedding", None
     if isinstance(request, LMHeadRequest | RingLMHeadRequest):
         return "lm_head", None
+    if isinstance(request, SegmentRequest):
+        return "segment", request.first_layer
     return ("attn_values" if products % 2 else "attn_scores"), layer
 
 
@@ -219,7 +222,8 @@ def forward_order(where: Where) -> tuple[int, int]:
     layer, operator = where
     if layer is None:
         return (-1, 0) if operator == "embedding" else (2**31, 0)
-    return layer, OPERATORS.index(operator)
+    # A segment stands where its first layer begins.
+    return layer, -1 if operator == "segment" else OPERATORS.index(operator)
 
 
 def _guessed(groups: Sequence[Sequence[Call]]) -> list[int]:

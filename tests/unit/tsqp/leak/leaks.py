@@ -80,7 +80,8 @@ def inputs_of(public: PublicModel, ids: Sequence[int]) -> dict[Where, torch.Tens
     """Return what the model computes for a text: the input [T, I] of every linear operator."""
     prefix, found = public.nothing(), list[Mapping[Where, torch.Tensor]]()
     for token_id in ids:
-        found.append(public.states(prefix, [token_id]).inputs)
+        inputs = public.states(prefix, [token_id]).inputs
+        found.append({where: x_1I for where, x_1I in inputs.items() if where[1] != "segment"})
         prefix = public.extend(prefix, token_id)
     return {where: torch.cat([inputs[where] for inputs in found]) for where in found[0]}
 

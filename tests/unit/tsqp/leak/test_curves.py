@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
-from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tests.unit.tsqp.leak.leaks import Models, tiny
 from tsqp.lab.leak.curves import (
@@ -26,10 +25,15 @@ from tsqp.lab.leak.curves import (
     with_sigma,
 )
 from tsqp.lab.leak.model import AttackRun, Control, Point, Rate, Score
+from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import PlaySettings, logits_of
 from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.segment_rotation import SegmentRotation
 
-CONFIG: Any = SimpleNamespace(hidden_size=48)
+# The longest of its embedding's rows is 5 long.
+PUBLIC: Any = SimpleNamespace(
+    config=SimpleNamespace(hidden_size=48), embedding_VD=torch.tensor([[3.0, 4.0], [4.0, 0.0]])
+)
 HARM = Harm(perplexity=12.5, output_error=0.25)
 
 
@@ -74,7 +78,7 @@ def sigmas(policy: Policy) -> set[float]:
 
 def test_which_policies_have_noise() -> None:
     noisy = {name for name in builtin_policies() if noisy_mask(load_policy(name)) is not None}
-    assert noisy == {"float-noise", "cloak"}
+    assert noisy == {"float-noise", "cloak", "cloak-segment"}
     # A cloak could have some, and has none until it is told to.
     assert {name for name in builtin_policies() if is_noisy(load_policy(name))} == {"float-noise"}
     assert is_noisy(with_sigma(load_policy("cloak"), 0.5))
@@ -91,7 +95,7 @@ def test_any_mask_with_noise_makes_a_policy_noisy(sigmas: tuple[object, ...], no
     assert is_noisy(policy) is noisy
 
 
-@pytest.mark.parametrize("name", ["float-noise", "cloak"])
+@pytest.mark.parametrize("name", ["float-noise", "cloak", "cloak-segment"])
 def test_only_the_strength_changes(name: str) -> None:
     policy = load_policy(name)
     before = policy.model_dump()
@@ -132,11 +136,14 @@ def test_a_strength_is_epsilon_where_the_mask_states_it() -> None:
         with_sigma(load_policy("float-noise"), 4.0),
     )
     assert (parameter(cloak), parameter(noise)) == ("epsilon", "sigma")
-    assert strength(noise, 4.0, CONFIG) == 4.0
-    assert strength(cloak, 4.0, CONFIG) == FeatureRotation(sigma=4.0).epsilon(48)
+    assert strength(noise, 4.0, PUBLIC) == 4.0
+    assert strength(cloak, 4.0, PUBLIC) == FeatureRotation(sigma=4.0).epsilon(48)
+    segment = with_sigma(load_policy("cloak-segment"), 4.0)
+    assert parameter(segment) == "epsilon"
+    assert strength(segment, 4.0, PUBLIC) == SegmentRotation(sigma=4.0).epsilon(5.0)
     # More noise is a larger sigma, and a smaller epsilon; none an infinite one.
-    assert strength(with_sigma(cloak, 8.0), 8.0, CONFIG) < strength(cloak, 4.0, CONFIG)
-    assert strength(load_policy("cloak"), 0.0, CONFIG) == math.inf
+    assert strength(with_sigma(cloak, 8.0), 8.0, PUBLIC) < strength(cloak, 4.0, PUBLIC)
+    assert strength(load_policy("cloak"), 0.0, PUBLIC) == math.inf
 
 
 # ----------------------------------------------------------------------------------------- harm
@@ -196,7 +203,7 @@ def test_more_noise_does_more_harm(saved_model: Models, tmp_path: Path) -> None:
 
 
 def point(*runs: AttackRun, sigma: float = 2.0) -> Point:
-    return point_of(with_sigma(load_policy("float-noise"), sigma), sigma, runs, HARM, CONFIG)
+    return point_of(with_sigma(load_policy("float-noise"), sigma), sigma, runs, HARM, PUBLIC)
 
 
 def test_a_point_is_the_best_place_of_the_best_attack() -> None:
@@ -228,11 +235,9 @@ def test_points_are_sorted_by_strength() -> None:
 
 
 def test_the_size_that_epsilon_is_about_is_the_hidden_one(saved_model: Models) -> None:
-    from protocol.model.config import read_config
-
-    config: ModelConfig = read_config(tiny(saved_model).directory)
+    public = PublicModel(tiny(saved_model).directory)
     cloak = with_sigma(load_policy("cloak"), 4.0)
-    found = point_of(cloak, 4.0, [run("a", (1, 100))], HARM, config)
-    assert found.strength == FeatureRotation(sigma=4.0).epsilon(config.hidden_size)
+    found = point_of(cloak, 4.0, [run("a", (1, 100))], HARM, public)
+    assert found.strength == FeatureRotation(sigma=4.0).epsilon(public.config.hidden_size)
     made = curve(cloak, HARM.perplexity, [found], search_sessions=1, search_candidates=9)
     assert (made.parameter, made.search_sessions, made.search_candidates) == ("epsilon", 1, 9)

@@ -352,3 +352,49 @@ def test_a_mask_of_ones_own_may_add_rows_in_one_phase(
         assert [step.tokens for step in session.traces[0].steps] == [len(prompt), 1, 1, 1]
         assert session.truth.sent == (*session.truth.prompt, *session.truth.answer[:-1])
         assert list(session.truth.answer) == model.greedy(prompt, 4)
+
+
+def test_of_segments_what_crosses_is_the_rows_in_both_phases(model: SavedModel) -> None:
+    """An operator within one sends nothing of its own, nor does an LM head in its call."""
+    config = read_config(model.directory)
+    for name in ("clear-segment", "attested-segment", "stip-segment", "cloak-segment"):
+        expected = {((0, "segment"), "prefill"): 0, ((0, "segment"), "decode"): 0}
+        assert added_rows(load_policy(name), config) == expected
+    clear = {"place": "gpu", "mask": "none", "verify": "none"}
+    operators: dict[str, Any] = {one: {"place": "tee", "layers": "1-"} for one in OPERATORS}
+    first = Policy.model_validate(
+        {
+            "name": "own",
+            "summary": "own",
+            "operators": {
+                **operators,
+                "segment": {**clear, "layers": "0"},
+                "o_proj": {**clear, "layers": "1-"},
+                "embedding": "tee",
+                "lm_head": clear,
+            },
+        }
+    )
+    first.check(config.num_hidden_layers)
+    assert {where for where, _ in added_rows(first, config)} == {
+        (0, "segment"),
+        (1, "o_proj"),
+        (None, "lm_head"),
+    }
+
+
+def test_a_segments_session_is_kept_on_disk_beside_its_trace(
+    model: SavedModel, tmp_path: Path
+) -> None:
+    for name, kept in (("cloak-segment", True), ("attention-in-tee", False)):
+        (tmp_path / name).mkdir()
+        recording = played(model, name, tmp_path / name)
+        assert [session.disk is not None for session in recording.sessions] == [kept, kept]
+        assert len(recording.disks) == 2 * kept
+        sizes = [len(disk.clear) for disk in recording.disks]
+        # Longer sessions are larger files, of keys and values in each layer.
+        tokens = [len(session.truth.sent) for session in recording.sessions]
+        _, heads, size = read_config(model.directory).heads
+        assert sizes == [4 * 2 * 2 * heads * size * count for count in tokens][: len(sizes)]
+        left = {path.name for path in (tmp_path / name).iterdir()}
+        assert left == ({SERVED} if kept else set())

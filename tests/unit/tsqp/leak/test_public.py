@@ -64,6 +64,7 @@ def reference(
 
     for number, layer in enumerate(model.model.layers):
         modules = {
+            "segment": layer.input_layernorm,
             "qkv_proj": layer.self_attn.q_proj,
             "o_proj": layer.self_attn.o_proj,
             "gate_up_proj": layer.mlp.gate_proj,

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import normalize
 
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST, FeatureMatcher, look_up
+from tsqp.lab.leak.matching import FeatureMatcher, first_place, look_up
+from tsqp.lab.leak.replay import answers, has_head, vocabulary
 from tsqp.lab.leak.trace import Step, Where
 from tsqp.lab.research.row_permutation import RowPermutation
 
@@ -53,21 +54,25 @@ class Logits(Attack):
     """Computes the logits from what an LM head was sent: the next token, as far as it is the top.
 
     A mask that scales rows, by either sign, leaves the order of logits or reverses it; of several
-    rows, the one with the surest token counts.
+    rows, the one with the surest token counts. Where the head is within a segment the service has
+    computed them itself; the rows of its head tell which token each is of.
     """
 
     name: ClassVar[str] = "logits"
-    reads: ClassVar[str] = "the next token, from hidden states sent to an LM head"
+    reads: ClassVar[str] = "the next token, from the logits that an LM head makes of what it gets"
     source: ClassVar[str] = "what an LM head is asked for"
     control: ClassVar[str] = "tsqp"
     published: ClassVar[float] = 0.95
 
     def refuses(self, view: View) -> str | None:
-        """No final hidden states crossed."""
-        return _absent(view, _HEAD[1])
+        """No final hidden states crossed, and no segment with an LM head."""
+        return None if has_head(view) else _absent(view, _HEAD[1])
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
-        """Apply the public LM head."""
+        """Apply the public LM head, or run the service's layers again."""
+        if has_head(view):
+            yield from _answered(view, work)
+            return
         head_VD = view.public.lm_head_VD
         masks = [one.mask for one in view.policy.operators["lm_head"]]
         flips = any(not isinstance(mask, RowPermutation) for mask in masks if mask is not None)
@@ -102,11 +107,12 @@ class NearestEmbedding(Attack):
 
     def refuses(self, view: View) -> str | None:
         """No inputs of the first layer crossed."""
-        return None if view.linear_places("qkv_proj")[:1] == [FIRST] else "layer 0 stays"
+        return "layer 0 stays" if first_place(view) is None else None
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look every row up."""
-        yield from look_up(view, _Direction(), work)
+        if (where := first_place(view)) is not None:
+            yield from look_up(view, _Direction(), work, where)
 
 
 class _Direction(FeatureMatcher):
@@ -119,6 +125,20 @@ class _Direction(FeatureMatcher):
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """See `FeatureMatcher.pairwise`: the sine of the angle."""
         return (1 - (rows_RX @ table_NX.T).square()).clamp(min=0).sqrt()
+
+
+def _answered(view: View, work: Work) -> Iterator[Reading]:
+    """Read the service's own answers to segments."""
+    ids_V = vocabulary(view)
+    for session, trace in enumerate(view.traces):
+        work.tick()
+        guesses: dict[int, tuple[int, ...]] = {}
+        for tokens, logits_V in answers(view, trace):
+            work.compared += len(logits_V)
+            top = ids_V[logits_V.topk(TOP).indices].tolist()
+            guesses[tokens] = tuple(token_id for token_id in top if token_id >= 0)
+        if guesses:
+            yield Reading("lm_head", session, range(min(guesses), trace.tokens + 1), guesses)
 
 
 def _absent(view: View, operator: str) -> str | None:

@@ -65,7 +65,7 @@ class NoiseAveraging(Attack):
     def refuses(self, view: View) -> str | None:
         """No floats crossed that are in the clear or under noise."""
         if not view.linear_places():
-            return "no activations crossed"
+            return "no linear operator crossed" if view.row_places() else "no activations crossed"
         calls = (c for trace in view.traces for c in trace.calls if is_linear(c.operator))
         if not any(call.rows.is_floating_point() for call in calls):
             return "integers"

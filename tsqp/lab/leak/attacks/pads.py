@@ -18,7 +18,7 @@ import torch
 
 from tee_side.model.local_ops import rms_norm
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST, place_name
+from tsqp.lab.leak.matching import FIRST, first_place, place_name
 from tsqp.lab.leak.public import PublicModel
 
 # What the TEE may compute in. The integers of a token differ between them, in one of six entries.
@@ -173,7 +173,7 @@ def _reduce(rows_NI: torch.Tensor, row: int, to: int, column: int) -> None:
 
 
 def _refusal(view: View) -> str | None:
-    if view.linear_places("qkv_proj")[:1] != [FIRST]:
+    if first_place(view) is None:
         return "layer 0 stays"
     return None if len(_crossed(view).owners) else "floats"
 

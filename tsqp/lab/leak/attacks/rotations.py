@@ -17,12 +17,21 @@ from typing import ClassVar
 import torch
 
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.attacks.static_cloak import Weights, linear_site
-from tsqp.lab.leak.matching import FIRST, FeatureMatcher, look_up, place_name, search
+from tsqp.lab.leak.attacks.static_cloak import Weights, linear_site, site_beside
+from tsqp.lab.leak.matching import (
+    FIRST,
+    FIRST_PLACES,
+    FeatureMatcher,
+    dictionary,
+    first_place,
+    look_up,
+    place_name,
+    search,
+)
 from tsqp.lab.leak.trace import Trace, Where
 
 # Rows of these operators come from no RMSNorm, which would have made all of them equally long.
-_FREE_LENGTH = ("o_proj", "down_proj")
+_FREE_LENGTH = ("o_proj", "down_proj", "segment")
 # A few norms of many candidates lie closer together than whole rows do.
 _STRICTER = 50.0
 # Beginnings of a session that are followed up, and rows that the next is compared with.
@@ -61,8 +70,12 @@ class ModuleNorms(FeatureMatcher):
 
     def _norms(self, where: Where, rows_RI: torch.Tensor, *, served: bool) -> torch.Tensor:
         if (where, served) not in self._modules:
-            of = self._weights.served if served else self._weights.public
-            self._modules[where, served] = [weight.float() for weight in of(linear_site(where))]
+            site, weights = site_beside(where), self._weights
+            # What the service's rows are not divided by, its weights are multiplied with.
+            segment = where[1] == "segment" and not served
+            fold_I = weights.fold(site) if segment else 1.0
+            modules = weights.served(site) if served else weights.public(site)
+            self._modules[where, served] = [(weight * fold_I).float() for weight in modules]
         parts = [rows_RI @ weight_OI.t() for weight_OI in self._modules[where, served]]
         if where[1] in _FREE_LENGTH:
             parts.append(rows_RI)
@@ -89,14 +102,14 @@ class NormDictionary(Attack):
             return "integers"
         if not view.public.has_layers:
             return "no public weights to compare with"
-        return None if view.linear_places() else "no activations crossed"
+        return None if view.row_places() else "no activations crossed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer, search at every other place."""
         matcher = ModuleNorms(Weights(view))
-        for where in view.linear_places():
-            if where == FIRST:
-                yield from look_up(view, matcher, work)
+        for where in view.row_places():
+            if where in FIRST_PLACES:
+                yield from look_up(view, matcher, work, where)
             else:
                 yield from search(view, matcher, where, work)
 
@@ -130,7 +143,7 @@ class GramDictionary(Attack):
         """Refuse integers, sessions whose beginning does not cross, and prompts without BOS."""
         if view.policy.arithmetic == "int8":
             return "integers"
-        if view.linear_places("qkv_proj")[:1] != [FIRST]:
+        if first_place(view) is None:
             return "layer 0 stays"
         if view.policy.at("qkv_proj", 0, "prefill").place == "tee":
             return "no session's beginning crossed"
@@ -142,26 +155,27 @@ class GramDictionary(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Read each session from its beginning on."""
-        fold_I = Weights(view).fold(linear_site(FIRST)).float()
-        table_VI = view.public.dictionary_VD / fold_I
-        first = view.public.first_id
-        if first is None:  # which it refuses
+        where, first = first_place(view), view.public.first_id
+        if where is None or first is None:  # which it refuses
             return
+        table_VI = dictionary(view, where)
+        if where == FIRST:
+            table_VI = table_VI / Weights(view).fold(linear_site(FIRST)).float()
         for session, trace in enumerate(view.traces):
-            if not any(step.at(FIRST) for step in trace.steps):
+            if not any(step.at(where) for step in trace.steps):
                 continue
-            rows_RI, tokens = _rows(view, trace)
+            rows_RI, tokens = _rows(view, trace, where)
             best = follow(rows_RI, table_VI, first, work)
             guesses = dict(zip(tokens, best.guesses, strict=True))
-            yield Reading(place_name(FIRST), session, range(trace.tokens), guesses)
+            yield Reading(place_name(where), session, range(trace.tokens), guesses)
 
 
-def _rows(view: View, trace: Trace) -> tuple[torch.Tensor, list[int]]:
+def _rows(view: View, trace: Trace, where: Where) -> tuple[torch.Tensor, list[int]]:
     """Return all rows of the first layer that stand in order, and which token each belongs to."""
     rows: list[torch.Tensor] = []
     tokens: list[int] = []
     for step in trace.steps:
-        call = step.at(FIRST)
+        call = step.at(where)
         if call is None:
             continue
         # What a mask has added stands anywhere among them: then these are not the tokens' rows.

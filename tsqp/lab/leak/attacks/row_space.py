@@ -8,7 +8,16 @@ from typing import ClassVar
 import torch
 
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST, Matcher, Observed, Present, Squares, look_up, search
+from tsqp.lab.leak.matching import (
+    FIRST_PLACES,
+    Matcher,
+    Observed,
+    Present,
+    Squares,
+    look_up,
+    search,
+)
+from tsqp.lab.leak.trace import Where
 
 # Of the largest singular value: what is below is rounding, of float32 or of bfloat16.
 _RANK_TOLERANCE = 1e-5
@@ -52,7 +61,8 @@ class SubspaceMembership(Attack):
 
     In layer 0 that is a set, and at decode the token itself. Deeper, where a row depends on the
     tokens before it, candidates are run behind what was read so far, and their places follow. Blind
-    where a call has as many rows as there are hidden dimensions.
+    where a call has as many rows as there are hidden dimensions, and of a segment whose hidden axis
+    is permuted or rotated: candidates would have to be, too.
     """
 
     name: ClassVar[str] = "subspace"
@@ -63,14 +73,22 @@ class SubspaceMembership(Attack):
     published: ClassVar[float] = 0.95
 
     def refuses(self, view: View) -> str | None:
-        """No activations crossed."""
-        return None if view.linear_places() else "no activations crossed"
+        """No activations crossed, or none whose hidden axis is as it was."""
+        if not view.row_places():
+            return "no activations crossed"
+        return None if _places(view) else "the hidden axis is transformed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look decoded tokens up in layer 0, search the others in deeper places."""
         present = Present(view, RowSpace())
-        for where in view.linear_places():
-            if where == FIRST:
-                yield from look_up(view, RowSpace(), work)
+        for where in _places(view):
+            if where in FIRST_PLACES:
+                yield from look_up(view, RowSpace(), work, where)
             elif view.public.has_layers:
                 yield from search(view, RowSpace(), where, work, present)
+
+
+def _places(view: View) -> list[Where]:
+    """Return where rows crossed, without segments under a mask."""
+    masked = [one.mask is not None for one in view.policy.operators.get("segment", ())]
+    return list(view.linear_places()) if any(masked) else view.row_places()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.weights import CPU, FusedLinear, load_linear
 from tee_side.words import Site, is_linear
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST, FeatureMatcher, look_up, search
+from tsqp.lab.leak.matching import FIRST_PLACES, FeatureMatcher, look_up, search
 from tsqp.lab.leak.trace import Where
 
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
@@ -83,6 +83,18 @@ def _modules(linear: FusedLinear) -> list[torch.Tensor]:
     return [linear.weight[rows].double() for rows in linear.rows.values()]
 
 
+def site_beside(where: Where) -> Site:
+    """Return whose weights tell how the rows of a place are cloaked.
+
+    Of a segment that is the first layer's MLP, which has more outputs than a row has features: of
+    narrow heads there are fewer, and directions that no output depends on are not found.
+    """
+    layer, operator = where
+    if operator == "segment" and layer is not None:
+        return layer, "gate_up_proj"
+    return linear_site(where)
+
+
 def linear_site(where: Where) -> Site:
     """Narrow a place of a trace to that of a linear operator. Raises LookupError for others."""
     layer, operator = where
@@ -105,7 +117,7 @@ class Reordered(FeatureMatcher):
     def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return rows with their features in order."""
         if where not in self._orders:
-            site = linear_site(where)
+            site = site_beside(where)
             self._orders[where] = places(self._weights.public(site), self._weights.served(site))
         return rows_RI[:, self._orders[where]]
 
@@ -256,11 +268,12 @@ class Coordinates(FeatureMatcher):
 
     def _directions(self, where: Where) -> Directions:
         if where not in self._found:
-            site = linear_site(where)
-            weights = self._weights
-            self._found[where] = directions(
-                weights.public(site), weights.served(site), weights.fold(site)
-            )
+            site, weights = site_beside(where), self._weights
+            fold_I = weights.fold(site)
+            found = directions(weights.public(site), weights.served(site), fold_I)
+            if where[1] == "segment":  # its rows come from no norm
+                found = replace(found, public_IV=found.public_IV * fold_I[:, None])
+            self._found[where] = found
         return self._found[where]
 
 
@@ -277,14 +290,14 @@ class _StaticCloak(Attack):
             return "weights are not cloaked"
         if not view.public.has_layers:
             return "no public weights to compare with"
-        return None if view.linear_places() else "no activations crossed"
+        return None if view.row_places() else "no activations crossed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Undo the cloak of each place; look up in the first layer, search in the others."""
         matcher = self.matcher(view)
-        for where in view.linear_places():
-            if where == FIRST:
-                yield from look_up(view, matcher, work)
+        for where in view.row_places():
+            if where in FIRST_PLACES:
+                yield from look_up(view, matcher, work, where)
             else:
                 yield from search(view, matcher, where, work)
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Present, look_up, search
+from tsqp.lab.leak.matching import FIRST_PLACES, FeatureMatcher, Present, look_up, search
 from tsqp.lab.leak.trace import Where
 
 
@@ -36,15 +36,15 @@ class _VocabularyMatching(Attack):
 
     def refuses(self, view: View) -> str | None:
         """No activations crossed."""
-        return None if view.linear_places() else "no activations crossed"
+        return None if view.row_places() else "no activations crossed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer, search at every other place."""
         present = None if self.ordered else Present(view, self.matcher(ordered=False))
-        for where in view.linear_places():
+        for where in view.row_places():
             matcher = self.matcher(ordered=self.ordered)
-            if where == FIRST:
-                yield from look_up(view, matcher, work)
+            if where in FIRST_PLACES:
+                yield from look_up(view, matcher, work, where)
             elif view.public.has_layers:
                 yield from search(view, matcher, where, work, present)
 
