@@ -160,6 +160,7 @@ RECORDINGS: tuple[Recording, ...] = (
     _script("verify_cost", may_miss=True),
     _script("failover_cost", may_miss=True),
     _script("attestation", may_miss=True),
+    _script("segments", may_miss=True),
 )
 
 

@@ -21,6 +21,7 @@ from benchmarks.targets import (
     PREFIX_TARGET,
     RPC_BYTES,
     RPC_TARGETS,
+    SEGMENT_TARGET,
     SPECULATION_TARGET,
     STREAMS_TARGET,
     TEE_ONLY_TARGETS,
@@ -492,6 +493,21 @@ def _failover(documents: Documents) -> tuple[list[Check], list[str]]:
     return checks, [markdown(columns, rows, texts=2), said]
 
 
+def _segments(documents: Documents) -> tuple[list[Check], list[str]]:
+    checks, rows = [], []
+    for one in documents["segments"]["results"]:
+        wanted = ("", "")
+        if (one["model"], one["policy"]) == ("llama-3.2-1b", "clear-segment"):
+            check = at_least("clear-segment, 1b", one["ratio"], SEGMENT_TARGET)
+            checks.append(check)
+            wanted = (check.wanted, verdict(check))
+        times = (figures(one["prompt_ms"]), figures(one["token_ms"]), hundredths(one["ratio"]))
+        sent = (f"{one['rpcs']:.0f}", size(one["bytes"]))
+        rows.append((one["model"], one["policy"], *sent, *times, *wanted))
+    columns = ("model", "policy", "RPCs a token", "bytes", "prompt of 128, ms", "a token, ms")
+    return checks, [markdown((*columns, "times faster", "wanted", "reached"), rows, texts=2)]
+
+
 def _time(documents: Documents) -> tuple[list[Check], list[str]]:
     report = _report(documents, "bench_null_tcp")
     parts: list[str] = []
@@ -619,6 +635,14 @@ SECTIONS: tuple[Section, ...] = (
         " turns, as multiples of the plain channel in the same round. Noise is what another plain"
         " channel to the same service differs by, in all but two of ten blocks.",
         _failover,
+    ),
+    Section(
+        "segments",
+        "One call a step",
+        ("segments",),
+        "Segments beside one call an operator, over a modelled link of 20 ms round trip: the 1b"
+        " shape against a modelled H100, the demo model against a service that computes.",
+        _segments,
     ),
     Section(
         "attestation",
