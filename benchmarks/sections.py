@@ -19,6 +19,7 @@ from benchmarks.targets import (
     OVERLAP_TARGET,
     OVERLOAD_TARGET,
     PREFIX_TARGET,
+    RANKS_TARGET,
     RPC_BYTES,
     RPC_TARGETS,
     SEGMENT_TARGET,
@@ -508,6 +509,22 @@ def _segments(documents: Documents) -> tuple[list[Check], list[str]]:
     return checks, [markdown((*columns, "times faster", "wanted", "reached"), rows, texts=2)]
 
 
+def _ranks(documents: Documents) -> tuple[list[Check], list[str]]:
+    checks, rows = [], []
+    for one in documents["tensor_parallel"]["results"]:
+        times = [one[name] for name in ("one_us", "two_us", "half_us")]
+        ratio, gain = times[1] / times[0], times[2] / times[1]
+        wanted = ("", "")
+        if (one["rows"], one["operator"]) == (1, "a layer"):
+            check = at_most("two ranks, a layer at one row", ratio, RANKS_TARGET)
+            checks.append(check)
+            wanted = (check.wanted, verdict(check))
+        cells = (str(one["rows"]), one["operator"], *(_ms(time / 1e3) for time in times))
+        rows.append((*cells, hundredths(ratio), hundredths(gain), *wanted))
+    columns = ("rows", "operator", "one, ms", "two ranks", "one with half the cores", "ratio")
+    return checks, [markdown((*columns, "gain", "wanted", "reached"), rows, texts=2)]
+
+
 def _time(documents: Documents) -> tuple[list[Check], list[str]]:
     report = _report(documents, "bench_null_tcp")
     parts: list[str] = []
@@ -643,6 +660,15 @@ SECTIONS: tuple[Section, ...] = (
         "Segments beside one call an operator, over a modelled link of 20 ms round trip: the 1b"
         " shape against a modelled H100, the demo model against a service that computes.",
         _segments,
+    ),
+    Section(
+        "ranks",
+        "Two ranks beside one process",
+        ("tensor_parallel",),
+        "`gpu-service --tensor-parallel 2` on the cores of one process, the 1b shape in int8, over"
+        " a Unix stream. Ratio: what the exchange costs. Gain: of one process with one rank's cores"
+        " to two ranks, as where the second brings its own; the crossover is where it passes 1.",
+        _ranks,
     ),
     Section(
         "attestation",

@@ -34,6 +34,8 @@ SPECULATION_TARGET = 2.0
 MEMORY_TARGET_BYTES = 300e6
 # Of a token in one call to one in 64, over a link of 20 ms.
 SEGMENT_TARGET = 20.0
+# Of two ranks to one process on the same cores, an RPC of one row.
+RANKS_TARGET = 1.6
 # Of one verification of SEV-SNP, and of a handshake with evidence to one without.
 VERIFY_TARGET_MS = 5.0
 HANDSHAKE_TARGET = 1.3

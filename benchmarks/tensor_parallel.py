@@ -1,6 +1,6 @@
 """RPC times of a service of two ranks beside those of one process, on the CPUs of one machine.
 
-    python -m benchmarks.tensor_parallel [--rows 1,2,4,8,32,128] [--quantile 0.5]
+    python -m benchmarks.tensor_parallel [--rows 1,2,4,8,32,128] [--quantile 0.5] [--json FILE]
 
 All hold random weights in the shape of Llama-3.2-1B, and are asked in turns, a block each: one
 process with a thread for each core, two ranks that share the cores, and one process with as many
@@ -15,6 +15,7 @@ for each operator and for a layer's four together (of a busy machine, a lower qu
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +38,7 @@ from protocol.messages import (
 )
 from protocol.model.config import ModelConfig
 from protocol.tensors import from_torch
+from tsqp.lab.bench.machine import describe_machine
 from tsqp.lab.bench.ping_pong import running
 from tsqp.lab.bench.random_model import write_random_model
 from tsqp.lab.bench.shapes import find_shape
@@ -86,6 +89,7 @@ def main() -> None:
     parser.add_argument("--cores", default=",".join(map(str, sorted(os.sched_getaffinity(0)))))
     parser.add_argument("--rows", default="1,2,4,8,32,128", help="decode first, then prefill")
     parser.add_argument("--quantile", type=float, default=0.5)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     cores = {int(core) for core in options.cores.split(",")}
     os.sched_setaffinity(0, cores)  # children's, too
@@ -105,6 +109,7 @@ def main() -> None:
             channels.append(stack.enter_context(open_channel(endpoint, timeout_s=600.0)))
         print(f"{SHAPE}, int8, {len(cores)} cores")
         print("rows  operator          one      two  ratio  one of half    gain")
+        results: list[dict[str, Any]] = []
         for rows in map(int, options.rows.split(",")):
             rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
             layer_us = [0.0, 0.0, 0.0]
@@ -113,9 +118,19 @@ def main() -> None:
                 requests = [request_of(config, operator, layer, rows) for layer in layers]
                 found = times_us(channels, requests, rounds, options.quantile)
                 show(rows, operator or "lm_head", found)
+                results.append(_result(rows, operator or "lm_head", found))
                 if operator is not None:
                     layer_us = [sum(pair) for pair in zip(layer_us, found, strict=True)]
             show(rows, "a layer", layer_us, f"(wanted <= {WANTED_AT_DECODE})" if rows == 1 else "")
+            results.append(_result(rows, "a layer", layer_us))
+    if options.json is not None:
+        document = {"machine": describe_machine(), "results": results}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _result(rows: int, what: str, taken_us: Sequence[float]) -> dict[str, Any]:
+    one, two, half = taken_us
+    return {"rows": rows, "operator": what, "one_us": one, "two_us": two, "half_us": half}
 
 
 def show(rows: int, what: str, taken_us: list[float], beside: str = "") -> None:

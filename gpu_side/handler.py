@@ -5,6 +5,7 @@ A request is checked, then computed, in the same way whatever computes it.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ from protocol.messages import (
 
 # Hardware takes its time for evidence, and everything waits for it: a third of the time at most.
 _PAUSES = 2
+# How long to wait, in ms, before sessions are looked at: no transport waits for any time.
+_MOST_MS = 60_000
 Attest: TypeAlias = Callable[[bytes, str], bytes]
 
 
@@ -87,6 +90,19 @@ class RequestHandler:
     def session_totals(self) -> SessionTotals:
         """Return what there is of sessions; from another thread as well."""
         return SessionTotals() if self.sessions is None else self.sessions.totals
+
+    def expire_sessions(self) -> int | None:
+        """Forget sessions that were not used for too long; return in how many ms to do so again.
+
+        None: there are none.
+        """
+        left_s = math.inf if self.sessions is None else self.sessions.expire()
+        return None if left_s == math.inf else max(1, min(math.ceil(1000 * left_s), _MOST_MS))
+
+    def forget_client(self, client: bytes) -> None:
+        """Forget the sessions of a client that has gone."""
+        if self.sessions is not None:
+            self.sessions.forget_client(client)
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.

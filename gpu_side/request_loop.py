@@ -11,6 +11,7 @@ client sends ends the loop; the lines of the log it can cause are limited (`gpu_
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from typing import NamedTuple
@@ -111,13 +112,15 @@ class RequestLoop:
         self._refuse_rest(listener)
 
     def _run(self, listener: Listener, stop: StopSignal) -> None:
-        queue, underway = self._queue, self._underway
+        queue, underway, sessions = self._queue, self._underway, self._handler.sessions
         while not stop.requested:
+            kept = sessions is not None and sessions.look_at_s < math.inf
+            expires_ms = self._handler.expire_sessions() if kept else None
             if queue.requests and len(underway) < MAX_UNDERWAY:
                 self._answer(listener, queue.take())
             elif underway:
                 self._wait_for_accelerator(listener, stop)
-            elif not listener.wait(wakeup=stop.reader):
+            elif not listener.wait(wakeup=stop.reader, timeout_ms=expires_ms):
                 stop.forget_wakeup()
                 continue
             elif (incoming := listener.receive()) is not None:

@@ -29,6 +29,7 @@ from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.http_keys import HttpKeys, read_tokens
+from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.weights import ServiceWeights, check_integers, load_weights
 from protocol import native
 from protocol.curve import is_beyond_loopback, require_zmq_keys
@@ -222,6 +223,9 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             operators = _load(settings, device, state, stop, attest, ranks)
             if operators is not None:
                 state.sessions = operators.session_totals
+                if isinstance(listener, StreamListener):
+                    # Other transports do not know, or know a client by more than a connection.
+                    listener.on_gone = operators.forget_client
                 log.info(
                     "ready",
                     extra={
@@ -244,7 +248,7 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             beside.close()
         if ranks is not None and ranks.failure is not None:
             raise ranks.failure
-    log.info("stopped", extra={"fields": {"endpoint": settings.bind}})
+    log.info("stopped", extra={"fields": {"endpoint": listener.endpoint}})
 
 
 def _mib(size: int) -> float:

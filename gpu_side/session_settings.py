@@ -19,8 +19,8 @@ _MEMINFO = Path("/proc/meminfo")
 class SessionSettings:
     """Limits of sessions. `bytes`: of all clients, None: half of the memory that is free now.
 
-    `client_bytes`: of one client, None: as of all. `ttl_s`: how long after its last use a session
-    is kept. `spill`: a directory where sessions that must make room wait, encrypted
+    `client_bytes`: of one client, None: half of `bytes`. `ttl_s`: how long after its last use a
+    session is kept. `spill`: a directory where sessions that must make room wait, encrypted
     (`gpu_side.spill`); None: they are dropped. `spill_bytes`: how much of them, None: as `bytes`.
     """
 

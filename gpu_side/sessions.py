@@ -3,23 +3,24 @@
 A client names its own sessions alone: its connection, or with keys its key, is part of the name. A
 client that needs room loses its own sessions first, down to its limit, then whichever of all was
 used least recently goes. What the running request uses stays. A session that goes waits on disk
-where there is a directory for it (`gpu_side.spill`), and is lost otherwise.
+where there is a directory for it (`gpu_side.session_files`), and is lost otherwise.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpu_side.segment_parts import NO_SESSION, Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_files import SessionFiles
+from gpu_side.session_ledger import Ledger
 from gpu_side.session_settings import SessionSettings
-from gpu_side.spill import MAX_FILES, SessionName, SpilledSession, SpillKey
+from gpu_side.spill import SessionName, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
 
 log = logging.getLogger("gpu_service")
@@ -37,14 +38,14 @@ class SessionTotals(NamedTuple):
 @dataclass(slots=True)
 class _Session:
     cache: SessionCache
-    used_s: float
+    used_s: float = 0.0
     key: SpillKey = field(default_factory=SpillKey)
 
 
 class Sessions:
     """All sessions of a service. `free`: memory for them at the start, in bytes.
 
-    `clock`: seconds. Time is looked at when a request names a session.
+    `clock`: seconds. Time is looked at when a request names a session, and by `expire`.
     """
 
     def __init__(
@@ -55,21 +56,19 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = free // 2 if settings.bytes is None else settings.bytes
-        self._most_client = min(settings.client_bytes or self._most, self._most)
-        self._spill = settings.spill
-        self._most_spilled = settings.spill_bytes or self._most
+        self._most_client = min(settings.client_bytes or self._most // 2, self._most)
         self._ttl_s, self._clock = settings.ttl_s, clock
-        # The least recently used first.
-        self._held: OrderedDict[SessionName, _Session] = OrderedDict()
-        self._spilled: OrderedDict[SessionName, tuple[SpilledSession, float]] = OrderedDict()
+        self._held: dict[SessionName, _Session] = {}
+        self._ledger = Ledger()
+        self._files = SessionFiles(settings.spill, settings.spill_bytes or self._most)
+        # No session ends before.
+        self.look_at_s = float("inf")
 
     @property
     def totals(self) -> SessionTotals:
         """What there is now; from another thread as well."""
-        held, spilled = list(self._held.values()), list(self._spilled.values())
-        on_disk = sum(session.bytes for session, _ in spilled)
-        in_memory = sum(session.cache.bytes for session in held)
-        return SessionTotals(len(held), in_memory, len(spilled), on_disk)
+        files = self._files
+        return SessionTotals(len(self._held), self._ledger.bytes, len(files), files.bytes)
 
     @contextmanager
     def running(
@@ -86,7 +85,8 @@ class Sessions:
         forgotten. Raises ProtocolError: UNKNOWN_SESSION where one is not there any more, or not as
         far as is needed, LIMIT_EXCEEDED where all of the client's memory does not hold them.
         """
-        self._expire()
+        self.expire()
+        self._files.begin_request()
         names = [SessionName(client, part.session, *layers) for part in parts]
         ends = {
             name: part.start + part.rows
@@ -94,24 +94,22 @@ class Sessions:
             if part.rows
         }
         for name in ends:
-            self._touch(name)
+            self._ledger.use(name)
+            self._files.touch(name)
         caches: dict[SessionName, SessionCache] = {}
         try:
             for name, part in zip(names, parts, strict=True):
                 if not part.rows:
                     self._forget(name)
                 elif name not in caches:
-                    caches[name] = self._begin(name, part, shape, window, set(ends))
-                    self._grow(name, ends[name], set(ends))
+                    caches[name] = self._begin(name, part, shape, window, ends)
+                    self._grow(name, ends[name])
             yield [caches[name] for name, part in zip(names, parts, strict=True) if part.rows]
-        except BaseException:
-            # What has not got as far as to take memory would count for nothing, and be kept.
-            for name in [name for name in ends if name in self._held]:
-                if not self._held[name].cache.capacity:
-                    self._forget(name)
-            raise
-        for name, end in ends.items():
-            caches[name].length = end
+            for name, end in ends.items():
+                caches[name].length = end
+        finally:
+            for name in ends:
+                self._rest(name)
 
     def _begin(
         self,
@@ -119,42 +117,37 @@ class Sessions:
         part: Part,
         shape: CacheShape,
         window: Window,
-        pinned: set[SessionName],
+        needed: Container[SessionName],
     ) -> SessionCache:
-        """Return the cache of a session with `part.start` tokens."""
-        found = self._present(name, pinned)
+        """Return the cache of a session with `part.start` tokens. `needed`: all of the request."""
+        found = self._present(name)
         if found is None or not found.has(part.start, window):
             parent = name._replace(session=part.parent)
             if part.start and (part.parent == NO_SESSION or parent == name):
                 raise _unknown(part.start)
             self._forget(name)
-            found = self._held.setdefault(name, _Session(SessionCache(shape), self._clock())).cache
+            found = self._held.setdefault(name, _Session(SessionCache(shape))).cache
             if part.start:
-                self._fork(parent, name, part.start, window, pinned)
+                try:
+                    self._fork(parent, name, part.start, window)
+                finally:
+                    if parent not in needed:
+                        self._rest(parent)
         found.cut(part.start, window)
         return found
 
-    def _fork(
-        self,
-        parent: SessionName,
-        name: SessionName,
-        start: int,
-        window: Window,
-        pinned: set[SessionName],
-    ) -> None:
-        """Begin a session with the first tokens of its parent."""
-        self._touch(parent)
-        source = self._present(parent, pinned)
+    def _fork(self, parent: SessionName, name: SessionName, start: int, window: Window) -> None:
+        """Begin a session with the first tokens of its parent, which is in use afterwards."""
+        source = self._present(parent)
         if source is None or not source.has(start, window):
             raise _unknown(start)
-        cache = self._held[name].cache
         kept = start if start <= source.sinks else start - source.dropped
-        if not self._resize(cache, name, kept, pinned | {parent}):
+        if not self._resize(name, kept):
             # Without its parent there may be room: the client sends all tokens once more.
             raise _unknown(start)
-        cache.take_over(source, start)
+        self._held[name].cache.take_over(source, start)
 
-    def _grow(self, name: SessionName, end: int, pinned: set[SessionName]) -> None:
+    def _grow(self, name: SessionName, end: int) -> None:
         """Have room for tokens up to `end`. Raises ProtocolError."""
         cache = self._held[name].cache
         needed = end - cache.dropped
@@ -162,10 +155,7 @@ class Sessions:
             return
         # A quarter more than there was: what is copied stays in proportion to what is added.
         ahead = min(needed, cache.capacity) // 4
-        if not (
-            self._resize(cache, name, needed + ahead, pinned)
-            or self._resize(cache, name, needed, pinned)
-        ):
+        if not (self._resize(name, needed + ahead) or self._resize(name, needed)):
             raise ProtocolError(
                 "Segment.parts",
                 got=f"sessions of {needed} tokens and others",
@@ -173,93 +163,102 @@ class Sessions:
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
 
-    def _resize(
-        self, cache: SessionCache, name: SessionName, tokens: int, pinned: set[SessionName]
-    ) -> bool:
-        """Give a cache room for so many tokens; False where what is pinned leaves none."""
+    def _resize(self, name: SessionName, tokens: int) -> bool:
+        """Give a session in use room for so many tokens; False where those in use leave none."""
+        cache = self._held[name].cache
         capacity = tokens + -tokens % GROWTH_TOKENS
-        more = capacity * cache.shape.token_bytes - cache.bytes
-        if not self._make_room(name.client, more, pinned):
+        if not self._make_room(name.client, capacity * cache.shape.token_bytes - cache.bytes):
             return False
-        cache.resize(capacity)
-        return True
-
-    def _make_room(self, client: bytes, more: int, pinned: set[SessionName]) -> bool:
-        """Evict until so many bytes more fit; False, and nothing is evicted, where they cannot."""
-        held = self._held
-        in_use = sum(held[name].cache.bytes for name in pinned if name in held)
-        if in_use + more > self._most_client:
-            return False
-        for of_all, most in ((False, self._most_client), (True, self._most)):
-            theirs = [name for name in held if of_all or name.client == client]
-            over = sum(held[name].cache.bytes for name in theirs) + more - most
-            for name in theirs:
-                if over <= 0:
-                    break
-                if name not in pinned:
-                    over -= held[name].cache.bytes
-                    self._evict(name)
-        return True
-
-    def _evict(self, name: SessionName) -> None:
-        session = self._held.pop(name)
-        if self._spill is None or not (session.cache.tensors and session.cache.stored):
-            return
         try:
-            spilled = SpilledSession(self._spill, name, session.cache, session.key)
-        except (OSError, OverflowError) as error:
-            log.warning("not_spilled", extra={"fields": {"detail": type(error).__name__}})
-            return
-        self._spilled[name] = spilled, session.used_s
-        total = sum(one.bytes for one, _ in self._spilled.values())
-        while total > self._most_spilled or len(self._spilled) > MAX_FILES:
-            _, (oldest, _) = self._spilled.popitem(last=False)
-            total -= oldest.bytes
-            oldest.close()
-
-    def _present(self, name: SessionName, pinned: set[SessionName]) -> SessionCache | None:
-        """Return a session's cache, from disk where it is there; None where it is lost."""
-        if (session := self._held.get(name)) is not None:
-            return session.cache
-        if name not in self._spilled:
-            return None
-        spilled, _ = self._spilled.pop(name)
-        cache = SessionCache(spilled.shape)
-        try:
-            if not self._resize(cache, name, spilled.tokens, pinned):
-                return None
-            if not spilled.read_into(cache):
-                log.warning("spill_damaged", extra={"fields": {"bytes": spilled.bytes}})
-                return None
+            cache.resize(capacity)
         finally:
-            spilled.close()
-        self._held[name] = _Session(cache, self._clock(), spilled.key)
-        return cache
+            self._ledger.resize(name, cache.bytes)
+        return True
 
-    def _touch(self, name: SessionName) -> None:
+    def _make_room(self, client: bytes, more: int) -> bool:
+        """Evict until so many bytes more fit; False, and nothing is evicted, where they cannot."""
+        ledger = self._ledger
+        if ledger.in_use(client) + more > self._most_client:
+            return False
+        while ledger.of(client) + more > self._most_client:
+            self._evict(ledger.oldest(client))
+        while ledger.bytes + more > self._most:
+            self._evict(ledger.oldest())
+        return True
+
+    def _evict(self, name: SessionName | None) -> None:
+        if name is None:
+            raise RuntimeError("sessions at rest have bytes, and there is none")
+        session = self._held[name]
+        self._forget(name)
+        self._files.put(name, session.cache, session.key, session.used_s)
+
+    def _present(self, name: SessionName) -> SessionCache | None:
+        """Return a session's cache for use, from disk where it is there; None where it is lost."""
         if (session := self._held.get(name)) is not None:
-            session.used_s = self._clock()
-            self._held.move_to_end(name)
-        elif name in self._spilled:
-            self._spilled.move_to_end(name)
+            self._ledger.use(name)
+            return session.cache
+        if (file := self._files.take(name)) is None:
+            return None
+        cache = SessionCache(file.shape)
+        self._held[name] = _Session(cache, key=file.key)
+        found = False
+        try:
+            if self._resize(name, file.tokens):
+                found = file.read_into(cache)
+                if not found:
+                    log.warning("spill_damaged", extra={"fields": {"bytes": file.bytes}})
+        finally:
+            file.close()
+            if not found:
+                self._forget(name)
+        return cache if found else None
+
+    def _rest(self, name: SessionName) -> None:
+        """Let a session wait for its next request; one without memory would count for nothing."""
+        if (session := self._held.get(name)) is None:
+            return
+        if not session.cache.capacity:
+            self._forget(name)
+            return
+        session.used_s = self._clock()
+        self._ledger.rest(name)
+        self.look_at_s = min(self.look_at_s, session.used_s + self._ttl_s)
 
     def _forget(self, name: SessionName) -> None:
         self._held.pop(name, None)
-        if (spilled := self._spilled.pop(name, None)) is not None:
-            spilled[0].close()
+        self._ledger.remove(name)
+        self._files.forget(name)
 
-    def _expire(self) -> None:
-        """Forget what was used too long ago."""
-        before_s = self._clock() - self._ttl_s
-        old = [name for name, session in self._held.items() if session.used_s < before_s]
-        old += [name for name, (_, used_s) in self._spilled.items() if used_s < before_s]
-        for name in old:
+    def forget_client(self, client: bytes) -> None:
+        """Forget all sessions of a client; not while its request runs."""
+        for name in self._ledger.sessions_of(client):
             self._forget(name)
+        self._files.forget_client(client)
+
+    def expire(self) -> float:
+        """Forget what was used too long ago; return in how many seconds to look again.
+
+        It is infinite where there is no session.
+        """
+        now_s = self._clock()
+        if now_s >= self.look_at_s:
+            self._files.expire(now_s - self._ttl_s)
+            used_s = float("inf")
+            while (name := self._ledger.oldest()) is not None:
+                used_s = self._held[name].used_s
+                if used_s > now_s - self._ttl_s:
+                    break
+                self._forget(name)
+                used_s = float("inf")
+            self.look_at_s = min(used_s, self._files.oldest_s()) + self._ttl_s
+        return self.look_at_s - now_s
 
     def close(self) -> None:
         """Forget all."""
-        for name in [*self._held, *self._spilled]:
+        for name in list(self._held):
             self._forget(name)
+        self._files.close()
 
 
 def _unknown(start: int) -> ProtocolError:

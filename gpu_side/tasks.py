@@ -40,7 +40,7 @@ Computed: TypeAlias = (
 )
 Shape: TypeAlias = tuple[int, ...]
 # Parts of a Segment, each of which costs the service some time whatever its rows are.
-_MOST_PARTS = 2**16
+_MOST_PARTS = 2**12
 
 
 @dataclass(frozen=True, slots=True)

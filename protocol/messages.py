@@ -191,6 +191,11 @@ class SegmentRequest(Message):
     sinks: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     recent: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a session has to be there: none can be unknown where all of them begin."""
+        return any(memoryview(self.parts.data).cast("B").cast("q")[2::7])
+
 
 class InitConfig(Message):
     """The sizes that a client of the published schema needs, under the published names."""

@@ -17,7 +17,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -83,6 +83,8 @@ class StreamListener:
         self._max_message_bytes = max_message_bytes
         # Turned away, or cut off because they sent what is no message.
         self.clients_refused = 0
+        # Told that a client has gone (`Incoming.client`), and once more where a reply was for it.
+        self.on_gone: Callable[[bytes], None] = lambda _client: None
         self._spin = AdaptiveSpin(spin_us)
         # One for all clients, so that their number does not multiply what it keeps.
         self._pool = MemoryPool()
@@ -162,6 +164,7 @@ class StreamListener:
         """See `Listener.send`."""
         client = self._clients.get(route[0])
         if client is None:
+            self.on_gone(route[0])
             return False
         writer = client.writer
         try:
@@ -506,6 +509,7 @@ class StreamListener:
         # Closing takes it out of the epoll set too.
         client.socket.close()
         self._acceptor.client_closed()
+        self.on_gone(client.name)
 
     def _watch_wakeup(self, wakeup: socket.socket | None) -> None:
         if wakeup is self._wakeup:

@@ -300,8 +300,8 @@ class Engine:
             return []
         try:
             results = run_step(composed.parts, self.lanes)
-        except SessionLostError as error:
-            self._begin_anew(composed, error)
+        except (SessionLostError, LimitError) as error:
+            self._give_up(composed, error)
             return []
         given = [
             given
@@ -322,16 +322,22 @@ class Engine:
         self._remove_finished()
         return sampled
 
-    def _begin_anew(self, composed: Composed, error: SessionLostError) -> None:
-        """Compute sequences once more whose keys and values were lost; not time after time."""
-        for rows in chain.from_iterable(composed.rows):
-            sequence = rows.sequence
+    def _give_up(self, composed: Composed, error: TsqpError) -> None:
+        """Refuse whoever lost keys and values time after time, and the last one without memory.
+
+        The others are computed again in the next step. Raises the error where none can be told.
+        """
+        sequences = [rows.sequence for rows in chain.from_iterable(composed.rows)]
+        given_up = [one for one in sequences if one.cache.losses > _MOST_LOSSES]
+        if isinstance(error, LimitError):
+            given_up = [max(sequences, key=self._running.index)]
+        for sequence in given_up:
+            if self.refuse is None:
+                raise error
+            self.refuse(sequence, error)
+        for sequence in sequences:
             if not sequence.cache.length:
-                sequence.losses, sequence.reused_tokens = sequence.losses + 1, 0
-                if sequence.losses > _MOST_LOSSES:
-                    if self.refuse is None:
-                        raise error
-                    self.refuse(sequence, error)
+                sequence.reused_tokens = 0
 
     def _given(self, rows: Lanes[Rows], result: PartResult) -> Iterator[_Given]:
         """Cut what came of a part into what came of each sequence."""
@@ -390,7 +396,7 @@ class Engine:
         wanted = request.logprobs
         logprob = None if wanted is None else logprobs_of(logits_V, token_id, wanted)
         sequence.append(token_id)
-        sequence.losses = 0
+        sequence.cache.losses = 0
         self.counts.generated += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
 

@@ -67,6 +67,8 @@ class PrefixPool:
         At least one token is left: its logits are wanted.
         """
         self.queries += len(prompt_ids)
+        for at in [at for at, entry in self._entries.items() if entry.cache.stale]:
+            self._drop(at)
         best, number = 0, -1
         for at, entry in self._entries.items():
             if entry.whose == whose:

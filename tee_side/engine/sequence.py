@@ -22,8 +22,7 @@ class Sequence:
 
     `ids`: of prompt and answer; `prompt_tokens`: how many are the prompt's. `followers`: other
     samples of the request, which get its keys and values of the prompt and `follow` until then.
-    `losses`: how often a service has lost its keys and values since its last token. `reader`: reads
-    the prompt. `reused_tokens`: of the prompt, whose keys and values were there.
+    `reader`: reads the prompt. `reused_tokens`: of the prompt, whose keys and values were there.
     `arrived`: tokens that `Runner.step` has put here for the `Generation` of this sequence.
     """
 
@@ -41,7 +40,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     reused_tokens: int = 0
     follows: bool = False
-    losses: int = 0
     followers: list[Sequence] = field(default_factory=list)
     arrived: deque[Sampled] = field(default_factory=deque)
 

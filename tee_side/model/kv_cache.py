@@ -85,7 +85,7 @@ class KVCache:
     has as much at all.
 
     Keys and values of the layers `elsewhere` are kept by services, under the name `session`, which
-    no other client can guess; they begin with the first tokens of `parent` as far as it says.
+    no other client can guess; they begin with the first tokens of `parent`, as many as it says.
     """
 
     def __init__(
@@ -101,10 +101,13 @@ class KVCache:
         self.length = 0
         self.capacity = capacity
         self.nbytes = kv_bytes(config, capacity, dtype, len(here))
-        # Called once each, when this cache ends, by whoever keeps something for it.
+        # Called once each when the session ends, for what is kept under its name.
         self.at_end: list[Callable[[], object]] = []
         self.session = secrets.token_bytes(SESSION_BYTES)
-        self.parent: tuple[bytes, int] | None = None
+        self.parent: tuple[KVCache, int] | None = None
+        # How often services have lost what they keep since the sequence's last token, and whether
+        # they did when another cache was to begin with it.
+        self.losses, self.stale = 0, False
         # Rows behind `length` that each layer has written in this step.
         self._written = [0] * layers
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -124,13 +127,20 @@ class KVCache:
         """Give the memory back: the sequence has ended, and is asked for its length at most."""
         self._layers = {}
         self.nbytes = 0
-        for ended in self.at_end:
-            ended()
+        self._end_session()
 
     def lose(self) -> None:
         """Begin anew: a service has lost keys and values, and all tokens are computed again."""
-        self.length, self.parent = 0, None
+        if self.parent is not None:
+            self.parent[0].stale = True
+        self._end_session()
+        self.length, self.parent, self.losses = 0, None, self.losses + 1
         self.session = secrets.token_bytes(SESSION_BYTES)
+
+    def _end_session(self) -> None:
+        for ended in self.at_end:
+            ended()
+        self.at_end.clear()
 
     def end(self) -> None:
         """Count what was written alone: the kernel has given no more, and nothing will be added."""
@@ -179,6 +189,7 @@ class KVCache:
     def commit(self, tokens: int) -> None:
         """Count the first rows that every layer has written; the others are forgotten."""
         self.length += tokens
+        self.parent = None  # its tokens have been taken over
         self.begin_step()
 
     def copy_from(self, other: KVCache, tokens: int) -> None:
@@ -186,7 +197,7 @@ class KVCache:
         for layer, mine in self._layers.items():
             for x_KSC, y_KSC in zip(mine, other._layers[layer], strict=True):
                 x_KSC.narrow(1, 0, tokens).copy_(y_KSC.narrow(1, 0, tokens))
-        self.length, self.parent = tokens, (other.session, tokens)
+        self.length, self.parent = tokens, (other, tokens)
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,14 @@ from typing import cast
 import torch
 
 from protocol.channel import Channel, Exchange
-from protocol.errors import ErrorCode, ReplyError, ServiceError, SessionLostError
+from protocol.errors import (
+    ErrorCode,
+    LimitError,
+    ReplyError,
+    ServiceError,
+    SessionLostError,
+    TsqpError,
+)
 from protocol.messages import SESSION_BYTES, SegmentRequest, TensorReply
 from protocol.model.config import ModelConfig
 from protocol.tensors import WireTensor, from_torch, to_torch
@@ -30,11 +37,14 @@ from tee_side.protect.randomness import Randomness
 from tee_side.remote.fault_attribution import time_left
 from tee_side.remote.linear import CallSettings, ChannelsAt
 from tee_side.remote.overlap import submit, turn
+from tee_side.remote.services.replicas import Replicas
 
 _NO_SESSION = bytes(SESSION_BYTES)
 _PART_WORDS = 7
 _PART_BYTES = 8 * _PART_WORDS
 _MOST_ENDED = 64
+# How often a service may lose a sequence before its next token, and be asked again.
+_MOST_LOSSES = 3
 
 
 class Sessions:
@@ -76,8 +86,8 @@ class SegmentCall:
 
     GPU sees: the rows, as the mask leaves them, and what they are of: which session, from which
     token on. It computes and keeps keys and values from them. Raises SessionLostError, after which
-    the sequences of the batch begin anew; ReplyError where no other service is left; MaskError, and
-    the channel's errors.
+    the sequences of the batch begin anew; LimitError where the service has no memory for them;
+    ReplyError where no other service is left; MaskError, and the channel's errors.
     """
 
     def __init__(
@@ -102,8 +112,8 @@ class SegmentCall:
     async def __call__(self, h_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the rows [T, D]; behind the last layer those wanted alone, or their logits."""
         clock, first, last = self._clock, self._segment.first, self._segment.last
-        for chunk in batch.chunks:
-            # The service needs the rows of one sequence in order.
+        for chunk in {chunk.cache: chunk for chunk in reversed(batch.chunks)}.values():
+            # The service needs the rows of one sequence in order: those of this request are.
             while not chunk.follows(first):
                 await turn()
         clock.called()
@@ -162,12 +172,7 @@ class SegmentCall:
             try:
                 exchange = await submit(self._channel, request, left_s)
             except ServiceError as error:
-                if error.code is not ErrorCode.UNKNOWN_SESSION:
-                    raise
-                for chunk in batch.chunks:
-                    chunk.cache.lose()
-                got, expected = "a session that it has lost", "all keys and values so far"
-                raise SessionLostError(error.where, got=got, expected=expected) from None
+                raise self._refused(error, batch) from None
             self._clock.exchanged([exchange])
             self._clock.mark("verify")
             try:
@@ -179,12 +184,37 @@ class SegmentCall:
                 self._clock.mark(None)
                 return y
 
+    def _refused(self, error: ServiceError, batch: Batch) -> TsqpError:
+        """Return what a service's refusal means for the sequences; those that it lost begin anew.
 
-def _part(session: bytes, numbers: tuple[int, int, int], parent: tuple[bytes, int] | None) -> bytes:
+        Which it lost it does not say. One that does so again and again is not asked first any more.
+        """
+        where, caches = self._channel.endpoint, {chunk.cache: None for chunk in batch.chunks}
+        if error.code is ErrorCode.LIMIT_EXCEEDED:
+            got = f"{len(caches)} sequences, for which it has no memory"
+            expected = "fewer, or shorter ones (gpu-service --sessions-mib, --session-client-mib)"
+            return LimitError(f"keys and values at {where}", got=got, expected=expected)
+        if error.code is not ErrorCode.UNKNOWN_SESSION:
+            return error
+        got = "none of a sequence, which begins anew"
+        expected = "all so far (gpu-service --sessions-mib, --session-ttl-s)"
+        lost = SessionLostError(f"keys and values at {where}", got=got, expected=expected)
+        for cache in caches:
+            if cache.length:
+                cache.lose()
+        worn = any(cache.losses >= _MOST_LOSSES for cache in caches)
+        if worn and isinstance(self._channel, Replicas):
+            self._channel.turn_away()
+        return lost
+
+
+def _part(
+    session: bytes, numbers: tuple[int, int, int], parent: tuple[KVCache, int] | None
+) -> bytes:
     """Encode one row of `SegmentRequest.parts`."""
     start = numbers[0]
     # Whatever else the parent has become since, its first tokens are the same.
-    begins_with = parent[0] if parent is not None and parent[1] == start else _NO_SESSION
+    begins_with = parent[0].session if parent is not None and parent[1] == start else _NO_SESSION
     return session + struct.pack("<3q", *numbers) + begins_with
 
 

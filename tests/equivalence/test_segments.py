@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.errors import ErrorCode, ProtocolError, ReplyError, SessionLostError
+from protocol.errors import (
+    ErrorCode,
+    LimitError,
+    ProtocolError,
+    ReplyError,
+    SessionLostError,
+    TsqpError,
+)
 from protocol.messages import Request, Response, SegmentRequest, TensorReply
 from protocol.tensors import from_torch
+from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import PromptRead
 from tee_side.engine.request import Request as Wanted
@@ -197,6 +205,36 @@ def test_guesses_reused_prefixes_and_samples(saved_model: Models, before: tuple[
     assert torch.cat(parents).any(), "nothing began with another session's tokens"
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("policy", [PARTIAL, "clear-segment"])
+@pytest.mark.parametrize("before", [(), (4, 7)])
+def test_guesses_that_are_right_and_wrong(
+    saved_model: Models,
+    before: tuple[int, ...],
+    policy: Policy | str,
+    micro_batches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each guess is a part of the same request, which follows the one before it."""
+    model, prompts = saved_model("llama"), [token_ids(20, seed=seed) for seed in range(3)]
+    known = [[*prompt, *model.greedy(prompt, 30)] for prompt in prompts]
+
+    def propose(drafts: Drafts, most: int) -> list[int]:
+        text = [*drafts._ids, *drafts._unread]
+        (whole,) = (one for one in known if one[: len(text)] == text)
+        guess = whole[len(text) : len(text) + min(most, 3)]
+        return [*guess[:-1], 0]
+
+    monkeypatch.setattr(Drafts, "propose", propose)
+    tee = model.tee(policy, channels=[Forgetful(model, *before)], micro_batches=micro_batches)
+    engine = Engine(tee.model, tee.lanes, EngineSettings(speculative_tokens=3))
+    sequences = [engine.add(p, max_new_tokens=20, eos_token_ids=frozenset()) for p in prompts]
+    while engine.running:
+        engine.step()
+    assert [s.token_ids for s in sequences] == [one[20:40] for one in known]
+    assert engine.counts.drafted > engine.counts.accepted > 20
+
+
 def test_ended_sequences_are_forgotten_at_the_service(saved_model: Models) -> None:
     model = saved_model("llama")
     service = LoopbackChannel(model.directory)
@@ -238,6 +276,54 @@ def test_a_service_that_loses_everything_ends_the_run(saved_model: Models) -> No
     for _ in range(20):
         engine.step()
     assert sequence in refused
+
+
+def test_a_reused_prefix_that_was_lost_is_not_tried_again(saved_model: Models) -> None:
+    model, prompt = saved_model("llama"), token_ids(40)
+    service = Forgetful(model, 3)
+    tee = model.tee("clear-segment", channels=[service])
+    engine = Engine(tee.model, tee.lanes, EngineSettings(prefix_reuse=True))
+    generated(engine, prompt, 3)
+    (again,) = generated(engine, prompt, 3)  # its first request finds nothing there
+    assert again.reused_tokens == 0
+    hits = engine.prefixes.hits
+    (third,) = generated(engine, prompt, 3)
+    assert third.reused_tokens == 39
+    assert engine.prefixes.hits == hits + 39
+    assert [again.token_ids, third.token_ids] == [model.greedy(prompt, 3)] * 2
+
+
+class Small(LoopbackChannel):
+    """A service with memory for two sequences."""
+
+    def answer(self, request: Request) -> Response:
+        """Refuse a third."""
+        assert isinstance(request, SegmentRequest)
+        parts = torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)
+        if parts[:, 3].count_nonzero() > 2:
+            code = ErrorCode.LIMIT_EXCEEDED
+            raise ProtocolError("a test", got="three", expected="two", code=code)
+        return super().answer(request)
+
+
+def test_a_service_without_memory_for_all_keeps_those_that_came_first(
+    saved_model: Models,
+) -> None:
+    model, prompts = saved_model("llama"), [token_ids(9, seed=seed) for seed in range(3)]
+    engine = model.tee("clear-segment", channels=[Small(model.directory)]).engine()
+    sequences = [engine.add(p, max_new_tokens=6, eos_token_ids=frozenset()) for p in prompts]
+    refused: list[Sequence] = []
+
+    def refuse(sequence: Sequence, error: TsqpError) -> None:
+        assert isinstance(error, LimitError)
+        refused.append(sequence)
+        engine.remove(sequence)
+
+    engine.refuse = refuse
+    while engine.running:
+        engine.step()
+    assert refused == sequences[2:]
+    assert [s.token_ids for s in sequences[:2]] == [model.greedy(p, 6) for p in prompts[:2]]
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 320)])

@@ -158,7 +158,7 @@ def _bound_at(bind: str, http: str | None) -> str:
 @click.option(
     "--session-client-mib",
     type=click.IntRange(1, 64 * 1024 * 1024),
-    help="The same, of one client; default: as of all.",
+    help="The same, of one client; default: half of that, so that none evicts all others.",
 )
 @click.option(
     "--session-ttl-s",

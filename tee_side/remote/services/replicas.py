@@ -31,7 +31,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.messages import Request
+from protocol.messages import Request, SegmentRequest
 from protocol.pending import OversizedRequestError
 from protocol.prepared import PreparedRequest
 from tee_side.remote.services.member import Member, Session
@@ -202,6 +202,14 @@ class Replicas(Channel):
         if all(member.quarantined is not None for member in self.members):
             raise error
 
+    def turn_away(self) -> None:
+        """Ask another service first from now on, where one is ready."""
+        ready = [one for one in self.members if one.session is not None]
+        if ready:
+            at = ready.index(self._current) if self._current in ready else -1
+            self._current = ready[(at + 1) % len(ready)]
+            self.endpoint = self._current.endpoint
+
     def close(self) -> None:
         """See `Channel.close`."""
         for session in self._draining.values():
@@ -289,7 +297,9 @@ class Replicas(Channel):
         member = session.member
         trouble = in_flight.trouble(member)
         trouble.error = error
-        if isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION:
+        unknown = isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION
+        request = in_flight.request
+        if unknown and isinstance(request, SegmentRequest) and request.goes_on:
             raise error  # no other service has the session either
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:
             in_flight.note_lost(member, error)

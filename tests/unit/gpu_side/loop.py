@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -60,6 +61,11 @@ class Handler:
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
+        # The loop asks only where there may be sessions to expire.
+        self.sessions: Any = SimpleNamespace(look_at_s=0.0)
+
+    def expire_sessions(self) -> int | None:
+        return None
 
     def prepare(self, request: Request) -> Kernel:
         return lambda request, _slot: self._answer(request)

@@ -176,7 +176,7 @@ def _segment(rows: int, start: int = 0, **fields: Any) -> SegmentRequest:
 def test_whole_layers_are_zeros_with_sessions_as_a_real_service_has(
     full: Path, light: Path
 ) -> None:
-    settings = SessionSettings(bytes=2**20)
+    settings = SessionSettings(bytes=2**20, client_bytes=2**20)
     weights = load_weights(full, device=CPU, dtype=torch.float32)
     held, _ = read_served_model(light, weights=False)
     null = NullWeights(held, NullDevice(), torch.float32)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgpack
 import pytest
+import torch
 
 from gpu_side import request_loop
+from gpu_side.handler import RequestHandler
+from gpu_side.metrics import StateCollector
 from gpu_side.queues import QueueLimits
 from gpu_side.replies import Result
 from gpu_side.request_loop import MAX_UNDERWAY
+from gpu_side.segment_parts import Part
+from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, Window
+from gpu_side.session_settings import SessionSettings
+from gpu_side.sessions import Sessions
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
@@ -111,6 +119,55 @@ def test_a_request_is_answered_before_others_are_looked_for() -> None:
 
     run_loop(Noting([incoming_request(1)]), lambda request: RESULT)
     assert events[:5] == ["wait", "message", "send", "nothing", "wait"]
+
+
+GAUGES = ("tsqp_sessions", "tsqp_session_bytes")
+
+
+def test_sessions_end_without_another_request() -> None:
+    now = 0.0
+    settings, shape = SessionSettings(2**20, ttl_s=90.0), CacheShape(1, 1, 2, torch.float32, None)
+    sessions, state = Sessions(settings, 0, clock=lambda: now), ServiceState()
+    state.sessions = lambda: sessions.totals
+    collector, gauges, timeouts = StateCollector(state), [], []
+
+    def answer(request: Request) -> Result:
+        with sessions.running(b"a", (0, 0), [Part(b"s" * 16, 0, 1, 1)], shape, Window()):
+            return RESULT
+
+    class Idle(Listener):
+        def wait(self, *, wakeup: object = None, timeout_ms: int | None = None) -> bool:
+            nonlocal now
+            timeouts.append(timeout_ms)
+            gauges.append([m.samples[0].value for m in collector.collect() if m.name in GAUGES])
+            now += (timeout_ms or 0) / 1000
+            stop.requested = len(timeouts) == 4
+            return super().wait()
+
+    with stop_signal() as stop:
+        # It goes on when it is woken without a message.
+        stop.forget_wakeup = lambda: None  # type: ignore[method-assign]
+        loop = make_loop(answer, state)
+        loop._handler.expire_sessions = partial(RequestHandler.expire_sessions, loop._handler)
+        loop._handler.sessions = sessions
+        loop.run(Idle([incoming_request(1)]), stop)
+    assert timeouts[:4] == [None, 60_000, 30_000, None]
+    kept = [1, GROWTH_TOKENS * shape.token_bytes]
+    assert gauges[:4] == [[0, 0], kept, kept, [0, 0]]
+
+
+def test_sessions_end_while_there_is_always_a_request() -> None:
+    looks = 0
+
+    def expires() -> None:
+        nonlocal looks
+        looks += 1
+
+    with stop_signal() as stop:
+        loop = make_loop(lambda request: RESULT)
+        loop._handler.expire_sessions = expires
+        loop.run(Listener([incoming_request(n) for n in range(5)]), stop)
+    assert looks >= 5
 
 
 def test_everything_that_has_arrived_is_picked_up_between_two_requests() -> None:

@@ -14,6 +14,7 @@ from gpu_side import segment_attention, session_cache, sessions
 from gpu_side.handler import RequestHandler
 from gpu_side.provision import Provision, write_provision
 from gpu_side.session_settings import SessionSettings
+from gpu_side.sessions import SessionTotals
 from gpu_side.weights import load_weights
 from protocol.connect import open_channel
 from protocol.errors import ErrorCode, ModelError, ProtocolError, ServiceError
@@ -242,6 +243,26 @@ def test_a_token_attends_to_sinks_and_recent_ones(model: Model, sinks: int, rece
         FLOAT32_LOGITS.check(found, expected)
     if recent < 60:
         assert (expected - model.logits(ids)).abs().max() > 0.1
+
+
+def test_sessions_go_with_their_time_or_their_client(model: Model) -> None:
+    client, now = model.client(), 0.0
+    handler, sessions = client.handler, client.handler.sessions
+    assert sessions is not None
+    sessions._clock = lambda: now
+    assert handler.expire_sessions() is None
+    client.ask(segment(HIDDEN, ROWS, WHOLE))
+    # No transport waits for an hour at once.
+    assert handler.expire_sessions() == 60_000
+    now = 3599.9995
+    assert (handler.expire_sessions(), handler.session_totals().sessions > 0) == (1, True)
+    now = 3600.0
+    assert (handler.expire_sessions(), handler.session_totals()) == (None, SessionTotals())
+    client.ask(segment(HIDDEN, ROWS, WHOLE))
+    handler.forget_client(b"another")
+    assert handler.session_totals().sessions > 0
+    handler.forget_client(client.name)
+    assert handler.session_totals() == SessionTotals()
 
 
 @pytest.mark.usefixtures("_dropped_soon")
@@ -479,7 +500,7 @@ CONTEXT = SIZES["max_position_embeddings"]
         (ROWS, {"outputs": torch.arange(4)}, "outputs: got int64 .4."),
         (ROWS, {"outputs": torch.tensor([1.0])}, "outputs: got float32"),
         (ROWS, {"outputs": torch.tensor([[1]])}, "outputs: got int64 .1, 1."),
-        ([part(n, 0, 0) for n in range(1, 2**16 + 2)], {}, "parts: got 65537 parts"),
+        ([part(n, 0, 0) for n in range(1, 2**12 + 2)], {}, "parts: got 4097 parts"),
     ],
 )
 def test_a_request_that_does_not_fit_changes_nothing(

@@ -17,7 +17,9 @@ import zmq
 from gpu_side.queues import QueueLimits
 from gpu_side.request_loop import RequestLoop
 from gpu_side.service import ServiceSettings, _arithmetic, serve
+from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.acceptor import Acceptor
+from gpu_side.transport.listener import Listener
 from gpu_side.transport.zap import ZapHandler
 from protocol.errors import EndpointError, KernelError, SettingsError
 from protocol.model.config import read_config
@@ -166,6 +168,27 @@ def test_what_others_can_have_logged_is_limited_while_it_serves(
     # And of everybody's lines only while it serves.
     flooded()
     assert caplog.messages.count("dropped") == 150
+
+
+def test_what_is_known_of_its_listener(
+    saved_model: Callable[..., SavedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    told = []
+
+    def run(loop: RequestLoop, listener: Listener, _stop: StopSignal) -> None:
+        told.append(getattr(listener, "on_gone", None) == loop._handler.forget_client)
+
+    monkeypatch.setattr(RequestLoop, "run", run)
+    for bind in (f"unix://{tmp_path}/s", "tcp://127.0.0.1:*"):
+        with caplog.at_level(logging.INFO, "gpu_service"):
+            serve(ServiceSettings(saved_model().directory, bind))
+        said = {one.message: vars(one).get("fields", {}) for one in caplog.records}
+        assert "*" not in said["stopped"]["endpoint"]
+        assert said["stopped"]["endpoint"] == said["bound"]["endpoint"] == said["ready"]["endpoint"]
+    assert told == [True, False]
 
 
 MIB = 2**20

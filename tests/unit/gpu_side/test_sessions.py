@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,8 +48,7 @@ def _part(session: int, start: int, rows: int, parent: int = 0) -> Part:
 
 
 def _sessions(units: int = 4, of_one: int | None = None, clock: Clock | None = None) -> Sessions:
-    client_bytes = None if of_one is None else of_one * UNIT
-    settings = SessionSettings(units * UNIT, client_bytes, ttl_s=60.0)
+    settings = SessionSettings(units * UNIT, (of_one or units) * UNIT, ttl_s=60.0)
     return Sessions(settings, 0, clock=clock or Clock())
 
 
@@ -186,6 +187,83 @@ def test_time_ends_a_session_that_is_not_used() -> None:
     assert sessions.totals == SessionTotals(1, UNIT)
 
 
+def test_time_ends_sessions_without_a_request() -> None:
+    clock = Clock()
+    sessions = _sessions(clock=clock)
+    assert sessions.expire() == math.inf
+    _run(sessions, A, _part(1, 0, 1))
+    clock.now += 20
+    _run(sessions, A, _part(2, 0, 1))
+    assert sessions.expire() == 40
+    clock.now += 39
+    assert (sessions.expire(), sessions.totals.sessions) == (1, 2)
+    clock.now += 1
+    assert (sessions.expire(), sessions.totals.sessions) == (20, 1)
+    _run(sessions, A, _part(2, 1, 1))
+    clock.now += 20
+    assert (sessions.expire(), sessions.totals.sessions) == (40, 1)
+    clock.now += 1000
+    assert (sessions.expire(), sessions.totals) == (math.inf, SessionTotals())
+
+
+def test_a_client_that_has_gone_leaves_nothing() -> None:
+    sessions = _sessions()
+    _run(sessions, A, _part(1, 0, 1), _part(2, 0, 1))
+    _run(sessions, B, _part(1, 0, 1))
+    sessions.forget_client(A)
+    assert sessions.totals == SessionTotals(1, UNIT)
+    assert _is_known(sessions, B, 1, 1)
+    sessions.forget_client(A)
+    _run(sessions, A, _part(1, 0, 1))
+
+
+MOST_PARTS = 4096
+
+
+def _calls(sessions: Sessions, parts: list[Part]) -> int:
+    """Run a request without tensors; return how many functions it has called."""
+    count = 0
+
+    def counted(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += "call" in event
+
+    before, shape = sys.getprofile(), SHAPE._replace(device=None)
+    sys.setprofile(counted)
+    try:
+        with sessions.running(A, LAYERS, parts, shape, Window()):
+            pass
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@each_row("kind", ["new", "in the place of others", "of others' room", "longer", "forks", "forgot"])
+def test_a_request_takes_time_for_its_parts_alone(kind: str) -> None:
+    calls = []
+    for number in (MOST_PARTS // 8, MOST_PARTS):
+        units = {"in the place of others": 1, "of others' room": 1}.get(kind, 4)
+        sessions = _sessions(units * number)
+        old = [_part(n, 0, 1) for n in range(1, number + 1)]
+        new = [_part(n, 0, 1) for n in range(number + 1, 2 * number + 1)]
+        if kind == "of others' room":
+            for at in range(0, number, 64):
+                with sessions.running(B, LAYERS, old[at : at + 64], SHAPE, Window()):
+                    pass
+        elif kind != "new":
+            _calls(sessions, old)
+        if kind == "longer":
+            new = [_part(n, 1, GROWTH_TOKENS) for n in range(1, number + 1)]
+        elif kind == "forks":
+            new = [_part(number + n, 1, 1, parent=n) for n in range(1, number + 1)]
+        elif kind == "forgot":
+            new = [_part(n, 0, 0) for n in range(1, number + 1)]
+        calls.append(_calls(sessions, new))
+        many = {"forks": 2, "forgot": 0}.get(kind, 1)
+        assert sessions.totals.sessions == many * number
+    assert calls[1] <= 8.2 * calls[0]
+
+
 def test_the_least_recently_used_makes_room() -> None:
     sessions = _sessions(3)
     for number in (1, 2, 3):
@@ -315,10 +393,16 @@ def test_without_a_limit_it_is_half_of_what_is_free(
     monkeypatch.setattr(session_settings, "_MEMINFO", tmp_path / "meminfo")
     assert free_bytes(torch.device("cpu")) == 12 * 1024
     SessionSettings().check()
-    sessions = Sessions(SessionSettings(), 4 * UNIT + 2)
+    sessions = Sessions(SessionSettings(), 8 * UNIT + 2)
     _run(sessions, A, _part(1, 0, 2 * GROWTH_TOKENS))
     too_large = _part(1, 0, 2 * GROWTH_TOKENS + 1)
     assert _code(sessions, A, too_large) is ErrorCode.LIMIT_EXCEEDED
+    # Of which one client has half, and never takes it all from another.
+    _run(sessions, B, _part(1, 0, 2 * GROWTH_TOKENS))
+    for number in range(1, 9):
+        _run(sessions, A, _part(number, 0, GROWTH_TOKENS))
+    assert _is_known(sessions, B, 1, 2 * GROWTH_TOKENS - 1)
+    assert sessions.totals.bytes == 4 * UNIT
 
 
 class AnyRequests(RuleBasedStateMachine):
@@ -381,6 +465,18 @@ class AnyRequests(RuleBasedStateMachine):
         totals = self.sessions.totals
         assert totals.bytes <= self.UNITS * UNIT
         assert totals.sessions <= 6
+        held = self.sessions._held
+        assert totals.bytes == sum(session.cache.bytes for session in held.values())
+        for client in (A, B):
+            sizes = [one.cache.bytes for name, one in held.items() if name.client == client]
+            ledger = self.sessions._ledger
+            assert (ledger.of(client), ledger.in_use(client)) == (sum(sizes), 0)
+            assert len(ledger.sessions_of(client)) == len(sizes)
+
+    def teardown(self) -> None:
+        self.sessions.close()
+        assert self.sessions.totals == SessionTotals()
+        assert not self.sessions._ledger._clients
 
 
 AnyRequests.TestCase.settings = hypothesis_settings(

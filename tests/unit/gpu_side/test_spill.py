@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_side import sessions as sessions_module
-from gpu_side import spill
+from gpu_side import session_files, spill
 from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
 from gpu_side.session_settings import SessionSettings
@@ -219,7 +218,7 @@ def test_what_was_written_is_bound_to_its_session(tmp_path: Path, change: dict[s
 def _sessions(
     directory: Path, *, units: int = 2, spilled: int | None = None, clock: Any = None
 ) -> Sessions:
-    settings = SessionSettings(units * UNIT, None, 60.0, directory, spilled)
+    settings = SessionSettings(units * UNIT, units * UNIT, 60.0, directory, spilled)
     return Sessions(settings, 0, clock=clock or (lambda: 0.0))
 
 
@@ -283,7 +282,7 @@ def test_a_damaged_file_is_a_session_that_is_lost(
     sessions = _sessions(tmp_path, units=1)
     _run(sessions, _part(1, 0, 2))
     _run(sessions, _part(2, 0, 2))
-    [(spilled, _)] = sessions._spilled.values()
+    [(spilled, _)] = sessions._files._files.values()
     os.pwrite(_descriptor(spilled), b"\0", 7)
     assert _is_lost(sessions, _part(1, 2, 1))
     assert [record.message for record in caplog.records] == ["spill_damaged"]
@@ -311,7 +310,7 @@ def test_what_waits_is_bounded_in_bytes_and_files(
 ) -> None:
     size = SHAPE.token_bytes + 3 * 16
     for limit, files in ((2 * size + 1, 512), (2**20, 2)):
-        monkeypatch.setattr(sessions_module, "MAX_FILES", files)
+        monkeypatch.setattr(session_files, "MAX_FILES", files)
         sessions = _sessions(tmp_path, units=1, spilled=limit)
         for number in (1, 2, 3, 4):
             _run(sessions, _part(number, 0, 1))
@@ -319,6 +318,49 @@ def test_what_waits_is_bounded_in_bytes_and_files(
         assert _is_lost(sessions, _part(1, 1, 1))
         assert _run(sessions, _part(2, 1, 1)) == [2]
         sessions.close()
+
+
+def test_a_request_has_so_much_written_and_the_rest_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_files, "REQUEST_BYTES", 3 * SHAPE.token_bytes)
+    sessions = _sessions(tmp_path, units=4)
+    for turn in (0, 4):
+        # Of four that make room two are written: another one has two tokens.
+        _run(sessions, _part(turn + 1, 0, 1), _part(turn + 2, 0, 1), _part(turn + 3, 0, 2))
+        _run(sessions, _part(turn + 4, 0, 1))
+    assert sessions.totals.spilled == 3
+    assert _is_lost(sessions, _part(3, 2, 1))
+    for number in (1, 2, 4):
+        assert _run(sessions, _part(number, 1, 1)) == [number]
+    sessions.close()
+
+
+def test_a_request_makes_no_more_files_than_there_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_files, "MAX_FILES", 3)
+    made: list[int] = []
+    monkeypatch.setattr(SpilledSession, "_write", lambda *_: made.append(1))
+    sessions = _sessions(tmp_path, units=5)
+    _run(sessions, *(_part(number, 0, 1) for number in range(1, 6)))
+    _run(sessions, *(_part(number, 0, 1) for number in range(6, 11)))
+    assert (len(made), sessions.totals.spilled) == (3 * SHAPE.layers, 3)
+    sessions.close()
+
+
+def test_files_go_with_their_client_and_their_time(tmp_path: Path) -> None:
+    now = 0.0
+    sessions = _sessions(tmp_path, units=1, clock=lambda: now)
+    for number in (1, 2, 3):
+        _run(sessions, _part(number, 0, 1))
+        now += 10
+    sessions.forget_client(b"another")
+    assert (sessions.totals.spilled, sessions.expire()) == (2, 30)
+    now = 60.0
+    assert (sessions.expire(), sessions.totals.spilled, sessions.totals.sessions) == (10, 1, 1)
+    sessions.forget_client(b"client")
+    assert sessions.totals == SessionTotals()
 
 
 @each_row("error", [OSError("full"), OverflowError()])

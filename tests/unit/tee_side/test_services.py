@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.messages import LMHeadRequest
+from protocol.messages import LMHeadRequest, Request, SegmentRequest
 from protocol.pending import OversizedRequestError
 from protocol.prepared import PreparedRequest
 from protocol.tensors import from_torch
@@ -194,6 +194,45 @@ def test_an_error_reply_is_asked_elsewhere(world: World, code: ErrorCode) -> Non
     a.answers = deque([service_error(code)])
     assert replicas.call(ask()).endpoint == "b"
     assert len(a.got) == len(b.got) == 1
+
+
+def segment(start: int) -> SegmentRequest:
+    """Return a request about one row of a session, behind so many tokens."""
+    part = torch.tensor([[1, 2, start, 1, start + 1, 0, 0]])
+    return SegmentRequest(
+        first_layer=0,
+        last_layer=1,
+        hidden_states=from_torch(torch.zeros(1, 4)),
+        parts=from_torch(part),
+        outputs=from_torch(torch.tensor([0])),
+    )
+
+
+@pytest.mark.parametrize("request_of", [ask, lambda: segment(0)])
+def test_a_session_that_nothing_asked_for_is_asked_for_elsewhere(
+    world: World, request_of: Callable[[], Request]
+) -> None:
+    """One that says so of what needs no session must not keep the others from being asked."""
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([service_error(ErrorCode.UNKNOWN_SESSION)])
+    assert replicas.call(request_of()).endpoint == "b"
+    assert len(a.got) == len(b.got) == 1
+
+
+def test_a_lost_session_is_the_requests_own_affair(world: World) -> None:
+    a, b = world.add("a", "b")
+    replicas = world.replicas("a", "b")
+    a.answers = deque([service_error(ErrorCode.UNKNOWN_SESSION)])
+    with pytest.raises(ServiceError) as caught:
+        replicas.call(segment(7))
+    assert caught.value.code is ErrorCode.UNKNOWN_SESSION
+    assert not b.got
+    assert replicas.call(ask()).endpoint == "a"
+    replicas.turn_away()
+    assert replicas.call(ask()).endpoint == "b"
+    replicas.turn_away()
+    assert replicas.call(ask()).endpoint == "a"
 
 
 def test_all_that_was_in_flight_is_sent_again_in_order(world: World) -> None:

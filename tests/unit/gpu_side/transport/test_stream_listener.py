@@ -11,6 +11,7 @@ from gpu_side.transport.stream_listener import StreamListener
 from protocol.errors import EndpointError
 from tests.unit.protocol.streams import (
     raw_socket,
+    request_of,
 )
 
 # ------------------------------------------------------------------------------ the socket's file
@@ -29,6 +30,22 @@ def test_a_successors_file_stays(endpoint: str, tmp_path: Path) -> None:
     assert (tmp_path / "s").exists()
     raw_socket(endpoint).close()
     second.close()
+
+
+def test_it_tells_that_a_client_has_gone(listener: StreamListener, endpoint: str) -> None:
+    gone: list[bytes] = []
+    listener.on_gone = gone.append
+    with raw_socket(endpoint) as client, raw_socket(endpoint) as other:
+        [name], [another] = (request_of(listener, one) for one in (client, other))
+        assert gone == []
+        client.sendall(b"\xff" * 64)
+        assert not listener.wait(timeout_ms=100)
+        assert gone == [name]
+    assert not listener.wait(timeout_ms=100)
+    assert gone == [name, another]
+    # A request of its that waited has left something since, perhaps.
+    assert not listener.send((name,), [b"reply"])
+    assert gone[2:] == [name]
 
 
 def test_a_live_socket_is_not_taken_over(listener: StreamListener, endpoint: str) -> None:
