@@ -161,7 +161,7 @@ RECORDINGS: tuple[Recording, ...] = (
     _script("failover_cost", may_miss=True),
     _script("attestation", may_miss=True),
     _script("segments", may_miss=True),
-    _script("tensor_parallel", "--rows", "1,16,128"),
+    _script("tensor_parallel", "--rows", "1,4,16"),
 )
 
 

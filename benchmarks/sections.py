@@ -511,7 +511,8 @@ def _segments(documents: Documents) -> tuple[list[Check], list[str]]:
 
 def _ranks(documents: Documents) -> tuple[list[Check], list[str]]:
     checks, rows = [], []
-    for one in documents["tensor_parallel"]["results"]:
+    found = documents["tensor_parallel"]["results"]
+    for one in (one for one in found if one["operator"] in ("a layer", "lm_head")):
         times = [one[name] for name in ("one_us", "two_us", "half_us")]
         ratio, gain = times[1] / times[0], times[2] / times[1]
         wanted = ("", "")

@@ -63,7 +63,7 @@ def _service() -> RequestHandler:
         dtype=torch.float32,
         arithmetic=("float", "int8"),
     )
-    sessions = SessionSettings(bytes=2**18)
+    sessions = SessionSettings(bytes=2**18, client_bytes=2**18)
     return RequestHandler(weights, MAX_MESSAGE_BYTES, sessions=sessions)
 
 

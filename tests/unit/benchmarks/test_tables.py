@@ -208,6 +208,35 @@ def _documents() -> dict[str, dict[str, Any]]:
                 "simulated, appraised, and new evidence": {"ms": 2.0, "ratio": 2.5},
             },
         },
+        "segments": {
+            **_about(),
+            "machine": MACHINE,
+            "rtt_us": 20_000,
+            "results": [
+                {
+                    "model": "llama-3.2-1b",
+                    "policy": "clear-segment",
+                    "token_ms": 25.0,
+                    "prompt_ms": 26.0,
+                    "ratio": 56.0,
+                    "rpcs": 1.0,
+                    "bytes": 261_000.0,
+                }
+            ],
+        },
+        "tensor_parallel": {
+            **_about(),
+            "machine": MACHINE,
+            "results": [
+                {
+                    "rows": 1,
+                    "operator": "a layer",
+                    "one_us": 8000.0,
+                    "two_us": 12_000.0,
+                    "half_us": 11_000.0,
+                }
+            ],
+        },
         "failover_cost": {
             **_about(),
             "machine": MACHINE,
@@ -387,6 +416,16 @@ def test_the_best_tee_only_is_what_offloading_is_judged_by() -> None:
             "attestation",
             lambda d: d["attestation"]["handshakes"]["TDX"].update(ratio=1.301),
             "handshake, evidence: TDX: 1.31 (wanted <= 1.3)",
+        ),
+        (
+            "segments",
+            lambda d: d["segments"]["results"][0].update(ratio=19.99),
+            "clear-segment, 1b: 19.99 (wanted >= 20)",
+        ),
+        (
+            "ranks",
+            lambda d: d["tensor_parallel"]["results"][0].update(two_us=12_900.0),
+            "two ranks, a layer at one row: 1.62 (wanted <= 1.6)",
         ),
         ("overhead", lambda d: d.update(bench_null_unix=_bench(5.9)), "1 token, unix: 5."),
         (
