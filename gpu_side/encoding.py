@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpu_side.inline import read_inline, to_inline
-from gpu_side.replies import Kernel
 from protocol.codec import MAX_HEADER_BYTES, MAX_REQUEST_CONTAINERS, pack, unpack
 from protocol.encoding import reply_template
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
@@ -40,6 +39,9 @@ from protocol.messages import (
 from protocol.stream_wire import layout
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import validate
+
+# What computes requests of one header.
+K = TypeVar("K")
 
 MAX_REQUEST_FRAMES = 4
 # Of a request, received at all: more than it may have, so that a slightly wrong one gets its error
@@ -84,7 +86,7 @@ class KnownTensor(NamedTuple):
     payload_bytes: int
 
 
-class KnownRequest(NamedTuple):
+class KnownRequest(NamedTuple, Generic[K]):
     """What a header said when its request was read in full, and what computes the result.
 
     `validate`: builds the message from its fields, of which `fields` are those without a tensor.
@@ -95,7 +97,7 @@ class KnownRequest(NamedTuple):
     validate: Callable[[dict[str, Any]], Request]
     fields: Mapping[str, Any]
     tensors: tuple[KnownTensor, ...]
-    kernel: Kernel
+    kernel: K
 
 
 class OpenedRequest(NamedTuple):
@@ -110,21 +112,21 @@ class OpenedRequest(NamedTuple):
     method: str
     body: Mapping[str, Any]
     frames: Sequence[Buffer]
-    known: KnownRequest | None = None
+    known: KnownRequest[Any] | None = None
 
 
-class RequestReader:
+class RequestReader(Generic[K]):
     """Reads requests of at most `max_bytes`, and finds what computes them.
 
     `prepare`: checks that a request can be served and returns its kernel; raises ProtocolError. It
     is called once for all requests with the same header.
     """
 
-    def __init__(self, max_bytes: int, prepare: Callable[[Request], Kernel]) -> None:
+    def __init__(self, max_bytes: int, prepare: Callable[[Request], K]) -> None:
         self._max_bytes = max_bytes
         self._prepare = prepare
         # By the bytes behind the header's numbers.
-        self.known: dict[bytes, KnownRequest] = {}
+        self.known: dict[bytes, KnownRequest[K]] = {}
 
     def open(self, frames: Sequence[Buffer]) -> OpenedRequest:
         """Read a request's envelope. Raises as `open_request` does."""
@@ -137,7 +139,7 @@ class RequestReader:
                 )
         return open_request(frames, self._max_bytes)
 
-    def read(self, opened: OpenedRequest) -> tuple[Request, Kernel]:
+    def read(self, opened: OpenedRequest) -> tuple[Request, K]:
         """Decode and check the message, and return it with its kernel. Raises ProtocolError."""
         known, frames = opened.known, opened.frames
         if known is not None and len(frames) == len(known.tensors) + 1:
@@ -156,7 +158,7 @@ class RequestReader:
         return request, kernel
 
     def _remember(
-        self, template: bytes, opened: OpenedRequest, request: Request, kernel: Kernel
+        self, template: bytes, opened: OpenedRequest, request: Request, kernel: K
     ) -> None:
         """Remember a request with tensors: others are not repeated."""
         tensors = []

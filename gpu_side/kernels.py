@@ -18,9 +18,8 @@ from gpu_side.devices import NullDevice
 from gpu_side.profiles import DeviceProfile
 from gpu_side.replies import Kernel, Result, Working
 from gpu_side.served_model import OPERATOR_OF, ServedModel
-from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Shape, Task
+from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
 from gpu_side.transfer import transfer_to
-from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
 from protocol.messages import (
@@ -29,7 +28,6 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     ModuleName,
-    Request,
     RingLinearRequest,
     RingLMHeadRequest,
     TensorReply,
@@ -56,6 +54,21 @@ class Kernels(Protocol):
         ...
 
 
+class DeviceKernels(Kernels, Protocol):
+    """Computes on a device that holds weights."""
+
+    def product(self, request: Computed, task: Task) -> Callable[[Any], torch.Tensor]:
+        """Return what computes all requests that have this one's header, and leaves it there.
+
+        The output has the task's shape, and the dtype of the weights; int32 in the ring.
+        """
+        ...
+
+    def reply(self, output: torch.Tensor, task: Task) -> Result:
+        """Return a product as the reply that the task asks for."""
+        ...
+
+
 class TorchKernels:
     """Applies requests to the weights, on their device.
 
@@ -71,27 +84,26 @@ class TorchKernels:
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Kernels.prepare`."""
-        to_host, dtype, shape = self._transfer.to_host, torch_dtype(task.dtype), task.shape
-        product = self._product(request, shape)
+        product = self.product(request, task)
+        return lambda request, _incoming: self.reply(product(request), task)
 
-        def kernel(request: Request, _incoming: Incoming | None) -> Result:
-            output = product(request)
-            if output.shape != shape:
-                # `_rows` has doubled one.
-                output = output[0].view(shape)
-            output, work = to_host(output, dtype)
-            tensor = WireTensor(task.dtype, shape, raw_bytes(output))
-            return tensor_reply({"output": tensor}), work
+    def reply(self, output: torch.Tensor, task: Task) -> Result:
+        """See `DeviceKernels.reply`."""
+        output, work = self._transfer.to_host(output, torch_dtype(task.dtype))
+        tensor = WireTensor(task.dtype, task.shape, raw_bytes(output))
+        return tensor_reply({"output": tensor}), work
 
-        return kernel
-
-    def _product(self, request: Computed, shape: Shape) -> Callable[[Any], torch.Tensor]:
-        """Return what gives the output of such requests, on the device."""
-        rows, floats, to_device = self._rows, self._floats, self._transfer.to_device
+    def product(self, request: Computed, task: Task) -> Callable[[Any], torch.Tensor]:
+        """See `DeviceKernels.product`."""
+        floats, to_device, shape = self._floats, self._transfer.to_device, task.shape
         match request:
             case LinearRequest() | LMHeadRequest():
                 matrix, bias = weight_of(self._weights, request)
-                return lambda request: linear(rows(request.hidden_states), matrix, bias)
+                if self._twice and math.prod(shape[:-1]) == 1:
+                    return lambda request: linear(
+                        floats(request.hidden_states).view(1, -1).expand(2, -1), matrix, bias
+                    )[0].view(shape)
+                return lambda request: linear(floats(request.hidden_states), matrix, bias)
             case RingLinearRequest() | RingLMHeadRequest():
                 weight, _ = weight_of(self._weights, request)
                 in_features = weight.shape[1]
@@ -117,13 +129,6 @@ class TorchKernels:
         elsewhere = (own < 0) | (own >= len(table))
         rows = embedding(own.masked_fill(elsewhere, 0), table)
         return rows.masked_fill(elsewhere[..., None], 0.0)
-
-    def _rows(self, tensor: WireTensor) -> torch.Tensor:
-        """Return what to multiply by a weight: the rows, or a single one twice."""
-        hidden = self._floats(tensor)
-        if self._twice and hidden.numel() == hidden.shape[-1]:
-            return hidden.view(1, -1).expand(2, -1)
-        return hidden
 
     def _floats(self, tensor: WireTensor) -> torch.Tensor:
         return self._transfer.to_device(to_torch(tensor), self._weights.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gpu_side.encoding import payload_place
 from gpu_side.kernels import TorchKernels, WeightRequest, weight_of
 from gpu_side.replies import Kernel, Result
 from gpu_side.tasks import Computed, LinearWork, Task
+from gpu_side.transfer import transfer_to
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
@@ -37,6 +38,7 @@ class CudaKernels:
         self._weights = weights
         device = device or CudaDevice(weights.device)
         self._others = TorchKernels(weights, spin_us)
+        self._to_device = transfer_to(weights.device, spin_us).to_device
         self._products = Products(device, _row_bytes(weights), spin_us)
         self._tiles = TileChoices(device.time_us)
         if weights.integers is not None:
@@ -77,6 +79,23 @@ class CudaKernels:
             return tensor_reply({"output": WireTensor(task.dtype, task.shape, data)}), under_way
 
         return kernel
+
+    def product(self, request: Computed, task: Task) -> Callable[[Any], torch.Tensor]:
+        """See `gpu_side.kernels.DeviceKernels.product`; without graphs."""
+        if not isinstance(request, RingLinearRequest | RingLMHeadRequest):
+            return self._others.product(request, task)
+        product, to_device = self._product(request, task), self._to_device
+        in_features = request.elements.shape[-1]
+
+        def ring(request: RingLinearRequest | RingLMHeadRequest) -> torch.Tensor:
+            elements = to_device(to_torch(request.elements), torch.int32)
+            return product(elements.view(-1, in_features)).view(task.shape)
+
+        return ring
+
+    def reply(self, output: torch.Tensor, task: Task) -> Result:
+        """See `gpu_side.kernels.DeviceKernels.reply`."""
+        return self._others.reply(output, task)
 
     def _product(self, request: WeightRequest, task: Task) -> Product:
         weight, bias = weight_of(self._weights, request)

@@ -1,8 +1,9 @@
-"""Messages between the ranks, over gloo.
+"""Messages between the ranks: requests over gloo, results over NCCL where ranks have GPUs.
 
-A message is a header and a payload. Both go in one tensor of fixed size where they fit, so that a
-row of most models takes one message; a longer payload follows in a tensor of its own. Results have
-sizes that both ends know, and go without a header.
+A request is a header and a payload, and goes from host memory, where it arrived, to host memory,
+from where each rank copies it over its own bus. Both go in one tensor of fixed size where they fit,
+so that a row of most models takes one message; a longer payload follows in a tensor of its own.
+Results have sizes that both ends know, and go without a header, from the device of the product.
 """
 
 from __future__ import annotations
@@ -35,33 +36,45 @@ _LOOK_S = 0.02
 IDLE = timedelta(days=3650)
 # Lengths of header and payload.
 _HEAD = struct.Struct("<QQ")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Group:
     """The ranks, as one of them has it. Methods raise RuntimeError where another rank is gone."""
 
     def __init__(
-        self, place: Place, file: Path | None, gone: Callable[[], bool] = lambda: False
+        self,
+        place: Place,
+        file: Path | None,
+        device: torch.device,
+        gone: Callable[[], bool] = lambda: False,
     ) -> None:
         """Wait for the others, `JOIN_S` at most and not where `gone` says that it is of no use.
 
         `file`: see `gpu_side.ranks.job.RankJob.store`. Raises RuntimeError then, and SettingsError
-        for a torch without gloo.
+        for a torch without what is needed.
         """
-        if not (dist.is_available() and dist.is_gloo_available()):
-            raise SettingsError(OPTION, got="a torch without gloo", expected="one that has it")
+        for name, there in _backends(device).items():
+            if not there:
+                raise SettingsError(OPTION, got=f"a torch without {name}", expected="one with it")
+        # One for each device; NCCL has its connections at once, and fails here if it cannot.
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        own = None if device.type == "cpu" else device
         timeout = timedelta(seconds=JOIN_S)
-        if file is not None or os.environ.get("MASTER_ADDR") in _LOOPBACK:
-            # gloo would listen at the address that the host's name has.
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        # They would listen at the address that the host's name has.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
         if file is None:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, device_id=own)
         else:
             store = dist.FileStore(str(file), place.ranks)  # type: ignore[attr-defined]
             _meet(store, place, gone)
             dist.init_process_group(
-                "gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=timeout
+                backend,
+                store=store,
+                rank=place.rank,
+                world_size=place.ranks,
+                timeout=timeout,
+                device_id=own,
             )
         self._others = [rank for rank in range(place.ranks) if rank != place.rank]
         memory = bytearray(MESSAGE_BYTES)
@@ -94,14 +107,14 @@ class Group:
         dist.recv(bytes_tensor(payload), source)
         return header, memoryview(payload)
 
-    def send_result(self, result: Buffer, to: int) -> None:
-        """Send bytes whose number the other end knows."""
-        dist.send(bytes_tensor(result), to)
+    def send_result(self, result: torch.Tensor, to: int) -> None:
+        """Send a tensor whose shape and dtype the other end knows."""
+        dist.send(_flat(result.contiguous()), to)
 
     def begin_results(self, buffers: list[torch.Tensor]) -> Works:
         """Begin to receive a result from each other rank, in order, into contiguous tensors."""
         return [
-            _there(dist.irecv(buffer.view(-1).view(torch.uint8), rank))
+            _there(dist.irecv(_flat(buffer), rank))
             for rank, buffer in zip(self._others, buffers, strict=True)
         ]
 
@@ -131,6 +144,19 @@ def bytes_tensor(data: Buffer) -> torch.Tensor:
     """View bytes as a tensor; of read-only ones, which torch must not alias, return a copy."""
     writable = isinstance(data, bytearray) or (isinstance(data, memoryview) and not data.readonly)
     return torch.frombuffer(data if writable else bytearray(data), dtype=torch.uint8)
+
+
+def _backends(device: torch.device) -> dict[str, bool]:
+    """Return what the ranks need, and whether torch has it."""
+    here = dist.is_available()
+    needed = {"gloo": here and dist.is_gloo_available()}
+    if device.type == "cuda":
+        needed["NCCL"] = here and dist.is_nccl_available()
+    return needed
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _there(work: dist.Work | None) -> dist.Work:

@@ -17,8 +17,8 @@ import torch
 from gpu_side.ranks.group import Group
 from gpu_side.ranks.job import RankJob
 from gpu_side.ranks.processes import RankProcesses, how_it_ended
-from gpu_side.ranks.worker import kernels_of, wait_for
-from gpu_side.replies import Kernel, Result
+from gpu_side.ranks.worker import kernels_of
+from gpu_side.replies import Kernel, Result, Working
 from gpu_side.served_model import ServedModel
 from gpu_side.stop_signal import StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
@@ -32,12 +32,11 @@ from protocol.messages import (
     EmbeddingRequest,
     LMHeadRequest,
     MatmulRequest,
+    RingLinearRequest,
     RingLMHeadRequest,
-    TensorReply,
-    tensor_reply,
 )
 from protocol.model.columns import WHOLE
-from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
+from protocol.tensors import WireTensor
 
 log = logging.getLogger("gpu_service")
 
@@ -74,7 +73,8 @@ class Ranks:
         """Wait until the others are there; False if told to stop before. Raises EndpointError."""
         stop = self._stop
         try:
-            self._group = Group(self.job.place, self.job.store, lambda: stop.requested)
+            job = self.job
+            self._group = Group(job.place, job.store, job.torch_device, lambda: stop.requested)
         except RuntimeError:
             if stop.requested and self.failure is None:
                 return False
@@ -96,28 +96,25 @@ class Ranks:
         header: bytes,
         request: WireTensor,
         buffers: list[torch.Tensor],
-        own: Callable[[], Result],
+        own: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         """Send a request, compute our own part, and return it when the others' are in `buffers`.
 
-        Raises ProtocolError where one of them is gone; what our own part raises.
+        On a GPU, when both will be, before whatever its stream is given next. Raises ProtocolError
+        where one of them is gone; what our own part raises.
         """
         with self._of_requests():
             sent = self._joined.send(header, request.data, self._joined.others)
             coming = self._joined.begin_results(buffers)
         began = time.monotonic()
         try:
-            reply, working = own()
-            wait_for(working)
+            return own()
         finally:
             # Also where we have failed: the next message must find all of them waiting for it.
             limit = timedelta(seconds=COMPUTE_S + _TIMES * (time.monotonic() - began))
             with self._of_requests():
                 for work in sent + coming:
                     work.wait(limit)
-        if not isinstance(reply, TensorReply):
-            raise TypeError("a reply that is no tensor")
-        return to_torch(reply.output)
 
     def fail(self, rank: int | None, got: str) -> EndpointError:
         """Note the first failure, tell the service to stop, and return what has failed."""
@@ -142,8 +139,8 @@ class Ranks:
                 at_once = True
         if self._processes is not None:
             self._processes.stop(at_once=at_once)
-        if self._group is not None:
-            self._group.leave()
+        if self._group is not None and not at_once:
+            self._group.leave()  # where it has failed, it could wait for ever
 
     @property
     def _joined(self) -> Group:
@@ -181,6 +178,21 @@ class Ranks:
             ) from None
 
 
+class _OfAll:
+    """Work on a GPU that goes on when the other ranks' parts have come; if they do, in time."""
+
+    def __init__(self, ranks: Ranks, working: Working) -> None:
+        self._ranks, self._working = ranks, working
+        self._until_ns = time.perf_counter_ns() + int(COMPUTE_S * 1e9)
+
+    def ends_ns(self) -> int:
+        """See `Working.ends_ns`."""
+        ends_ns, now_ns = self._working.ends_ns(), time.perf_counter_ns()
+        if ends_ns > now_ns and (self._ranks.failure is not None or now_ns > self._until_ns):
+            raise RuntimeError(str(self._ranks.fail(None, "no reply")))
+        return ends_ns
+
+
 class RankWeights:
     """What all ranks hold together. `model`: the whole; `kernels`: compute with all of it."""
 
@@ -195,6 +207,7 @@ class RankKernels:
     def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
         self._ranks = ranks
         self._own = kernels_of(weights, ranks.job.spin_us)
+        self._device, self._dtype = weights.device, weights.dtype
         count = ranks.job.place.ranks
         self._parts = [replace(weights, columns=(rank, count)) for rank in range(count)]
         self._checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in self._parts]
@@ -204,18 +217,23 @@ class RankKernels:
         if isinstance(request, MatmulRequest):
             return self._own.prepare(request, task)
         tasks = [checker.check(request) for checker in self._checkers]
-        own, dtype = self._own.prepare(request, tasks[0]), torch_dtype(task.dtype)
+        own = self._own.product(request, tasks[0])
+        # Rounded for the reply once they are together.
+        integer = isinstance(request, RingLinearRequest | RingLMHeadRequest)
+        dtype = torch.int32 if integer else self._dtype
         field = next(name for name, value in request if isinstance(value, WireTensor))
         header = REQUEST.header(request_template(request, [b""]), 1, MAX_TIMEOUT_MS)
         join = self._join(request)
 
         def kernel(request: Any, _incoming: Incoming | None) -> Result:
-            others = [torch.empty(part.shape, dtype=dtype) for part in tasks[1:]]
+            others = [
+                torch.empty(part.shape, dtype=dtype, device=self._device) for part in tasks[1:]
+            ]
             first = self._ranks.compute(
-                header, getattr(request, field), others, lambda: own(request, None)
+                header, getattr(request, field), others, lambda: own(request)
             )
-            output = WireTensor(task.dtype, task.shape, raw_bytes(join([first, *others])))
-            return tensor_reply({"output": output}), None
+            reply, working = self._own.reply(join([first, *others]), task)
+            return reply, None if working is None else _OfAll(self._ranks, working)
 
         return kernel
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from gpu_side.devices import NullDevice, parse_device
 from gpu_side.ranks.place import Place
 from gpu_side.served_model import ServedModel
 from gpu_side.weights import ServiceWeights, load_weights
@@ -35,6 +36,14 @@ class RankJob(BaseModel):
     spin_us: float
     layers: tuple[int, int] | None
     max_message_bytes: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of this rank. Raises SettingsError where there is none."""
+        device = parse_device(self.place.device(self.device))
+        if isinstance(device, NullDevice):
+            raise TypeError("a null device that computes")
+        return device
 
     @property
     def columns(self) -> Columns:

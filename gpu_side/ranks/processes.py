@@ -41,7 +41,7 @@ class RankProcesses:
         signal that ended it.
         """
         for rank in range(1, self._ranks):
-            place = Place(rank, self._ranks, (rank, self._ranks))
+            place = Place(rank, self._ranks)
             its_job = job.model_copy(update={"place": place})
             command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
             threads = str(job.threads or place.threads)
@@ -65,10 +65,10 @@ class RankProcesses:
         self._one_ended.wait(_NOTICE_S)
 
     def stop(self, *, at_once: bool) -> None:
-        """Wait until they have ended; not long, and `at_once` not before they are told to."""
+        """Wait until they have ended; not long, and `at_once` not at all."""
         for process in self._started.values():
             if at_once:
-                process.terminate()
+                process.kill()
         for process in self._started.values():
             try:
                 process.wait(_END_S)

@@ -9,23 +9,21 @@ import ctypes
 import os
 import signal
 import sys
-import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from gpu_side.clock import wait_until
 from gpu_side.cuda.kernels import CudaKernels
-from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
-from gpu_side.kernels import Kernels, TorchKernels
+from gpu_side.kernels import DeviceKernels, TorchKernels
 from gpu_side.ranks.group import IDLE, Group
 from gpu_side.ranks.job import RankJob
-from gpu_side.replies import Kernel, Working
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import ServiceWeights, check_integers
 from protocol import native
 from protocol.errors import EndpointError, TsqpError
-from protocol.messages import Request, TensorReply
+from protocol.messages import Request
 from protocol.model.config import read_config
 
 _HEAD = 0
@@ -38,13 +36,12 @@ def work(job: RankJob) -> None:
     Raises EndpointError where it is lost, ModelError, KernelError and SettingsError while loading.
     """
     place = job.place
-    # Sent to all processes of a terminal, or of torchrun: the head says when it has done what it
-    # has taken.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if job.store is None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Sent to all processes of a terminal, of torchrun or of a unit: the head says when it has done
+    # what it has taken.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     try:
-        _serve(Group(place, job.store), job)
+        _serve(Group(place, job.store, job.torch_device), job)
     except RuntimeError as error:
         where, expected = f"rank {place.rank}", "a head that goes on, and a product"
         raise EndpointError(where, got=str(error), expected=expected) from error
@@ -53,9 +50,7 @@ def work(job: RankJob) -> None:
 def _serve(group: Group, job: RankJob) -> None:
     place = job.place
     native.set_up(job.kernels, job.threads or place.threads)
-    device = parse_device(place.device(job.device))
-    if isinstance(device, NullDevice):
-        raise TypeError("a null device that computes")
+    device = job.torch_device
     if "int8" in job.arithmetic:
         check_integers(read_config(job.model), device)
     weights = job.load(device)
@@ -66,46 +61,36 @@ def _serve(group: Group, job: RankJob) -> None:
     group.leave()
 
 
-def kernels_of(weights: ServiceWeights, spin_us: float) -> Kernels:
+def kernels_of(weights: ServiceWeights, spin_us: float) -> DeviceKernels:
     """Return what computes a rank's part."""
     return (CudaKernels if weights.device.type == "cuda" else TorchKernels)(weights, spin_us)
-
-
-def wait_for(working: Working | None) -> None:
-    """Wait until an accelerator is done. Raises RuntimeError where it has failed."""
-    while working is not None and (ends_ns := working.ends_ns()) > time.perf_counter_ns():
-        wait_until(ends_ns)
 
 
 def _answer(group: Group, weights: ServiceWeights, job: RankJob) -> None:
     kernels = kernels_of(weights, job.spin_us)
     checker = RequestChecker(weights, job.max_message_bytes)
 
-    def prepare(request: Request) -> Kernel:
+    def prepare(request: Request) -> Callable[[Any], torch.Tensor]:
         if not isinstance(request, Computed):
             raise TypeError("a request that the head answers")
-        return kernels.prepare(request, checker.check(request))
+        return kernels.product(request, checker.check(request))
 
     reader = RequestReader(job.max_message_bytes, prepare)
     while True:
         header, payload = group.receive(_HEAD, IDLE)
         if not header:
             return
-        request, kernel = reader.read(reader.open([memoryview(header), payload]))
-        reply, working = kernel(request, None)
-        wait_for(working)
-        if not isinstance(reply, TensorReply):
-            raise TypeError("a reply that is no tensor")
-        group.send_result(reply.output.data, _HEAD)
+        request, product = reader.read(reader.open([memoryview(header), payload]))
+        group.send_result(product(request), _HEAD)
 
 
 def _end_with(parent: int) -> None:
-    """Have this process get SIGTERM when the head ends, however it does; Linux only.
+    """Have this process killed when the head ends, however it does; Linux only.
 
     Elsewhere, and from then on where weights have been read, it ends with the connection.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # too late to be told
             sys.exit("the head has ended")
 

@@ -299,7 +299,14 @@ def command(
 
     directory = model_directory(model)
     held = _held(layers, directory)
-    computes = {"device": device, "dtype": dtype, "arithmetic": arithmetic, "layers": held}
+    computes = {
+        "device": device,
+        "dtype": dtype,
+        "arithmetic": arithmetic,
+        "layers": held,
+        "columns": columns,
+        "tensor_parallel": tensor_parallel,
+    }
     attested = attested_service(evidence, computes)
     serve(
         ServiceSettings(

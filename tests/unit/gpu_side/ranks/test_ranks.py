@@ -167,19 +167,33 @@ def test_layers_and_arithmetic_hold_for_all_ranks(
                 assert found is expected, request.method
 
 
-@each_row("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_that_dies_ends_the_service(
-    model: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    with running_service(model, f"unix://{tmp_path}/{number}", *TWO) as service:
+def test_a_rank_that_dies_ends_the_service(model: Path, tmp_path: Path) -> None:
+    with running_service(model, f"unix://{tmp_path}/s", *TWO) as service:
         (rank,) = _ranks_of(service)
-        os.kill(rank, number)
+        os.kill(rank, signal.SIGKILL)
         # By itself: nothing is asked of it.
         assert service.process.wait(30) not in (0, None)
         service.stop()
     log = "\n".join(service.log)
     assert "rank_failed rank=1" in log
-    assert f"rank 1: got a process killed by {number.name}, expected one that goes on" in log
+    assert "rank 1: got a process killed by SIGKILL, expected one that goes on" in log
+    assert not _alive([rank])
+
+
+def test_a_stop_that_all_processes_are_told_of_is_in_order(model: Path, tmp_path: Path) -> None:
+    """As systemd tells all of a unit, and a terminal all of a group."""
+    with (
+        running_service(model, f"unix://{tmp_path}/s", *TWO) as service,
+        _client(service) as client,
+    ):
+        (rank,) = _ranks_of(service)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(rank, number)
+        # It computes on: the head says when it is to end.
+        assert _output(client, _requests(1)[0]).shape[0] == 1
+        os.kill(service.process.pid, signal.SIGTERM)
+        assert service.process.wait(30) == 0
+    assert "rank_failed" not in "\n".join(service.log)
     assert not _alive([rank])
 
 
@@ -295,10 +309,10 @@ def test_options_that_make_no_sense(
 
 
 def test_torchrun_with_another_number_of_processes(model: Path, tmp_path: Path) -> None:
-    theirs = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    theirs = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     options = (str(model), "--bind", f"unix://{tmp_path}/s", *TWO)
     ended = run("gpu-service", *options, MASTER_ADDR="127.0.0.1", **theirs)
-    assert "--tensor-parallel: got torchrun with WORLD_SIZE 3, expected 2" in ended.stderr
+    assert "--tensor-parallel: got torchrun with 3 processes, 3 of them here, exp" in ended.stderr
     assert ended.returncode == 2
 
 
