@@ -305,8 +305,8 @@ class Assembly:
             return registered.bind(layer, phase, settings, randomness)
 
         def segment(one: Segment) -> SegmentCall:
-            config, sessions = self._parts.config, self._sessions[one.first]
-            return SegmentCall(one, config, settings, sessions, self._keyed, randomness)
+            sessions = self._sessions[one.first]
+            return SegmentCall(one, self._parts.config, settings, sessions, self._keyed)
 
         layers = self._parts.config.num_hidden_layers
         found = policy.segments(layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -65,7 +65,7 @@ class RunnerSettings:
     `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
     `appraise_service`: see `tee_side.remote.attested`; a policy with attested services needs it.
-    `kernels`: see `protocol.native.use`, None: those in use. `http`: for services with a URL.
+    `kernels`: see `protocol.native.use`, None: those in use. `http`: for services, by their URL.
     """
 
     model: Path
@@ -87,7 +87,7 @@ class RunnerSettings:
     manifest: Manifest | None = None
     shares_in_the_clear: bool = False
     appraise_service: Callable[[str, ClientKeys | None, bytes, bytes], None] | None = None
-    http: HttpAccess | None = None
+    http: Mapping[str, HttpAccess] = field(default_factory=dict)
 
 
 class Cores(NamedTuple):
@@ -177,6 +177,7 @@ class Runner:
                     arithmetic=policy.served_arithmetic,
                     key=assembly.key,
                     linear=assembly.linear_digest,
+                    whole_layers="segment" in policy.operators,
                 )
             )
             options = ConnectOptions(
@@ -324,7 +325,7 @@ def _connect(
         spin_us=settings.spin_us,
         keys=keys,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        http=settings.http,
+        http=settings.http.get(endpoint),
     )
     channel.limit_replies(reply_bytes)
     return channel

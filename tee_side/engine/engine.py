@@ -42,8 +42,10 @@ from tee_side.observer import timed
 
 DEFAULT_STEP_TOKENS = 512
 
-# How often a service may lose keys and values of a sequence before its next token.
+# How often services may lose keys and values of a sequence, where each loss counts for less with
+# every token, and for nothing after so many.
 _MOST_LOSSES = 5
+_REMEMBERED_TOKENS = 16
 
 # What a step gave one sequence: logits [N, V] and hidden states [R, D].
 _Given: TypeAlias = tuple[Rows, torch.Tensor, torch.Tensor]
@@ -323,18 +325,17 @@ class Engine:
         return sampled
 
     def _give_up(self, composed: Composed, error: TsqpError) -> None:
-        """Refuse whoever lost keys and values time after time, and the last one without memory.
+        """Refuse the last sequence where there is no memory, or one was lost time after time.
 
-        The others are computed again in the next step. Raises the error where none can be told.
+        The others are computed again in the next step, and may have room then: a service's memory
+        may be too small for all. Raises the error where the sequence cannot be told.
         """
         sequences = [rows.sequence for rows in chain.from_iterable(composed.rows)]
-        given_up = [one for one in sequences if one.cache.losses > _MOST_LOSSES]
-        if isinstance(error, LimitError):
-            given_up = [max(sequences, key=self._running.index)]
-        for sequence in given_up:
+        worn = any(one.cache.losses > _MOST_LOSSES for one in sequences)
+        if worn or isinstance(error, LimitError):
             if self.refuse is None:
                 raise error
-            self.refuse(sequence, error)
+            self.refuse(max(sequences, key=self._running.index), error)
         for sequence in sequences:
             if not sequence.cache.length:
                 sequence.reused_tokens = 0
@@ -396,7 +397,7 @@ class Engine:
         wanted = request.logprobs
         logprob = None if wanted is None else logprobs_of(logits_V, token_id, wanted)
         sequence.append(token_id)
-        sequence.cache.losses = 0
+        sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
         self.counts.generated += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
 

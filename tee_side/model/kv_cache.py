@@ -103,11 +103,12 @@ class KVCache:
         self.nbytes = kv_bytes(config, capacity, dtype, len(here))
         # Called once each when the session ends, for what is kept under its name.
         self.at_end: list[Callable[[], object]] = []
-        self.session = secrets.token_bytes(SESSION_BYTES)
+        # Of the sequence, whatever services lose.
+        self.identity = self.session = secrets.token_bytes(SESSION_BYTES)
         self.parent: tuple[KVCache, int] | None = None
         # How often services have lost what they keep since the sequence's last token, and whether
         # they did when another cache was to begin with it.
-        self.losses, self.stale = 0, False
+        self.losses, self.stale = 0.0, False
         # Rows behind `length` that each layer has written in this step.
         self._written = [0] * layers
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

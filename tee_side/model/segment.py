@@ -27,7 +27,7 @@ from protocol.errors import (
 )
 from protocol.messages import SESSION_BYTES, SegmentRequest, TensorReply
 from protocol.model.config import ModelConfig
-from protocol.tensors import WireTensor, from_torch, to_torch
+from protocol.tensors import WireTensor, from_torch, raw_bytes, to_torch
 from tee_side.model.batch import Batch
 from tee_side.model.kv_cache import KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
@@ -52,6 +52,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._ended: deque[bytes] = deque()
+        self._noise = Randomness()
         self._named: weakref.WeakKeyDictionary[KVCache, bytes] = weakref.WeakKeyDictionary()
 
     def name(self, cache: KVCache) -> bytes:
@@ -60,6 +61,17 @@ class Sessions:
             self._named[cache] = cache.session
             cache.at_end.append(weakref.finalize(cache, self._ended.append, cache.session))
         return cache.session
+
+    def noise(self, h_TD: torch.Tensor, batch: Batch) -> Iterator[Randomness]:
+        """Yield for each row what its noise is drawn from: the same again for the same row.
+
+        It depends on the row, its position and its sequence. A service that loses sessions gets no
+        second noise of a row to average; a wrong guess has another one than what takes its place.
+        """
+        for chunk in batch.chunks:
+            for position, row_D in enumerate(h_TD[chunk.rows], chunk.start):
+                place = chunk.cache.identity + position.to_bytes(8)
+                yield self._noise.derive(place + raw_bytes(row_D))
 
     def ended(self) -> Iterator[bytes]:
         """Yield sessions that nothing needs any more, each once."""
@@ -97,10 +109,9 @@ class SegmentCall:
         settings: CallSettings,
         sessions: Sessions,
         keyed: KeyedSegment | None,
-        randomness: Randomness,
     ) -> None:
         self._segment, self._settings, self._sessions = segment, settings, sessions
-        self._keyed, self._randomness = keyed, randomness
+        self._keyed = keyed
         self._rules = MaskRules(segment.placed.mask)
         self._channel: Channel = settings.channels_at(segment.first)[0]
         self._clock = settings.clock("segment", segment.first)
@@ -111,14 +122,17 @@ class SegmentCall:
 
     async def __call__(self, h_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the rows [T, D]; behind the last layer those wanted alone, or their logits."""
-        clock, first, last = self._clock, self._segment.first, self._segment.last
+        clock, keyed = self._clock, self._keyed
+        first, last = self._segment.first, self._segment.last
         for chunk in {chunk.cache: chunk for chunk in reversed(batch.chunks)}.values():
             # The service needs the rows of one sequence in order: those of this request are.
             while not chunk.follows(first):
                 await turn()
         clock.called()
         clock.mark("mask")
-        masked = self._hide(h_TD)
+        masked = Masked((h_TD,), as_it_is)
+        if keyed is not None:
+            masked = keyed.mask(h_TD, self._sessions.noise(h_TD, batch))
         self._rules.check_sent("segment", h_TD, len(h_TD), masked)
         wanted = batch.wanted_rows if self._ends else list(range(len(h_TD)))
         # Each once, and at least one.
@@ -127,7 +141,6 @@ class SegmentCall:
         clock.mark(None)
         y = await self._ask(request, batch)
         clock.mark("unmask")
-        keyed = self._keyed
         unmask = keyed.unmask_logits if keyed and self._segment.head else masked.unmask
         output = unmask(y)
         self._rules.check_unmasked("segment", output, tuple(y.shape), h_TD.dtype)
@@ -135,11 +148,6 @@ class SegmentCall:
         for chunk in batch.chunks:
             chunk.cache.note_written(range(first, last + 1), chunk.behind + chunk.tokens)
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
-
-    def _hide(self, h_TD: torch.Tensor) -> Masked:
-        if self._keyed is None:
-            return Masked((h_TD,), as_it_is)
-        return self._keyed.mask(h_TD, self._randomness)
 
     def _request(self, masked: Masked, batch: Batch, outputs: list[int]) -> SegmentRequest:
         parts = b"".join(
@@ -190,7 +198,7 @@ class SegmentCall:
         Which it lost it does not say. One that does so again and again is not asked first any more.
         """
         where, caches = self._channel.endpoint, {chunk.cache: None for chunk in batch.chunks}
-        if error.code is ErrorCode.LIMIT_EXCEEDED:
+        if error.code is ErrorCode.SESSIONS_FULL:
             got = f"{len(caches)} sequences, for which it has no memory"
             expected = "fewer, or shorter ones (gpu-service --sessions-mib, --session-client-mib)"
             return LimitError(f"keys and values at {where}", got=got, expected=expected)
@@ -200,8 +208,7 @@ class SegmentCall:
         expected = "all so far (gpu-service --sessions-mib, --session-ttl-s)"
         lost = SessionLostError(f"keys and values at {where}", got=got, expected=expected)
         for cache in caches:
-            if cache.length:
-                cache.lose()
+            cache.lose()
         worn = any(cache.losses >= _MOST_LOSSES for cache in caches)
         if worn and isinstance(self._channel, Replicas):
             self._channel.turn_away()

@@ -31,7 +31,8 @@ class ServiceCheck:
     `norms`: RMSNorm weights [D] of the TEE's own model, by their names in an Init reply, in the
     dtype that both are compared in. `arithmetic`: what it must be able to do; `key`: of the weights
     that a provisioned service must hold, None where it must hold the model's own; `linear`: the
-    linear digest that these must have, None where the directory does not say.
+    linear digest that these must have, None where the directory does not say. `whole_layers`:
+    whether it is to be asked for segments, which ranks cannot compute.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class ServiceCheck:
         arithmetic: Arithmetic = "float",
         key: TransformKey | None = None,
         linear: str | None = None,
+        whole_layers: bool = False,
     ) -> None:
         self._layers = config.num_hidden_layers
         self._dtype = norms["final_norm"].dtype
-        self._arithmetic = arithmetic
+        self._arithmetic, self._whole_layers = arithmetic, whole_layers
         self._norms = key is None
         self._hint = _SAME_MODEL if key is None else _PROVISIONED
         inv_freq, attention_scaling = rope_frequencies(config)
@@ -119,6 +121,9 @@ class ServiceCheck:
                 expected=f"{columns_in_words(columns)}, which it is to be asked for (gpu-service"
                 " --columns, tee-runner --gpu ENDPOINT,columns=I/N)",
             )
+        if self._whole_layers and reply.ranks != 1:
+            expected = "1: the policy has segments (gpu-service without --tensor-parallel)"
+            raise ModelMismatchError(f"{where}: ranks", got=str(reply.ranks), expected=expected)
         return reply
 
     def _said(self, reply: InitReply) -> dict[str, object]:

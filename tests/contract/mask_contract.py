@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import get_args
 
 import torch
@@ -220,7 +221,7 @@ def _segment(
         )
         served |= keyed.head(norm_D, head_VD)
     given = h_TD.clone()
-    masked = keyed.mask(h_TD, randomness)
+    masked = keyed.mask(h_TD, repeat(randomness))
     assert torch.equal(h_TD, given), "a mask changed its input"
     (sent,) = masked.sent
     assert not isinstance(sent, Seed)

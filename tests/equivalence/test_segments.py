@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +15,21 @@ from protocol.errors import (
     LimitError,
     ProtocolError,
     ReplyError,
+    ServiceError,
     SessionLostError,
     TsqpError,
 )
 from protocol.messages import Request, Response, SegmentRequest, TensorReply
-from protocol.tensors import from_torch
+from protocol.tensors import from_torch, to_torch
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import PromptRead
 from tee_side.engine.request import Request as Wanted
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sequence
+from tee_side.model.batch import Batch, Take
+from tee_side.model.kv_cache import KVCache
+from tee_side.model.segment import Sessions
 from tee_side.policy.placement import Policy
 from tests.equivalence.test_architectures import VARIANTS
 from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, POLICY_LOGITS
@@ -246,36 +252,144 @@ def test_ended_sequences_are_forgotten_at_the_service(saved_model: Models) -> No
 
 
 class Amnesia(LoopbackChannel):
-    """A service that remembers nothing."""
+    """A service that remembers nothing, and takes what begins anew only `now_and_then`."""
+
+    def __init__(self, directory: Path, *, now_and_then: bool) -> None:
+        super().__init__(directory)
+        self.now_and_then = now_and_then
 
     def answer(self, request: Request) -> Response:
-        """Refuse whatever is not a beginning."""
+        """Refuse whatever is not a beginning, or all of it."""
         assert isinstance(request, SegmentRequest)
-        if torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)[0, 2]:
+        starts = torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)[
+            :, 2
+        ]
+        if starts.any() or not self.now_and_then:
             code = ErrorCode.UNKNOWN_SESSION
             raise ProtocolError("a test", got="a session", expected="none", code=code)
         return super().answer(request)
 
 
-def test_a_service_that_loses_everything_ends_the_run(saved_model: Models) -> None:
-    model = saved_model("llama")
-    engine = model.tee("clear-segment", channels=[Amnesia(model.directory)]).engine(step_tokens=8)
-    engine.add(token_ids(20), max_new_tokens=3)
-
-    def run() -> None:
-        while engine.running:
-            engine.step()
-
-    with pytest.raises(SessionLostError):
-        run()
-    # And the server goes on with others, once it has been told.
-    engine = model.tee("clear-segment", channels=[Amnesia(model.directory)]).engine(step_tokens=8)
-    sequence = engine.add(token_ids(20), max_new_tokens=3)
-    refused: list[Sequence] = []
-    engine.refuse = lambda one, _error: refused.append(one)
-    for _ in range(20):
+def steps_to_the_end(engine: Engine) -> int:
+    """Run an engine; more steps than a service that loses everything can cause are a failure."""
+    for steps in range(200):
+        if not engine.running:
+            return steps
         engine.step()
-    assert sequence in refused
+    raise AssertionError("an engine that does not end")
+
+
+@pytest.mark.parametrize("now_and_then", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_service_that_loses_everything_ends_the_run(
+    saved_model: Models, micro_batches: int, now_and_then: bool
+) -> None:
+    """Also where no token has come yet, and with a first chunk that is cut in two."""
+    model = saved_model("llama")
+
+    def engine_of(tokens: int) -> tuple[Engine, Sequence]:
+        service = Amnesia(model.directory, now_and_then=now_and_then)
+        tee = model.tee("clear-segment", channels=[service], micro_batches=micro_batches)
+        engine = tee.engine(step_tokens=8)
+        return engine, engine.add(token_ids(tokens), max_new_tokens=40, eos_token_ids=frozenset())
+
+    # The short one has a token between two losses, each time, where all of it is one request.
+    for tokens in (20, 6):
+        engine, _ = engine_of(tokens)
+        with pytest.raises(SessionLostError):
+            steps_to_the_end(engine)
+    # And the server goes on with others, once it has been told.
+    engine, sequence = engine_of(20)
+    refused: list[Sequence] = []
+
+    def refuse(one: Sequence, _error: TsqpError) -> None:
+        refused.append(one)
+        engine.remove(one)
+
+    engine.refuse = refuse
+    steps_to_the_end(engine)
+    assert refused == [sequence]
+
+
+class Cramped(LoopbackChannel):
+    """A service that keeps the sessions of the last request only, however many those were."""
+
+    def answer(self, request: Request) -> Response:
+        """Forget the others, and answer."""
+        assert isinstance(request, SegmentRequest)
+        parts = torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)
+        held, sessions = {tuple(row) for row in parts[:, :2].tolist()}, self._handler.sessions
+        assert sessions is not None
+        for name in list(sessions._held):
+            if struct.unpack("<2q", name.session) not in held:
+                sessions._forget(name)
+        return super().answer(request)
+
+
+def test_sequences_that_push_each_other_out_become_fewer(saved_model: Models) -> None:
+    """Two micro-batches, each of which the service has room for: the last come last."""
+    model, prompts = saved_model("llama"), [token_ids(9, seed=seed) for seed in range(8)]
+    service = Cramped(model.directory)
+    tee = model.tee("clear-segment", channels=[service], micro_batches=2)
+    engine, refused = tee.engine(), list[Sequence]()
+
+    def refuse(one: Sequence, _error: TsqpError) -> None:
+        refused.append(one)
+        engine.remove(one)
+
+    engine.refuse = refuse
+    sequences = [engine.add(p, max_new_tokens=40, eos_token_ids=frozenset()) for p in prompts]
+    steps_to_the_end(engine)
+    left = [one for one in sequences if one not in refused]
+    assert 0 < len(left) < len(sequences)
+    assert left == sequences[: len(left)]
+    for sequence, prompt in zip(left, prompts, strict=False):
+        assert sequence.token_ids == model.greedy(prompt, 40)
+
+
+def test_a_row_that_is_sent_again_has_the_same_noise(saved_model: Models) -> None:
+    """What a service loses on purpose gives it no second copy of a row to average."""
+    model, prompt = saved_model("llama"), token_ids(20)
+    noisy = {"place": "gpu", "mask": {"name": "cloak-segment", "sigma": 1e-3}, "verify": "none"}
+    policy = cut_policy(noisy)
+    assert policy.feature_mask is not None
+    served = SavedModel(model.provisioned(policy.feature_mask)[0], model.reference)
+    service = Forgetful(served, 4, 9)
+    engine = model.tee(policy, channels=[service]).engine()
+    (sequence,) = generated(engine, prompt, 12)
+    (other,) = generated(engine, prompt, 1)
+    rows: dict[int, list[torch.Tensor]] = {}
+    for request in service.requests:
+        assert isinstance(request, SegmentRequest)
+        parts = torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)
+        start = parts[parts[:, 3] > 0][0, 2]
+        for position, row_D in enumerate(to_torch(request.hidden_states), int(start)):
+            rows.setdefault(position, []).append(row_D.clone())
+    assert len(sequence.token_ids) == 12
+    assert len(other.token_ids) == 1
+    first, second, third, of_the_other = rows[7]
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    assert (first - of_the_other).std().item() == pytest.approx(2**0.5 * 1e-3, rel=0.3)
+
+
+def test_noise_depends_on_the_row_too(saved_model: Models) -> None:
+    """A wrong guess stands where another token will; their difference must not be in the clear."""
+    config = saved_model("llama").tee("tee-only").model.config
+    cache = KVCache(config, 8, torch.float32, range(config.num_hidden_layers))
+    h_TD = torch.randn(3, config.hidden_size)
+    batch = Batch.of([Take(cache, (1, 2, 3), 0)])
+    sessions = Sessions()
+
+    def drawn(rows_TD: torch.Tensor) -> list[bytes]:
+        return [bytes(one.bytes(16)) for one in sessions.noise(rows_TD, batch)]
+
+    first = drawn(h_TD)
+    cache.lose()
+    assert drawn(h_TD) == first
+    assert not set(drawn(h_TD.flip(0))) & {first[0], first[2]}
+    assert drawn(h_TD.flip(0))[1] == first[1]
+    assert not set(drawn(h_TD[:1].expand(3, -1).contiguous())) & set(first[1:])
 
 
 def test_a_reused_prefix_that_was_lost_is_not_tried_again(saved_model: Models) -> None:
@@ -296,13 +410,14 @@ def test_a_reused_prefix_that_was_lost_is_not_tried_again(saved_model: Models) -
 class Small(LoopbackChannel):
     """A service with memory for two sequences."""
 
+    code = ErrorCode.SESSIONS_FULL
+
     def answer(self, request: Request) -> Response:
         """Refuse a third."""
         assert isinstance(request, SegmentRequest)
         parts = torch.frombuffer(bytearray(request.parts.data), dtype=torch.int64).view(-1, 7)
         if parts[:, 3].count_nonzero() > 2:
-            code = ErrorCode.LIMIT_EXCEEDED
-            raise ProtocolError("a test", got="three", expected="two", code=code)
+            raise ProtocolError("a test", got="three", expected="two", code=self.code)
         return super().answer(request)
 
 
@@ -324,6 +439,20 @@ def test_a_service_without_memory_for_all_keeps_those_that_came_first(
         engine.step()
     assert refused == sequences[2:]
     assert [s.token_ids for s in sequences[:2]] == [model.greedy(p, 6) for p in prompts[:2]]
+
+
+def test_a_request_that_is_too_large_is_no_lack_of_memory(saved_model: Models) -> None:
+    model, service = saved_model("llama"), Small(saved_model("llama").directory)
+    service.code = ErrorCode.LIMIT_EXCEEDED
+    engine = model.tee("clear-segment", channels=[service]).engine()
+    for seed in range(3):
+        engine.add(token_ids(9, seed=seed), max_new_tokens=2, eos_token_ids=frozenset())
+    refused: list[Sequence] = []
+    engine.refuse = lambda sequence, _: refused.append(sequence)
+    with pytest.raises(ServiceError) as caught:
+        engine.step()
+    assert (caught.value.code, caught.value.retryable) == (service.code, False)
+    assert refused == []
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 320)])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -259,10 +259,11 @@ class KeyedSegment:
     """A static map of the residual stream, the same in front of and behind every layer."""
 
     @abstractmethod
-    def mask(self, h_TD: torch.Tensor, randomness: Randomness) -> Masked:
-        """Hide hidden states. GPU sees: `Masked.sent`. `randomness`: fresh, for noise.
+    def mask(self, h_TD: torch.Tensor, randomness: Iterator[Randomness]) -> Masked:
+        """Hide hidden states. GPU sees: `Masked.sent`. `randomness`: for the noise of each row.
 
-        `unmask` maps the reply, hidden states [N, D] of rows behind any later layer, back.
+        It is the same where a row is sent again: fresh noise could be averaged away. `unmask` maps
+        the reply, hidden states [N, D] of rows behind any later layer, back.
         """
 
     def unmask_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:

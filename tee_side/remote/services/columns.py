@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -126,7 +127,7 @@ class ColumnParts(Channel):
         """Prepare a request for each part, with the reply that it gives."""
         message, config, count = prepared.message, self._config, len(self._parts)
         if isinstance(message, EmbeddingRequest):
-            return _Parted((prepared,) * count, None)
+            return _Parted((copy(prepared),) * count, None)  # itself would keep itself alive
         sizes = (
             [config.vocab_size]
             if isinstance(message, LMHeadRequest | RingLMHeadRequest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from protocol.channel import Exchange, Traffic
 from protocol.errors import DeadlineExceededError, ReplyError, VerificationError
-from protocol.messages import LMHeadRequest, MatmulRequest, TensorReply
+from protocol.messages import EmbeddingRequest, LMHeadRequest, MatmulRequest, TensorReply
 from protocol.model.columns import WHOLE
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor, from_torch
@@ -26,6 +27,7 @@ from tests.unit.tee_side.services_fakes import World, wrong
 SHAPE, PART = (3, 4), (3, 4)
 # Of a vocabulary of 8, each of two parts has as many columns as the fakes' replies have.
 CONFIG: Any = SimpleNamespace(vocab_size=8)
+EMBEDDING = EmbeddingRequest(input_ids=WireTensor("int64", (3,), b""), dtype="float32")
 HEAD = PreparedRequest(
     LMHeadRequest(hidden_states=WireTensor("float32", SHAPE, b"")), (3, 8), "float32"
 )
@@ -44,6 +46,22 @@ def _connected(world: World, *parts: tuple[str, ...]) -> ColumnParts:
     (channel,) = world.connect(*groups, config=CONFIG).at(0)
     assert isinstance(channel, ColumnParts)
     return channel
+
+
+@each_row("message", [EMBEDDING, HEAD.message])
+def test_what_a_request_is_parted_into_ends_with_it(
+    message: EmbeddingRequest | LMHeadRequest,
+) -> None:
+    part: Any = SimpleNamespace(
+        endpoint="a", traffic=Traffic(), start=lambda *_: 1, abandon=lambda _: None
+    )
+    channel = ColumnParts([part, part], CONFIG)
+    prepared = PreparedRequest(message, (3, 8), "float32")
+    channel.abandon(channel.start(prepared, torch.zeros(3)))
+    assert len(channel._parted) == 1
+    del prepared
+    gc.collect()
+    assert not channel._parted
 
 
 # ------------------------------------------------------------------- with a model of its own

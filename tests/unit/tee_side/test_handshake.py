@@ -376,6 +376,19 @@ def test_a_service_must_hold_the_columns_that_it_is_asked_for(
     assert "gpu-service --columns" in caught.value.expected
 
 
+def test_a_service_of_several_ranks_is_not_asked_for_whole_layers(saved_model: Models) -> None:
+    directory = saved_model("llama").directory
+    config, checkpoint = read_config(directory), Checkpoint(directory)
+    norms = load_tee_model(config, checkpoint, torch.float32).norm_weights()
+    reply = LyingChannel(directory, ranks=2).call(InitRequest()).response
+    assert ServiceCheck(config, checkpoint, norms).verify("there", reply) is reply
+    check = ServiceCheck(config, checkpoint, norms, whole_layers=True)
+    with pytest.raises(ModelMismatchError, match="model at there: ranks: got 2, expected 1: the"):
+        check.verify("there", reply)
+    alone = LyingChannel(directory).call(InitRequest()).response
+    assert check.verify("there", alone) is alone
+
+
 def test_digests_are_computed_once_for_all_connections(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -56,7 +56,7 @@ class _Shuffled(KeyedSegment):
         self._order_V = permutation(randomness.derive(b"vocabulary"), config.vocab_size)
         self._back_D, self._back_V = self._order_D.argsort(), self._order_V.argsort()
 
-    def mask(self, h_TD: torch.Tensor, randomness: Randomness) -> Masked:
+    def mask(self, h_TD: torch.Tensor, randomness: Iterator[Randomness]) -> Masked:
         """Shuffle. GPU sees: every value of a row, at the place of another feature."""
         return Masked((h_TD[:, self._order_D],), lambda h_ND: h_ND[:, self._back_D])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -62,10 +62,10 @@ class SegmentRotation(SegmentMask):
         """
         one, hundred = self.epsilon(longest), self.epsilon(longest, 100)
         return (
-            f"a segment from layer 0: epsilon {one:.4g} at delta {self.delta:g} for one token, sent"
-            f" once; tokens that are sampled after it depend on it, 100 are epsilon {hundred:.4g};"
-            " a segment from a later layer: none, its rows have no bound; effects of floating point"
-            " are not counted"
+            f"a segment from layer 0: epsilon {one:.4g} at delta {self.delta:g} for one token of a"
+            " sequence, also where it is sent again after a loss; tokens that are sampled after it"
+            f" depend on it, 100 are epsilon {hundred:.4g}; a segment from a later layer: none, its"
+            " rows have no bound; effects of floating point are not counted"
         )
 
 
@@ -73,11 +73,13 @@ class _Rotated(KeyedSegment):
     def __init__(self, mask: SegmentRotation, rotation: BlockRotation) -> None:
         self._sigma, self._rotation = mask.sigma, rotation
 
-    def mask(self, h_TD: torch.Tensor, randomness: Randomness) -> Masked:
+    def mask(self, h_TD: torch.Tensor, randomness: Iterator[Randomness]) -> Masked:
         """Rotate, add noise. GPU sees: rotated rows of the same length, up to the noise."""
         sent_TD = self._rotation.apply(h_TD.float())
         if self._sigma:
-            sent_TD = sent_TD + self._sigma * randomness.normal(*sent_TD.shape).float()
+            T, D = sent_TD.shape
+            noise_TD = torch.stack([next(randomness).normal(D) for _ in range(T)])
+            sent_TD = sent_TD + self._sigma * noise_TD.float()
         return Masked((sent_TD.to(h_TD.dtype),), self._unmask)
 
     def _unmask(self, h_ND: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_masked_layers_and_head_are_transformers_own(
     keyed = key.segment(mask, config)
 
     embedded_TD = plain[EMBEDDING][IDS_T]
-    masked = keyed.mask(embedded_TD, Randomness())
+    masked = keyed.mask(embedded_TD, repeat(Randomness()))
     (sent,) = masked.sent
     reply_TD = run_layers(config, served, sent)
     expected = model.logits(IDS_T)
@@ -100,7 +101,7 @@ def test_a_segment_may_begin_and_end_at_any_layer(saved_model: Models, mask: Seg
     h_TD = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0)).double()
     for layer in (2, 0):
         own = _own(plain, layer)
-        masked = keyed.mask(h_TD, Randomness())
+        masked = keyed.mask(h_TD, repeat(Randomness()))
         (sent,) = masked.sent
         result = masked.unmask(run_layer(config, layer, keyed.layer(layer, own), sent))
         expected = run_layer(config, layer, own, h_TD)
@@ -116,7 +117,7 @@ def test_replies_of_some_rows_are_unmasked_as_well(saved_model: Models) -> None:
     config = read_config(saved_model().directory)
     h_TD = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
     for mask in MASKS:
-        masked = mask.keyed(config, Randomness(KEY)).mask(h_TD, Randomness())
+        masked = mask.keyed(config, Randomness(KEY)).mask(h_TD, repeat(Randomness()))
         (sent,) = masked.sent
         assert torch.allclose(masked.unmask(sent[[1, 4]]), h_TD[[1, 4]], atol=1e-6)
 
@@ -198,7 +199,7 @@ def test_the_head_keeps_its_dtype_and_shuffles_both_axes(config: ModelConfig) ->
     head_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(0)).bfloat16()
     made = keyed.head(norm_D, head_VD)
     assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
-    ((order_D,),) = keyed.mask(torch.arange(float(D))[None], Randomness()).sent
+    ((order_D,),) = keyed.mask(torch.arange(float(D))[None], repeat(Randomness())).sent
     assert torch.equal(made["model.norm.weight"], norm_D[order_D.long()])
     columns_VD = made["lm_head.weight"][:, order_D.argsort()]
     assert not torch.equal(columns_VD, head_VD)
@@ -227,7 +228,9 @@ def test_only_a_key_of_the_mask_gives_the_map(saved_model: Models, config: Model
         server_linear_digest="cd" * 32,
     )
     h_TD = torch.ones(1, config.hidden_size)
-    one, two = (key.segment(mask, config).mask(h_TD, Randomness()).sent[0] for _ in range(2))
+    one, two = (
+        key.segment(mask, config).mask(h_TD, repeat(Randomness())).sent[0] for _ in range(2)
+    )
     assert torch.equal(one, two)
     for other in (SegmentRotation(block=8), SegmentPermutation()):
         for use in (
@@ -249,8 +252,8 @@ def test_noise_is_fresh_of_the_deviation_asked_for_and_rotated_with_the_rows(
     quiet = SegmentRotation().keyed(config, Randomness(KEY))
     h_TD = torch.randn(400, config.hidden_size, generator=torch.Generator().manual_seed(0))
     randomness = Randomness(KEY)
-    (first,), (second,) = (keyed.mask(h_TD, randomness).sent for _ in range(2))
-    (rotated,) = quiet.mask(h_TD, randomness).sent
+    (first,), (second,) = (keyed.mask(h_TD, repeat(randomness)).sent for _ in range(2))
+    (rotated,) = quiet.mask(h_TD, repeat(randomness)).sent
     assert (first - rotated).std().item() == pytest.approx(0.5, rel=0.02)
     assert (first - rotated).mean().item() == pytest.approx(0, abs=0.02)
     assert not torch.equal(first, second)
@@ -276,11 +279,14 @@ def test_broken_rows_of_the_embedding_are_known_by_sorted_values_and_by_length(
 ) -> None:
     directory = saved_model().directory
     config, table_VD = read_config(directory), load_file(directory / SINGLE_FILE)[EMBEDDING]
-    (shuffled,) = _stip(config).mask(table_VD[IDS_T], Randomness()).sent
+    (shuffled,) = _stip(config).mask(table_VD[IDS_T], repeat(Randomness())).sent
     found = torch.cdist(shuffled.sort(1).values, table_VD.sort(1).values, p=1).argmin(1)
     assert found.tolist() == IDS_T
     (rotated,) = (
-        SegmentRotation().keyed(config, Randomness()).mask(table_VD[IDS_T], Randomness()).sent
+        SegmentRotation()
+        .keyed(config, Randomness())
+        .mask(table_VD[IDS_T], repeat(Randomness()))
+        .sent
     )
     found = (rotated.norm(dim=1)[:, None] - table_VD.norm(dim=1)).abs().argmin(1)
     assert found.tolist() == IDS_T
@@ -294,5 +300,5 @@ def test_broken_public_weights_give_the_rotation(saved_model: Models) -> None:
     served = keyed.layer(0, own)["mlp.gate_proj.weight"]
     folded = own["mlp.gate_proj.weight"] * own["post_attention_layernorm.weight"]
     rotation_DD = torch.linalg.lstsq(folded, served).solution
-    (sent,) = keyed.mask(plain[EMBEDDING][IDS_T].double(), Randomness()).sent
+    (sent,) = keyed.mask(plain[EMBEDDING][IDS_T].double(), repeat(Randomness())).sent
     assert torch.allclose(sent @ rotation_DD.t(), plain[EMBEDDING][IDS_T].double(), atol=1e-4)
