@@ -13,9 +13,9 @@ from types import FrameType
 from typing import TypeAlias
 
 from gpu_side.access import read_allow_list
-from gpu_side.transport.listener import Listener
 from protocol.errors import KeyFileError
 
+Allow: TypeAlias = Callable[[frozenset[bytes]], None]
 Reader: TypeAlias = Callable[[Path], frozenset[bytes]]
 
 log = logging.getLogger("gpu_service")
@@ -26,13 +26,13 @@ _ENDING_S = 1.0
 
 @contextmanager
 def rereads_list(
-    listener: Listener,
+    allow: Allow,
     path: Path | None,
     read: Reader | None = None,
 ) -> Iterator[None]:
-    """Give the listener the allow-list at `path` anew whenever SIGHUP comes; None: there is none.
+    """Give `allow` the allow-list at `path` anew whenever SIGHUP comes; None: there is none.
 
-    `read`: reads a list of another kind.
+    `allow`: called on a thread; `read`: reads a list of another kind.
 
     To be entered from the main thread. While the block runs, signals are written to a socket of
     this module's (`signal.set_wakeup_fd`), and handlers of others must do without: the listeners
@@ -51,7 +51,7 @@ def rereads_list(
     # On a thread: the loop that answers requests must not be woken by a signal, which finds it in
     # the middle of anything.
     thread = threading.Thread(
-        target=_read_signals, args=(reader, listener, path, read), name="allow-list", daemon=True
+        target=_read_signals, args=(reader, allow, path, read), name="allow-list", daemon=True
     )
     thread.start()
     try:
@@ -83,20 +83,20 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
 
 def _read_signals(
     reader: socket.socket,
-    listener: Listener,
+    allow: Allow,
     path: Path,
     read: Reader | None,
 ) -> None:
     with reader:
         while numbers := reader.recv(64):
             if signal.SIGHUP in numbers:
-                _reread(listener, path, read)
+                _reread(allow, path, read)
 
 
-def _reread(listener: Listener, path: Path, read: Reader | None) -> None:
+def _reread(allow: Allow, path: Path, read: Reader | None) -> None:
     try:
         allowed = (read or read_allow_list)(path)
-        listener.allow(allowed)
+        allow(allowed)
     except KeyFileError as error:
         log.error("allow_list_unchanged", extra={"fields": {"detail": str(error)}})
         return

@@ -114,6 +114,11 @@ class RequestLoop:
     def _run(self, listener: Listener, stop: StopSignal) -> None:
         queue, underway, sessions = self._queue, self._underway, self._handler.sessions
         while not stop.requested:
+            if stop.list_changed:
+                stop.list_changed = False
+                stop.forget_wakeup()
+                if sessions is not None:
+                    sessions.forget_revoked(listener.is_allowed)
             kept = sessions is not None and sessions.look_at_s < math.inf
             expires_ms = self._handler.expire_sessions() if kept else None
             if queue.requests and len(underway) < MAX_UNDERWAY:

@@ -215,7 +215,12 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             # At once: until then SIGHUP ends the process.
             tokens = settings.http_tokens
             allowed = (tokens, read_tokens) if tokens else (settings.allow, None)
-            beside.enter_context(rereads_list(listener, *allowed))
+
+            def allow(found: frozenset[bytes]) -> None:
+                listener.allow(found)
+                stop.note_list()
+
+            beside.enter_context(rereads_list(allow, *allowed))
             fields = {"endpoint": listener.endpoint, **_lets_in(keys, http)}
             log.info("bound", extra={"fields": fields})
             _serve_metrics(settings, state, beside)

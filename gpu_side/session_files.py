@@ -1,16 +1,18 @@
 """Sessions that wait on disk: which, how many bytes of them, and since when.
 
 Writing holds up all clients, so that one request has so many bytes written at most; what is beyond
-them is lost, and its client sends the tokens once more.
+them is lost, and its client sends the tokens once more. Where there is no room, a client that has
+more than half of it loses its own first, then whichever of all was used least recently goes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpu_side.session_cache import SessionCache
+from gpu_side.session_ledger import Ledger
 from gpu_side.spill import MAX_FILES, SessionName, SpilledSession, SpillKey
 
 log = logging.getLogger("gpu_service")
@@ -20,23 +22,26 @@ REQUEST_BYTES = 2**28
 
 
 class SessionFiles:
-    """Sessions on disk, by name. `directory`: None keeps none; `most`: bytes of all.
-
-    `bytes`: of those that are there.
-    """
+    """Sessions on disk, by name. `directory`: None keeps none; `most`: bytes of all."""
 
     def __init__(self, directory: Path | None, most: int) -> None:
         self._directory, self._most = directory, most
-        # The first to go first.
-        self._files: OrderedDict[SessionName, tuple[SpilledSession, float]] = OrderedDict()
-        self.bytes = 0
+        self._files: dict[SessionName, tuple[SpilledSession, float]] = {}
+        self._ledger = Ledger()
+        # All clients that have more than half, and perhaps others.
+        self._large: set[bytes] = set()
         self._left = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Of those that are there."""
+        return self._ledger.bytes
 
     def __len__(self) -> int:
         return len(self._files)
 
-    def __contains__(self, name: SessionName) -> bool:
-        return name in self._files
+    def __iter__(self) -> Iterator[SessionName]:
+        return iter(self._files)
 
     def begin_request(self) -> None:
         """Allow as many bytes to be written as one request may have."""
@@ -56,21 +61,25 @@ class SessionFiles:
             log.warning("not_spilled", extra={"fields": {"detail": type(error).__name__}})
             return
         self._files[name] = written, used_s
-        self.bytes += written.bytes
-        while self.bytes > self._most or len(self._files) > MAX_FILES:
-            self.forget(next(iter(self._files)))
+        self._ledger.resize(name, written.bytes)
+        self._ledger.rest(name)
+        self._large.add(name.client)
+        while (oldest := self._oldest()) is not None and (
+            self.total_bytes > self._most or len(self._files) > MAX_FILES
+        ):
+            self.forget(oldest)
 
     def take(self, name: SessionName) -> SpilledSession | None:
         """Return a session that is there, and is the caller's to close; else None."""
         found, _ = self._files.pop(name, (None, 0.0))
-        if found is not None:
-            self.bytes -= found.bytes
+        self._ledger.remove(name)
         return found
 
     def touch(self, name: SessionName) -> None:
         """Let a session, if it is there, be the last to go."""
         if name in self._files:
-            self._files.move_to_end(name)
+            self._ledger.use(name)
+            self._ledger.rest(name)
 
     def forget(self, name: SessionName) -> None:
         """Forget a session, if it is there."""
@@ -79,7 +88,7 @@ class SessionFiles:
 
     def forget_client(self, client: bytes) -> None:
         """Forget all sessions of a client."""
-        for name in [name for name in self._files if name.client == client]:
+        for name in self._ledger.sessions_of(client):
             self.forget(name)
 
     def expire(self, until_s: float) -> None:
@@ -95,3 +104,12 @@ class SessionFiles:
         """Forget all."""
         for name in list(self._files):
             self.forget(name)
+
+    def _oldest(self) -> SessionName | None:
+        """Return what goes first: of a client that has more than half, where there is one."""
+        self._large = {client for client in self._large if self._is_large(client)}
+        return self._ledger.oldest(next(iter(self._large), None))
+
+    def _is_large(self, client: bytes) -> bool:
+        ledger = self._ledger
+        return 2 * ledger.of(client) > self._most or 2 * ledger.count(client) > MAX_FILES

@@ -1,4 +1,4 @@
-"""Bytes of the sessions in memory, and which of those at rest goes first.
+"""Bytes of the sessions in memory, or of those on disk, and which of those at rest goes first.
 
 Each question takes the same time however many sessions there are: one request may name thousands.
 """
@@ -43,6 +43,10 @@ class Ledger:
     def sessions_of(self, client: bytes) -> list[SessionName]:
         """Return the sessions of a client that are at rest."""
         return list(self._of(client).resting)
+
+    def count(self, client: bytes) -> int:
+        """Return how many sessions of a client are at rest."""
+        return len(self._of(client).resting)
 
     def oldest(self, client: bytes | None = None) -> SessionName | None:
         """Return the session at rest that was used least recently; `client`: among its own."""

@@ -68,7 +68,7 @@ class Sessions:
     def totals(self) -> SessionTotals:
         """What there is now; from another thread as well."""
         files = self._files
-        return SessionTotals(len(self._held), self._ledger.bytes, len(files), files.bytes)
+        return SessionTotals(len(self._held), self._ledger.bytes, len(files), files.total_bytes)
 
     @contextmanager
     def running(
@@ -83,7 +83,7 @@ class Sessions:
 
         Their rows count once the block has ended without an error. Parts without rows are
         forgotten. Raises ProtocolError: UNKNOWN_SESSION where one is not there any more, or not as
-        far as is needed, LIMIT_EXCEEDED where all of the client's memory does not hold them.
+        far as is needed, SESSIONS_FULL where all of the client's memory does not hold them.
         """
         self.expire()
         self._files.begin_request()
@@ -160,7 +160,7 @@ class Sessions:
                 "Segment.parts",
                 got=f"sessions of {needed} tokens and others",
                 expected=f"all of a request within {self._most_client} bytes",
-                code=ErrorCode.LIMIT_EXCEEDED,
+                code=ErrorCode.SESSIONS_FULL,
             )
 
     def _resize(self, name: SessionName, tokens: int) -> bool:
@@ -235,6 +235,12 @@ class Sessions:
         for name in self._ledger.sessions_of(client):
             self._forget(name)
         self._files.forget_client(client)
+
+    def forget_revoked(self, is_allowed: Callable[[bytes], bool]) -> None:
+        """Forget all sessions of clients that are not let in any more; not while a request runs."""
+        for client in {name.client for name in (*self._held, *self._files)}:
+            if not is_allowed(client):
+                self.forget_client(client)
 
     def expire(self) -> float:
         """Forget what was used too long ago; return in how many seconds to look again.

@@ -54,6 +54,8 @@ class ErrorCode(StrEnum):
     UNAVAILABLE = "UNAVAILABLE"
     # It has lost a session of a Segment, or part of it: the client sends all tokens once more.
     UNKNOWN_SESSION = "UNKNOWN_SESSION"
+    # The sessions of a Segment do not fit into the memory that it keeps for the client.
+    SESSIONS_FULL = "SESSIONS_FULL"
     INTERNAL = "INTERNAL"
 
     @property

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from gpu_side.weights import load_weights
+from gpu_side.weights import ServiceWeights, load_weights
 from protocol import native
 from protocol.messages import (
     Request,
@@ -200,6 +200,17 @@ def run(
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 
 
+def _served_weights(directory: Path, dtype: str) -> ServiceWeights:
+    """Load weights once for all tests: a service changes none. Not where a file has changed."""
+    files = tuple(sorted((file, file.stat().st_mtime_ns) for file in directory.iterdir()))
+    return _loaded(files, directory, dtype, native.choice())
+
+
+@lru_cache(maxsize=16)
+def _loaded(_files: object, directory: Path, dtype: str, _kernels: native.Choice) -> ServiceWeights:
+    return load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
+
+
 class LoopbackChannel(RecordingChannel):
     """A channel to the service's operators in this process, every message through the wire form.
 
@@ -208,8 +219,7 @@ class LoopbackChannel(RecordingChannel):
     """
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
-        weights = load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
-        super().__init__(weights, "loopback")
+        super().__init__(_served_weights(directory, dtype), "loopback")
         self.requests: list[Request] = []
         self.one_connection = False
         self.max_reply_bytes: int | None = None

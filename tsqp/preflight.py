@@ -209,7 +209,7 @@ def _services(plan: Plan) -> Iterator[Finding]:
     for spec, own in zip(specs, keys, strict=True):
         where = spec.endpoint
         try:
-            channel = open_channel(where, timeout_s=limit_s, keys=own, http=access)
+            channel = open_channel(where, timeout_s=limit_s, keys=own, http=access.get(where))
             try:
                 reply = channel.call(InitRequest(nonce=nonce)).response
             finally:

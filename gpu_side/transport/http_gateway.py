@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,8 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpu_service")
 
 HEALTH_PATH = "/health"
-# Requests that are being read, wait or are being answered, of all clients.
+# Requests that are being read, wait or are being answered: of all clients, and of one.
 MAX_REQUESTS = 256
+MAX_CLIENT_REQUESTS = 64
 # So many times the largest message all clients together may have being read, or waiting to be
 # handed out, and one client one time; bodies up to a size that any client may always have apart.
 RECEIVED_MESSAGES = 2
@@ -71,12 +71,14 @@ class _Waiting(NamedTuple):
 class Gateway:
     """An ASGI application. `deliver`: takes a message that has come.
 
+    `cut`: cuts the connection of a request, because its client does not read the answer.
     `tokens`: digests of those that are let in; None: everybody is.
     """
 
     def __init__(
         self,
         deliver: Callable[[Incoming], None],
+        cut: Callable[[HTTPScope], None],
         max_message_bytes: int,
         tokens: frozenset[bytes] | None,
     ) -> None:
@@ -84,12 +86,13 @@ class Gateway:
         self.refused = 0
         # Whether messages are taken; before that the model is loaded.
         self.is_ready = False
-        self._deliver = deliver
+        self._deliver, self._cut = deliver, cut
         self._max_message_bytes = max_message_bytes
         self._longest = longest_bytes(MAX_FRAMES, max_message_bytes)
         self._instance = secrets.token_hex(16).encode()
         self._numbers = count(1)
-        self._underway = 0
+        # By client.
+        self._underway: Counter[bytes] = Counter()
         self._ending = False
         # By the number in the route: the thread that computes takes from it.
         self.waiting: dict[bytes, _Waiting] = {}
@@ -156,14 +159,16 @@ class Gateway:
         if scope["type"] != "http":
             return
         try:
-            await self._route(scope, receive, send)
-        except _RefusedError as refused:
-            self.refused += 1
-            fields = {"reason": "http", "status": refused.status, "detail": str(refused)}
-            log.warning("dropped", extra={"fields": fields})
-            with suppress(OSError):
+            try:
+                await self._route(scope, receive, send)
+            except _RefusedError as refused:
+                self.refused += 1
+                fields = {"reason": "http", "status": refused.status, "detail": str(refused)}
+                log.warning("dropped", extra={"fields": fields})
                 await self._say(send, refused.status, str(refused))
-        except (_GoneError, OSError, TimeoutError):
+        except TimeoutError:
+            self._cut(scope)  # closing it would wait for the client to read
+        except (_GoneError, OSError):
             return  # an answer that is not complete: its connection is closed
         except Exception:
             log.exception("http_failed", extra={"fields": {"path": "rpc"}})
@@ -186,13 +191,15 @@ class Gateway:
             key = digest_of(headers.get(b"authorization", b""), self.tokens) or b""
             if not key:
                 raise _RefusedError(401, "no token that is let in")
-        if self._ending or self._underway >= MAX_REQUESTS:
+        name = _name(scope, headers)
+        own = self._underway[key or name]
+        if self._ending or self._underway.total() >= MAX_REQUESTS or own >= MAX_CLIENT_REQUESTS:
             raise _RefusedError(503, "too many requests, or an end")
-        self._underway += 1
+        self._underway[key or name] += 1
         try:
-            await self._rpc(_name(scope, headers), key, headers, receive, send)
+            await self._rpc(name, key, headers, receive, send)
         finally:
-            self._underway -= 1
+            self._underway -= Counter([key or name])  # keeps what is above zero
 
     async def _rpc(
         self,
@@ -242,6 +249,9 @@ class Gateway:
     ) -> bytearray:
         """Read a body. Raises _RefusedError and _GoneError."""
         said = headers.get(b"content-length", b"")
+        if said and b"transfer-encoding" in headers:
+            # h11 reads all chunks, whatever length is said.
+            raise _RefusedError(400, "a length, and chunks as well")
         # What is said decides when it is read, and nothing more.
         size = int(said) if said.isdigit() else self._longest
         if size > self._longest:
@@ -258,8 +268,8 @@ class Gateway:
                         if message["type"] != "http.request":
                             raise _GoneError
                         body += message.get("body", b"")
-                        if len(body) > self._longest:
-                            raise _RefusedError(413, f"a body of more than {self._longest} bytes")
+                        if len(body) > size:
+                            raise _RefusedError(413, f"a body of more than {size} bytes")
                         if not message.get("more_body"):
                             return body
                 finally:
@@ -319,10 +329,16 @@ class Gateway:
             headers.append((b"www-authenticate", b"Bearer"))
         if status in _ENDS_CONNECTION:
             headers.append((b"connection", b"close"))
-        await send(
-            {"type": "http.response.start", "status": status, "headers": headers, "trailers": False}
-        )
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        async with asyncio.timeout(BODY_S):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": status,
+                    "headers": headers,
+                    "trailers": False,
+                }
+            )
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def _disconnected(receive: ASGIReceiveCallable) -> None:

@@ -2,7 +2,7 @@
 
 It takes one message a request and answers it with the reply (`gpu_side.transport.http_gateway`);
 `GET /health` says whether messages are taken, without the loop that answers them. Headers are
-bounded by h11; a connection that is silent for too long is cut.
+bounded by h11; a connection that is silent for too long, or whose client reads nothing, is cut.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from gpu_side.transport.http_gateway import Gateway
 from gpu_side.transport.http_keys import HttpKeys
@@ -28,13 +30,14 @@ from protocol.errors import EndpointError, SettingsError
 from protocol.tensors import Buffer
 
 if TYPE_CHECKING:
+    from uvicorn._types import HTTPScope
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 log = logging.getLogger("gpu_service")
 
 MAX_CONNECTIONS = 512
 # A connection that asks nothing, or does not come to the end of its headers, is cut after so long;
-# where they are so many that others are kept out, sooner.
+# where they are so many that others are kept out, sooner, as one that does not begin TLS always is.
 IDLE_S = 75
 SILENT_S = 2.0
 _LOOK_S = 0.5
@@ -67,8 +70,13 @@ class HttpListener:
         self._socket, self.endpoint = _bound(endpoint, keys)
         self._arrived: deque[Incoming] = deque()
         self._ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._gateway = Gateway(self._take, max_message_bytes, keys.tokens)
+        self._gateway = Gateway(self._take, self._cut, max_message_bytes, keys.tokens)
         self._loop = asyncio.new_event_loop()
+        if keys.certificate is not None:
+            # uvicorn has no option for it.
+            self._loop.create_server = partial(  # type: ignore[method-assign]
+                self._loop.create_server, ssl_handshake_timeout=SILENT_S
+            )
         self._failed = self._closed = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -80,7 +88,7 @@ class HttpListener:
                 log_level="critical",
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
+                proxy_headers=False,  # a client is what its socket is
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=_CLOSING_S,
                 ssl_certfile=keys.certificate,
@@ -181,15 +189,28 @@ class HttpListener:
         finally:
             looking.cancel()
 
+    @property
+    def _connections(self) -> set[H11Protocol]:
+        return cast("set[H11Protocol]", self._server.server_state.connections)
+
+    def _cut(self, scope: HTTPScope) -> None:
+        """Cut the connection of a request, with all that was not sent yet."""
+        for one in self._connections:
+            if one.scope is scope:
+                one.transport.abort()
+
     async def _cut_silent(self) -> None:
-        """Cut connections on which no request is under way for too long."""
-        connections = cast("set[H11Protocol]", self._server.server_state.connections)
+        """Cut connections on which no request is under way, or that are closing, for too long."""
         since: dict[H11Protocol, tuple[RequestResponseCycle | None, float]] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
-            limit_s = SILENT_S if len(connections) >= MAX_CONNECTIONS else IDLE_S + _LOOK_S
-            idle = [one for one in connections if not one.cycle or one.cycle.response_complete]
+            limit_s = SILENT_S if self._socket.is_full else IDLE_S + _LOOK_S
+            idle = [
+                one
+                for one in self._connections
+                if not one.cycle or one.cycle.response_complete or one.transport.is_closing()
+            ]
             before, since = since, {}
             for one in idle:
                 cycle, begun = before.get(one, (one.cycle, now))
@@ -198,7 +219,29 @@ class HttpListener:
                     one.transport.abort()
 
 
-def _bound(endpoint: str, keys: HttpKeys) -> tuple[socket.socket, str]:
+class _ListeningSocket(socket.socket):
+    """Accepts MAX_CONNECTIONS at a time; those that have not begun TLS count as well."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        super().__init__(fileno=listening.detach())
+        self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more would be closed."""
+        return sum(one.fileno() >= 0 for one in self._accepted) >= MAX_CONNECTIONS
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See `socket.socket.accept`. Raises ConnectionAbortedError, which asyncio passes over."""
+        connection, address = super().accept()
+        if self.is_full:
+            connection.close()
+            raise ConnectionAbortedError
+        self._accepted.add(connection)
+        return connection, address
+
+
+def _bound(endpoint: str, keys: HttpKeys) -> tuple[_ListeningSocket, str]:
     """Listen at an address, and say as which URL clients know it. Raises EndpointError."""
     parsed = parse_endpoint(endpoint, for_bind=True)
     host, _, port = endpoint.partition("://")[2].rpartition(":")
@@ -212,7 +255,7 @@ def _bound(endpoint: str, keys: HttpKeys) -> tuple[socket.socket, str]:
     made = None
     try:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        made = socket.create_server(address, family=family, backlog=_BACKLOG)
+        made = _ListeningSocket(socket.create_server(address, family=family, backlog=_BACKLOG))
         # For what it accepts; asyncio sets it only where a socket says that it is TCP's.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:

@@ -184,7 +184,8 @@ class Placement(BaseModel):
     def __str__(self) -> str:
         under = f"under {self.mask.name}" if self.mask else ""
         verified = "verified" if self.verify != "none" else ""
-        return " ".join(filter(None, [self.scope, self.place, under, verified]))
+        window = f"window {self.window.sinks}+{self.window.recent}" if self.window else ""
+        return " ".join(filter(None, [self.scope, self.place, under, verified, window]))
 
 
 def _placements(value: object) -> object:

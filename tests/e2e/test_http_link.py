@@ -88,10 +88,13 @@ def test_a_service_that_is_gone_is_stood_in_for(
     service: Service, folder: Path, over_unix: list[int]
 ) -> None:
     known = ("--http-token", str(folder / "first"))
-    gone = ("--gpu", "http://127.0.0.1:9")
-    status, ids, said = _generate(*gone, "--gpu", service.endpoint, "--policy", "shielded", *known)
+    both = ("--gpu", "http://127.0.0.1:9", "--gpu", service.endpoint, "--policy", "shielded")
+    status, ids, said = _generate(*both, "--http-token", str(folder / "second"), *known)
     assert status == 0, said
     assert ids == over_unix
+    status, _, said = _generate(*both, *known)
+    assert status != 0
+    assert "--http-token: got one for several hosts" in said
 
 
 @pytest.mark.parametrize("token", ["stranger", None])

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import torch
 import zmq
 from click.testing import CliRunner
 
 from protocol.curve import ClientKeys, public_key, read_secret_key
-from protocol.errors import EndpointError, TsqpError
+from protocol.errors import EndpointError, ErrorCode, ServiceError, TsqpError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
 from tests.fault.test_service_limits import slow_device, submit_until_some_wait
 from tests.fault.wire import header, inline
-from tests.support import CALM_S, Service, make_model, run, running_service
+from tests.support import CALM_S, SavedModel, Service, make_model, run, running_service
+from tests.unit.gpu_side.segments import part, segment
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair
@@ -288,9 +290,7 @@ def test_a_key_that_is_taken_off_the_list_is_cut_off(model: Path, files: Files) 
         files.allow("friend")
         service.process.send_signal(signal.SIGHUP)
         # Its connection ends though nobody uses it.
-        while not other._lost:
-            assert other._events.poll(30_000), "a revoked client stays connected"
-            other._note_events()
+        _until_lost(other)
         with pytest.raises(EndpointError, match="got a refusal of our key"):
             other.call(InitRequest())
         friend.call(InitRequest())
@@ -305,6 +305,12 @@ def test_a_key_that_is_taken_off_the_list_is_cut_off(model: Path, files: Files) 
     log = "\n".join(service.log)
     assert " connections_cut " in log
     assert "Traceback" not in log
+
+
+def _until_lost(client: ZmqChannel) -> None:
+    while not client._lost:
+        assert client._events.poll(30_000), "a client stays connected"
+        client._note_events()
 
 
 def test_what_was_taken_from_a_revoked_key_is_not_answered(
@@ -325,6 +331,39 @@ def test_what_was_taken_from_a_revoked_key_is_not_answered(
         friend.call(InitRequest())
         assert service.stop() == 0
     assert " client_gone " not in "\n".join(service.log)
+
+
+def test_sessions_of_a_revoked_key_are_forgotten(
+    saved_model: Callable[..., SavedModel], files: Files
+) -> None:
+    model = saved_model()
+    h_TD = torch.ones(3, model.reference.config.hidden_size)
+    whole = (0, model.reference.config.num_hidden_layers - 1)
+    options = files.options("friend", "other")
+    with (
+        running_service(model.directory, "tcp://127.0.0.1:*", *options) as service,
+        _calm(service, files) as friend,
+        _calm(service, files, "other") as other,
+    ):
+        for client in (friend, other):
+            client.call(segment(h_TD[:2], [part(1, 0, 2)], whole))
+        files.allow("friend")
+        service.process.send_signal(signal.SIGHUP)
+        assert "keys=1" in _log_until(service, " allow_list ")
+        for client in (friend, other):
+            _until_lost(client)
+        # When the second is answered, the loop has seen the list.
+        for _ in range(2):
+            friend.call(InitRequest())
+        files.allow("friend", "other")
+        service.process.send_signal(signal.SIGHUP)
+        assert "keys=2" in _log_until(service, " allow_list ")
+        more = segment(h_TD[2:], [part(1, 2, 1)], whole)
+        friend.call(more)
+        with pytest.raises(ServiceError) as caught:
+            other.call(more)
+        assert caught.value.code is ErrorCode.UNKNOWN_SESSION
+        assert service.stop() == 0
 
 
 def _calm(service: Service, files: Files, name: str = "friend") -> ZmqChannel:

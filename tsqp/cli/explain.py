@@ -97,11 +97,12 @@ def explain(
 
 
 def _placement(row: OperatorRow) -> tuple[str, ...]:
+    window = f", window {row.window.sinks}+{row.window.recent}" if row.window else ""
     return (
         row.operator,
         row.layers or "-",
         row.phase or "both",
-        row.place,
+        row.place + window,
         row.sees or "nothing",
         "-" if row.sees is None else "verified" if row.verify != "none" else "believed",
     )

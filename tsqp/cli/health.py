@@ -25,6 +25,7 @@ from tsqp.cli.trust import read_client_keys, read_http_access
 @use(
     *("identity", "service-key", "http-token", "http-ca", "json"),
     service_key={"multiple": False, "help": "Public key of the service: no other one is asked."},
+    http_token={"multiple": False, "help": "Bearer token by which a service with a URL knows us."},
 )
 @click.option(
     "--timeout-s",
@@ -59,8 +60,9 @@ def health(
     keys = read_client_keys({"identity": identity, "service_key": services}, None)
     # What is no endpoint is bad input, and no verdict on a service.
     parse_endpoint(endpoint)
-    named = {"gpu": [endpoint], "http_token": http_token, "http_ca": http_ca}
-    http = read_http_access(named, None)
+    tokens = () if http_token is None else (http_token,)
+    named = {"gpu": [endpoint], "http_token": tokens, "http_ca": http_ca}
+    http = read_http_access(named, None).get(endpoint)
     own = keys[0] if keys else None
     try:
         channel = open_channel(endpoint, timeout_s=timeout_s, keys=own, http=http)

@@ -27,8 +27,8 @@ def _row(of: Any, default: Any, text: str | None = None, **more: Any) -> dict[st
     return {"type": of, "help": text, **({} if default is None else {"default": default}), **more}
 
 
-def _file(text: str) -> dict[str, Any]:
-    return _row(PATH, None, text, metavar="FILE")
+def _file(text: str, **more: Any) -> dict[str, Any]:
+    return _row(PATH, None, text, metavar="FILE", **more)
 
 
 _COUNT, _AT_LEAST_0 = click.IntRange(min=1), click.IntRange(min=0)
@@ -56,7 +56,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         metavar="KEY|FILE",
         shell_complete=complete_file,
     ),
-    "http-token": _file("Bearer token by which services with a URL know us, one line (mode 0600)."),
+    "http-token": _file(
+        "Bearer token by which a service with a URL knows us, one line (mode 0600). Once for each"
+        " URL of --gpu in order, or once for all where they have one host and port.",
+        multiple=True,
+    ),
     "http-ca": _file("CAs (PEM) by which https:// services are known; default: the system's."),
     # The default is `protocol.zmq_sockets.DEFAULT_HEARTBEAT_TIMEOUT_S`, which takes long to import.
     "heartbeat-timeout-s": _row(

@@ -182,25 +182,35 @@ def load_run_policy(settings: Mapping[str, Any], manifest: Manifest | None) -> P
     return policy.model_copy(update={"service": ServiceTerms(attested="simulated")})
 
 
-def read_http_access(settings: Mapping[str, Any], manifest: Manifest | None) -> HttpAccess | None:
-    """Read what --http-token and --http-ca name, None without both; with a manifest a pinned CA.
+def read_http_access(
+    settings: Mapping[str, Any], manifest: Manifest | None
+) -> dict[str, HttpAccess]:
+    """Read what --http-token and --http-ca name, by URL; with a manifest a pinned CA.
 
-    Raises KeyFileError, ManifestError, and SettingsError where no service has a URL.
+    Tokens go with URLs as keys with other endpoints, but one for all is for one host and port
+    alone. Raises KeyFileError, ManifestError, and SettingsError, also where no service has a URL.
     """
-    token, ca = settings["http_token"], settings["http_ca"]
-    if token is None and ca is None:
-        return None
-    if not any(text.startswith(("http://", "https://")) for text in settings["gpu"]):
-        option, expected = "--http-ca" if token is None else "--http-token", "a service with a URL"
+    tokens, ca = settings["http_token"], settings["http_ca"]
+    if not tokens and ca is None:
+        return {}
+    urls = [url[0] for text in settings["gpu"] if (url := re.match("https?://[^=,]*", text))]
+    if not urls:
+        option, expected = "--http-token" if tokens else "--http-ca", "a service with a URL"
         raise SettingsError(option, got=", ".join(settings["gpu"]), expected=expected)
-    from protocol.curve import read_text, require_only_we_write
+    from protocol.curve import one_for_each, read_text, require_only_we_write
     from protocol.http_access import HttpAccess, read_token
 
+    # Scheme, host and port.
+    hosts = ["".join(url.lower().split("/")[:3]) for url in urls]
+    paired = zip(urls, one_for_each(tokens, hosts, "--http-token"), strict=True)
+    if len(tokens) == 1 and len(set(hosts)) > 1:
+        expected = "one for each URL in order: a service that has ours can use it at the others"
+        raise SettingsError("--http-token", got="one for several hosts", expected=expected)
     pem = None
     if ca is not None:
         pem, status = read_text(ca, 2**22, check_of(manifest, "--http-ca"))
         require_only_we_write(ca, status)
-    return HttpAccess(None if token is None else read_token(token), pem)
+    return {url: HttpAccess(token and read_token(token), pem) for url, token in paired}
 
 
 def service_appraisal(

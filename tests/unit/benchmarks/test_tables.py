@@ -229,12 +229,17 @@ def _documents() -> dict[str, dict[str, Any]]:
             "machine": MACHINE,
             "results": [
                 {
-                    "rows": 1,
-                    "operator": "a layer",
-                    "one_us": 8000.0,
-                    "two_us": 12_000.0,
-                    "half_us": 11_000.0,
+                    "rows": rows,
+                    "operator": operator,
+                    "one_us": one_us * rows,
+                    "two_us": two_us * rows,
+                    "half_us": 11_000.0 * rows,
                 }
+                for operator, one_us, two_us in (
+                    ("a layer", 8000.0, 12_000.0),
+                    ("o_proj", 1000.0, 1700.0),
+                )
+                for rows in (1, 4)
             ],
         },
         "failover_cost": {
@@ -355,6 +360,15 @@ def test_the_page_opens_with_what_was_gained() -> None:
     # The machine that answers at once is no accelerator, and the page says so there.
     assert "answers at once" in _section(page, "What was gained")
     assert "Not recorded yet" in _section(benchmarks_page({}), "What was gained")
+
+
+def test_every_operator_of_two_ranks_is_shown_and_a_layer_alone_is_judged() -> None:
+    section = _section(benchmarks_page(_documents()), _title("ranks"))
+    assert "| operator | 1 row, ms | ratio | gain | 4 rows, ms | ratio | gain |" in section
+    layer = "| a layer | 8.00 / 12.0 / 11.0 | 1.50 | 0.92 | 32.0 / 48.0 / 44.0 | 1.50 | 0.92 |"
+    assert f"{layer} <= 1.6 | yes |" in section
+    other = "| o_proj | 1.00 / 1.70 / 11.0 | 1.70 | 6.47 | 4.00 / 6.80 / 44.0 | 1.70 | 6.47 |"
+    assert f"{other}  |  |" in section
 
 
 def test_the_best_tee_only_is_what_offloading_is_judged_by() -> None:

@@ -59,7 +59,7 @@ def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(
     monkeypatch.setattr(allow_list_reload, "read_allow_list", hangs)
     monkeypatch.setattr(allow_list_reload, "_ENDING_S", 0.0)
     with _listener(tmp_path) as listener:
-        with _stop_signals() as stop, rereads_list(listener, PATH):
+        with _stop_signals() as stop, rereads_list(listener.allow, PATH):
             os.kill(os.getpid(), signal.SIGHUP)
             assert reading.wait(30)
             # It is not our loop's business.
@@ -90,7 +90,7 @@ def test_without_a_list_the_signal_is_ignored(
     with (
         caplog.at_level(logging.INFO, "gpu_service"),
         _stop_signals() as stop,
-        rereads_list(listener, None),
+        rereads_list(listener.allow, None),
     ):
         assert caplog.messages == []
         for _ in range(3):
@@ -120,7 +120,7 @@ def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
         caplog.at_level(logging.INFO, "gpu_service"),
         _listener(tmp_path) as listener,
         _stop_signals(),
-        rereads_list(listener, PATH),
+        rereads_list(listener.allow, PATH),
     ):
         os.kill(os.getpid(), signal.SIGHUP)
         _until(told(1), "a failure that is not told")

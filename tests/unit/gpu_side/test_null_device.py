@@ -211,7 +211,7 @@ def test_whole_layers_are_zeros_with_sessions_as_a_real_service_has(
         ErrorCode.UNKNOWN_SESSION,
         ErrorCode.UNKNOWN_SESSION,
         ErrorCode.INVALID_FIELD,
-        ErrorCode.LIMIT_EXCEEDED,
+        ErrorCode.SESSIONS_FULL,
     ]
 
 

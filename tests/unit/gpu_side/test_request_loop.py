@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
+import select
 import time
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import pytest
@@ -22,6 +26,7 @@ from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, Window
 from gpu_side.session_settings import SessionSettings
 from gpu_side.sessions import Sessions
 from gpu_side.state import ServiceState
+from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
 from protocol.messages import Request, TensorReply
@@ -154,6 +159,31 @@ def test_sessions_end_without_another_request() -> None:
     assert timeouts[:4] == [None, 60_000, 30_000, None]
     kept = [1, GROWTH_TOKENS * shape.token_bytes]
     assert gauges[:4] == [[0, 0], kept, kept, [0, 0]]
+
+
+def test_sessions_of_a_client_whose_key_is_revoked_end_though_nothing_comes() -> None:
+    told: list[tuple[bool, bool]] = []
+
+    class Idle(Listener):
+        def wait(self, *, wakeup: Any = None, timeout_ms: int | None = None) -> bool:
+            if not self.revoked:
+                self.revoked.add(b"b")
+                stop.note_list()
+                # It is woken.
+                assert select.select([wakeup], [], [], 0)[0]
+            else:
+                stop.requested = True
+            return False
+
+    with stop_signal() as stop:
+        stop.forget_wakeup = partial(StopSignal.forget_wakeup, stop)  # type: ignore[method-assign]
+        loop = make_loop(lambda request: RESULT)
+        loop._handler.sessions = SimpleNamespace(
+            look_at_s=math.inf,
+            forget_revoked=lambda is_allowed: told.append((is_allowed(b"a"), is_allowed(b"b"))),
+        )
+        loop.run(Idle([]), stop)
+    assert told == [(True, False)]
 
 
 def test_sessions_end_while_there_is_always_a_request() -> None:

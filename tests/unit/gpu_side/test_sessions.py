@@ -285,11 +285,27 @@ def test_a_client_loses_its_own_sessions_before_those_of_others() -> None:
     assert _is_known(sessions, B, 1, 1)
     # All of its memory is not all that there is.
     too_large = _part(9, 0, 2 * GROWTH_TOKENS + 1)
-    assert _code(sessions, A, too_large) is ErrorCode.LIMIT_EXCEEDED
+    assert _code(sessions, A, too_large) is ErrorCode.SESSIONS_FULL
     assert sessions.totals.sessions == 3
     # Within its limit, it is the oldest of all that goes.
     _run(sessions, b"c", _part(1, 0, 1), _part(2, 0, 1))
     assert [_is_known(sessions, A, number, 1) for number in (2, 3)] == [False, True]
+
+
+def test_clients_that_are_let_in_no_more_lose_all(tmp_path: Path) -> None:
+    settings = SessionSettings(2 * UNIT, 2 * UNIT, spill=tmp_path)
+    sessions = Sessions(settings, 0, clock=Clock())
+    for number in (1, 2):
+        for client in (A, B):
+            _run(sessions, client, _part(number, 0, 1))
+    assert sessions.totals[::2] == (2, 2)
+    sessions.forget_revoked({A, B}.__contains__)
+    assert sessions.totals[::2] == (2, 2)
+    sessions.forget_revoked({B}.__contains__)
+    assert sessions.totals[::2] == (1, 1)
+    assert [_is_known(sessions, A, number, 1) for number in (1, 2)] == [False, False]
+    assert [_is_known(sessions, B, number, 1) for number in (1, 2)] == [True, True]
+    sessions.close()
 
 
 def test_what_a_request_uses_stays_and_one_too_large_changes_nothing() -> None:
@@ -297,14 +313,14 @@ def test_what_a_request_uses_stays_and_one_too_large_changes_nothing() -> None:
     _run(sessions, A, _part(1, 0, 1), _part(2, 0, 1), _part(3, 0, 1))
     # The oldest grows, and the others of the request stay: there is no room.
     parts = (_part(1, 1, GROWTH_TOKENS), _part(2, 1, 1), _part(3, 1, 1))
-    assert _code(sessions, A, *parts) is ErrorCode.LIMIT_EXCEEDED
+    assert _code(sessions, A, *parts) is ErrorCode.SESSIONS_FULL
     assert all(_is_known(sessions, A, number, 1) for number in (1, 2, 3))
     _run(sessions, A, *parts[:2])
     assert not _is_known(sessions, A, 3, 1)
     # Alone it is too large, and evicts none.
     too_large = _part(4, 0, 3 * GROWTH_TOKENS + 1)
-    assert _code(sessions, A, too_large) is ErrorCode.LIMIT_EXCEEDED
-    assert _code(sessions, B, too_large) is ErrorCode.LIMIT_EXCEEDED
+    assert _code(sessions, A, too_large) is ErrorCode.SESSIONS_FULL
+    assert _code(sessions, B, too_large) is ErrorCode.SESSIONS_FULL
     assert sessions.totals == SessionTotals(2, 3 * UNIT)
     _run(sessions, B, _part(4, 0, 3 * GROWTH_TOKENS))
     assert sessions.totals == SessionTotals(1, 3 * UNIT)
@@ -396,7 +412,7 @@ def test_without_a_limit_it_is_half_of_what_is_free(
     sessions = Sessions(SessionSettings(), 8 * UNIT + 2)
     _run(sessions, A, _part(1, 0, 2 * GROWTH_TOKENS))
     too_large = _part(1, 0, 2 * GROWTH_TOKENS + 1)
-    assert _code(sessions, A, too_large) is ErrorCode.LIMIT_EXCEEDED
+    assert _code(sessions, A, too_large) is ErrorCode.SESSIONS_FULL
     # Of which one client has half, and never takes it all from another.
     _run(sessions, B, _part(1, 0, 2 * GROWTH_TOKENS))
     for number in range(1, 9):

@@ -14,6 +14,7 @@ import torch
 from gpu_side import session_files, spill
 from gpu_side.segment_parts import Part
 from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Window
+from gpu_side.session_files import SessionFiles
 from gpu_side.session_settings import SessionSettings
 from gpu_side.sessions import Sessions, SessionTotals
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
@@ -320,6 +321,39 @@ def test_what_waits_is_bounded_in_bytes_and_files(
         sessions.close()
 
 
+@each_row(("most", "files"), [(4, 512), (1000, 4)])
+def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int
+) -> None:
+    monkeypatch.setattr(session_files, "MAX_FILES", files)
+    kept = SessionFiles(tmp_path, most * (TOKENS * SHAPE.token_bytes + 9 * 16))
+
+    def put(client: bytes, *numbers: int) -> None:
+        for number in numbers:
+            kept.begin_request()
+            kept.put(SessionName(client, bytes([number]), 0, 2), _cache(), SpillKey(), 0.0)
+
+    def left() -> list[tuple[bytes, int]]:
+        return sorted((name.client, name.session[0]) for name in kept)
+
+    put(b"a", 1)
+    put(b"b", *range(1, 8))
+    assert left() == [(b"a", 1), (b"b", 5), (b"b", 6), (b"b", 7)]
+    # Also where it is another that needs the room.
+    put(b"a", 2)
+    assert left() == [(b"a", 1), (b"a", 2), (b"b", 6), (b"b", 7)]
+    # With half of it each, what was used least recently goes.
+    kept.touch(SessionName(b"a", b"\1", 0, 2))
+    put(b"c", 1, 2)
+    assert left() == [(b"a", 1), (b"a", 2), (b"c", 1), (b"c", 2)]
+    put(b"c", 3)
+    assert left() == [(b"a", 1), (b"a", 2), (b"c", 2), (b"c", 3)]
+    kept.forget_client(b"c")
+    assert left() == [(b"a", 1), (b"a", 2)]
+    kept.close()
+    assert (len(kept), kept.total_bytes) == (0, 0)
+
+
 def test_a_request_has_so_much_written_and_the_rest_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +375,12 @@ def test_a_request_makes_no_more_files_than_there_may_be(
 ) -> None:
     monkeypatch.setattr(session_files, "MAX_FILES", 3)
     made: list[int] = []
-    monkeypatch.setattr(SpilledSession, "_write", lambda *_: made.append(1))
+
+    def write(spilled: SpilledSession, piece: memoryview) -> None:
+        made.append(1)
+        spilled.bytes += len(piece)
+
+    monkeypatch.setattr(SpilledSession, "_write", write)
     sessions = _sessions(tmp_path, units=5)
     _run(sessions, *(_part(number, 0, 1) for number in range(1, 6)))
     _run(sessions, *(_part(number, 0, 1) for number in range(6, 11)))

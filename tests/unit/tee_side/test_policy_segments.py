@@ -45,6 +45,12 @@ def test_the_builtin_segments_have_all_layers(name: str, mask: str | None, head:
     assert (policy.feature_mask is None) == (mask is None)
 
 
+def test_a_placement_says_its_window() -> None:
+    window = {"window": {"sinks": 4, "recent": 64}}
+    (segment,) = only(CLOAK | {"layers": "2-"} | window).operators["segment"]
+    assert str(segment) == "layers 2- gpu under cloak-segment window 4+64"
+
+
 def test_layers_beside_a_segment_are_placed_one_by_one() -> None:
     first = {"layers": "0-1", "place": "tee"}
     placed = {name: [first] for name in OPERATORS if name not in ("embedding", "lm_head")}

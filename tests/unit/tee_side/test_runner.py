@@ -243,7 +243,7 @@ def test_services_are_reached_as_the_settings_say_and_bounded_by_what_is_asked_f
         max_message_bytes=2**24,
         heartbeat_timeout_s=0.75,
         spin_us=3.0,
-        http=HttpAccess("t" * 32),
+        http={f"tcp://service-{n}:1": HttpAccess(f"{n}" * 32) for n in range(2)},
         engine=EngineSettings(step_tokens=24),
     )
     with Runner(given) as runner:
@@ -257,7 +257,7 @@ def test_services_are_reached_as_the_settings_say_and_bounded_by_what_is_asked_f
             "spin_us": 3.0,
             "keys": own,
             "heartbeat_timeout_s": 0.75,
-            "http": given.http,
+            "http": given.http[channel.endpoint],
         }
         assert channel.max_reply_bytes == largest < 2**24
         # What the service says of itself.

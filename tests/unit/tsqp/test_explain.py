@@ -415,6 +415,28 @@ def test_json_is_the_explanation(config_only: Path) -> None:
     assert json.loads(result.stdout)["operators"][1]["decode"]["messages"][0]["method"] == "Linear"
 
 
+def test_the_window_of_a_segment_is_shown(config_only: Path, tmp_path: Path) -> None:
+    path = tmp_path / "window.toml"
+    placed = 'place = "gpu", mask = "none", verify = "none"'
+    path.write_text(
+        'name = "window"\nsummary = "a test"\n[operators]\nembedding = "tee"\nlm_head = "tee"\n'
+        f'segment = [{{ layers = "0-1", {placed}, window = {{ sinks = 4, recent = 64 }} }},'
+        f' {{ layers = "2-", {placed} }}]\n'
+    )
+    result = _run(str(config_only), "--policy", str(path), "--json")
+    assert result.exit_code == 0, result.output
+    windows = {(r["layers"], str(r["window"])) for r in json.loads(result.stdout)["operators"]}
+    assert windows == {
+        (None, "None"),
+        ("0-1", "{'sinks': 4, 'recent': 64}"),
+        ("2-4", "None"),
+    }
+    result = _run(str(config_only), "--policy", str(path), columns=120)
+    assert [line.count("gpu, window 4+64") for line in result.output.splitlines()].count(1) == 1
+    result = _run(str(config_only), "--policy", str(path))
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
 @each_row("name", builtin_policies())
 def test_it_says_whether_results_are_verified(name: str, config_only: Path) -> None:
     policy = load_policy(name)

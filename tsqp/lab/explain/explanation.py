@@ -142,6 +142,7 @@ def _row(
         sees=_sees(policy, operator, mask) if leaves else None,
         mask=_named(mask) if mask else None,
         verify=placement.verify,
+        window=placement.window,
         decode=costs.get("decode"),
         prefill=costs.get("prefill"),
     )

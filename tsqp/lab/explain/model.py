@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from protocol.messages import Arithmetic
+from tee_side.policy.placement import AttentionWindow
 from tee_side.protect.masks.mask import Kind
 from tee_side.words import Attested, Operator, Phase, Place, Verify
 
@@ -56,8 +57,9 @@ class PhaseCost(_Model):
 class OperatorRow(_Model):
     """One operator in some layers (None: it belongs to none) and one phase, or both (None).
 
-    `sees`: None where nothing leaves the TEE; `verify`: how results are checked; `decode`,
-    `prefill`: None where the row is not about that phase, or nothing leaves.
+    `sees`: None where nothing leaves the TEE; `verify`: how results are checked; `window`: of a
+    segment's attention, None: all tokens; `decode`, `prefill`: None where the row is not about that
+    phase, or nothing leaves.
     """
 
     operator: Operator
@@ -67,6 +69,7 @@ class OperatorRow(_Model):
     sees: str | None
     mask: str | None
     verify: Verify
+    window: AttentionWindow | None
     decode: PhaseCost | None
     prefill: PhaseCost | None
 

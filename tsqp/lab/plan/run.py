@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from gpu_side.parts import check_columns
 from gpu_side.profiles import DeviceProfile
 from protocol.errors import SettingsError
 from protocol.messages import FloatDtype
@@ -41,7 +42,7 @@ from tsqp.lab.link import Link
 from tsqp.lab.plan.job import Answer, Failed, Job, Measured, as_in_layer
 from tsqp.lab.plan.machine import Instead, Machine, kernel_rates
 from tsqp.lab.plan.model import Costs, Lane, PlanReport, PolicyPlan, Several, Step
-from tsqp.lab.plan.parted import ALONE, Parted
+from tsqp.lab.plan.parted import ALONE, GLOO_GB_PER_S, GLOO_US, Parted
 from tsqp.lab.plan.predict import Hardware, predict_decode, predict_prefill, rpcs_of
 from tsqp.lab.plan.worker import DECODED, pads_needed
 from tsqp.processes import ProcessError, start_service, worker
@@ -132,6 +133,8 @@ class Planning:
         if settings.tensor_parallel > 1 and settings.columns > 1:
             expected = "one of them, as of gpu-service"
             raise SettingsError("--tensor-parallel", got="--columns beside it", expected=expected)
+        check_columns(config, (0, settings.tensor_parallel), "--tensor-parallel")
+        check_columns(config, (0, settings.columns), "--columns")
         if settings.machine is not None:  # what it lacks
             one = ((1.0,), (1.0,))
             settings.machine.beside(one, settings.cores, settings.transport)
@@ -369,10 +372,12 @@ class Planning:
                 "a link without loss or congestion, laid over this machine's"
                 f" {settings.transport} round trips: the longer of both counts"
             )
-            if settings.tensor_parallel * settings.columns > 1:
+            if settings.tensor_parallel > 1:
                 found.append(
-                    "accelerators side by side that exchange rows at the described rate to the"
-                    " host; what exchanging costs their processors is not counted"
+                    f"a request goes to the other accelerators in {GLOO_US:g} us and at"
+                    f" {GLOO_GB_PER_S:g} GB/s (gloo, measured on 2 EPYC cores), and results come"
+                    " back at the described rate to the host; other work of their processors is"
+                    " not counted"
                 )
         if any(isinstance(mask, AdditiveMask) for mask in policy.masks):
             found.append("pads are made ahead; making them is counted in the sustained rate only")

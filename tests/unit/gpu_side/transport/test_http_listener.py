@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import http.client
 import json
 import select
 import socket
+import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport import http_gateway, http_listener
 from gpu_side.transport.bind import open_listener
+from gpu_side.transport.http_gateway import Gateway
 from gpu_side.transport.http_keys import HttpKeys, digest_of, read_tokens
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Incoming
@@ -30,6 +34,9 @@ from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch
 from tests.e2e.tls_ending_proxy import _contexts
 from tests.tables import each_row
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveEvent, ASGISendEvent, Scope
 
 LONG_MS = 20_000
 FRIEND, OTHER, STRANGER = (f"tsqp-{letter * 43}" for letter in "fos")
@@ -47,12 +54,12 @@ def _body(request: InitRequest | LMHeadRequest | None = None) -> bytes:
 
 @contextmanager
 def _listening(
-    *tokens: str, max_message_bytes: int = 2**26
+    *tokens: str, max_message_bytes: int = 2**26, pem: Path | None = None
 ) -> Iterator[tuple[HttpListener, tuple[str, int]]]:
-    keys = HttpKeys(frozenset(map(_digest, tokens)) if tokens else None)
+    keys = HttpKeys(frozenset(map(_digest, tokens)) if tokens else None, pem, pem)
     listener = HttpListener("http://127.0.0.1:*", max_message_bytes=max_message_bytes, keys=keys)
     try:
-        host, _, port = listener.endpoint.removeprefix("http://").partition(":")
+        host, _, port = listener.endpoint.partition("://")[2].partition(":")
         yield listener, (host, int(port))
     finally:
         listener.close()
@@ -257,12 +264,49 @@ def test_a_body_is_bounded_whatever_is_said_of_it(said: str) -> None:
                     try:
                         status = raw.recv(100)
                     except TimeoutError:
-                        continue
-            except OSError:
+                        if not chunked:
+                            raise
+            except (ConnectionResetError, BrokenPipeError):
                 status = b"HTTP/1.1 413"
         assert status.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
         assert sent < 2**22
         assert not listener.wait(timeout_ms=0)
+
+
+def test_a_body_of_two_lengths_is_refused() -> None:
+    """One length would be accounted for, and the other read."""
+    with (
+        _listening() as (listener, address),
+        socket.create_connection(address, timeout=20) as raw,
+    ):
+        lengths = b"Content-Length: 1\r\nTransfer-Encoding: chunked"
+        chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(_body()), _body())
+        raw.sendall(b"POST /v1/rpc HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n%b" % (lengths, chunks))
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
+        assert not listener.wait(timeout_ms=0)
+
+
+def test_a_body_is_no_longer_than_is_said_whatever_server_reads_it() -> None:
+    said: list[ASGISendEvent] = []
+    events: list[ASGIReceiveEvent] = [
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": _body(), "more_body": False},
+    ]
+
+    async def receive() -> ASGIReceiveEvent:
+        return events.pop()
+
+    async def send(event: ASGISendEvent) -> None:
+        said.append(event)
+
+    headers = [(b"content-length", b"%d" % (len(_body()) - 1))]
+    scope = {"type": "http", "path": "/v1/rpc", "method": "POST", "headers": headers}
+    arrived: list[Incoming] = []
+    gateway = Gateway(arrived.append, lambda _: None, 2**26, None)
+    asyncio.run(gateway(cast("Scope", {**scope, "client": None}), receive, send))
+    assert said[0]["type"] == "http.response.start"
+    assert said[0]["status"] == 413
+    assert not arrived
 
 
 def test_a_slow_body_times_out_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,15 +322,55 @@ def test_a_slow_body_times_out_and_others_are_served(monkeypatch: pytest.MonkeyP
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_a_silent_connection_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def _is_cut(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_silent_connection_is_cut(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_listener, "IDLE_S", 0.1)
-    with _listening() as (_, address):
+    monkeypatch.setattr(http_listener, "SILENT_S", 0.1 if scheme == "https" else 60)
+    pem = _pem(tmp_path) if scheme == "https" else None
+    with _listening(pem=pem) as (_, address):
         silent = [socket.create_connection(address, timeout=20) for _ in range(2)]
-        silent[1].sendall(b"POST /v1/rpc HTTP/1.1\r\nX-Slow: ")
+        # The beginning of a message of TLS, or of headers.
+        silent[1].sendall(b"\x16\x03\x01" if pem else b"POST /v1/rpc HTTP/1.1\r\nX-Slow: ")
         for connection in silent:
-            with suppress(ConnectionResetError):
-                assert connection.recv(1) == b""
+            assert _is_cut(connection)
             connection.close()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_connections_are_bounded_and_those_that_are_there_served(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before TLS has begun."""
+    monkeypatch.setattr(http_listener, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(http_listener, "SILENT_S", 60)
+    pem = _pem(tmp_path) if scheme == "https" else None
+    with _listening(pem=pem) as (listener, address):
+        served = http.client.HTTPConnection(*address, timeout=20)
+        if pem:
+            trusting = ssl.create_default_context(cafile=str(pem))
+            served = http.client.HTTPSConnection(*address, timeout=20, context=trusting)
+        for _ in range(2):
+            served.request("GET", "/health")
+            assert served.getresponse().read().endswith(b"ready\n")
+            silent = [socket.create_connection(address, timeout=20) for _ in range(3)]
+            assert _is_cut(silent[2])
+            assert listener._socket.is_full
+            for connection in silent:
+                connection.close()
+            until = time.monotonic() + 20
+            while listener._socket.is_full:
+                assert time.monotonic() < until
+                listener.wait(timeout_ms=10)
+        served.close()
 
 
 def test_headers_are_bounded() -> None:
@@ -297,7 +381,7 @@ def test_headers_are_bounded() -> None:
             for _ in range(2**10):
                 raw.sendall(b"x: " + b"y" * 1000 + b"\r\n")
             answered = raw.recv(100)
-        except OSError:
+        except (ConnectionResetError, BrokenPipeError):
             answered = b"HTTP/1.1 400"
         assert answered == b"" or answered.startswith(b"HTTP/1.1 4")
 
@@ -314,6 +398,25 @@ def test_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert channel.arrived(first, time.monotonic() + 20)
 
 
+def test_one_client_leaves_requests_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_gateway, "MAX_CLIENT_REQUESTS", 1)
+    with (
+        _listening(FRIEND, OTHER) as (listener, address),
+        HttpChannel(listener.endpoint, access=HttpAccess(FRIEND)) as first,
+        HttpChannel(listener.endpoint, access=HttpAccess(OTHER)) as second,
+    ):
+        waits = first.submit(InitRequest())
+        asked = _next(listener)
+        # On whatever connection.
+        assert _post(address, _body(), FRIEND) == 503
+        second.submit(InitRequest())
+        assert _next(listener).key == _digest(OTHER)
+        assert _answer(listener, asked, ErrorCode.INTERNAL)
+        assert first.arrived(waits, time.monotonic() + 20)
+        first.submit(InitRequest())
+        assert _next(listener).key == _digest(FRIEND)
+
+
 def test_large_bodies_wait_for_room_and_come_in_turn() -> None:
     """Four that need more than all may hold, handed out one by one."""
     with _listening(max_message_bytes=5 * 2**20) as (listener, _):
@@ -322,7 +425,7 @@ def test_large_bodies_wait_for_room_and_come_in_turn() -> None:
         for channel in channels:
             channel.submit(LARGE)
         until = time.monotonic() + 20
-        while gateway._underway < 4 and time.monotonic() < until:
+        while gateway._underway.total() < 4 and time.monotonic() < until:
             most = max(most, gateway._held.total())
         assert 2**22 < max(most, gateway._held.total()) <= 2 * gateway._longest
         for _ in channels:
@@ -357,6 +460,63 @@ def test_a_client_that_does_not_read_gets_no_more_than_a_message() -> None:
         assert not listener._gateway._unread
 
 
+def test_a_client_that_reads_no_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_gateway, "BODY_S", 0.2)
+    with (
+        _listening() as (_, address),
+        socket.create_connection(address, timeout=20) as raw,
+        pytest.raises((ConnectionResetError, BrokenPipeError)),
+    ):
+        _ask_on(raw)
+
+
+def _ask_on(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(1000 * b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
+def test_a_client_that_reads_no_reply_is_cut_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_gateway, "BODY_S", 0.2)
+    monkeypatch.setattr(http_gateway, "LEAST_BYTES_PER_S", 2**30)
+    with _listening() as (listener, address), socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(20)
+        raw.connect(address)
+        head = b"POST /v1/rpc HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        raw.sendall(head % len(_body()) + _body())
+        assert listener.send(_next(listener).route, [b"h", bytes(2**25)])
+        _wait_until_none_is_open(listener)
+
+
+def _wait_until_none_is_open(listener: HttpListener) -> None:
+    until = time.monotonic() + 20
+    while listener._connections:
+        assert time.monotonic() < until
+        listener.wait(timeout_ms=10)
+
+
+def test_a_connection_that_does_not_come_to_its_close_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with bytes that are not read, also in the middle of a request."""
+    monkeypatch.setattr(http_listener, "IDLE_S", 0.1)
+    monkeypatch.setattr("asyncio.selector_events._SelectorTransport.close", _close_later)
+    with (
+        _listening() as (listener, address),
+        socket.create_connection(address, timeout=20) as raw,
+    ):
+        chunks = b"Transfer-Encoding: chunked\r\n\r\nno length"
+        raw.sendall(b"POST /v1/rpc HTTP/1.1\r\nHost: x\r\n%b\r\n" % chunks)
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
+        _wait_until_none_is_open(listener)
+
+
+def _close_later(transport: Any) -> None:
+    transport._closing = True
+
+
 def test_what_a_client_gave_up_is_not_handed_out() -> None:
     with _listening() as (listener, _), HttpChannel(listener.endpoint) as channel:
         given_up = channel.submit(InitRequest())
@@ -388,11 +548,16 @@ def test_what_is_no_address(url: str) -> None:
         HttpListener(url)
 
 
+def _pem(folder: Path) -> Path:
+    _contexts(folder)
+    (folder / "proxy.pem").chmod(0o600)
+    return folder / "proxy.pem"
+
+
 def test_https_needs_a_certificate(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match="got no certificate"):
         open_listener("https://127.0.0.1:*")
-    _contexts(tmp_path)
-    pem = tmp_path / "proxy.pem"
+    pem = _pem(tmp_path)
     pem.chmod(0o640)
     with pytest.raises(KeyFileError, match="mode 0640"):
         HttpKeys.read(None, pem, pem)

@@ -36,11 +36,14 @@ def test_one_accelerator_costs_what_it_did() -> None:
 
 def test_each_rank_reads_its_columns_and_the_head_exchanges_them() -> None:
     task = product(1, 4096, 1001).asked.plan()
-    launches = H100.transfer_us(0)
     reads = H100.linear_us(1, 4096, 501, 2)
     copies = H100.transfer_us(8192) + H100.transfer_us(2002)
-    exchange = 2 * launches + (8192 + 2002 // 2) / (H100.pcie_gb_per_s * 1e3)
+    exchange = 120 + 8192 / 1.3e3 + H100.transfer_us(2002 // 2)
     assert Parted(ranks=2).gpu_us(H100, task, 2) == pytest.approx(reads + copies + exchange)
+    # The head sends to all the others, and gets their parts of the columns.
+    reads = H100.linear_us(1, 4096, 251, 2)
+    exchange = 120 + 3 * 8192 / 1.3e3 + H100.transfer_us(2002 * 3 // 4)
+    assert Parted(ranks=4).gpu_us(H100, task, 2) == pytest.approx(reads + copies + exchange)
     # A single round trip goes to the head.
     assert Parted(ranks=2).requests(rpc()) == [rpc()]
 

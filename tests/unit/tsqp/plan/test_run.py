@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from protocol.errors import SettingsError, TsqpError
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import OPERATORS
 from tests.support import SavedModel
+from tests.tables import each_row
 from tests.unit.tee_side.policy_texts import leaves
 from tsqp.cli.main import command
 from tsqp.cli.plan import read_link
+from tsqp.cli.program import model_directory
 from tsqp.lab.bench.memory_need import tee_need
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import find_shape
@@ -92,6 +95,30 @@ def settings(policies: Sequence[str] = ("tee-only",), **given: Any) -> run.PlanS
         cores=1,
         **given,
     )
+
+
+@each_row("option", ["tensor_parallel", "columns"])
+def test_a_model_cannot_be_parted_into_more_than_it_has_columns(
+    saved_model: Callable[..., SavedModel], option: str
+) -> None:
+    parts: dict[str, int] = {option: 64}
+    message = f"--{option.replace('_', '-')}: got 64 parts, expected 1 to 32"
+    with pytest.raises(SettingsError, match=message):
+        run.Planning(settings(model=saved_model().directory, **parts), lambda _: None)
+    run.Planning(settings(model=model_directory("demo"), **parts), lambda _: None)
+
+
+@each_row(
+    ("parts", "said"),
+    [({}, False), ({"columns": 2}, False), ({"tensor_parallel": 2}, True)],
+)
+def test_it_says_what_an_exchange_between_ranks_is_taken_for(
+    parts: dict[str, int], said: bool
+) -> None:
+    planning = run.Planning(settings(["shielded"], shape="tinyllama-1.1b", **parts), lambda _: None)
+    costs: Any = SimpleNamespace(layers=3, threads=1)
+    found = "; ".join(planning._assumptions(load_policy("shielded"), costs))
+    assert ("in 120 us and at 1.3 GB/s (gloo, measured on 2 EPYC cores)" in found) == said
 
 
 @pytest.mark.parametrize(
