@@ -16,7 +16,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more mutations test-kernels sanitize wheel image image-check check format lint types imports docs site bench leak soak clean
+.PHONY: help setup demo test test-more test-guest mutations test-kernels sanitize wheel image image-check check format lint types imports docs site bench leak soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,20 +35,24 @@ demo: $(STAMP)  ## watch a model generate text across two processes, and check i
 	@$(BIN)/tsqp demo
 
 test: $(STAMP)  ## run the tests of every change, in minutes
-	$(PYTEST) -m 'not more'
+	$(PYTEST) -m 'not more and not apart'
 
 test-more: $(STAMP)  ## run the others: whole products, short soaks, fuzzing, bench, leak
-	$(PYTEST) -m more
+	$(PYTEST) -m 'more and not apart'
+
+test-guest: $(STAMP)  ## build the whole guest image twice, start it under emulation, chat with it (root, half an hour)
+	$(BIN)/python -m pytest -q tests/e2e/test_guest.py
 
 mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice (20 minutes); ONLY=NAME: one of them
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
 
 test-kernels: $(STAMP)  ## run what compares whole passes with each other kernels that this processor has
 	set -e; for kernels in $$($(BIN)/python -c 'from tests.support import KERNELS; print(*KERNELS[:-1])'); do \
-	    $(PYTEST) -m 'not more' --kernels $$kernels tests/equivalence tests/contract/test_policies.py \
+	    $(PYTEST) -m 'not more and not apart' --kernels $$kernels tests/equivalence/test_integers.py \
+	        tests/equivalence/test_architectures.py tests/contract/test_policies.py \
 	        tests/boundary/test_uniform.py; done
 
-sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan (part of test-more)
+sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan, and with faults (partly in test-more)
 	$(BIN)/python -m pytest -q tests/native
 
 wheel: $(STAMP)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment

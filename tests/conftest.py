@@ -19,6 +19,7 @@ from protocol import native
 from tests.pairwise import covering
 
 if TYPE_CHECKING:
+    from tests.fresh import FreshPython
     from tests.support import SavedModel
 
 # Each call reads what all installed packages say, 40 ms; no test installs one into its own process.
@@ -59,6 +60,7 @@ MORE = (
     "unit/tsqp/bench",
     "unit/tsqp/leak",
     "unit/tsqp/plan",
+    "unit/tsqp/test_cli_bench.py",
 )
 
 
@@ -123,6 +125,15 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def fresh_python() -> Iterator[FreshPython]:
+    """Run Python programs with nothing of ours imported."""
+    from tests.fresh import FreshPython
+
+    with FreshPython() as python:
+        yield python
 
 
 @pytest.fixture

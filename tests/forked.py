@@ -1,11 +1,13 @@
 """Real processes of the installed programs that need not import torch again.
 
-A server that has imported what the programs import forks one for each run: to import torch takes
-longer than most tests do. Tests of importing, starting and installing start a Python of their own.
+A server that has imported what the programs import, and tried what they try of this processor,
+forks one for each run: either takes longer than most tests do. Tests of importing, starting and
+installing start a Python of their own.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,10 +32,14 @@ _MODULES = {
     found.name: found.module
     for found in distribution("tsqp").entry_points.select(group="console_scripts")
 }
-_LATE = ("gpu_side.service", "tee_side.runner", "tsqp.cli.generate", "tsqp.cli.logs")
+_FIRST = ("tests.tools.before_forks",)
+_LATE = (
+    *("gpu_side.service", "tee_side.runner", "tsqp.cli.generate", "tsqp.cli.logs"),
+    *("tsqp.cli.serve", "tsqp.server", "tee_side.serve.app", "tee_side.serve.sealing"),
+)
 _LOCK = threading.Lock()
 _SERVER = get_context("forkserver")
-_SERVER.set_forkserver_preload([*_MODULES.values(), *_LATE])
+_SERVER.set_forkserver_preload([*_FIRST, *_MODULES.values(), *_LATE])
 
 
 class Forked:
@@ -133,6 +139,7 @@ def _run(
     stderr: int,
 ) -> None:
     """Be the program, from its first line to its exit."""
+    gc.freeze()  # what the server has imported is not looked through again
     end_with(os.getppid())
     os.environ.clear()
     os.environ.update(environment)

@@ -6,19 +6,21 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 import transformers
 
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol import native
+from protocol.integer import check_kernels
 from protocol.messages import (
     Request,
     RingLinearRequest,
@@ -200,15 +202,47 @@ def run(
 POLICIES = ("tee-only", "tsqp", "attention-in-tee")
 
 
+def _files(directory: Path) -> tuple[tuple[Path, int], ...]:
+    """Return what changes where a file of a directory has changed."""
+    return tuple(sorted((file, file.stat().st_mtime_ns) for file in directory.iterdir()))
+
+
 def _served_weights(directory: Path, dtype: str) -> ServiceWeights:
     """Load weights once for all tests: a service changes none. Not where a file has changed."""
-    files = tuple(sorted((file, file.stat().st_mtime_ns) for file in directory.iterdir()))
-    return _loaded(files, directory, dtype, native.choice())
+    return _loaded(_files(directory), directory, dtype, native.choice())
 
 
 @lru_cache(maxsize=16)
 def _loaded(_files: object, directory: Path, dtype: str, _kernels: native.Choice) -> ServiceWeights:
-    return load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
+    with _kernels_checked_once():
+        return load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
+
+
+@contextmanager
+def _kernels_checked_once() -> Iterator[None]:
+    """Try each way that kernels run once for all tests, as a process does for all that it loads."""
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("gpu_side.weights", "tsqp.calibrate"):
+            patch.setattr(f"{user}.check_kernels", lambda device: _checked(device, native.choice()))
+        yield
+
+
+@cache
+def _checked(device: torch.device, _kernels: native.Choice) -> None:
+    check_kernels(device)
+
+
+class _Known(Checkpoint):
+    """A directory whose digests are computed once for all tests, where no file has changed."""
+
+    _digests: ClassVar[dict[object, str]] = {}
+
+    def remember(self, what: object, compute: Callable[[], str]) -> str:
+        """See `Checkpoint.remember`."""
+        key = _files(self.directory), what
+        if key not in self._digests:
+            self._digests[key] = compute()
+        return self._digests[key]
 
 
 class LoopbackChannel(RecordingChannel):
@@ -343,7 +377,7 @@ def assemble(
 ) -> Tee:
     """Put the trusted side together; a policy that needs a service gets a loopback one."""
     chosen = load_policy(policy) if isinstance(policy, str) else policy
-    config, checkpoint, element = read_config(directory), Checkpoint(directory), torch_dtype(dtype)
+    config, checkpoint, element = read_config(directory), _Known(directory), torch_dtype(dtype)
     model = load_tee_model(config, checkpoint, element)
     assembly = Assembly(
         chosen, config, checkpoint, model, masks or MaskSettings(), step_tokens=step_tokens
@@ -370,7 +404,9 @@ class SavedModel:
         folder.mkdir()
         config, checkpoint = read_config(self.directory), Checkpoint(self.directory)
         chunks = [token_ids(96, seed, config.vocab_size) for seed in range(4)]
-        save_calibration(calibrate_on(config, checkpoint, chunks), folder / CALIBRATION_FILE)
+        with _kernels_checked_once():
+            calibration = calibrate_on(config, checkpoint, chunks)
+        save_calibration(calibration, folder / CALIBRATION_FILE)
         return folder / CALIBRATION_FILE
 
     def provisioned(self, mask: FeatureMask) -> tuple[Path, Path]:
@@ -433,7 +469,17 @@ class SavedModel:
         return logits
 
     def greedy(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
-        """Return the reference's greedy token ids."""
+        """Return the reference's greedy token ids; computed once for all tests."""
+        asked = (*prompt_ids, new_tokens)
+        if asked not in self._greedy:
+            self._greedy[asked] = self._generate(prompt_ids, new_tokens)
+        return list(self._greedy[asked])
+
+    @cached_property
+    def _greedy(self) -> dict[tuple[int, ...], list[int]]:
+        return {}
+
+    def _generate(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
         prompt = torch.tensor([prompt_ids])
         ids = self.reference.generate(
             prompt,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import ENVIRONMENT
+from tests.fresh import FreshPython
 from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,16 +46,10 @@ print(json.dumps([names, sorted(sys.modules)]))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_loads_nothing_that_it_must_not(package: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _IMPORT_EVERYTHING, package],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        check=False,
-    )
+def test_package_loads_nothing_that_it_must_not(
+    fresh_python: FreshPython, package: str, tmp_path: Path
+) -> None:
+    done = fresh_python.run(_IMPORT_EVERYTHING, package, folder=tmp_path, strict=True)
     assert done.returncode == 0, done.stderr
     imported, loaded = json.loads(done.stdout)
     compiled = f"{package}.native._native"

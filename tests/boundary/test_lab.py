@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import ENVIRONMENT, running_service
+from tests.fresh import FreshPython
+from tests.support import running_service
 
 # Of both packages of experiments: an import of either is what a machine without them would raise.
 _WITHOUT_LAB = """
@@ -26,37 +25,34 @@ main()
 """
 
 
-def _without_lab(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _WITHOUT_LAB, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=ENVIRONMENT,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("policy", ["shielded", "attention-in-tee"])
-def test_a_run_of_the_core_passes_without_the_lab(policy: str, tmp_path: Path) -> None:
+def test_a_run_of_the_core_passes_without_the_lab(
+    fresh_python: FreshPython, policy: str, tmp_path: Path
+) -> None:
     with running_service("demo", f"unix://{tmp_path}/gpu", "--arithmetic", "both") as service:
         run = ("generate", "demo", "--prompt", "Once", "--max-new-tokens", "4")
-        done = _without_lab(*run, "--policy", policy, "--gpu", service.endpoint)
+        arguments = (*run, "--policy", policy, "--gpu", service.endpoint)
+        done = fresh_python.run(_WITHOUT_LAB, *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-def test_a_policy_of_the_lab_says_which_package_is_missing() -> None:
-    done = _without_lab("generate", "demo", "--prompt", "Once", "--policy", "row-mix")
+def test_a_policy_of_the_lab_says_which_package_is_missing(
+    fresh_python: FreshPython, tmp_path: Path
+) -> None:
+    run = ("generate", "demo", "--prompt", "Once", "--policy", "row-mix")
+    done = fresh_python.run(_WITHOUT_LAB, *run, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "tsqp.lab" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_operators_of_the_lab_say_which_package_is_missing() -> None:
+def test_operators_of_the_lab_say_which_package_is_missing(
+    fresh_python: FreshPython, tmp_path: Path
+) -> None:
     """Without a service: what the policy needs is looked for before one is asked."""
     run = ("generate", "demo", "--prompt", "Once", "--policy", "tsqp", "--gpu", "unix:///none")
-    done = _without_lab(*run)
+    done = fresh_python.run(_WITHOUT_LAB, *run, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "tsqp.lab.research.operators" in done.stderr
     assert "Traceback" not in done.stderr

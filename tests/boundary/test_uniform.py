@@ -8,6 +8,7 @@ in the clear.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tee_side.runner import Runner, RunnerSettings
 from tests.support import LoopbackChannel, SavedModel, Tee, expanded, token_ids
 
 Models = Callable[..., SavedModel]
+Twice = Callable[[str], list[list[torch.Tensor]]]
 
 # Wide enough for 10 MB in a few prompts: 16 KiB a token.
 WIDE = {
@@ -97,19 +99,32 @@ def run(tee: Tee, prompt: list[int], new_tokens: int) -> None:
         engine.step()
 
 
-def run_until_enough(tee: Tee) -> list[torch.Tensor]:
-    """Prefill and decode until each service has got `ENOUGH_BYTES`; return what each got."""
-    source = prompts()
-    found = [torch.empty(0, dtype=torch.int32)] * len(tee.channels)
-    while min(words.nbytes for words in found) < ENOUGH_BYTES:
-        run(tee, next(source), new_tokens=8)
-        found = [received(channel) for channel in tee.channels]
-    return found
+@pytest.fixture(scope="module")
+def twice(model: SavedModel) -> Twice:
+    """Return a function that runs a policy with prompts, and with the same again.
+
+    What each service got, of both times: more than `ENOUGH_BYTES`.
+    """
+
+    @cache
+    def get(policy: str) -> list[list[torch.Tensor]]:
+        tee, source, found = model.tee(policy), prompts(), []
+        chosen = [next(source) for _ in range(4)]
+        for _ in range(2):
+            for prompt in chosen:
+                run(tee, prompt, new_tokens=8)
+            found.append([received(channel) for channel in tee.channels])
+            for channel in tee.channels:
+                channel.requests.clear()
+        assert min(words.nbytes for each in found for words in each) >= ENOUGH_BYTES
+        return found
+
+    return get
 
 
 @pytest.mark.parametrize("policy", ["shielded-prefill", "two-server"])
-def test_ten_megabytes_are_uniform_at_each_service(model: SavedModel, policy: str) -> None:
-    each = run_until_enough(model.tee(policy))
+def test_ten_megabytes_are_uniform_at_each_service(twice: Twice, policy: str) -> None:
+    each, _ = twice(policy)
     assert len(each) == load_policy(policy).services
     for words in each:
         for what, p in p_values(words).items():
@@ -130,8 +145,8 @@ def test_decode_under_the_default_policy_is_uniform(model: SavedModel) -> None:
         assert p > LEAST_P, f"{what} are not uniform"
 
 
-def test_the_same_test_fails_for_what_crosses_in_the_clear(model: SavedModel) -> None:
-    (words,) = run_until_enough(model.tee("quantized-clear"))
+def test_the_same_test_fails_for_what_crosses_in_the_clear(twice: Twice) -> None:
+    (words,), _ = twice("quantized-clear")
     found = p_values(words)
     assert all(p < 1e-30 for p in found.values()), found
 
@@ -155,32 +170,20 @@ def test_the_test_notices_that_one_bit_is_set_in_51_of_100() -> None:
 
 
 @pytest.mark.parametrize("policy", ["shielded-prefill", "two-server"])
-def test_the_same_prompt_twice_shares_no_more_words_than_chance(
-    model: SavedModel, policy: str
-) -> None:
-    equal, positions = _equal_words(model.tee(policy))
+def test_the_same_prompt_twice_shares_no_more_words_than_chance(twice: Twice, policy: str) -> None:
+    equal, positions = _equal_words(*twice(policy))
     assert positions >= 2_500_000 * load_policy(policy).services
     assert equal <= MOST_EQUAL_WORDS
 
 
-def test_the_same_prompt_twice_shares_every_word_in_the_clear(model: SavedModel) -> None:
-    equal, positions = _equal_words(model.tee("quantized-clear"))
+def test_the_same_prompt_twice_shares_every_word_in_the_clear(twice: Twice) -> None:
+    equal, positions = _equal_words(*twice("quantized-clear"))
     assert equal == positions > 2_500_000
 
 
-def _equal_words(tee: Tee) -> tuple[int, int]:
-    """Run prompts twice; count words that are equal at equal positions, and positions."""
-    source = prompts()
-    chosen = [next(source) for _ in range(4)]
-    before: list[torch.Tensor] = []
-    for _ in range(2):
-        for channel in tee.channels:
-            channel.requests.clear()
-        for prompt in chosen:
-            run(tee, prompt, new_tokens=8)
-        after = [received(channel) for channel in tee.channels]
-        before, first = after, before
-    pairs = list(zip(first, before, strict=True))
+def _equal_words(first: list[torch.Tensor], second: list[torch.Tensor]) -> tuple[int, int]:
+    """Count words that are equal at equal positions, and positions."""
+    pairs = list(zip(first, second, strict=True))
     return (
         sum(int((one == two).sum()) for one, two in pairs),
         sum(one.numel() for one, _ in pairs),

@@ -15,6 +15,7 @@ from unittest import mock
 
 from protocol import native
 from tests.support import using_kernels
+from tests.tools import proven
 
 
 def call(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +31,7 @@ def call(program: str, *arguments: str, **environment: str) -> subprocess.Comple
             mock.patch.dict(os.environ, environment),
             # This process is the tests', too.
             mock.patch("tsqp.cli.program.keep_memory_private"),
+            mock.patch("protocol.integer.check_kernels", proven.check_kernels),
             using_kernels(native.choice().variant),
             contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(stderr),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner
 from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
-from tests.support import ENVIRONMENT, Service, run
+from tests.forked import ENVIRONMENT, Forked
+from tests.support import Service, run
 from tsqp.cli.program import model_directory
 from tsqp.cli.running import policy_digest
 
@@ -186,36 +188,46 @@ def test_stop_string_ends_the_text_before_it(demo_service: Service) -> None:
     assert answer["text"] == whole["text"][: whole["text"].index(stop)]
 
 
+def given(text: str, *arguments: str) -> str:
+    """Return what tee-runner says to a text that is piped to it."""
+    # A forked process has no standard input: it makes a pipe of its own.
+    before = f"""
+import os, sys
+read, write = os.pipe()
+os.write(write, {text.encode()!r})
+os.close(write)
+os.dup2(read, 0)
+sys.stdin = open(0)
+"""
+    with TemporaryFile("w+") as output:
+        process = Forked(
+            "tee-runner", arguments, ENVIRONMENT, stdout=output.fileno(), before=before
+        )
+        status, (_, errors) = process.wait(60), process.communicate()
+        assert status == 0, errors
+        output.seek(0)
+        return output.read()
+
+
 def test_prompt_from_standard_input_equals_prompt_argument(demo_service: Service) -> None:
-    command = [
-        str(Path(sys.executable).parent / "tee-runner"),
+    piped = given(
+        PROMPT,
         *("generate", "demo", "--policy", "tee-only", "--prompt-file", "-"),
         *("--max-new-tokens", "8", "--dtype", "float32"),
-    ]
-    piped = subprocess.run(
-        command, input=PROMPT, capture_output=True, text=True, env=ENVIRONMENT, check=True
     )
     direct = generate(
         demo_service, "--policy", "tee-only", "--prompt", PROMPT, "--max-new-tokens", "8"
     )
-    assert piped.stdout == direct.stdout
+    assert piped == direct.stdout
 
 
 def test_chat_keeps_the_conversation(demo_service: Service, reference_tokenizer: Any) -> None:
-    command = [
-        str(Path(sys.executable).parent / "tee-runner"),
-        *("chat", "demo", "--gpu", demo_service.endpoint, "--json", "--max-new-tokens", "40"),
-    ]
     turns = ["Tell me a story about a fox.", "Tell me another one about Ben."]
-    result = subprocess.run(
-        command,
-        input="\n".join(turns) + "\n",
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=True,
+    said = given(
+        "\n".join(turns) + "\n",
+        *("chat", "demo", "--gpu", demo_service.endpoint, "--json", "--max-new-tokens", "40"),
     )
-    answer = json.loads(result.stdout)
+    answer = json.loads(said)
     assert [m["role"] for m in answer["messages"]] == ["user", "assistant"] * 2
     assert [m["content"] for m in answer["messages"][::2]] == turns
     rendered = reference_tokenizer.apply_chat_template(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.buffering_proxy import buffering_proxy
+from tests.e2e.in_process import call
 from tests.e2e.tls_ending_proxy import _contexts
 from tests.support import Service, run, running_service
 
@@ -164,6 +165,6 @@ def test_tls_of_the_service_itself(folder: Path, over_unix: list[int]) -> None:
     ],
 )
 def test_what_does_not_go_together(options: tuple[str, ...], said: str) -> None:
-    found = run("gpu-service", "demo", *options)
+    found = call("gpu-service", "demo", *options)
     assert found.returncode == 2, found.stderr
     assert said in found.stderr

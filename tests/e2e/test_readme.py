@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from tests.e2e.in_process import call
 from tests.e2e.serving import running_server
-from tests.support import ENVIRONMENT, running_service
+from tests.forked import ENVIRONMENT, Forked
+from tests.support import running_service
 
 ROOT = Path(__file__).parents[2]
 BIND, BASE_URL = "tcp://10.0.0.5:5555", "http://127.0.0.1:8000/v1"
@@ -94,8 +93,11 @@ def test_the_proof_before_the_prompt(tmp_path: Path) -> None:
 
 
 def run_python(code: str) -> str:
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with TemporaryFile("w+") as output:
+        before = f"{code}\nraise SystemExit"
+        done = Forked("tsqp", [], ENVIRONMENT, stdout=output.fileno(), before=before)
+        said = done.stderr.read()
+        assert done.wait() == 0, said
+        done.kill()
+        output.seek(0)
+        return output.read()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from random import Random
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from protocol import native
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.model.layers import _ops_for
+from tests.pairwise import covering
 from tests.support import KERNELS, SavedModel, Tee, assemble, using_kernels
 from tsqp.cli.program import model_directory
 
@@ -146,7 +148,7 @@ def test_a_request_gives_the_same_bits_in_any_company(
 ) -> None:
     model = _model(saved_model, architecture)
     tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 3)]
-    _check(tees, Random(architecture + dtype), targets=1, companies=3, most=110)
+    _check(tees, Random(architecture + dtype), targets=1, companies=2, most=110)
 
 
 @pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server", "tee-only-int8"])
@@ -167,29 +169,36 @@ def test_without_a_compiler_a_request_gives_the_same_bits_in_any_company(
         _check([tee], Random(0), targets=1, companies=2, most=100)
 
 
+def _pairs(*values: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return so many of all combinations that every pair of values is among them."""
+    cases = list(product(*values))
+    return [cases[position] for position in sorted(covering(cases, 2))]
+
+
 @pytest.mark.more
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_request_gives_the_same_bits_in_hundreds_of_companies(
+@pytest.mark.parametrize(
+    ("kernels", "architecture", "dtype"), _pairs(KERNELS, ARCHITECTURES, DTYPES)
+)
+def test_a_request_gives_the_same_bits_in_many_companies(
     saved_model: Models, kernels: str, architecture: str, dtype: str
 ) -> None:
     model = _model(saved_model, architecture)
     with using_kernels(kernels):
         tees = [model.tee("quantized-clear", dtype, micro_batches=parts) for parts in (1, 2)]
-        _check(tees, Random(kernels + architecture), targets=2, companies=4, most=300)
+        _check(tees, Random(kernels + architecture), targets=1, companies=3, most=200)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("policy", ["quantized-clear", "tee-only-int8"])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("kernels", "policy", "dtype"),
+    _pairs(KERNELS, ["quantized-clear", "tee-only-int8"], DTYPES),
+)
 def test_the_demo_model_gives_the_same_bits_in_any_company(
     kernels: str, policy: str, dtype: str
 ) -> None:
     with using_kernels(kernels):
         tee = assemble(model_directory("demo"), policy, dtype)
-        _check([tee], Random(kernels + policy), targets=2, companies=3, most=300)
+        _check([tee], Random(kernels + policy), targets=1, companies=2, most=200)
 
 
 # ------------------------------------------------------------------------ each local operator
@@ -272,7 +281,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_row_of_hundreds_of_shapes_does_not_depend_on_the_rows_beside_it(
+def test_a_row_of_many_shapes_does_not_depend_on_the_rows_beside_it(
     kernels: str, dtype: torch.dtype, operator: Callable[..., tuple[int, Rows]]
 ) -> None:
-    _check_rows(kernels, dtype, operator, 80)
+    _check_rows(kernels, dtype, operator, 30)

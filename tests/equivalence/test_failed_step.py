@@ -28,7 +28,7 @@ OFFLOADING = [name for name in builtin_policies() if load_policy(name).services]
 
 
 class FailingChannel(LoopbackChannel):
-    """Loses the request that `fail_at` counts down to, or its reply, once."""
+    """Loses the request of the number `fail_at`, or its reply, once."""
 
     fail_at: int | None = None
     lost = ""
@@ -68,11 +68,14 @@ class Failing:
         channels[failing] = channel
         return cls(model.tee(policy, channels=channels), channel)
 
-    def run(self, fail_at: int | None, lost: str) -> tuple[torch.Tensor, int]:
-        """Generate for two sequences in chunks; return sampled logits, and RPCs of the service."""
-        already = len(self.channel.requests)
-        self.channel.fail_at = None if fail_at is None else already + fail_at
-        self.channel.lost = lost
+    def run(self, lost: str = "") -> tuple[torch.Tensor, int]:
+        """Generate for two sequences in chunks; return sampled logits, and RPCs of the service.
+
+        `lost`: each step fails at its first RPC, is repeated and fails at the next one,
+        and so on to its end; "" for steps that do not fail. RPCs are those of what succeeded.
+        """
+        channel = self.channel
+        channel.lost = lost
         engine = self.tee.engine(step_tokens=4)
         for length in PROMPTS:
             engine.add(
@@ -80,20 +83,25 @@ class Failing:
                 max_new_tokens=NEW_TOKENS,
                 sampling=SamplingSettings(temperature=1.0, seed=length),
             )
-        logits, failures = [], 0
+        logits, rpcs, fail_at = [], 0, 0
         while engine.running:
             before = [(list(s.token_ids), s.cache.length) for s in engine.running]
+            begun = len(channel.requests)
+            channel.fail_at = begun + fail_at if lost else None
             try:
                 sampled = engine.step()
             except DeadlineExceededError:
-                failures += 1
+                fail_at += 1
                 assert [(list(s.token_ids), s.cache.length) for s in engine.running] == before
                 # Neither service is waited for any more.
                 assert not any(channel.pending for channel in self.tee.channels)
                 continue
+            # It failed at every RPC that it has, and not at one that it has not.
+            asked = len(channel.requests) - begun
+            assert not lost or fail_at == asked
+            rpcs, fail_at = rpcs + asked, 0
             logits += [torch.cat((s.logits_V, torch.tensor([float(s.token_id)]))) for s in sampled]
-        assert failures == (fail_at is not None)
-        return torch.stack(logits), len(self.channel.requests) - already
+        return torch.stack(logits), rpcs
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])
@@ -103,24 +111,22 @@ def test_a_step_that_failed_at_any_rpc_can_be_repeated(
 ) -> None:
     failing = Failing.of(saved_model("llama", num_hidden_layers=2), policy)
     tolerance, clear = masked_logits(policy), not load_policy(policy).masks
-    expected, rpcs = failing.run(None, lost)
+    expected, rpcs = failing.run()
     assert len(expected) == len(PROMPTS) * NEW_TOKENS
-    # Every RPC of the baselines; every third of the others, for the time they take.
-    for fail_at in range(0, rpcs, 1 if clear else 3):
-        actual, _ = failing.run(fail_at, lost)
-        if clear:
-            assert torch.equal(actual, expected), f"after a failure at RPC {fail_at}"
-        assert torch.equal(actual[:, -1], expected[:, -1]), f"after a failure at RPC {fail_at}"
-        tolerance.check(actual, expected)
+    actual, same = failing.run(lost)
+    assert same == rpcs
+    if clear:
+        assert torch.equal(actual, expected)
+    assert torch.equal(actual[:, -1], expected[:, -1])
+    tolerance.check(actual, expected)
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])
 def test_either_of_two_services_may_fail(saved_model: Models, lost: str) -> None:
     failing = Failing.of(saved_model("llama", num_hidden_layers=2), "two-server", failing=1)
-    expected, rpcs = failing.run(None, lost)
-    for fail_at in range(0, rpcs, 5):
-        actual, _ = failing.run(fail_at, lost)
-        assert torch.equal(actual, expected), f"after a failure at RPC {fail_at}"
+    expected, _ = failing.run()
+    actual, _ = failing.run(lost)
+    assert torch.equal(actual, expected)
 
 
 def test_a_step_that_failed_in_reading_a_prompt_counts_for_no_sequence(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.equivalence.tolerances import (
     Tolerance,
     masked_logits,
 )
+from tests.pairwise import covering
 from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
@@ -68,10 +70,15 @@ def _run(
     return [s.token_ids for s in sequences], [torch.stack(logits) for logits in seen]
 
 
+# Every two of a policy, a number of micro-batches and one of tokens a step.
+_ALL = list(product(builtin_policies(), [3, 2, 4], [9, 24, 512]))
+PAIRS = [_ALL[position] for position in covering(_ALL)]
+
 # ----------------------------------------------------------------------- a prompt in parts
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3, 5])
+@pytest.mark.each_value
+@pytest.mark.parametrize("micro_batches", [3, 2, 5])
 @pytest.mark.parametrize("name", builtin_policies())
 def test_a_long_prompt_runs_as_a_wavefront(
     saved_model: Models, name: str, micro_batches: int
@@ -102,13 +109,14 @@ def test_every_kind_of_attention_runs_as_a_wavefront(
     if policy.arithmetic == "float":
         torch.testing.assert_close(logits, model.logits(ids), rtol=0, atol=1e-4)
     # Beyond the 64 positions after which dynamic RoPE changes.
-    prompt, new_tokens = token_ids(60, seed=1), 9
+    prompt, new_tokens = token_ids(61, seed=1), 6
     assert tee.greedy(prompt, new_tokens) == model.tee(policy).greedy(prompt, new_tokens)
 
 
 # ----------------------------------------------------------------- several sequences at once
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @pytest.mark.parametrize("name", builtin_policies())
 def test_sequences_that_decode_are_kept_whole(
@@ -116,7 +124,7 @@ def test_sequences_that_decode_are_kept_whole(
 ) -> None:
     """No sum is over other numbers or in another order: integers are the same to the last bit."""
     policy, model = load_policy(name), saved_model("llama")
-    prompts = [(token_ids(1, seed=seed), 9) for seed in range(12)]
+    prompts = [(token_ids(1, seed=seed), 5) for seed in range(12)]
     expected_tokens, expected = _run(model.tee(policy).engine(), prompts)
     tokens, found = _run(model.tee(policy, micro_batches=micro_batches).engine(), prompts)
     assert tokens == expected_tokens
@@ -128,10 +136,8 @@ def test_sequences_that_decode_are_kept_whole(
         tolerance.check(one, other)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("step_tokens", [9, 24, 512])
-@pytest.mark.parametrize("micro_batches", [2, 3, 4])
-@pytest.mark.parametrize("name", builtin_policies())
+@pytest.mark.each_value
+@pytest.mark.parametrize(("name", "micro_batches", "step_tokens"), PAIRS)
 def test_prompts_beside_sequences_that_decode(
     saved_model: Models, name: str, micro_batches: int, step_tokens: int
 ) -> None:
@@ -141,12 +147,12 @@ def test_prompts_beside_sequences_that_decode(
     not get ahead of keys that it looks at.
     """
     policy, model = load_policy(name), saved_model("llama")
-    late = [token_ids(30, seed=7), token_ids(11, seed=8)]
+    late = [token_ids(22, seed=7), token_ids(11, seed=8)]
     runs = []
     for parts in (1, micro_batches):
         engine = model.tee(policy, micro_batches=parts).engine(step_tokens)
         sequences = [
-            engine.add(token_ids(length, seed=length), max_new_tokens=14, eos_token_ids=frozenset())
+            engine.add(token_ids(length, seed=length), max_new_tokens=11, eos_token_ids=frozenset())
             for length in (5, 2, 3)
         ]
         for _ in range(3):
@@ -307,20 +313,32 @@ def _stock(tee: Tee, tokens: int) -> None:
     pads._maker.fill(pads._store, tokens)
 
 
+# Of nine sequences, a token each.
+ONE_EACH = [(token_ids(1, seed=s), 4) for s in range(9)]
+
+
+@pytest.fixture(scope="module")
+def in_the_clear(saved_model: Models) -> tuple[list[list[int]], list[torch.Tensor]]:
+    return _run(saved_model("llama").tee("quantized-clear").engine(), ONE_EACH)
+
+
 @pytest.mark.parametrize("tokens", range(0, 40, 3))
 @pytest.mark.parametrize("when_out", ["wait", "tee"])
 def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(
-    saved_model: Models, when_out: WhenOut, tokens: int, monkeypatch: pytest.MonkeyPatch
+    saved_model: Models,
+    in_the_clear: tuple[list[list[int]], list[torch.Tensor]],
+    when_out: WhenOut,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One part has pads and another has none: it is computed in the TEE, or waited for."""
     used = _noting(monkeypatch)
-    model, prompts = saved_model("llama"), [(token_ids(1, seed=s), 4) for s in range(9)]
-    expected_tokens, expected = _run(model.tee("quantized-clear").engine(), prompts)
+    model, (expected_tokens, expected) = saved_model("llama"), in_the_clear
     tee = model.tee("shielded-prefill", micro_batches=2, when_out=when_out)
     (pads,) = tee.assembly.pads.values()
     if tokens:
         _stock(tee, tokens)
-    found_tokens, found = _run(tee.engine(), prompts)
+    found_tokens, found = _run(tee.engine(), ONE_EACH)
     assert found_tokens == expected_tokens
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -407,30 +425,30 @@ def test_a_step_in_parts_that_failed_at_any_rpc_can_be_repeated(
     assert isinstance(failing, Failing)
     failing.lost = lost
 
-    def run(fail_at: int | None) -> tuple[list[list[int]], int]:
-        already = len(failing.requests)
-        failing.fail_at = None if fail_at is None else already + fail_at
+    def run(*, fails: bool) -> list[list[int]]:
+        """Fail each step at its first RPC, then at its fourth, and so on to its end."""
         engine = tee.engine()
         sequences = [
             engine.add(token_ids(n, seed=n), max_new_tokens=3, eos_token_ids=frozenset())
             for n in (13, 3)
         ]
-        failures = 0
+        fail_at = 0
         while engine.running:
             before = [(list(s.token_ids), s.cache.length) for s in sequences]
+            begun = len(failing.requests)
+            failing.fail_at = begun + fail_at if fails else None
             try:
                 engine.step()
             except DeadlineExceededError:
-                failures += 1
+                fail_at += 3
                 assert [(list(s.token_ids), s.cache.length) for s in sequences] == before
                 assert not any(channel.pending for channel in channels)
-        assert failures == (fail_at is not None)
-        return [s.token_ids for s in sequences], len(failing.requests) - already
+                continue
+            assert not fails or 0 <= fail_at - (len(failing.requests) - begun) < 3
+            fail_at = 0
+        return [s.token_ids for s in sequences]
 
-    expected, rpcs = run(None)
-    for fail_at in range(0, rpcs, 3):
-        tokens, _ = run(fail_at)
-        assert tokens == expected, f"after a failure at RPC {fail_at}"
+    assert run(fails=True) == run(fails=False)
 
 
 class Spoiling(LoopbackChannel):

@@ -118,6 +118,7 @@ def test_a_sequence_that_has_ended_is_kept_once(saved_model: Models) -> None:
 # --------------------------------------------------------------------------------------- samples
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prompt", [1, 2, 40])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_samples_are_the_same_requests_alone_with_seeds_of_their_own(

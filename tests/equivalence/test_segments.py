@@ -78,21 +78,35 @@ class Forgetful(LoopbackChannel):
         return super().answer(request)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("name", SEGMENTS)
 @pytest.mark.parametrize(
-    ("kind", "overrides"), [pytest.param(kind, what, id=name) for name, kind, what in VARIANTS]
+    ("kind", "overrides", "name"),
+    [
+        # In the clear all of them; of the two masks, in turn, the one or the other.
+        pytest.param(
+            kind,
+            what,
+            name,
+            id=f"{variant}-{name}",
+            marks=[pytest.mark.more] * (masked > 0 and masked - 1 != turn % 2),
+        )
+        for turn, (variant, kind, what) in enumerate(VARIANTS)
+        for masked, name in enumerate(SEGMENTS)
+    ],
 )
 def test_logits_equal_transformers_at_every_position(
     saved_model: Models, kind: str, overrides: dict[str, Any], name: str
 ) -> None:
     model, ids = saved_model(kind, **overrides), token_ids(24)
-    expected = model.logits(ids)
-    POLICY_LOGITS[name].check(model.tee(name).logits(ids), expected)
-    POLICY_LOGITS[name].check(model.tee(name).logits(ids, chunk=5), expected)
-    POLICY_LOGITS[name].check(model.tee(name).logits(ids, chunk=1, phase="decode"), expected)
+    expected, tee = model.logits(ids), model.tee(name)
+    POLICY_LOGITS[name].check(tee.logits(ids), expected)
+    # A prompt in chunks, and then, beyond each window that there is, one token a step.
+    cache = tee.cache(len(ids))
+    found = [tee.step_logits(cache, ids[at : at + 5]) for at in range(0, 15, 5)]
+    found += [tee.step_logits(cache, [one], "decode") for one in ids[15:]]
+    POLICY_LOGITS[name].check(torch.cat(found), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SEGMENTS)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_sequences_of_a_batch_have_the_tokens_that_each_has_alone(

@@ -22,7 +22,7 @@ Models = Callable[..., SavedModel]
 
 # What is guessed is what followed the last tokens before.
 REPEATED = token_ids(6) * 4
-NEW_TOKENS = 40
+NEW_TOKENS = 28
 SAMPLINGS = {
     "greedy": SamplingSettings(),
     "seed": SamplingSettings(temperature=0.4, top_p=0.9, repetition_penalty=1.1, seed=3),

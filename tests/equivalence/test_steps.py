@@ -27,6 +27,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(
     FLOAT32_STEPS.check(tee.logits(ids, chunk), tee.logits(ids))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("step_tokens", [1, 3, 7, 512])
 def test_greedy_tokens_do_not_depend_on_step_tokens(
@@ -41,6 +42,7 @@ def test_greedy_tokens_do_not_depend_on_step_tokens(
     assert steps == -(-23 // step_tokens) + 11
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("step_tokens", [2, 5, 16, 512])
 def test_sequences_in_one_batch_equal_each_alone(

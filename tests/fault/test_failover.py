@@ -139,6 +139,7 @@ def _in_background(work: Callable[[], object]) -> Iterator[None]:
 # --------------------------------------------------------------------------------------- kill -9
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "unix", "shm"])
 @pytest.mark.parametrize(
     ("policy", "point", "sent", "micro_batches"),
@@ -304,7 +305,7 @@ def test_with_nobody_left_one_error_says_what_became_of_each(
 # --------------------------------------------------------------------------------------- shares
 
 
-@pytest.mark.parametrize("at", [11, 40])
+@pytest.mark.parametrize("at", [11, pytest.param(40, marks=pytest.mark.more)])
 def test_no_service_ever_gets_the_other_share(
     saved_model: Callable[..., SavedModel], start: Callable[..., Worker], record: Record, at: int
 ) -> None:

@@ -38,13 +38,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(params=["tcp", "ipc"])
-def service(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Service]:
-    endpoint = "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/s"
+@pytest.fixture(scope="module", params=["tcp", "ipc"])
+def running(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("running")
+    endpoint = "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{folder}/s"
     with running_service(model, endpoint, "--threads", "1", *USUAL) as made:
         yield made
-        # However the test ended: a stopped process does not end by itself.
-        made.thaw()
+
+
+@pytest.fixture
+def service(running: Service) -> Iterator[Service]:
+    yield running
+    # However the test ended: a stopped process does not end by itself.
+    running.thaw()
+
+
+# What ZeroMQ does the same over either: `make test` sees one of them.
+over_tcp = pytest.mark.parametrize(
+    "running", ["tcp", pytest.param("ipc", marks=pytest.mark.more)], indirect=True
+)
 
 
 def test_a_stopped_service_is_noticed_by_all_who_wait_and_used_again(service: Service) -> None:
@@ -62,6 +76,7 @@ def test_a_stopped_service_is_noticed_by_all_who_wait_and_used_again(service: Se
         channel.call(InitRequest())
 
 
+@over_tcp
 def test_a_service_that_is_stopped_from_the_start_is_noticed(service: Service) -> None:
     service.freeze()
     with (
@@ -91,6 +106,7 @@ def test_with_keys_it_is_the_same(model: Path, tmp_path: Path) -> None:
         channel.call(InitRequest())
 
 
+@over_tcp
 def test_without_heartbeats_only_the_deadline_helps(service: Service) -> None:
     # What the others would see if heartbeats were off: so they are what makes the difference.
     with ZmqChannel(service.endpoint, timeout_s=LONG_S, heartbeat_timeout_s=0) as channel:
@@ -162,6 +178,7 @@ def test_who_is_busy_is_not_cut_off_on_either_side(with_keys: bool) -> None:
     listener.close()
 
 
+@over_tcp
 def test_a_runner_says_what_happened(service: Service, model: Path) -> None:
     service.freeze()
     result = run(

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 from protocol.errors import PadBankError
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import WITNESSES
+from tests.forked import ENVIRONMENT, Forked
 from tests.unit.tee_side.pads.tiny import create, fill, new_boot, place, put_all, reopen, use
 
 CAPACITY = 24
@@ -201,6 +200,7 @@ def test_crash_at_every_single_system_call(tmp_path: Path, monkeypatch: pytest.M
     assert handed_out == sorted(set(handed_out))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["fsync", "replace", "pwrite", "write"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
@@ -280,17 +280,16 @@ def test_killed_processes_repeat_no_pad(tmp_path: Path) -> None:
     choose = random.Random(3)
     handed_out: list[int] = []
     for _ in range(4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, tmp_path], stdout=subprocess.PIPE, text=True
-        )
-        assert child.stdout is not None
-        for _ in range(choose.randint(1, 60)):
-            handed_out.extend(range(*map(int, child.stdout.readline().split())))
-        os.kill(child.pid, signal.SIGKILL)
-        rest = child.communicate()[0].splitlines(keepends=True)
-        for line in rest:
-            if line.endswith("\n"):
-                handed_out.extend(range(*map(int, line.split())))
+        read, write = os.pipe()
+        child = Forked("tsqp", [str(tmp_path)], ENVIRONMENT, stdout=write, before=CHILD)
+        os.close(write)
+        with os.fdopen(read) as said:
+            for _ in range(choose.randint(1, 60)):
+                handed_out.extend(range(*map(int, said.readline().split())))
+            child.kill()
+            for line in said:
+                if line.endswith("\n"):
+                    handed_out.extend(range(*map(int, line.split())))
         assert child.returncode == -signal.SIGKILL
     with reopen(tmp_path) as bank:
         if not bank.available:

@@ -231,6 +231,11 @@ def _right_answer(folder: Path, policy: str, prompt: int) -> tuple[list[int], to
         return _generate(run, prompt)
 
 
+@cache
+def _services(policy: str) -> int:
+    return load_policy(policy).services
+
+
 def _open_run(model: SavedModel, policy: str, endpoints: Sequence[str]) -> Runner:
     chosen = load_policy(policy)
     gpu = tuple(endpoints)
@@ -462,7 +467,7 @@ class MaliciousGpu(RuleBasedStateMachine):
     def what_is_sent_again_is_the_same(self) -> None:
         """As many different tensors as were hidden, a share each; not one more for all retries."""
         # Each product is noted before and after it is made integers.
-        services = load_policy(self.policy).services
+        services = _services(self.policy)
         assert len(self.world.ring) <= self.witness.products // 2 * services
 
     @invariant()
@@ -480,7 +485,7 @@ class MaliciousGpu(RuleBasedStateMachine):
 
     @invariant()
     def nobody_saw_both_shares(self) -> None:
-        if load_policy(self.policy).services == 1:
+        if _services(self.policy) == 1:
             return
         for process in self.world.at.values():
             if process is not None:
@@ -492,7 +497,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("malicious")
 
 
-def play(folder: Path, policy: str, *, controlled: bool = False) -> Counter[str]:
+def play(folder: Path, policy: str, *, games: int = 300, controlled: bool = True) -> Counter[str]:
     """Play; return how generations ended. Raises AssertionError where the GPU won.
 
     `controlled`: it should, and the shortest way to it is of no interest.
@@ -504,7 +509,7 @@ def play(folder: Path, policy: str, *, controlled: bool = False) -> Counter[str]
         machine,
         settings=settings(
             # A way to win has to be met with; it ends the search.
-            max_examples=300 if controlled else 25,
+            max_examples=games,
             stateful_step_count=14,
             phases=[Phase.generate] if controlled else list(Phase),
             deadline=None,
@@ -516,9 +521,10 @@ def play(folder: Path, policy: str, *, controlled: bool = False) -> Counter[str]
     return ended
 
 
+@pytest.mark.parametrize("games", [20, pytest.param(50, marks=pytest.mark.more)])
 @pytest.mark.parametrize("policy", ["shielded", "shielded-prefill", "two-server"])
-def test_a_malicious_gpu_never_wins(folder: Path, policy: str) -> None:
-    ended = play(folder, policy)
+def test_a_malicious_gpu_never_wins(folder: Path, policy: str, games: int) -> None:
+    ended = play(folder, policy, games=games, controlled=False)
     # It was neither left alone nor kept from everything.
     good = ended.pop("right"), ended.pop("right after a lie")
     assert min(good) > 0, good
@@ -532,7 +538,7 @@ def test_without_verification_it_wins(folder: Path) -> None:
     text = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(encoding="utf-8")
     path.write_text(text.replace('verify = "freivalds"', 'verify = "none"'), encoding="utf-8")
     with pytest.raises(AssertionError, match="prompt"):
-        play(folder, str(path), controlled=True)
+        play(folder, str(path))
 
 
 def test_a_pad_that_is_used_twice_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +552,7 @@ def test_a_pad_that_is_used_twice_is_noticed(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(MemoryStore, "take", take)
     with pytest.raises(AssertionError, match="repeated"):
-        play(folder, "shielded", controlled=True)
+        play(folder, "shielded")
 
 
 def test_an_input_that_is_sent_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,4 +564,4 @@ def test_an_input_that_is_sent_is_noticed(folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(PadLane, "draw", nothing)
     with pytest.raises(AssertionError, match="inputs"):
-        play(folder, "shielded", controlled=True)
+        play(folder, "shielded")

@@ -96,8 +96,15 @@ def test_what_is_not_held_is_unavailable(
     assert _code(operators, _linear(LAST + 1)) is ErrorCode.INVALID_FIELD
 
 
+@pytest.fixture(scope="module")
+def whole(directory: Path) -> ServiceWeights:
+    return _weights(directory, None)
+
+
 @each_row("layers", RANGES)
-def test_only_what_is_held_is_loaded(directory: Path, layers: tuple[int, int] | None) -> None:
+def test_only_what_is_held_is_loaded(
+    directory: Path, whole: ServiceWeights, layers: tuple[int, int] | None
+) -> None:
     done: list[tuple[int, int]] = []
     weights = load_weights(
         directory,
@@ -106,7 +113,6 @@ def test_only_what_is_held_is_loaded(directory: Path, layers: tuple[int, int] | 
         layers=layers,
         progress=lambda *both: done.append(both),
     )
-    whole = load_weights(directory, device=CPU, dtype=torch.float32)
     first, last = layers or (0, LAST)
     count = last - first + 1
     assert done == [(n, count) for n in range(1, count + 1)]

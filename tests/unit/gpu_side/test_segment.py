@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gpu_side.handler import RequestHandler
 from gpu_side.provision import Provision, write_provision
 from gpu_side.session_settings import SessionSettings
 from gpu_side.sessions import SessionTotals
-from gpu_side.weights import load_weights
+from gpu_side.weights import ServiceWeights, load_weights
 from protocol.connect import open_channel
 from protocol.errors import ErrorCode, ModelError, ProtocolError, ServiceError
 from protocol.messages import TensorReply
@@ -42,6 +43,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@cache
+def _weights(directory: Path, dtype: str, **settings: Any) -> ServiceWeights:
+    """Load what all clients of a model share: a service changes none."""
+    return load_weights(directory, device=CPU, dtype=torch_dtype(dtype), **settings)
+
+
 class Model:
     """A model on disk, transformers' copy of it, and the embeddings of some token ids."""
 
@@ -58,8 +65,7 @@ class Model:
             return self.reference.model.embed_tokens(ids)
 
     def client(self, dtype: str = "float32", **settings: Any) -> Client:
-        element = torch_dtype(dtype)
-        weights = load_weights(self.directory, device=CPU, dtype=element, **settings)
+        weights = _weights(self.directory, dtype, **settings)
         return Client(RequestHandler(weights, LIMIT, sessions=SessionSettings(bytes=2**24)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 import protocol
 from protocol import native
-from tests.support import ENVIRONMENT
+from tests.fresh import FreshPython
 
 pytestmark = pytest.mark.skipif(native.library is None, reason="no compiler built the kernels")
 
@@ -57,22 +56,13 @@ _SHORT, _OTHER = "cut short, or no library", "built for another processor or sys
     ],
 )
 def test_a_library_that_does_not_load_is_named_and_torch_computes(
-    damage: Callable[[bytes], bytes], why: str, tmp_path: Path
+    fresh_python: FreshPython, damage: Callable[[bytes], bytes], why: str, tmp_path: Path
 ) -> None:
     source = Path(protocol.__file__).parent
     shutil.copytree(source, tmp_path / "protocol", ignore=shutil.ignore_patterns("__pycache__"))
     library = tmp_path / "protocol" / "native" / Path(native.library.__file__).name
     library.write_bytes(damage(Path(native.library.__file__).read_bytes()))
-    paths = f"{tmp_path}:{source.parent}"
-    ended = subprocess.run(
-        [sys.executable, "-c", _CHILD],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ended = fresh_python.run(_CHILD, folder=tmp_path, paths=(tmp_path, source.parent))
     assert ended.returncode == 0, ended.stderr
     computed, detail = ended.stdout.splitlines()
     assert computed == "torch [[112, 112, 112]]"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from tee_side.engine import grammar, grammar_trial
 from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, CompiledGrammar, GrammarCompiler, Kind
 from tee_side.engine.sampling import Sampler, SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
+from tests.fresh import FreshPython
 from tests.tables import each_row
 from tsqp.cli.program import model_directory
 
@@ -369,6 +368,8 @@ def test_sentencepiece_tokens_with_their_bytes_follow_a_grammar(tmp_path: Path) 
         assert re.fullmatch("(é a|日){3}", _random_text(tokenizer, compiled, seed))
 
 
-def test_the_library_is_imported_with_the_first_grammar_and_not_before() -> None:
+def test_the_library_is_imported_with_the_first_grammar_and_not_before(
+    fresh_python: FreshPython, tmp_path: Path
+) -> None:
     code = "import sys, tee_side.engine.grammar; sys.exit('llguidance' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert fresh_python.run(code, folder=tmp_path).returncode == 0

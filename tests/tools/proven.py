@@ -1,0 +1,33 @@
+"""What a program finds out about this processor when it starts, found out once for all of them.
+
+That takes longer than most tests do, and a processor does not change its mind. The check runs in
+full once a process, or once in the process that the others are forked from; and again for other
+kernels than it was passed with.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from protocol import integer, native
+
+_check = integer.check_kernels
+
+
+def check_kernels(
+    device: torch.device, product: integer.RingProduct = integer.ring_product
+) -> None:
+    """See `protocol.integer.check_kernels`: kernels that have passed pass."""
+    if product is integer.ring_product and device.type == "cpu":
+        _passed(native.choice(), torch._int_mm)
+    else:
+        _check(device, product)
+
+
+@cache
+def _passed(_kernels: native.Choice, _int_mm: Any) -> None:
+    """Check what runs now, which the arguments tell apart. What fails is not kept."""
+    _check(torch.device("cpu"))
