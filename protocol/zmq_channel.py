@@ -40,6 +40,8 @@ from protocol.zmq_sockets import (
 
 # How often a waiting client looks whether its connection is still there.
 EVENTS_INTERVAL_MS = 100
+# How long it takes at most until a handshake's failure is told of.
+_NOTICE_S = 1.0
 # Heartbeats, and a few bytes for each frame.
 _BYTES_OF_ITS_OWN = 2**20
 
@@ -154,6 +156,13 @@ class ZmqChannel(PendingChannel):
         try:
             send_frames(self._socket, frames)
         except zmq.Again:
+            # A handshake that has just failed leaves no queue to put it in, and is told of next.
+            until = time.monotonic() + _NOTICE_S
+            while not self._lost and (left_s := until - time.monotonic()) > 0:
+                self._events.poll(ceil(1000 * left_s))
+                self._note_events()
+            if self._lost:
+                raise self._connection_lost(f"before {method} could be sent") from None
             raise EndpointError(
                 self.endpoint, got="a full send queue", expected="a service that reads"
             ) from None

@@ -209,8 +209,7 @@ class SegmentCall:
         lost = SessionLostError(f"keys and values at {where}", got=got, expected=expected)
         for cache in caches:
             cache.lose()
-        worn = any(cache.losses >= _MOST_LOSSES for cache in caches)
-        if worn and isinstance(self._channel, Replicas):
+        if isinstance(self._channel, Replicas) and max(c.losses for c in caches) >= _MOST_LOSSES:
             self._channel.turn_away()
         return lost
 

@@ -18,6 +18,7 @@ import zmq
 
 from gpu_side.encoding import MAX_FRAMES, Form, OpenedRequest, encode_reply, open_request
 from gpu_side.transport.zmq_listener import Unread, ZmqListener
+from protocol.curve import ClientKeys
 from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
@@ -348,6 +349,24 @@ def test_full_send_queue_is_an_endpoint_error(tmp_path: Path) -> None:
         with pytest.raises(EndpointError, match="got a full send queue") as info:
             fill(channel)
         assert info.value.retryable
+
+
+def test_a_handshake_that_fails_before_a_request_leaves_is_no_full_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ takes the queue away with the connection, and says why a moment later."""
+
+    def no_queue(*_: object) -> None:
+        raise zmq.Again
+
+    monkeypatch.setattr("protocol.zmq_channel.send_frames", no_queue)
+    keys = ClientKeys(secret=zmq.curve_keypair()[1], service=zmq.curve_keypair()[0])
+    with (
+        _listening(f"ipc://{tmp_path}/without-keys"),
+        ZmqChannel(f"ipc://{tmp_path}/without-keys", keys=keys) as channel,
+        pytest.raises(EndpointError, match="got a service without keys"),
+    ):
+        channel.submit(InitRequest())
 
 
 @contextmanager
