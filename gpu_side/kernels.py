@@ -20,6 +20,7 @@ from gpu_side.replies import Kernel, Result, Working
 from gpu_side.served_model import OPERATOR_OF, ServedModel
 from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
 from gpu_side.transfer import transfer_to
+from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
 from protocol.messages import (
@@ -28,6 +29,7 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     ModuleName,
+    Request,
     RingLinearRequest,
     RingLMHeadRequest,
     TensorReply,
@@ -84,8 +86,16 @@ class TorchKernels:
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Kernels.prepare`."""
+        to_host, dtype, shape = self._transfer.to_host, torch_dtype(task.dtype), task.shape
         product = self.product(request, task)
-        return lambda request, _incoming: self.reply(product(request), task)
+
+        def kernel(request: Request, _incoming: Incoming | None) -> Result:
+            # As `reply`, in one call less.
+            output, work = to_host(product(request), dtype)
+            tensor = WireTensor(task.dtype, shape, raw_bytes(output))
+            return tensor_reply({"output": tensor}), work
+
+        return kernel
 
     def reply(self, output: torch.Tensor, task: Task) -> Result:
         """See `DeviceKernels.reply`."""

@@ -105,6 +105,9 @@ def _values(function: pytest.Function) -> list[Hashable]:
 def _seeded() -> None:
     """Inputs that a test draws by torch are the same in every run, and in any order of tests."""
     torch.manual_seed(0)
+    # A runner in this process takes all cores, and leaves them so to the tests that follow.
+    if native.threads() > 1:
+        native.set_threads(1)
 
 
 @pytest.fixture(scope="session")
