@@ -12,10 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Self
 
 from tests.forked import ENVIRONMENT
+from tests.tools.closing import Closing
 
 # What follows the loop is run by the process that was forked: to its end, as `python -c` would.
 _SERVER = """
@@ -40,21 +39,14 @@ exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
 """
 
 
-class FreshPython:
+class FreshPython(Closing):
     """The process that is forked; it starts with the first program, and ends with the block."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """See `Closing.close`."""
         if self._server is not None:
             self._server.communicate(timeout=30)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from gpu_side.replies import Working
 from gpu_side.stop_signal import StopSignal
 from gpu_side.tasks import RequestChecker
 from gpu_side.weights import load_weights
-from protocol.errors import SettingsError
+from protocol.errors import EndpointError, SettingsError
 from protocol.messages import RingLinearRequest, TensorReply
 from protocol.tensors import from_torch, to_torch
 from tests.support import SavedModel
@@ -64,6 +65,21 @@ def test_a_torch_without_what_is_needed_is_refused(
     monkeypatch.setattr(f"torch.distributed.is_{missing}_available", lambda: False)
     with pytest.raises(SettingsError, match=f"--tensor-parallel: got a torch without {name}"):
         Group(Place(1, 2), None, device)
+
+
+def test_a_rank_that_holds_other_weights_ends_the_service(
+    saved_model: Callable[..., SavedModel], ranks: Ranks
+) -> None:
+    directory = saved_model("llama").directory
+    weights = load_weights(directory, device=CPU, dtype=torch.float32, columns=(0, 2))
+    said = ranks.job.holds(weights)
+    others: Any = SimpleNamespace(others=[1], receive=lambda *_: (said, b""))
+    ranks._group = others
+    assert ranks.served(weights).model.ranks == 2
+    said += b"?"
+    with pytest.raises(EndpointError, match="rank 1: got other weights than ours"):
+        ranks.served(weights)
+    assert ranks.failure is not None
 
 
 # ------------------------------------------------------------------------- work that has no end
