@@ -354,7 +354,10 @@ def test_full_send_queue_is_an_endpoint_error(tmp_path: Path) -> None:
 def test_a_handshake_that_fails_before_a_request_leaves_is_no_full_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZeroMQ takes the queue away with the connection, and says why a moment later."""
+    """ZeroMQ takes the queue away with the connection, and says why a moment later.
+
+    It names the other mechanism unless the service had closed the connection before.
+    """
 
     def no_queue(*_: object) -> None:
         raise zmq.Again
@@ -364,7 +367,10 @@ def test_a_handshake_that_fails_before_a_request_leaves_is_no_full_queue(
     with (
         _listening(f"ipc://{tmp_path}/without-keys"),
         ZmqChannel(f"ipc://{tmp_path}/without-keys", keys=keys) as channel,
-        pytest.raises(EndpointError, match="got a service without keys"),
+        pytest.raises(
+            EndpointError,
+            match=r"got a (service without keys|handshake that failed) before Init could be sent",
+        ),
     ):
         channel.submit(InitRequest())
 
