@@ -30,10 +30,13 @@ from tsqp.key_files import new_key_pair
 
 REQUEST = inline("Init", {})
 FRAMED_REQUEST = [header(method="Init", request={})]
+# The last where nothing listens: a service ends when its ZAP handler has failed, maybe before all
+# clients have connected.
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_CLOSED
 )
 
 
