@@ -147,7 +147,9 @@ def test_one_of_the_most_likely_tokens_always_survives(
     logits: torch.Tensor, settings: SamplingSettings
 ) -> None:
     survivors = warp(logits, settings).isfinite()
-    assert logits[survivors].max() == logits.max()
+    # Divided, logits that lay close together may be equal.
+    scores = logits / settings.temperature
+    assert scores[survivors].max() == scores.max()
 
 
 @given(logits=LOGITS, seed=st.integers(0, 2**63 - 1))
