@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `more` what is in `MORE`, and what `pairwise` and `each_value` can do without."""
     products: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if any(item.path.is_relative_to(TESTS / name) for name in MORE):
+        if _is_more(item.path):
             item.add_marker("more")
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for strength, name in enumerate(("each_value", "pairwise"), start=1):
@@ -90,6 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = covering(cases, min(strength, len(cases[0])))
         for position in set(range(len(functions))).difference(chosen):
             functions[position].add_marker("more")
+
+
+@functools.cache
+def _is_more(path: Path) -> bool:
+    return any(path.is_relative_to(TESTS / name) for name in MORE)
 
 
 def _values(function: pytest.Function) -> list[Hashable]:
