@@ -39,8 +39,10 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
         signal.signal(_number, default)
 
-# How long an example takes is not what these tests are about.
-hypothesis.settings.register_profile("tests", deadline=None)
+# How long an example takes is not what these tests are about. The same examples in every run: a
+# change that fails is to blame. `--hypothesis-profile others` draws others.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("others", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 TESTS = Path(__file__).parent

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import distribution
 from multiprocessing import get_context
@@ -88,8 +88,10 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
-        if self.returncode is None:
-            os.kill(self.pid, number)
+        # The server may have reaped it, and not said so yet.
+        with suppress(ProcessLookupError):
+            if self.returncode is None:
+                os.kill(self.pid, number)
 
     def communicate(self, timeout: float | None = None) -> tuple[None, str]:
         """Wait for its end, and return the rest of its `stderr`, which must fit into a pipe."""
