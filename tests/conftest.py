@@ -76,6 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
     native.use(config.getoption("--kernels"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what `make test` leaves out as a whole."""
+    leaves_out = "not more" in config.getoption("markexpr")
+    return True if leaves_out and _is_more(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `more` what is in `MORE`, and what `pairwise` and `each_value` can do without."""

@@ -81,7 +81,7 @@ def test_two_runners_at_once_each_get_their_own_text(
     command = [
         str(Path(sys.executable).parent / "tee-runner"),
         *("chat", "demo", "--gpu", demo_service.endpoint, "--dtype", "float32"),
-        *(*CLEAR, "--json", "--max-new-tokens", "120"),
+        *(*CLEAR, "--json", "--max-new-tokens", "40"),
     ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     runners = [subprocess.Popen(command, **pipes, text=True, env=ENVIRONMENT) for _ in requests]
@@ -98,7 +98,7 @@ def test_two_runners_at_once_each_get_their_own_text(
         stdout, stderr = runner.communicate(timeout=60)
         assert runner.returncode == 0, stderr
         (turn,) = json.loads(stdout)["turns"]
-        want, _ = greedy(reference, turn["prompt_token_ids"], 120)
+        want, _ = greedy(reference, turn["prompt_token_ids"], 40)
         assert turn["token_ids"] == want
         texts.append(turn["text"])
     assert "fox" in texts[0]

@@ -105,7 +105,9 @@ def _open(browser: Chrome, address: str) -> None:
     browser.get_log("browser")  # of the page before
 
 
-@pytest.mark.parametrize("policy", ["attention-in-tee", "shielded"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("attention-in-tee", marks=pytest.mark.more), "shielded"]
+)
 def test_an_answer_fills_three_panes(
     browser: Chrome, endpoint: str, policy: str, tmp_path: Path
 ) -> None:

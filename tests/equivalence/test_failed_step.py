@@ -104,6 +104,7 @@ class Failing:
         return torch.stack(logits), rpcs
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lost", ["request", "reply"])
 @pytest.mark.parametrize("policy", OFFLOADING)
 def test_a_step_that_failed_at_any_rpc_can_be_repeated(

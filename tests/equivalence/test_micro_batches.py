@@ -322,6 +322,7 @@ def in_the_clear(saved_model: Models) -> tuple[list[list[int]], list[torch.Tenso
     return _run(saved_model("llama").tee("quantized-clear").engine(), ONE_EACH)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tokens", range(0, 40, 3))
 @pytest.mark.parametrize("when_out", ["wait", "tee"])
 def test_pads_that_end_in_the_middle_of_a_step_change_no_bit(

@@ -151,7 +151,7 @@ def _compute(seconds: float) -> None:
         pow(3, 200_003)  # holds Python's lock while it lasts
 
 
-@pytest.mark.parametrize("with_keys", [False, True])
+@pytest.mark.parametrize("with_keys", [pytest.param(False, marks=pytest.mark.more), True])
 def test_who_is_busy_is_not_cut_off_on_either_side(with_keys: bool) -> None:
     # Both sides at once: the threads that answer heartbeats are ZeroMQ's, and not Python's.
     public, secret = zmq.curve_keypair()

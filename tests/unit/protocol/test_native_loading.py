@@ -48,9 +48,9 @@ _SHORT, _OTHER = "cut short, or no library", "built for another processor or sys
     [
         (_half, _SHORT),
         (lambda library: library[:-1], _SHORT),
-        (lambda library: library[:20], _SHORT),
+        pytest.param(lambda library: library[:20], _SHORT, marks=pytest.mark.more),
         (lambda library: b"", _SHORT),
-        (lambda library: b"no library " * 1000, _SHORT),
+        pytest.param(lambda library: b"no library " * 1000, _SHORT, marks=pytest.mark.more),
         (_other_machine, _OTHER),
         (_other_symbols, _OTHER),
     ],

@@ -104,7 +104,9 @@ def _requests(weights: ServiceWeights, rows: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.more), 8, 33])
+@pytest.mark.parametrize(
+    "rows", [1, *(pytest.param(n, marks=pytest.mark.more) for n in (3, 8)), 33]
+)
 def test_products_are_those_of_the_cpu(
     rows: int, weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,12 +27,19 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randint(bounds.min, bounds.max + 1, shape).to(dtype)
 
 
-@pytest.mark.parametrize("rows", range(1, 34))
+# Around the numbers of rows of a tile, and in test-more all of them.
+EDGES = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33}
+
+
+@pytest.mark.parametrize(
+    "rows", [pytest.param(n, marks=[pytest.mark.more] * (n not in EDGES)) for n in range(1, 34)]
+)
 def test_every_tile_is_exact_for_any_number_of_rows(rows: int) -> None:
     elements, weight = _random(torch.int32, rows, 45), _random(torch.int8, 37, 45)
     assert torch.equal(ring.every_tile(elements, weight), exact_product(elements, weight))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("shape", [(1, 2), (19, 37), (70, 300), (64, 128), (130, 1025)])
 def test_every_tile_is_exact_for_any_matrix(rows: int, shape: tuple[int, int]) -> None:
@@ -40,6 +47,7 @@ def test_every_tile_is_exact_for_any_matrix(rows: int, shape: tuple[int, int]) -
     assert torch.equal(ring.every_tile(elements, weight), exact_product(elements, weight))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [2, 7, 40])
 @pytest.mark.parametrize("value", EXTREMES)
 def test_extreme_values_wrap_as_the_ring_does(rows: int, value: int) -> None:
@@ -93,6 +101,7 @@ def test_tiles_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ring.every_tile(_random(torch.int32, 1, 8), _random(torch.int8, 4, 8))
 
 
+@pytest.mark.more
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET")
