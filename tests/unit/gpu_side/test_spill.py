@@ -284,7 +284,8 @@ def test_a_damaged_file_is_a_session_that_is_lost(
     _run(sessions, _part(1, 0, 2))
     _run(sessions, _part(2, 0, 2))
     [(spilled, _)] = sessions._files._files.values()
-    os.pwrite(_descriptor(spilled), b"\0", 7)
+    (byte,) = os.pread(_descriptor(spilled), 1, 7)
+    os.pwrite(_descriptor(spilled), bytes([byte ^ 1]), 7)
     assert _is_lost(sessions, _part(1, 2, 1))
     assert [record.message for record in caplog.records] == ["spill_damaged"]
     assert sessions.totals.spilled <= 1
