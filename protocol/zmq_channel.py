@@ -157,7 +157,7 @@ class ZmqChannel(PendingChannel):
             send_frames(self._socket, frames)
         except zmq.Again:
             # A handshake that has just failed leaves no queue to put it in, and is told of next.
-            until = time.monotonic() + _NOTICE_S
+            until = time.monotonic() + min(_NOTICE_S, timeout_s)
             while not self._lost and (left_s := until - time.monotonic()) > 0:
                 self._events.poll(ceil(1000 * left_s))
                 self._note_events()

@@ -131,9 +131,11 @@ def test_a_client_with_too_many_requests_is_told_so_and_others_are_served(
         assert health.status == "ready"
         assert health.queued_requests <= 2
         assert isinstance(modest.call(_linear()).response, TensorReply)
-        # Some are refused while one is worked on, however slowly they are sent: not always the last
-        # ones, as requests in slots and in the stream beside them come in no order.
-        assert {_outcome(greedy, request_id) for request_id in ids} == {None, ErrorCode.QUEUE_FULL}
+        # Some are refused while the first is worked on, however slowly they are sent. Those in
+        # slots of shared memory and in the stream beside them come in no order.
+        outcomes = [_outcome(greedy, request_id) for request_id in ids]
+        assert outcomes[0] is None or endpoint.startswith("shm")
+        assert set(outcomes) == {None, ErrorCode.QUEUE_FULL}
         # What was refused may be sent again.
         assert isinstance(greedy.call(_linear()).response, TensorReply)
         assert service.stop() == 0
@@ -156,8 +158,9 @@ def test_a_client_with_too_many_bytes_is_told_so(
         _connected(service) as greedy,
     ):
         ids = [greedy.submit(half_mib) for _ in range(8)]
-        outcomes = {_outcome(greedy, request_id) for request_id in reversed(ids)}
-        assert outcomes == {None, ErrorCode.QUEUE_FULL}
+        outcomes = [_outcome(greedy, request_id) for request_id in reversed(ids)]
+        assert outcomes[-1] is None or endpoint.startswith("shm")
+        assert set(outcomes) == {None, ErrorCode.QUEUE_FULL}
         assert service.stop() == 0
     lines = _fields(service, "queue_full")
     assert lines
