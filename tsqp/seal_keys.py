@@ -167,7 +167,8 @@ def _ask(
             raise IncompleteRead(b"")
     except (OSError, HTTPException, UnicodeError) as error:
         got = getattr(error, "strerror", None) or type(error).__name__
-        if late.is_set():
+        # Of a connection that is not made, or of one read that the library ended first.
+        if late.is_set() or isinstance(error, TimeoutError):
             got = f"no whole answer within {_SERVER_TIMEOUT_S:g} s"
         raise EndpointError(where, got=got, expected="an answer of tsqp keyserver") from None
     if reply.status == 403 and _STEP.fullmatch(answer):
