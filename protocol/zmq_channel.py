@@ -200,7 +200,8 @@ class ZmqChannel(PendingChannel):
     def _reason(self, event: int, value: int) -> tuple[str, str]:
         """Say why a handshake failed: what we got, and what we expected."""
         keys = self._keys
-        if event == _NO_DETAIL and value == errno.EAGAIN:
+        # Of a time that is over the value is whatever the last call before it left.
+        if event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
             return "no handshake", "a gpu-service that answers there"
         if keys is None:
             return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +85,32 @@ def test_a_service_that_is_stopped_from_the_start_is_noticed(service: Service) -
         pytest.raises(EndpointError, match="got no handshake while Init was waiting"),
     ):
         channel.call(InitRequest())
+
+
+ASKER = """
+import sys
+from protocol.messages import InitRequest
+from protocol.zmq_channel import ZmqChannel
+with ZmqChannel(sys.argv[1], timeout_s=3600) as channel:
+    channel.call(InitRequest())
+"""
+
+
+@pytest.mark.more
+def test_a_client_that_is_stopped_itself_says_the_same() -> None:
+    # Its machine pauses: the call that waited for the service is interrupted then.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-c", ASKER, f"tcp://127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as asker:
+            assert asker.stderr is not None
+            connection, _ = silent.accept()
+            while asker.poll() is None:
+                asker.send_signal(signal.SIGSTOP)
+                time.sleep(0.05)
+                asker.send_signal(signal.SIGCONT)
+                time.sleep(0.2)
+            connection.close()
+            assert "got no handshake while Init was waiting" in asker.stderr.read()
 
 
 def test_with_keys_it_is_the_same(model: Path, tmp_path: Path) -> None:
