@@ -123,6 +123,12 @@ def _seeded() -> None:
         native.set_threads(1)
 
 
+@pytest.fixture
+def patient_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients in this process wait for signs of life for longer than a machine pauses."""
+    monkeypatch.setattr("protocol.liveness._ANSWER_WITHIN_S", 60.0)
+
+
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SavedModel]:
     """Return a function that makes a random model, once per kind and settings.

@@ -108,6 +108,10 @@ class Peer:
         self.listener.close()
 
 
+# What is promised of a peer that gives no sign of life is tested beside each kind of transport.
+pytestmark = pytest.mark.usefixtures("patient_streams")
+
+
 @contextmanager
 def _echoing(peer: Peer) -> Iterator[None]:
     """Answer every request of a peer with its own tensor, on a thread."""
@@ -126,9 +130,11 @@ def _echoing(peer: Peer) -> Iterator[None]:
     thread = threading.Thread(target=serve)
     thread.start()
     with reader, writer:
-        yield
-        writer.send(b"x")
-        thread.join()
+        try:
+            yield
+        finally:
+            writer.send(b"x")
+            thread.join()
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -164,7 +170,11 @@ def _connected(
     peer: Peer, timeout_s: float = 20.0, max_message_bytes: int = 2**30, spin_us: float = 0.0
 ) -> Iterator[PendingChannel]:
     made = open_channel(
-        peer.endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, spin_us=spin_us
+        peer.endpoint,
+        timeout_s=timeout_s,
+        max_message_bytes=max_message_bytes,
+        spin_us=spin_us,
+        heartbeat_timeout_s=0,
     )
     try:
         yield made

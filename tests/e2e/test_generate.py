@@ -27,7 +27,7 @@ from tee_side.runner import Runner
 from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
 from tests.forked import ENVIRONMENT, Forked
-from tests.support import Service, run
+from tests.support import CALM, Service, run
 from tsqp.cli.program import model_directory
 from tsqp.cli.running import policy_digest
 
@@ -41,7 +41,7 @@ ROUND_TRIPS_A_FORWARD = {"tee-only": 0, "tsqp": 9 * LAYERS + 2, "attention-in-te
 def generate(service: Service, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(
         "tee-runner",
-        *("generate", "demo", "--gpu", service.endpoint, "--dtype", "float32"),
+        *("generate", "demo", "--gpu", service.endpoint, "--dtype", "float32", *CALM),
         *arguments,
     )
 
@@ -80,7 +80,7 @@ def test_two_runners_at_once_each_get_their_own_text(
     requests = ("Tell me a story about a fox.", "Tell me a story about Mia and a kite.")
     command = [
         str(Path(sys.executable).parent / "tee-runner"),
-        *("chat", "demo", "--gpu", demo_service.endpoint, "--dtype", "float32"),
+        *("chat", "demo", "--gpu", demo_service.endpoint, "--dtype", "float32", *CALM),
         *(*CLEAR, "--json", "--max-new-tokens", "40"),
     ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -17,7 +17,7 @@ from tee_side.policy.placement import ServiceTerms, builtin_policies, load_polic
 from tee_side.protect.pads import bank_files
 from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
-from tests.support import Service, running_service
+from tests.support import CALM, Service, running_service
 from tsqp.cli.program import model_directory
 
 DEVELOPMENT = """
@@ -116,7 +116,7 @@ def generate(
                 *("generate", "demo", "--policy", policy),
                 *special.get(policy, services[max(1, load_policy(policy).services)]),
                 *("--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--dtype", "float32"),
-                *("--json", "--save-logits", str(logits), *options),
+                *("--json", "--save-logits", str(logits), *CALM, *options),
             )
             assert result.returncode == 0, result.stderr
             answer = json.loads(result.stdout)

@@ -57,8 +57,7 @@ def test_the_worked_example(tmp_path: Path) -> None:
         model, *options = arguments("tee-runner", "serve", gpu=gpu)
         with running_server(*options, model=model) as server:
             texts = [run_python(here(code, gpu=gpu, api=server.base_url)) for code in python]
-    assert "fox" in texts[0]
-    assert len(texts[1].split()) > 30
+    assert min(len(text.split()) for text in texts) > 30
 
 
 def test_the_proof_before_the_prompt(tmp_path: Path) -> None:

@@ -78,16 +78,16 @@ class Proxy:
         self._cut()
 
     def _carry(self, near: socket.socket) -> None:
-        try:
-            with near:
+        with near:
+            try:
                 host, port = self._server
                 plain = socket.create_connection((host, port), _CONNECT_S)
                 with self._context.wrap_socket(plain, server_hostname=host) as far:
                     self._carry_both(near, far)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing is carried
-            self._say(f"refused: {_words(error)}")
-        finally:
-            self._places.release()
+            except Exception as error:  # noqa: BLE001 - whatever it is, nothing is carried
+                self._say(f"refused: {_words(error)}")
+            finally:
+                self._places.release()
 
     def _carry_both(self, near: socket.socket, far: ssl.SSLSocket) -> None:
         both = {near, far}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpu_side import request_loop
 from gpu_side.replies import Result
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE
 from gpu_side.state import ServiceState
@@ -81,7 +82,10 @@ def test_what_was_picked_up_is_finished_and_what_comes_later_is_refused(
     assert [record.getMessage() for record in caplog.records] == ["draining"]
 
 
-def test_what_was_not_picked_up_is_refused(stop: StopSignal) -> None:
+def test_what_was_not_picked_up_is_refused(
+    stop: StopSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_loop, "_STOPPING_S", 60.0)
     count = 3 * MAX_REFUSED_AT_ONCE
     garbage = Incoming((b"peer",), [memoryview(b"\xc1")], time.perf_counter_ns())
     health = incoming_request(2, request=HealthRequest())

@@ -99,8 +99,10 @@ def _failing(request: Request) -> Result:
 
 @pytest.mark.parametrize("event", ["refused", "client_gone", "failed", "queue_full", "dropped"])
 def test_what_others_can_have_logged_is_logged_by_a_name_that_is_limited(
-    caplog: pytest.LogCaptureFixture, event: str
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
+    # What has room in an hour.
+    monkeypatch.setitem(LIMITS, event, (LIMITS[event][0], 3600.0))
     flood = [_inline("Canary")] * 70 if event == "refused" else _from("a", *range(1, 71))
     listener = Listener(flood, gone=event == "client_gone")
     listener.revoked = {b""} if event == "dropped" else set()

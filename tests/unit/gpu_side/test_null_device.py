@@ -493,6 +493,7 @@ def test_the_limit_of_a_message_is_told(light: Path) -> None:
     assert reply.max_message_bytes == DEFAULT_MAX_MESSAGE_BYTES
 
 
+@pytest.mark.usefixtures("patient_streams")
 @pytest.mark.parametrize(
     ("scheme", "device"),
     [("ipc://{0}/s", "null"), ("unix://{0}/s", "null"), ("tcp://127.0.0.1:*", "model:l4")],
@@ -502,7 +503,7 @@ def test_a_process_with_it_answers_over_every_transport(
 ) -> None:
     endpoint = scheme.format(tmp_path)
     with running_service(light, endpoint, "--device", device, "--spin-us", "50") as service:
-        channel = open_channel(service.endpoint, timeout_s=20)
+        channel = open_channel(service.endpoint, timeout_s=20, heartbeat_timeout_s=0)
         for _ in range(3):
             response = channel.call(REQUESTS["qkv"]).response
             assert isinstance(response, TensorReply)

@@ -557,6 +557,7 @@ def test_numbers_are_read_again_for_a_header_that_is_known(client: Client, model
 # ------------------------------------------------------------------------------------ a process
 
 
+@pytest.mark.usefixtures("patient_streams")
 @pytest.mark.parametrize("scheme", ["ipc", "unix", "shm"])
 def test_a_process_keeps_the_sessions_of_each_connection(
     model: Model, tmp_path: Path, scheme: str
@@ -566,7 +567,9 @@ def test_a_process_keeps_the_sessions_of_each_connection(
     (spilled := tmp_path / "spilled").mkdir()
     arguments = ("--sessions-mib", "1", "--session-spill", str(spilled), "--arithmetic", "float")
     with running_service(model.directory, f"{scheme}://{tmp_path}/s", *arguments) as service:
-        channels = [open_channel(service.endpoint, timeout_s=20) for _ in range(2)]
+        channels = [
+            open_channel(service.endpoint, timeout_s=20, heartbeat_timeout_s=0) for _ in range(2)
+        ]
 
         def ask(which: int, start: int, end: int, session: int = 1) -> torch.Tensor:
             numbers = [part(session, start, end - start)]

@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -109,7 +109,7 @@ def http_peer(*answers: Answer, tls: ssl.SSLContext | None = None) -> Iterator[H
             listening.shutdown(socket.SHUT_RDWR)
             acceptor.join()
             for connection in made:
-                if connection.fileno() >= 0:
+                with suppress(OSError):  # it may have been closed, by either end
                     connection.shutdown(socket.SHUT_RDWR)
             for thread in threads:
                 thread.join()

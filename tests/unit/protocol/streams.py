@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -79,3 +80,22 @@ def wait_and_take(listener: StreamListener) -> Incoming | None:
     """Return a message if one comes within a moment."""
     listener.wait(timeout_ms=10)
     return listener.receive()
+
+
+def look_until_refused(listener: StreamListener, count: int = 1) -> None:
+    """Let the listener look until it has turned away so many, and hand out nothing."""
+    until = time.monotonic() + 30
+    while listener.clients_refused < count:
+        listener.wait(timeout_ms=20)
+        assert listener.receive() is None
+        assert time.monotonic() < until
+    assert listener.clients_refused == count
+
+
+def is_dropped(listener: StreamListener, raw: socket.socket) -> bool:
+    """Say whether the listener closes a connection, having turned one away."""
+    look_until_refused(listener)
+    try:
+        return raw.recv(10, socket.MSG_DONTWAIT) == b""
+    except ConnectionResetError:  # closed with bytes that it has not read
+        return True

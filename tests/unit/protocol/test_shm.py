@@ -13,7 +13,7 @@ import torch
 
 from gpu_side.encoding import open_request
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import native
+from protocol import native, stream
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -28,7 +28,7 @@ from protocol.stream import StreamChannel
 from protocol.tensors import Buffer, from_torch, to_torch
 from tests.tools.scribbler import Scribbler
 from tests.unit.protocol.segments import RawService, message
-from tests.unit.protocol.streams import tensor_reply
+from tests.unit.protocol.streams import look_until_refused, tensor_reply
 
 ROUNDS = 2000
 TINY_S = 0.05
@@ -117,7 +117,11 @@ def test_a_slot_that_is_given_back_without_a_reply_waits_for_one_on_the_socket(
     assert slot in channel._free
 
 
-def test_a_client_that_sleeps_is_woken_up(service: RawService, channel: ShmChannel) -> None:
+def test_a_client_that_sleeps_is_woken_up(
+    service: RawService, channel: ShmChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It stays asleep, and asks for no signs of life.
+    monkeypatch.setattr(stream, "PROBE_AFTER_S", 60.0)
     request_id, slot = _submit(channel, service)
     woken: list[bool | None] = []
 
@@ -162,7 +166,7 @@ def test_no_wake_up_is_lost(endpoint: str) -> None:
 
 def test_an_idle_end_does_not_burn_a_core(endpoint: str) -> None:
     with RawService(endpoint) as service, ShmChannel(endpoint, spin_us=1000) as channel:
-        request_id = channel.submit(_request(), timeout_s=1.0)
+        request_id = channel.submit(_request(), timeout_s=3600)
         service.accept()
         began_s, used_s = time.monotonic(), time.thread_time()
         with pytest.raises(TsqpError):  # its signs of life have no answer
@@ -225,8 +229,7 @@ def test_a_plain_service_refuses_at_once(endpoint: str) -> None:
     listener = StreamListener(endpoint.replace("shm://", "unix://"))
     with ShmChannel(endpoint, timeout_s=3600) as channel:
         request_id = channel.submit(InitRequest())
-        assert not listener.wait(timeout_ms=100)
-        assert listener.clients_refused == 1
+        look_until_refused(listener)
         with pytest.raises(EndpointError, match="a lost connection while Init"):
             channel.wait(request_id)
     listener.close()
@@ -236,8 +239,7 @@ def test_a_plain_client_is_refused_at_once(endpoint: str) -> None:
     listener = StreamListener(endpoint)
     with StreamChannel(endpoint.replace("shm://", "unix://"), timeout_s=3600) as channel:
         request_id = channel.submit(InitRequest())
-        assert not listener.wait(timeout_ms=100)
-        assert listener.clients_refused == 1
+        look_until_refused(listener)
         with pytest.raises(EndpointError, match="a lost connection while Init"):
             channel.wait(request_id)
     listener.close()
@@ -371,7 +373,8 @@ def test_a_reply_that_changes_while_it_is_read_is_one_reply_or_an_error(
     kept: Buffer = b""
     snapshot = b""
     with Scribbler("replies") as scribbler:
-        for _ in range(ROUNDS):
+        # As often as that, and until something was raced.
+        while good + errors < ROUNDS or not errors + changed:
             connected = channel._socket is not None
             request_id = channel.submit(_request(), timeout_s=TINY_S)
             if not connected:
@@ -393,4 +396,3 @@ def test_a_reply_that_changes_while_it_is_read_is_one_reply_or_an_error(
             assert kept == snapshot
             kept, snapshot = response.output.data, bytes(response.output.data)
     assert good > ROUNDS // 4
-    assert errors + changed  # or nothing was raced

@@ -70,7 +70,7 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_wire, "SOCKET_BUFFER_BYTES", 4096)
 
 
-@pytest.mark.usefixtures("_small_buffers")
+@pytest.mark.usefixtures("_small_buffers", "patient_streams")
 def test_both_sides_write_large_messages_at_once(
     listener: StreamListener, channel: StreamChannel
 ) -> None:

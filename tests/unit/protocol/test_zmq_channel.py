@@ -69,7 +69,7 @@ def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
 
 @pytest.fixture
 def channel(peer: Peer) -> Iterator[ZmqChannel]:
-    with ZmqChannel(peer.endpoint, timeout_s=20.0) as made:
+    with ZmqChannel(peer.endpoint, timeout_s=20.0, heartbeat_timeout_s=0) as made:
         yield made
 
 
@@ -121,7 +121,9 @@ def test_a_reply_without_an_end_is_not_gathered_until_memory_ends() -> None:
             connection.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
             answered = b""
             while b"LMHead" not in answered:
-                answered += connection.recv(4096)
+                answered += (received := connection.recv(4096))
+                if not received:
+                    return
             while True:
                 connection.sendall(MORE_TO_COME)
                 sent += len(MORE_TO_COME)
@@ -130,7 +132,11 @@ def test_a_reply_without_an_end_is_not_gathered_until_memory_ends() -> None:
         thread = threading.Thread(target=flood, args=(listening,))
         thread.start()
         endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
-        with ZmqChannel(endpoint, timeout_s=3600, max_message_bytes=2**16) as channel:
+        # Without heartbeats, which it does not answer.
+        channel = ZmqChannel(
+            endpoint, timeout_s=3600, max_message_bytes=2**16, heartbeat_timeout_s=0
+        )
+        with channel:
             with pytest.raises(ProtocolError, match="bytes of a message without its end") as info:
                 channel.call(_request())
             assert info.value.code == ErrorCode.LIMIT_EXCEEDED
@@ -363,6 +369,7 @@ def test_a_handshake_that_fails_before_a_request_leaves_is_no_full_queue(
         raise zmq.Again
 
     monkeypatch.setattr("protocol.zmq_channel.send_frames", no_queue)
+    monkeypatch.setattr("protocol.zmq_channel._NOTICE_S", 60.0)
     keys = ClientKeys(secret=zmq.curve_keypair()[1], service=zmq.curve_keypair()[0])
     with (
         _listening(f"ipc://{tmp_path}/without-keys"),

@@ -23,6 +23,7 @@ from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair
 
 Found = dict[str, dict[str, str]]
+pytestmark = pytest.mark.usefixtures("patient_streams")
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +140,14 @@ def test_a_service_that_is_not_there_or_holds_another_model_is_named(
 
 
 def test_links_that_give_shares_away_are_named(service: Service, tmp_path: Path) -> None:
-    nowhere = f"unix://{tmp_path}/none"
+    # A folder that is a file: what is not there might come.
+    (tmp_path / "file").touch()
+    nowhere = f"unix://{tmp_path}/file/none"
     given = ("--policy", "two-server", "--gpu", service.endpoint, "--gpu", nowhere)
     status, found = _doctor("demo", *given)
     assert status == 1
     assert "without keys" in found["services"]["detail"]
-    status, found = _doctor("demo", *given, "--shares-in-the-clear", "--timeout-s", "0.2")
+    status, found = _doctor("demo", *given, "--shares-in-the-clear")
     assert found[f"service {service.endpoint}"]["state"] == "ok"
     assert (status, found[f"service {nowhere}"]["state"]) == (1, "missing")
 

@@ -136,6 +136,7 @@ def test_other_requests_are_torch_s(
     assert device.copies_in == 0
 
 
+@pytest.mark.usefixtures("patient_streams")
 @pytest.mark.parametrize("reached", [True, False])
 def test_over_shared_memory_the_device_reads_and_writes_slots(
     reached: bool, weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -39,7 +39,7 @@ from tests.forked import ENVIRONMENT, Forked
 from tests.support import SIZES, Service, make_model, run, running_service
 from tests.tables import each_row
 
-pytestmark = pytest.mark.more
+pytestmark = [pytest.mark.more, pytest.mark.usefixtures("patient_streams")]
 
 HIDDEN, VOCAB, BETWEEN = SIZES["hidden_size"], 331, SIZES["intermediate_size"]
 TWO = ("--tensor-parallel", "2")
@@ -260,7 +260,7 @@ def test_torchrun_starts_the_ranks(model: Path, tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("gpu-service"))
     endpoint = f"unix://{tmp_path}/s"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    command += ["--standalone"]  # it finds a free port
     command += [program, str(model), "--bind", endpoint, "--dtype", "float32", *TWO]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -337,11 +337,3 @@ def _loaded_bytes(service: Service) -> int:
     found = re.search(r"loaded weight_bytes=(\d+)", "\n".join(service.log))
     assert found
     return int(found[1])
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -20,7 +20,7 @@ from protocol.messages import InitRequest
 from protocol.shared_memory import ATTACH, LARGEST, SLOTS, SMALLEST, Areas
 from tests.tables import each_row
 from tests.unit.protocol.segments import PAGE, message
-from tests.unit.protocol.streams import raw_socket
+from tests.unit.protocol.streams import is_dropped, raw_socket
 
 SIZE = 2**20
 SESSION = b"0123"
@@ -47,20 +47,6 @@ def _attach(endpoint: str, said: bytes = ATTACH + SESSION) -> socket.socket:
     raw = raw_socket(endpoint.rpartition(",")[2])
     raw.sendall(said)
     return raw
-
-
-def _is_dropped(listener: StreamListener, raw: socket.socket) -> bool:
-    refused = listener.clients_refused
-    for _ in range(100):
-        listener.wait(timeout_ms=10)
-        assert listener.receive() is None
-        if listener.clients_refused > refused:
-            # Closed with bytes that it has not read, or without.
-            try:
-                return raw.recv(10, socket.MSG_DONTWAIT) == b""
-            except ConnectionResetError:
-                return True
-    return False
 
 
 def _until_taken(listener: StreamListener, memory: Path) -> None:
@@ -226,7 +212,7 @@ def test_a_second_client_is_refused_as_long_as_the_first_is_there(
     with _attach(endpoint) as first:
         _until_taken(listener, memory)
         with _attach(endpoint) as second:
-            assert _is_dropped(listener, second)
+            assert is_dropped(listener, second)
         (record,) = caplog.records
         assert record.fields == {  # type: ignore[attr-defined]
             "peer": f"{2:016x}",
@@ -257,7 +243,7 @@ def test_a_client_that_has_gone_with_requests_unread_keeps_nobody_out(
 def test_a_plain_client_is_refused(listener: StreamListener, endpoint: str) -> None:
     request = message(list(encode_request(InitRequest(), 7, 1000)))
     with _attach(endpoint, request) as raw:
-        assert _is_dropped(listener, raw)
+        assert is_dropped(listener, raw)
     _is_served(listener, endpoint)
 
 
@@ -285,6 +271,6 @@ def test_a_virtual_machine_that_writes_over_all_is_dropped_and_comes_back(
         with memory.open("r+b") as file:
             file.write(b"\xff" * SIZE)
         raw.send(bytes(4))
-        assert _is_dropped(listener, raw)
+        assert is_dropped(listener, raw)
     memory.write_bytes(bytes(SIZE))
     _is_served(listener, endpoint)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from protocol.shared_memory import ATTACH, Areas, frames_in
 from protocol.shm import ShmChannel
 from protocol.tensors import Buffer
 from tests.unit.protocol.segments import PAGE, RawClient, attach, memfd, message
-from tests.unit.protocol.streams import REFUSED, wait_and_take
+from tests.unit.protocol.streams import REFUSED, is_dropped, wait_and_take
 
 REQUEST = [bytes(frame) for frame in encode_request(InitRequest(), 7, 1000)]
 TWO = [bytes(range(100)), b"tensor"]
@@ -51,17 +50,10 @@ def _others_go_on(listener: StreamListener, endpoint: str) -> None:
         assert open_request(_take(listener).frames, 1000).request_id == 7
 
 
-def _is_dropped(listener: StreamListener, raw: socket.socket, times: int = 1) -> bool:
-    """Say whether the service closes a connection, having refused so many."""
-    for _ in range(100):
+def _let_in(listener: StreamListener) -> None:
+    """Wait until the client has shared its segment."""
+    while not listener._sharing:
         listener.wait(timeout_ms=10)
-        assert listener.receive() is None
-        if listener.clients_refused == times:
-            try:
-                return raw.recv(10, socket.MSG_DONTWAIT) == b""
-            except ConnectionResetError:
-                return True
-    return False
 
 
 # ------------------------------------------------------------------------------------ letting in
@@ -85,7 +77,7 @@ def test_what_hands_over_no_segment_is_refused(
     file = memfd(Areas(1, PAGE, PAGE))
     before = len(os.listdir("/proc/self/fd"))
     with caplog.at_level(logging.WARNING), attach(endpoint, [file] * count, said) as raw:
-        assert _is_dropped(listener, raw)
+        assert is_dropped(listener, raw)
     assert len(os.listdir("/proc/self/fd")) == before
     (record,) = caplog.records
     detail = record.fields["detail"]  # type: ignore[attr-defined]
@@ -109,7 +101,7 @@ def test_a_file_that_is_no_segment_is_refused(
     file = _no_segment(name)
     before = len(os.listdir("/proc/self/fd"))
     with attach(endpoint, [file]) as raw:
-        assert _is_dropped(listener, raw)
+        assert is_dropped(listener, raw)
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(file)
     _others_go_on(listener, endpoint)
@@ -207,7 +199,7 @@ def test_a_request_before_the_last_reply_drops_the_client(
     client.put(3, REQUEST)
     _take(listener)
     client.put(3, REQUEST)
-    assert _is_dropped(listener, client.socket)
+    assert is_dropped(listener, client.socket)
     _others_go_on(listener, endpoint)
 
 
@@ -227,7 +219,7 @@ def test_a_slot_with_no_message_drops_the_client(
     listener: StreamListener, client: RawClient, endpoint: str, said: bytes, claimed: int | None
 ) -> None:
     client.put_bytes(0, said, claimed)
-    assert _is_dropped(listener, client.socket)
+    assert is_dropped(listener, client.socket)
     _others_go_on(listener, endpoint)
 
 
@@ -235,7 +227,7 @@ def test_a_message_larger_than_the_limit_drops_the_client(endpoint: str) -> None
     listener = StreamListener(endpoint, max_message_bytes=1000)
     with RawClient(endpoint, area_bytes=2 * PAGE) as client:
         client.put(0, [b"header", bytes(1001)])
-        assert _is_dropped(listener, client.socket)
+        assert is_dropped(listener, client.socket)
     listener.close()
 
 
@@ -244,7 +236,7 @@ def test_what_was_put_before_a_wrong_message_is_lost_with_its_client(
 ) -> None:
     client.lane.put(0, REQUEST)
     client.put_bytes(1, b"")
-    assert _is_dropped(listener, client.socket)
+    assert is_dropped(listener, client.socket)
 
 
 def test_two_connections_that_share_a_segment_hurt_themselves_alone(
@@ -265,12 +257,14 @@ def test_two_connections_that_share_a_segment_hurt_themselves_alone(
 def test_wake_ups_without_end_are_read_at_once(
     listener: StreamListener, client: RawClient, endpoint: str
 ) -> None:
+    _let_in(listener)
     client.socket.setblocking(False)
     for _ in range(50):
         try:
             client.socket.send(bytes(2**16))
         except BlockingIOError:
             assert wait_and_take(listener) is None
+    listener.wait(timeout_ms=0)
     assert listener.clients_refused == 0
     client.socket.setblocking(True)
     client.put(0, REQUEST)
@@ -288,9 +282,10 @@ def test_a_flag_that_the_client_writes_over_keeps_nobody_else_asleep(
             assert open_request(_take(listener).frames, 1000).request_id == request_id
 
 
-def test_a_client_that_raises_numbers_without_end_is_dropped(
+def test_a_client_that_raises_numbers_without_endis_dropped(
     listener: StreamListener, client: RawClient, endpoint: str
 ) -> None:
+    _let_in(listener)
     for number in range(1, 20):
         for slot in range(client.lane.slots):
             client.write_line(slot, number, 100)

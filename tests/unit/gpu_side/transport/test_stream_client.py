@@ -8,7 +8,6 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +25,7 @@ from protocol.stream_wire import to_pieces
 from tests.unit.protocol.streams import (
     LARGE,
     REFUSED,
+    look_until_refused,
     raw_socket,
     request_bytes,
     request_of,
@@ -351,6 +351,8 @@ def test_a_client_with_many_bytes_that_nobody_takes_is_not_read_from(
         assert listener._turns[0].reader.large is None
         assert sender.is_alive()
         modest.sendall(request_bytes(5000))
+        while len(listener._turns) < 2:
+            listener.wait(timeout_ms=1)
         taken = [incoming for _ in range(300) if (incoming := wait_and_take(listener))]
         sender.join()
         sizes = [incoming.frames[0].nbytes for incoming in taken]
@@ -359,20 +361,11 @@ def test_a_client_with_many_bytes_that_nobody_takes_is_not_read_from(
         assert max(n for n, other in enumerate(sizes) if other != size) <= 3
 
 
-def _look_until_refused(listener: StreamListener, count: int) -> None:
-    """Let the listener look until it has turned away so many, and hand out nothing."""
-    until = time.monotonic() + 30
-    while listener.clients_refused < count:
-        assert not listener.wait(timeout_ms=20)
-        assert time.monotonic() < until
-    assert listener.clients_refused == count
-
-
 def test_refused_clients_are_counted(listener: StreamListener, endpoint: str) -> None:
     for count in (1, 2):
         with raw_socket(endpoint) as raw:
             raw.sendall(b"canary canary")
-            _look_until_refused(listener, count)
+            look_until_refused(listener, count)
             assert raw.recv(100) == b""
 
 
@@ -385,7 +378,7 @@ def test_a_message_that_does_not_fit_into_memory_ends_its_connection_only(
 ) -> None:
     with raw_socket(endpoint) as raw, caplog.at_level(logging.WARNING):
         raw.sendall(struct.pack("<IQ", 1, 500 * 2**20))
-        _look_until_refused(listener, 1)
+        look_until_refused(listener, 1)
         assert raw.recv(100) == b""
     assert [r.__dict__["fields"]["code"] for r in caplog.records] == ["LIMIT_EXCEEDED"]
     channel.submit(InitRequest())
@@ -397,7 +390,7 @@ def test_garbage_is_logged_without_its_content(
 ) -> None:
     with raw_socket(endpoint) as raw, caplog.at_level(logging.WARNING):
         raw.sendall(b"canary canary")
-        _look_until_refused(listener, 1)
+        look_until_refused(listener, 1)
         assert raw.recv(100) == b""
     (record,) = caplog.records
     assert record.getMessage() == "dropped"
@@ -489,7 +482,7 @@ def test_a_client_for_which_there_is_no_memory_is_turned_away(
     with raw_socket(endpoint) as unlucky, monkeypatch.context() as patched:
         patched.setattr(stream_listener, "Client", exhausted)
         unlucky.sendall(request_bytes())
-        _look_until_refused(listener, 1)
+        look_until_refused(listener, 1)
         with pytest.raises(ConnectionResetError):
             unlucky.recv(100)
     assert {record.__dict__["fields"]["clients"] for record in caplog.records} == {0, 1}

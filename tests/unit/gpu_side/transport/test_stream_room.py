@@ -48,8 +48,9 @@ def _sit(listener: StreamListener, endpoint: str) -> socket.socket:
 
 
 def test_large_messages_of_all_clients_are_bounded_together(
-    small: StreamListener, endpoint: str
+    small: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream_client, "STALLED_S", 3600.0)
     taken: list[int] = []
     limit = stream_listener.RECEIVED_MESSAGES * ALMOST
     with _sit(small, endpoint) as first, _sit(small, endpoint), ExitStack() as stack:
@@ -93,6 +94,7 @@ def test_large_messages_of_all_clients_are_bounded_together(
 def test_where_there_is_no_room_each_client_has_a_little(
     small: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream_client, "STALLED_S", 3600.0)
     monkeypatch.setattr(stream_listener, "ALWAYS_BYTES", 300_000)
     with _sit(small, endpoint), _sit(small, endpoint), ExitStack() as stack:
         large, modest, greedy = (stack.enter_context(raw_socket(endpoint)) for _ in range(3))
@@ -122,8 +124,9 @@ def test_where_there_is_no_room_each_client_has_a_little(
 
 
 def test_who_goes_while_it_waits_for_room_keeps_nobody_busy(
-    small: StreamListener, endpoint: str
+    small: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream_client, "STALLED_S", 3600.0)
     with _sit(small, endpoint), _sit(small, endpoint):
         with raw_socket(endpoint) as late:
             late.sendall(_announced(ALMOST, 1000))

@@ -202,11 +202,9 @@ def test_a_mistake_is_raised_when_the_block_is_left_but_for_an_error_of_its_own(
     def fail() -> None:
         raise RuntimeError("pads: got a second batch")
 
-    with (
-        pytest.raises(RuntimeError, match="a second batch"),
-        Work({"idle": 1}, fail).maker.running(),
-    ):
-        pass
+    maker = Work({"idle": 1}, fail).maker
+    with pytest.raises(RuntimeError, match="a second batch"), maker.running(), maker._changed:
+        assert maker._changed.wait_for(lambda: maker._mistake is not None, WAIT_S)
     with pytest.raises(KeyError), Work({"idle": 1}, fail).maker.running():
         raise KeyError
     assert not _threads()
