@@ -11,7 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -75,32 +75,39 @@ def test_greedy_tokens_and_logits_equal_transformers(
 
 
 def test_two_runners_at_once_each_get_their_own_text(
-    demo_service: Service, reference: Any, reference_tokenizer: Any
+    demo_service: Service, reference: Any, tmp_path: Path
 ) -> None:
     requests = ("Tell me a story about a fox.", "Tell me a story about Mia and a kite.")
-    command = [
-        str(Path(sys.executable).parent / "tee-runner"),
-        *("chat", "demo", "--gpu", demo_service.endpoint, "--dtype", "float32", *CALM),
-        *(*CLEAR, "--json", "--max-new-tokens", "40"),
-    ]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    runners = [subprocess.Popen(command, **pipes, text=True, env=ENVIRONMENT) for _ in requests]
-    for runner in runners:
-        # Printed once connected: only when both are does either of them get its request.
-        assert runner.stderr is not None
-        assert runner.stderr.readline().startswith("policy attention-in-tee")
-    for runner, request in zip(runners, requests, strict=True):
-        assert runner.stdin is not None
-        runner.stdin.write(f"{request}\n")
-        runner.stdin.flush()
-    texts = []
-    for runner in runners:
-        stdout, stderr = runner.communicate(timeout=60)
-        assert runner.returncode == 0, stderr
-        (turn,) = json.loads(stdout)["turns"]
-        want, _ = greedy(reference, turn["prompt_token_ids"], 40)
-        assert turn["token_ids"] == want
-        texts.append(turn["text"])
+    command = ("chat", "demo", "--gpu", demo_service.endpoint, "--dtype", "float32", *CALM)
+    command += (*CLEAR, "--json", "--max-new-tokens", "40")
+    with ExitStack() as stack:
+        runners, inputs, outputs = [], [], []
+        for number in range(2):
+            os.mkfifo(pipe := tmp_path / str(number))
+            outputs.append(stack.enter_context(TemporaryFile("w+")))
+            before = f"import sys\nsys.stdin = open({str(pipe)!r})"
+            runners.append(
+                Forked(
+                    "tee-runner", command, ENVIRONMENT, stdout=outputs[-1].fileno(), before=before
+                )
+            )
+            stack.callback(runners[-1].kill)
+            inputs.append(stack.enter_context(pipe.open("w")))
+        for runner in runners:
+            # Printed once connected: only when both are does either of them get its request.
+            assert runner.stderr.readline().startswith("policy attention-in-tee")
+        for file, request in zip(inputs, requests, strict=True):
+            file.write(f"{request}\n")
+            file.close()
+        texts = []
+        for runner, output in zip(runners, outputs, strict=True):
+            status, (_, errors) = runner.wait(60), runner.communicate()
+            assert status == 0, errors
+            output.seek(0)
+            (turn,) = json.load(output)["turns"]
+            want, _ = greedy(reference, turn["prompt_token_ids"], 40)
+            assert turn["token_ids"] == want
+            texts.append(turn["text"])
     assert "fox" in texts[0]
     assert "Mia" in texts[1]
 
