@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import random
+import secrets
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -121,6 +123,14 @@ def _seeded() -> None:
     # A runner in this process takes all cores, and leaves them so to the tests that follow.
     if native.threads() > 1:
         native.set_threads(1)
+
+
+@pytest.fixture
+def same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the program draws from the operating system is the same in every run."""
+    draw = random.Random(0)
+    monkeypatch.setattr(os, "urandom", draw.randbytes)
+    monkeypatch.setattr(secrets, "token_bytes", draw.randbytes)
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@ def test_the_worked_example(tmp_path: Path) -> None:
         """Put in this machine's places."""
         for file in FILES:
             text = text.replace(file, str(tmp_path / file))
+        # One answer in eighty is about something else.
+        text = text.replace("stream=True", "stream=True, seed=1")
         return text.replace("MODEL", "demo").replace(BIND, gpu).replace(BASE_URL, api)
 
     commands = [
@@ -57,7 +59,8 @@ def test_the_worked_example(tmp_path: Path) -> None:
         model, *options = arguments("tee-runner", "serve", gpu=gpu)
         with running_server(*options, model=model) as server:
             texts = [run_python(here(code, gpu=gpu, api=server.base_url)) for code in python]
-    assert min(len(text.split()) for text in texts) > 30
+    assert "fox" in texts[0]
+    assert len(texts[1].split()) > 30
 
 
 def test_the_proof_before_the_prompt(tmp_path: Path) -> None:

@@ -156,12 +156,8 @@ def _busy_service(endpoint: str) -> Iterator[TextIO]:
             process.kill()
 
 
-def test_a_busy_service_is_waited_for(
-    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_service_is_waited_for(tmp_path: Path, scheme: str) -> None:
     """Also by who comes while it is busy, and whose turn comes last."""
-    # As long as it is busy, not a moment of which it may be stopped for.
-    monkeypatch.setattr("protocol.liveness._ANSWER_WITHIN_S", 1.9)
     endpoint = f"{scheme}://{tmp_path}/busy"
 
     def is_answered(channel: object) -> bool:

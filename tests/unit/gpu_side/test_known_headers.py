@@ -210,7 +210,7 @@ def test_a_peer_that_never_repeats_itself_fills_little_memory() -> None:
     messages = itertools.product(triples, range(4000, 4040))
     tracemalloc.start()
     try:
-        for names, layer in itertools.islice(messages, 7 * MAX_KNOWN_HEADERS // 4):
+        for names, layer in itertools.islice(messages, 3 * MAX_KNOWN_HEADERS):
             message = _linear(
                 layer_idx=layer, module_names=names, hidden_states=_tensor(1, 1, 1, 1)
             )

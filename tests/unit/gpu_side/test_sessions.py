@@ -217,7 +217,7 @@ def test_a_client_that_has_gone_leaves_nothing() -> None:
     _run(sessions, A, _part(1, 0, 1))
 
 
-MOST_PARTS = 2048
+MOST_PARTS = 4096
 
 
 def _calls(sessions: Sessions, parts: list[Part]) -> int:

@@ -86,8 +86,7 @@ def look_until_refused(listener: StreamListener, count: int = 1) -> None:
     """Let the listener look until it has turned away so many, and hand out nothing."""
     until = time.monotonic() + 30
     while listener.clients_refused < count:
-        listener.wait(timeout_ms=20)
-        assert listener.receive() is None
+        assert not listener.wait(timeout_ms=20)
         assert time.monotonic() < until
     assert listener.clients_refused == count
 

@@ -142,13 +142,12 @@ HALF = b"".join(to_pieces([bytes(2**20)])[0])[:150_000]
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_service_that_is_busy_is_not_taken_for_dead(
-    listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch, known: bool
+    listener: StreamListener, endpoint: str, known: bool
 ) -> None:
     """Nobody attends to the listener; a deadline ends it, of one that came before, and of another.
 
     Long enough for a service that gives no signs of life to be given up.
     """
-    monkeypatch.setattr("protocol.liveness._ANSWER_WITHIN_S", 2.0)
     with StreamChannel(endpoint, timeout_s=60) as channel:
         if known:
             _one_round_trip(listener, channel)

@@ -118,7 +118,8 @@ def test_the_mask_is_undone_and_hides_what_it_got(
     mask, generator = _mask(home, **options), torch.Generator().manual_seed(rows)
     x_TI = torch.randn(rows, 48, generator=generator)
     weight_OI = torch.randn(96, 48, generator=generator)
-    masked, again = (mask.mask(x_TI, Randomness(bytes([n]) * 32)) for n in range(2))
+    randomness = Randomness(bytes(32))
+    masked, again = (mask.mask(x_TI, randomness) for _ in range(2))
     (sent_RI,) = masked.sent
     shield_rows = options.get("shield_rows", 4)
     assert sent_RI.shape == (rows + shield_rows, 48)

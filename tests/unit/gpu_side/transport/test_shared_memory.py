@@ -282,7 +282,7 @@ def test_a_flag_that_the_client_writes_over_keeps_nobody_else_asleep(
             assert open_request(_take(listener).frames, 1000).request_id == request_id
 
 
-def test_a_client_that_raises_numbers_without_endis_dropped(
+def test_a_client_that_raises_numbers_without_end_is_dropped(
     listener: StreamListener, client: RawClient, endpoint: str
 ) -> None:
     _let_in(listener)

@@ -128,7 +128,7 @@ def test_only_who_is_on_the_list_is_served(service: Service) -> None:
     assert service.served == 2
     with (
         _channel(service.endpoint, STRANGER_SECRET) as channel,
-        pytest.raises(EndpointError, match=r"refusal of our key (while|before) LMHead") as info,
+        pytest.raises(EndpointError, match="got a refusal of our key while LMHead") as info,
     ):
         channel.call(REQUEST)
     assert info.value.expected == f"a service that allows {STRANGER.decode()}"
@@ -169,7 +169,7 @@ def test_a_service_without_keys_gets_nothing_from_who_expects_them(endpoint: str
 
 def test_a_refused_request_is_refused_again_at_once(service: Service) -> None:
     with _channel(service.endpoint, STRANGER_SECRET) as channel:
-        for when in ("(while|before) LMHead", "before LMHead could be sent"):
+        for when in ("while LMHead was waiting", "before LMHead could be sent"):
             with pytest.raises(EndpointError, match=f"got a refusal of our key {when}"):
                 channel.call(REQUEST)
     assert service.listener.clients_refused >= 2

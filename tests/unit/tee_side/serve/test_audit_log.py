@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -62,14 +61,9 @@ def pieces(path: Path) -> list[bytes]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def _salts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the salts the same in every run, and so the records.
-
-    One record in 256 ends in a zero. Where it is the last one and out of place it looks like a
-    write that a loss of power cut short, and is cut off as such.
-    """
-    monkeypatch.setattr(os, "urandom", Random(0).randbytes)
+# The salts are, and so the records. One record in 256 ends in a zero: where it is the last one and
+# out of place it looks like a write that a loss of power cut short, and is cut off as such.
+pytestmark = pytest.mark.usefixtures("same_draws")
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_a_file_is_read_without_its_encryption_alone(
     assert clear.top1.hits == clear.top1.n
     found = read(recording, view, *(disk.encrypted for disk in recording.disks))
     # With a guess for every token, each as good as one at random.
-    assert (found.guessed, found.top1.hits <= 5) == (found.top1.n, True)
+    assert (found.guessed, found.top1.hits <= 2) == (found.top1.n, True)
 
 
 @each_row("dtype", ["bfloat16", "float16"])
@@ -66,7 +66,7 @@ def test_files_of_short_numbers_are_read_as_well(
     found = read(recording, view, *(disk.clear for disk in recording.disks))
     assert found.top1.hits >= 0.95 * found.top1.n
     sealed = read(recording, view, *(disk.encrypted for disk in recording.disks))
-    assert sealed.top1.hits <= 5
+    assert sealed.top1.hits <= 2
 
 
 def test_a_file_is_as_long_as_what_it_encrypts_and_differs_each_time(
@@ -117,5 +117,5 @@ def test_the_control_is_the_file_in_the_clear(model: SavedModel, tmp_path: Path)
     assert one.control is not None
     assert (one.control.policy, one.control.worked) == ("clear-segment", True)
     assert one.control.rate.hits == one.control.rate.n == 30
-    assert one.scores[0].top1.hits <= 5
+    assert one.scores[0].top1.hits <= 2
     assert not found.above_chance

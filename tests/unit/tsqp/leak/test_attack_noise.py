@@ -244,12 +244,12 @@ def stories() -> list[list[int]]:
     return [tokenizer.encode(story)[:16] for story in text if story.strip()][:2]
 
 
+@pytest.mark.usefixtures("same_draws")
 def test_the_demo_model_under_noise_is_read(stories: list[list[int]], tmp_path: Path) -> None:
     model = model_directory("demo")
     recording = play(policy(tmp_path, all_of(4.0)), stories, PlaySettings(model, tmp_path, 5))
     traces = tuple(one.traces[0] for one in recording.sessions)
     view = View(traces, PublicModel(model), recording.policy, recording.served, 2, 60)
     read = shares(view, [list(one.truth.sent) for one in recording.sessions])
-    # Of 40; in 142 runs one was missed four times.
-    assert read[ALL] >= 0.85
+    assert read[ALL] >= NoiseAveraging.published
     assert read[FIRST] < 0.3

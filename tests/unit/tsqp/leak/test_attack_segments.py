@@ -75,6 +75,8 @@ def _share(attack: Attack, played: Recording, view: View, where: str) -> float:
     return found.top1.hits / found.top1.n
 
 
+# By chance one rotation in a hundred has its readers guess a frequent token right.
+@pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize("name", READ)
 def test_a_segment_from_layer_0_is_read_by_look_ups(
     public: PublicModel, tmp_path: Path, name: str
@@ -82,8 +84,7 @@ def test_a_segment_from_layer_0_is_read_by_look_ups(
     played, view = _played(public, load_policy(name), tmp_path)
     for attack, reads in READ[name].items():
         share = _share(attack(), played, view, "layer 0 segment")
-        # A wrong guess of a token counts wherever the token stands: chance comes in clumps.
-        assert share >= 0.95 if reads else share <= 0.3, attack.name
+        assert share >= 0.95 if reads else share <= 0.1, attack.name
     assert NoiseAveraging().refuses(view) == "no linear operator crossed"
     assert PadReuse().refuses(view) == "floats"
 

@@ -200,11 +200,8 @@ def test_noise_has_the_deviation_that_was_asked_for(operator: str) -> None:
 
 def test_noise_is_fresh_in_every_call() -> None:
     site = _site("qkv_proj")
-    x, transform, fresh = (
-        _input(site, 2),
-        FeatureRotation(sigma=1).transform(site),
-        Randomness(bytes(32)),
-    )
+    x, transform = _input(site, 2), FeatureRotation(sigma=1).transform(site)
+    fresh = Randomness(bytes(32))
     first, second = transform.mask(x, fresh).sent[0], transform.mask(x, fresh).sent[0]
     assert not bool((first == second).any())
 
