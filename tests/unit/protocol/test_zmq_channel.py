@@ -346,10 +346,16 @@ def _wait_for_an_event(channel: ZmqChannel) -> None:
     assert channel._lost or channel._events.poll(10_000)
 
 
-def test_full_send_queue_is_an_endpoint_error(tmp_path: Path) -> None:
+@pytest.mark.timeout(60)
+def test_full_send_queue_is_an_endpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the request's own time, however long a handshake that failed may be waited for."""
+    monkeypatch.setattr("protocol.zmq_channel._NOTICE_S", 3600.0)
+
     def fill(channel: ZmqChannel) -> None:
         for _ in range(QUEUED_MESSAGES + 1):
-            channel.submit(InitRequest())
+            channel.submit(InitRequest(), timeout_s=0.1)
 
     with ZmqChannel(f"ipc://{tmp_path}/nobody") as channel:
         with pytest.raises(EndpointError, match="got a full send queue") as info:

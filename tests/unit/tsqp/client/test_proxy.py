@@ -48,8 +48,13 @@ def proxied(
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Proxy, list[str]]]:
     said: list[str] = []
+
+    def say(line: str) -> None:
+        time.sleep(0.2)  # what is done before it is said is seen by then
+        said.append(line)
+
     context = AttestedContext(policy, again_s, clock=clock)
-    proxy = Proxy(("127.0.0.1", 0), Address.of(server.url), context, said.append)
+    proxy = Proxy(("127.0.0.1", 0), Address.of(server.url), context, say)
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
     try:
