@@ -179,6 +179,7 @@ def test_every_place_is_read(
     assert [one.top1.hits for one in own] == [34] * 9
 
 
+@pytest.mark.usefixtures("same_draws")
 def test_columns_say_nothing_of_a_rotation(tiny: PublicModel, tmp_path: Path) -> None:
     """So what the eigenvectors read is not what a search would guess anyway."""
     scores = run(tiny, CloakedPermutation(), "cloak", tmp_path)
