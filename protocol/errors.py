@@ -13,6 +13,7 @@
     │   ├── SealError           sealed model directory
     │   └── KeyFileError        key of a channel, or list of allowed ones
     ├── EndpointError           nothing can be bound or reached there      (retry helps)
+    │   └── NotConnectedError   nobody there, or the connection was lost (retry helps)
     ├── DeadlineExceededError   no reply in time                           (retry helps)
     ├── ProtocolError           bytes that do not follow the wire schema; has an ErrorCode
     ├── ServiceError            an error reply; has an ErrorCode           (retry: by code)
@@ -147,6 +148,10 @@ class EndpointError(TsqpError):
     """An endpoint that is malformed, in use or does not answer."""
 
     retryable = True
+
+
+class NotConnectedError(EndpointError):
+    """Nobody listens there, or the connection was lost: a service may be there in a moment."""
 
 
 class DeadlineExceededError(TsqpError):

@@ -18,6 +18,7 @@ from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
     ErrorCode,
+    NotConnectedError,
     ProtocolError,
     ReplyError,
     ServiceError,
@@ -374,7 +375,7 @@ class PendingChannel(ABC):
         return Reply(request_id, prepared.method, tensor_reply({"output": output}), None, timing)
 
     def _connection_lost(self, when: str) -> EndpointError:
-        return EndpointError(
+        return NotConnectedError(
             self.endpoint,
             got=f"a lost connection {when}",
             expected="a gpu-service that stays (it may have stopped: see its log)",

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
-from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol.errors import EndpointError, ErrorCode, NotConnectedError, ProtocolError
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.spin import AdaptiveSpin
 from protocol.tensors import Buffer
@@ -53,6 +53,10 @@ _NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _CONNECTED, _CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_CLOSED)
 _EVENTS = _CONNECTED | _CLOSED | _SUCCEEDED | _DISCONNECTED | _REFUSED | _PROTOCOL | _NO_DETAIL
 _WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+
+# Why there may be no connection for a moment.
+_NOBODY = (NotConnectedError, "nothing that listens", "a gpu-service")
+_SILENT = (NotConnectedError, "no handshake", "a gpu-service that answers there")
 
 
 class ZmqChannel(PendingChannel):
@@ -86,8 +90,8 @@ class ZmqChannel(PendingChannel):
         # Set when ZeroMQ may not connect again by itself.
         self._ended = False
         self._established = False
-        # Why the last handshake failed: what we got, and what we expected.
-        self._refusal: tuple[str, str] | None = None
+        # Why there is no connection: the error's class, what we got, and what we expected.
+        self._refusal: tuple[type[EndpointError], str, str] | None = None
         # The connection's file descriptor, and how many bytes had come when a message was complete.
         self._descriptor = -1
         self._bytes_before: int | None = None
@@ -181,7 +185,7 @@ class ZmqChannel(PendingChannel):
             elif event == _CLOSED:
                 # Nothing listens. ZeroMQ tries again, but not where one connection is allowed.
                 if self._one_connection:
-                    self._lost, self._refusal = True, ("nothing that listens", "a gpu-service")
+                    self._lost, self._refusal = True, _NOBODY
                     self._connection += 1
             elif event == _DISCONNECTED:
                 # Also follows a handshake that failed, after which ZeroMQ may try again.
@@ -189,21 +193,20 @@ class ZmqChannel(PendingChannel):
                 self._established = False
                 self._lost = True
                 self._connection += 1
+            elif event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
+                # Of a time that is over the value is whatever the last call before it left.
+                self._refusal = _SILENT
             else:
                 self._ended |= event != _NO_DETAIL
-                self._refusal = self._reason(event, value)
+                self._refusal = (EndpointError, *self._reason(event, value))
 
     def _was_replaced(self, connection: int) -> bool:
         self._note_events()
         return self._connection != connection
 
     def _reason(self, event: int, value: int) -> tuple[str, str]:
-        """Say why a handshake failed: what we got, and what we expected."""
-        keys = self._keys
-        # Of a time that is over the value is whatever the last call before it left.
-        if event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
-            return "no handshake", "a gpu-service that answers there"
-        if keys is None:
+        """Say why a handshake was refused: what we got, and what we expected."""
+        if (keys := self._keys) is None:
             return (
                 "a handshake that failed",
                 "a gpu-service without keys, or --identity and --service-key for one with them",
@@ -220,8 +223,8 @@ class ZmqChannel(PendingChannel):
     def _connection_lost(self, when: str) -> EndpointError:
         if self._refusal is None:
             return super()._connection_lost(when)
-        got, expected = self._refusal
-        return EndpointError(self.endpoint, got=f"{got} {when}", expected=expected)
+        error, got, expected = self._refusal
+        return error(self.endpoint, got=f"{got} {when}", expected=expected)
 
     def _wait_for_connection(self, method: str, patience_s: float) -> None:
         """Have a lost connection replaced in a moment; raise EndpointError if that cannot be.
@@ -272,10 +275,8 @@ class ZmqChannel(PendingChannel):
         left_ms = ceil((deadline - time.monotonic()) * 1000) if deadline else 0
         patience_ms = max(0, min(left_ms, EVENTS_INTERVAL_MS))
         try:
-            if self._spin.is_on:
-                frames = self._spin_for_message(patience_ms)
-            else:
-                frames = self._next_message(patience_ms)
+            wait = self._spin_for_message if self._spin.is_on else self._next_message
+            frames = wait(patience_ms)
         except ProtocolError:
             # To read the rest of the message may take longer than the caller has.
             self._end_connection()

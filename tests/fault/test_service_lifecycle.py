@@ -28,7 +28,8 @@ from tests.fault.wire import (
     linear_body,
     matmul_body,
 )
-from tests.support import make_model, run, running_service
+from tests.forked import Forked
+from tests.support import ENVIRONMENT, make_model, run, running_service
 
 LINE = re.compile(
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}(Z|[+-]\d\d:\d\d)? (debug|info|warning|error) [a-z_]+"
@@ -114,6 +115,22 @@ def _wait_until_received(endpoint: str, size: int) -> None:
         lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
         fields = [line.split() for line in lines]
         waiting = sum(int(f[4].partition(":")[2], 16) for f in fields if f[1].endswith(port))
+
+
+def test_a_runner_waits_for_a_service_that_is_not_there_yet(model: Path, tmp_path: Path) -> None:
+    endpoint, output = f"ipc://{tmp_path}/s", tmp_path / "out"
+    given = ("--policy", "attention-in-tee", "--prompt-token-ids", "5,6,7", "--max-new-tokens", "3")
+    command = ("generate", str(model), "--gpu", endpoint, "--connect-timeout-s", "60", *given)
+    with output.open("w") as file:
+        runner = Forked("tee-runner", command, ENVIRONMENT, stdout=file.fileno())
+    try:
+        while " waiting_for_service " not in (line := runner.stderr.readline()):
+            assert line, runner.wait(60)
+        with running_service(model, endpoint, "--threads", "1"):
+            assert runner.wait(60) == 0, runner.communicate()
+    finally:
+        runner.kill()
+    assert output.read_text()
 
 
 def test_two_services_do_not_share_an_endpoint(model: Path, tmp_path: Path) -> None:

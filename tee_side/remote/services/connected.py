@@ -86,7 +86,8 @@ class Services:
     def connect(self, timeout_s: float) -> None:
         """Connect to all, and check what they hold before anything secret is sent.
 
-        A service that is not there is left out, with a warning, where another stands in for it.
+        A service that is not there is waited for, or where another stands in for it left out, with
+        a warning. What refuses us and has no stand-in is not waited for.
         When the time is up, each that is missing gets a last turn, of a moment.
         Raises ModelMismatchError, ReplyError, ProtocolError and SettingsError (one process at two
         endpoints) in any case, DeadlineExceededError and EndpointError where no other stands in.
@@ -104,12 +105,12 @@ class Services:
                 # What has come while this process was stopped was not looked at yet.
                 until = now + TURN_S
             for group, member in missing:
-                turn = time.monotonic() + TURN_S
-                turn = until if len(missing) == 1 else min(until, turn)
+                turn = until if len(missing) == 1 else min(until, time.monotonic() + TURN_S)
                 group.try_connect(member, min(turn, tell))
                 if member.quarantined is not None:
                     raise member.quarantined
-                if isinstance(member.error, EndpointError) and len(group.members) == 1:
+                # A refusal, and nothing that waiting mends, as it may a NotConnectedError.
+                if type(member.error) is EndpointError and len(group.members) == 1:
                     raise member.error
             if not enough and time.monotonic() >= tell:
                 tell = math.inf

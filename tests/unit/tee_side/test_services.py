@@ -17,6 +17,7 @@ from protocol.errors import (
     EndpointError,
     ErrorCode,
     ModelMismatchError,
+    NotConnectedError,
     ProtocolError,
     ReplyError,
     ServiceError,
@@ -913,6 +914,18 @@ def test_a_start_that_takes_long_says_once_what_it_waits_for(
     assert events(caplog) == (said if told else [])
     if told:
         assert caplog.records[0].fields["at_most_s"] == 9  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("error", "waits_s"), [(EndpointError, 0.0), (NotConnectedError, 1.0)])
+def test_a_start_waits_for_a_lone_service_that_is_away_and_not_for_one_that_refuses(
+    world: World, clock: SimpleNamespace, error: type[EndpointError], waits_s: float
+) -> None:
+    (a,) = world.add("a", held=error("a", got="one thing", expected="another"))
+    began = clock.now
+    with pytest.raises(error, match="one thing"):
+        world.replicas("a")
+    assert (len(a.nonces) > 1) is (waits_s > 0)
+    assert clock.now - began == pytest.approx(waits_s, abs=0.1)
 
 
 def test_a_request_whose_service_is_gone_says_once_what_it_waits_for(
