@@ -13,7 +13,7 @@
     │   ├── SealError           sealed model directory
     │   └── KeyFileError        key of a channel, or list of allowed ones
     ├── EndpointError           nothing can be bound or reached there      (retry helps)
-    │   └── NotConnectedError   nobody there, or the connection was lost (retry helps)
+    │   └── AbsentError     nobody is there, yet or for a moment           (retry helps)
     ├── DeadlineExceededError   no reply in time                           (retry helps)
     ├── ProtocolError           bytes that do not follow the wire schema; has an ErrorCode
     ├── ServiceError            an error reply; has an ErrorCode           (retry: by code)
@@ -150,8 +150,8 @@ class EndpointError(TsqpError):
     retryable = True
 
 
-class NotConnectedError(EndpointError):
-    """Nobody listens there, or the connection was lost: a service may be there in a moment."""
+class AbsentError(EndpointError):
+    """Nobody listens or shakes hands there, yet or for a moment: a start waits for that."""
 
 
 class DeadlineExceededError(TsqpError):

@@ -18,7 +18,6 @@ from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
     ErrorCode,
-    NotConnectedError,
     ProtocolError,
     ReplyError,
     ServiceError,
@@ -375,7 +374,7 @@ class PendingChannel(ABC):
         return Reply(request_id, prepared.method, tensor_reply({"output": output}), None, timing)
 
     def _connection_lost(self, when: str) -> EndpointError:
-        return NotConnectedError(
+        return EndpointError(
             self.endpoint,
             got=f"a lost connection {when}",
             expected="a gpu-service that stays (it may have stopped: see its log)",

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from protocol.curve import ClientKeys, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import parse_endpoint
-from protocol.errors import EndpointError, ErrorCode, NotConnectedError, ProtocolError
+from protocol.errors import AbsentError, EndpointError, ErrorCode, ProtocolError
 from protocol.pending import RECONNECT_S, PendingChannel, Received
 from protocol.spin import AdaptiveSpin
 from protocol.tensors import Buffer
@@ -53,10 +53,6 @@ _NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _CONNECTED, _CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_CLOSED)
 _EVENTS = _CONNECTED | _CLOSED | _SUCCEEDED | _DISCONNECTED | _REFUSED | _PROTOCOL | _NO_DETAIL
 _WRONG_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
-
-# Why there may be no connection for a moment.
-_NOBODY = (NotConnectedError, "nothing that listens", "a gpu-service")
-_SILENT = (NotConnectedError, "no handshake", "a gpu-service that answers there")
 
 
 class ZmqChannel(PendingChannel):
@@ -185,7 +181,8 @@ class ZmqChannel(PendingChannel):
             elif event == _CLOSED:
                 # Nothing listens. ZeroMQ tries again, but not where one connection is allowed.
                 if self._one_connection:
-                    self._lost, self._refusal = True, _NOBODY
+                    self._lost = True
+                    self._refusal = (AbsentError, "nothing that listens", "a gpu-service")
                     self._connection += 1
             elif event == _DISCONNECTED:
                 # Also follows a handshake that failed, after which ZeroMQ may try again.
@@ -195,7 +192,7 @@ class ZmqChannel(PendingChannel):
                 self._connection += 1
             elif event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
                 # Of a time that is over the value is whatever the last call before it left.
-                self._refusal = _SILENT
+                self._refusal = (AbsentError, "no handshake", "a gpu-service that answers there")
             else:
                 self._ended |= event != _NO_DETAIL
                 self._refusal = (EndpointError, *self._reason(event, value))
@@ -206,19 +203,17 @@ class ZmqChannel(PendingChannel):
 
     def _reason(self, event: int, value: int) -> tuple[str, str]:
         """Say why a handshake was refused: what we got, and what we expected."""
-        if (keys := self._keys) is None:
+        keys, failed = self._keys, "a handshake that failed"
+        if keys is None:
             return (
-                "a handshake that failed",
+                failed,
                 "a gpu-service without keys, or --identity and --service-key for one with them",
             )
         if event == _REFUSED:
             return "a refusal of our key", f"a service that allows {keys.public.decode('ascii')}"
         if event == _PROTOCOL and value == _WRONG_MECHANISM:
             return "a service without keys", "one that holds the key of --service-key"
-        return (
-            "a handshake that failed",
-            "the service that holds the key of --service-key (has it another, or none?)",
-        )
+        return failed, "the service that holds the key of --service-key (has it another, or none?)"
 
     def _connection_lost(self, when: str) -> EndpointError:
         if self._refusal is None:
@@ -275,8 +270,10 @@ class ZmqChannel(PendingChannel):
         left_ms = ceil((deadline - time.monotonic()) * 1000) if deadline else 0
         patience_ms = max(0, min(left_ms, EVENTS_INTERVAL_MS))
         try:
-            wait = self._spin_for_message if self._spin.is_on else self._next_message
-            frames = wait(patience_ms)
+            if self._spin.is_on:
+                frames = self._spin_for_message(patience_ms)
+            else:
+                frames = self._next_message(patience_ms)
         except ProtocolError:
             # To read the rest of the message may take longer than the caller has.
             self._end_connection()

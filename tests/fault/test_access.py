@@ -503,6 +503,7 @@ def test_a_runner_with_the_right_key_generates_and_others_do_not(model: Path, fi
         ):
             status, told = _generate(model, service.endpoint, *options)
             assert (status, message in told) == (2, True), told
+            assert "waiting_for_service" not in told
     log = "\n".join(service.log)
     assert " connection_refused " in log
     for name in ("service", "friend", "stranger"):

@@ -17,7 +17,7 @@ from gpu_side.access import ServiceKeys
 from gpu_side.encoding import Form, encode_reply, open_request
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import ClientKeys, read_public_key, read_secret_key
-from protocol.errors import EndpointError, ErrorCode, ServiceError
+from protocol.errors import AbsentError, EndpointError, ErrorCode, ServiceError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
@@ -82,7 +82,7 @@ def test_a_service_that_is_stopped_from_the_start_is_noticed(service: Service) -
     service.freeze()
     with (
         ZmqChannel(service.endpoint, timeout_s=LONG_S) as channel,
-        pytest.raises(EndpointError, match="got no handshake while Init was waiting"),
+        pytest.raises(AbsentError, match="got no handshake while Init was waiting"),
     ):
         channel.call(InitRequest())
 

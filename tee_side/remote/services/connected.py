@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from protocol.channel import Channel, Traffic
-from protocol.errors import DeadlineExceededError, EndpointError, TsqpError
+from protocol.errors import AbsentError, DeadlineExceededError, EndpointError, TsqpError
 from protocol.model.config import ModelConfig
 from tee_side.remote.services.columns import ColumnParts
 from tee_side.remote.services.member import ConnectOptions, Instances, Member
@@ -109,8 +109,8 @@ class Services:
                 group.try_connect(member, min(turn, tell))
                 if member.quarantined is not None:
                     raise member.quarantined
-                # A refusal, and nothing that waiting mends, as it may a NotConnectedError.
-                if type(member.error) is EndpointError and len(group.members) == 1:
+                may_come = len(group.members) > 1 or isinstance(member.error, AbsentError)
+                if isinstance(member.error, EndpointError) and not may_come:
                     raise member.error
             if not enough and time.monotonic() >= tell:
                 tell = math.inf

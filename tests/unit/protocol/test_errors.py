@@ -41,7 +41,7 @@ def test_service_error_is_retryable_by_its_code(code: ErrorCode) -> None:
         (errors.LimitError, TsqpError, True),
         (errors.InputError, TsqpError, False),
         (errors.EndpointError, TsqpError, True),
-        (errors.NotConnectedError, errors.EndpointError, True),
+        (errors.AbsentError, errors.EndpointError, True),
         (errors.DeadlineExceededError, TsqpError, True),
         (errors.ProtocolError, TsqpError, False),
         (errors.ServiceError, TsqpError, False),

@@ -12,8 +12,8 @@ import torch
 from protocol.channel import Channel, Exchange, Traffic
 from protocol.errors import (
     DeadlineExceededError,
+    EndpointError,
     ErrorCode,
-    NotConnectedError,
     ServiceError,
     TsqpError,
     VerificationError,
@@ -236,9 +236,9 @@ class World:
         return self.connect(ReplicaGroup(1, 0, 0, names), timeout_s=timeout_s).at(0)[0]
 
 
-def lost(endpoint: str) -> NotConnectedError:
+def lost(endpoint: str) -> EndpointError:
     """Return what a lost connection is."""
-    return NotConnectedError(endpoint, got="a lost connection", expected="a service")
+    return EndpointError(endpoint, got="a lost connection", expected="a service")
 
 
 def service_error(code: ErrorCode) -> ServiceError:

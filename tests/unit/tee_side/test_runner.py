@@ -17,9 +17,9 @@ from protocol.channel import Exchange
 from protocol.curve import ClientKeys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import (
+    AbsentError,
     CalibrationError,
     DeadlineExceededError,
-    EndpointError,
     KernelError,
     ModelError,
     ModelMismatchError,
@@ -125,7 +125,7 @@ def test_linear_weights_are_needed_only_where_the_policy_runs_them(
         gpu=(f"ipc://{tmp_path}/nobody",),
         connect_timeout_s=0.05,
     )
-    with pytest.raises(EndpointError, match="nobody: got nothing that listens while Init"):
+    with pytest.raises(AbsentError, match="nobody: got nothing that listens while Init"):
         Runner(offloading)
 
 

@@ -13,11 +13,11 @@ import torch
 
 from protocol.channel import Exchange
 from protocol.errors import (
+    AbsentError,
     DeadlineExceededError,
     EndpointError,
     ErrorCode,
     ModelMismatchError,
-    NotConnectedError,
     ProtocolError,
     ReplyError,
     ServiceError,
@@ -916,7 +916,7 @@ def test_a_start_that_takes_long_says_once_what_it_waits_for(
         assert caplog.records[0].fields["at_most_s"] == 9  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("error", "waits_s"), [(EndpointError, 0.0), (NotConnectedError, 1.0)])
+@pytest.mark.parametrize(("error", "waits_s"), [(EndpointError, 0.0), (AbsentError, 1.0)])
 def test_a_start_waits_for_a_lone_service_that_is_away_and_not_for_one_that_refuses(
     world: World, clock: SimpleNamespace, error: type[EndpointError], waits_s: float
 ) -> None:
