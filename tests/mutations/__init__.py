@@ -1,7 +1,8 @@
 """Mistakes made on purpose, each of which a test must notice: `python -m tests.mutations`.
 
-The table is `table.toml`. Each mutation replaces one piece of text in a copy of the tree, and the
-tests of its concern run there.
+`mistakes/` has a file for each concern: the tests that must notice, and a row for each mistake. A
+mutation replaces one piece of text, which stands in its file exactly once, in a copy of the tree;
+the tests of its concern run there. A new check in the code gets a row that takes it away.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = Path(__file__).with_name("table.toml")
+MISTAKES = Path(__file__).with_name("mistakes")
 
 FORKS = Path(__file__).with_name("forks.py")
 
 # Plugins that the process before a fork has loaded without pytest's rewriting are not ours.
 _REWRITTEN = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
-_OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", _REWRITTEN)
+_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", _REWRITTEN)
 
 # pytest's exit statuses: all passed, some failed, and collection was interrupted by an error.
 _PASSED, _FAILED, _INTERRUPTED = 0, 1, 2
@@ -61,10 +67,10 @@ class Mutation:
 
 
 class Result(NamedTuple):
-    """What the tests said to a mutation. `by`: the first test that failed, "" if none did."""
+    """What the tests said to a mutation. `by`: the cases that failed; the first alone with -x."""
 
     outcome: Outcome
-    by: str
+    by: list[str]
 
 
 @dataclass(frozen=True)
@@ -75,14 +81,28 @@ class Table:
     mutations: list[Mutation]
 
     @staticmethod
-    def read(path: Path = TABLE) -> Table:
-        """Read the table. Raises MutationError for a name that is used twice."""
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        mutations = [Mutation(**entry) for entry in content["mutation"]]
-        names = [mutation.name for mutation in mutations]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise MutationError(f"{path.name}: got {', '.join(twice)} twice, expected each once")
-        return Table(content["concerns"], mutations)
+    def read(folder: Path = MISTAKES) -> Table:
+        """Read all files of a folder. Raises MutationError for a name that is used twice."""
+        concerns, mutations = {}, []
+        for path in sorted(folder.glob("*.toml")):
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+            concerns[path.stem] = content["tests"]
+            mutations += [Mutation(concern=path.stem, **row) for row in content["mistakes"]]
+        names = Counter(mutation.name for mutation in mutations)
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise MutationError(f"{folder.name}: got {', '.join(twice)} twice, expected each once")
+        return Table(concerns, mutations)
+
+    def chosen(self, names: Sequence[str] | None) -> list[Mutation]:
+        """Return the mutations that are named, or whose concern is; without names all."""
+        found = [
+            mutation
+            for mutation in self.mutations
+            if not names or {mutation.name, mutation.concern} & set(names)
+        ]
+        if unknown := set(names or ()) - {n for m in found for n in (m.name, m.concern)}:
+            raise MutationError(f"got {', '.join(unknown)}, expected mutations or concerns")
+        return found
 
     def tests_of(self, concern: str, root: Path) -> list[str]:
         """Return the files of tests of a concern. Raises MutationError for a pattern without."""
@@ -115,9 +135,10 @@ class Copy:
     """A copy of the tree, in which one mutation at a time is tried.
 
     A process that has loaded torch and pytest, and nothing of ours, is forked for every run.
+    `options`: for pytest, beside those that every run has.
     """
 
-    def __init__(self, root: Path, *, more: bool) -> None:
+    def __init__(self, root: Path, *options: str) -> None:
         self.root = root
         self._writes = 0
         listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
@@ -129,11 +150,13 @@ class Copy:
         # Not among them; without it the compiled path, and shared memory, would not be tried.
         for built in (ROOT / "protocol/native").glob("_native*.so"):
             shutil.copyfile(built, root / built.relative_to(ROOT))
-        self._options = _OPTIONS if more else (*_OPTIONS, "-m", "not more")
+        self._options = (*_OPTIONS, *options)
         self._server = subprocess.Popen(
             (sys.executable, str(FORKS)),
             cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+            # Kernels run as the tests have it: they are imported before the tests are.
+            env=os.environ
+            | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -145,10 +168,10 @@ class Copy:
         status = self._ask({"arguments": [*self._options, *tests], "output": str(output)})
         text = output.read_text(encoding="utf-8", errors="replace")
         if status == _PASSED:
-            return Result("missed", "")
+            return Result("missed", [])
         if status not in (_FAILED, _INTERRUPTED):
             raise MutationError(f"pytest: got status {status}:\n{text[-2000:]}")
-        return Result("caught", _first_failure(text.splitlines()))
+        return Result("caught", _failures(text))
 
     def try_mutation(self, mutation: Mutation, tests: Sequence[str]) -> Result:
         """Run tests with a mutation, and take it back."""
@@ -178,8 +201,46 @@ class Copy:
         os.utime(path, (self._writes, self._writes))
 
 
-def _first_failure(lines: Iterable[str]) -> str:
-    for line in lines:
-        if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" - ")[0].partition(" ")[2]
-    return "pytest"
+def _failures(text: str) -> list[str]:
+    """Return the cases that pytest's summary names, or "pytest" where it names none."""
+    lines = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [line.split(" - ")[0].partition(" ")[2] for line in lines] or ["pytest"]
+
+
+def try_all(
+    table: Table, chosen: Sequence[Mutation], jobs: int, *options: str
+) -> dict[str, Result]:
+    """Try mutations in `jobs` copies, after their tests passed without. Raises MutationError."""
+    if problems := table.problems():
+        raise MutationError("\n".join(problems))
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-mutations-"))
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for number in range(jobs):
+            root = Path(folder) / str(number)
+            root.mkdir()
+            copy = Copy(root, "-m", "not more", *options)
+            stack.callback(copy.close)
+            copies.put(copy)
+
+        def unchanged(concern: str) -> None:
+            copy = copies.get()
+            result = copy.run(table.tests_of(concern, copy.root))
+            copies.put(copy)
+            if result.outcome == "caught":
+                raise MutationError(f"{concern}: {result.by} fails without any mutation")
+
+        def mutated(mutation: Mutation) -> Result:
+            copy = copies.get()
+            result = copy.try_mutation(mutation, table.tests_of(mutation.concern, copy.root))
+            copies.put(copy)
+            said = (
+                f"{result.outcome}  {mutation.concern}/{mutation.name}  {' '.join(result.by[:1])}"
+            )
+            print(said, file=sys.stderr, flush=True)  # noqa: T201
+            return result
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(unchanged, dict.fromkeys(mutation.concern for mutation in chosen)))
+            results = list(pool.map(mutated, chosen))
+    return {mutation.name: result for mutation, result in zip(chosen, results, strict=True)}

@@ -32,7 +32,8 @@ def test_only_the_text_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_used_twice_is_an_error(tmp_path: Path) -> None:
-    entry = '[[mutation]]\nname = "n"\nconcern = "c"\nfile = "f"\nold = "o"\nnew = "x"\n'
-    (tmp_path / "table.toml").write_text(f"[concerns]\nc = []\n{entry}{entry}")
+    row = '{name = "n", file = "f", old = "o", new = "x"}'
+    for concern in ("a", "b"):
+        (tmp_path / f"{concern}.toml").write_text(f"tests = []\nmistakes = [{row}]\n")
     with pytest.raises(MutationError, match="got n twice"):
-        Table.read(tmp_path / "table.toml")
+        Table.read(tmp_path)
