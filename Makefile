@@ -47,7 +47,7 @@ mutations: $(STAMP)  ## try mistakes on purpose that the tests must notice (20 m
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))
 
 test-kernels: $(STAMP)  ## run what compares whole passes with each other kernels that this processor has
-	set -e; for kernels in $$($(BIN)/python -c 'from tests.support import KERNELS; print(*KERNELS[:-1])'); do \
+	set -e; for kernels in $$($(BIN)/python -c 'from tests.kit.kernels import KERNELS; print(*KERNELS[:-1])'); do \
 	    $(PYTEST) -m 'not more and not apart' --kernels $$kernels tests/equivalence/test_integers.py \
 	        tests/equivalence/test_architectures.py tests/contract/test_policies.py \
 	        tests/boundary/test_uniform.py; done

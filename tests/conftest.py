@@ -21,8 +21,8 @@ from protocol import native
 from tests.pairwise import covering
 
 if TYPE_CHECKING:
-    from tests.fresh import FreshPython
-    from tests.support import SavedModel
+    from tests.kit.model import SavedModel
+    from tests.kit.service import FreshPython
 
 # Each call reads what all installed packages say, 40 ms; no test installs one into its own process.
 metadata.entry_points = functools.cache(metadata.entry_points)
@@ -145,7 +145,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved
 
     Its directory is shared by all tests: copy it before changing a file.
     """
-    from tests.support import SavedModel, make_model
+    from tests.kit.model import SavedModel, make_model
 
     made: dict[str, SavedModel] = {}
 
@@ -162,7 +162,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved
 @pytest.fixture(scope="session")
 def fresh_python() -> Iterator[FreshPython]:
     """Run Python programs with nothing of ours imported."""
-    from tests.fresh import FreshPython
+    from tests.kit.service import FreshPython
 
     with FreshPython() as python:
         yield python
@@ -171,7 +171,7 @@ def fresh_python() -> Iterator[FreshPython]:
 @pytest.fixture
 def torch_kernels() -> Iterator[None]:
     """Run without compiled kernels, for tests of what torch does in their place."""
-    from tests.support import using_kernels
+    from tests.kit.kernels import using_kernels
 
     with using_kernels("torch"):
         yield

@@ -31,7 +31,7 @@ from protocol.stream import StreamChannel
 from protocol.stream_wire import layout, to_pieces
 from protocol.tensors import WireTensor
 from tee_side.policy.placement import builtin_policies, load_policy
-from tests.support import LoopbackChannel, SavedModel, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, token_ids
 
 Models = Callable[..., SavedModel]
 

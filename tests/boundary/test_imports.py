@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fresh import FreshPython
-from tests.tables import each_row
+from tests.kit.rows import each_row
+from tests.kit.service import FreshPython
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "tee_side", "gpu_side")

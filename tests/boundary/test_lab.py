@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fresh import FreshPython
-from tests.support import running_service
+from tests.kit.service import FreshPython, running_service
 
 # Of both packages of experiments: an import of either is what a machine without them would raise.
 _WITHOUT_LAB = """

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kit.rows import each_row
 from tests.soak.canaries import FAULTS, PLACES, POLICIES, Canaries, Faults, Session
 from tests.soak.secrets import are_hit, expected_places, hit_requests
-from tests.tables import each_row
 
 
 @pytest.mark.parametrize(

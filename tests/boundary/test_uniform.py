@@ -27,7 +27,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.masks.mask import Factors
 from tee_side.protect.pads.source import PadLane
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import LoopbackChannel, SavedModel, Tee, expanded, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, expanded, token_ids
 
 Models = Callable[..., SavedModel]
 Twice = Callable[[str], list[list[torch.Tensor]]]

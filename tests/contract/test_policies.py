@@ -17,8 +17,8 @@ from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS
 from tests.equivalence.tolerances import FLOAT32_LOGITS, POLICY_LOGITS
-from tests.support import SavedModel, Tee, expanded, token_ids
-from tests.tables import each_row
+from tests.kit.model import SavedModel, Tee, expanded, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support import Service, running_service
+from tests.kit.service import Service, running_service
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")

@@ -15,8 +15,7 @@ import openai
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.e2e.serving import TEE_ONLY, Server, running_server
-from tests.forked import ENVIRONMENT, Forked
+from tests.kit.service import ENVIRONMENT, TEE_ONLY, Forked, Server, running_server
 from tsqp.cli.main import command
 from tsqp.client import NotAttestedError, connect
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Service, run, running_service
+from tests.kit.service import Service, run, running_service
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "4", "--json")
 POLICY = """

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.in_process import call
-from tests.support import ARCHITECTURES, Service, make_model, run, running_service
-from tests.tables import each_row
+from tests.kit.model import ARCHITECTURES, make_model
+from tests.kit.rows import each_row
+from tests.kit.service import Service, call, run, running_service
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")

@@ -13,7 +13,7 @@ import pytest
 
 from tee_side.policy.placement import load_policy
 from tee_side.words import PROJECTIONS
-from tests.support import ENVIRONMENT, Service, run
+from tests.kit.service import ENVIRONMENT, Service, run
 from tsqp.cli.program import model_directory
 from tsqp.lab.bench.model import Case, PolicyRun, Report
 from tsqp.lab.explain.explanation import explain

@@ -32,9 +32,7 @@ from pydantic import BaseModel, Field
 
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.token_names import TokenNames
-from tests.e2e.in_process import call
-from tests.e2e.serving import TEE_ONLY, Server, running_server, until
-from tests.support import run, running_service
+from tests.kit.service import TEE_ONLY, Server, call, run, running_server, running_service, until
 from tsqp.cli.program import model_directory
 
 PROMPT = "Once upon a time"

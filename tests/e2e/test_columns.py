@@ -19,8 +19,7 @@ from protocol.tensors import to_torch
 from tee_side import runner as runner_module
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.e2e.in_process import call
-from tests.support import CALM_S, Service, running_service
+from tests.kit.service import CALM_S, Service, call, running_service
 from tsqp.cli.program import model_directory
 
 DEMO = model_directory("demo")

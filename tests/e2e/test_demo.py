@@ -13,8 +13,7 @@ import pytest
 
 from protocol import native
 from tee_side.policy.placement import load_policy
-from tests.e2e.in_process import call
-from tests.support import ENVIRONMENT, run
+from tests.kit.service import ENVIRONMENT, call, run
 from tsqp import processes
 from tsqp.demo import acts
 from tsqp.demo.processes import Reach, Services

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protocol import native
-from tests.support import run, running_service
+from tests.kit.service import run, running_service
 
 RUN = ("generate", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "8", "--json")
 

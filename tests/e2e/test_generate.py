@@ -24,10 +24,8 @@ from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner
-from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
-from tests.forked import ENVIRONMENT, Forked
-from tests.support import CALM, Service, run
+from tests.kit.service import CALM, ENVIRONMENT, Forked, Service, call, run
 from tsqp.cli.program import model_directory
 from tsqp.cli.running import policy_digest
 

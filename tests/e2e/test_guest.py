@@ -24,10 +24,8 @@ import openai
 import pytest
 
 from tests.e2e.images import build, missing
-from tests.e2e.serving import running_server
 from tests.e2e.unstable import unpack
-from tests.forked import ENVIRONMENT, Forked
-from tests.support import Service, run, running_service
+from tests.kit.service import ENVIRONMENT, Forked, Service, run, running_server, running_service
 from tsqp.cli.program import model_directory
 from tsqp.client import NotAttestedError, connect
 from tsqp.deploy.image import COMMAND_LINE, INITRAMFS, KERNEL, LOCK, first_difference

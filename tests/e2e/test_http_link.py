@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.buffering_proxy import buffering_proxy
-from tests.e2e.in_process import call
 from tests.e2e.tls_ending_proxy import _contexts
-from tests.support import Service, run, running_service
+from tests.kit.service import Service, call, run, running_service
 
 PROMPT = ("--prompt", "Once upon a time", "--max-new-tokens", "6", "--json")
 

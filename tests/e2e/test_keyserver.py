@@ -14,10 +14,8 @@ import openai
 import pytest
 
 from protocol.model.files import use_seal
-from tests.e2e.in_process import call
-from tests.e2e.serving import TEE_ONLY, running_server
 from tests.e2e.test_bad_input import refused
-from tests.forked import ENVIRONMENT, Forked
+from tests.kit.service import ENVIRONMENT, TEE_ONLY, Forked, call, running_server
 from tsqp.client import connect
 
 WAIT_S = 60

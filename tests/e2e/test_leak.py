@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import run
+from tests.kit.service import run
 from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.model import PolicyLeak, Report
 

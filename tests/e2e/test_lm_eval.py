@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.serving import TEE_ONLY, running_server
-from tests.support import ENVIRONMENT
+from tests.kit.service import ENVIRONMENT, TEE_ONLY, running_server
 from tsqp.cli.program import model_directory
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.serving import TEE_ONLY, Server, running_server, until
-from tests.support import ENVIRONMENT
+from tests.kit.service import ENVIRONMENT, TEE_ONLY, Server, running_server, until
 
 PATHS = {
     "/v1/completions": "post",

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.page_server import BREAK, ENDLESS, REFUSE, running
-from tests.e2e.serving import running_server
-from tests.support import running_service
+from tests.kit.service import running_server, running_service
 
 pytest.importorskip("selenium", reason="no selenium: pip install '.[dev]'")
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from tee_side.policy.placement import ServiceTerms, builtin_policies, load_policy
 from tee_side.protect.pads import bank_files
-from tests.e2e.in_process import call
 from tests.e2e.reference import greedy
-from tests.support import CALM, Service, running_service
+from tests.kit.service import CALM, Service, call, running_service
 from tsqp.cli.program import model_directory
 
 DEVELOPMENT = """

@@ -7,10 +7,7 @@ import shlex
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from tests.e2e.in_process import call
-from tests.e2e.serving import running_server
-from tests.forked import ENVIRONMENT, Forked
-from tests.support import running_service
+from tests.kit.service import ENVIRONMENT, Forked, call, running_server, running_service
 
 ROOT = Path(__file__).parents[2]
 BIND, BASE_URL = "tcp://10.0.0.5:5555", "http://127.0.0.1:8000/v1"

@@ -22,7 +22,7 @@ from tee_side.attest.receipts import Receipt, verify
 from tee_side.serve.app import create_app
 from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.serving import Serving
-from tests.unit.tee_side.serve.fakes import SAID, FakeEngine, serving
+from tests.kit.serve import SAID, FakeEngine, serving
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()

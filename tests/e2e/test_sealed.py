@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from protocol.model.files import use_seal
-from tests.e2e.in_process import call
 from tests.e2e.test_bad_input import refused
-from tests.support import run
-from tests.tables import each_row
+from tests.kit.rows import each_row
+from tests.kit.service import call, run
 from tsqp.cli.program import model_directory
 from tsqp.llm import LLM, SamplingParams
 

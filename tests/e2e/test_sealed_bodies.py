@@ -25,7 +25,7 @@ from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.sealing import Sealing
 from tests.e2e.test_receipts import KEY as RECEIPT_KEY
 from tests.e2e.tls_ending_proxy import Proxy, tls_ending_proxy
-from tests.unit.tee_side.serve.fakes import SAID, FakeEngine, serving
+from tests.kit.serve import SAID, FakeEngine, serving
 from tsqp.client.sealing import SealedTransport, UnsealedError
 
 API_KEY = "tsqp-canary-of-the-key"

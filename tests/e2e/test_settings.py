@@ -28,10 +28,9 @@ from tee_side.policy.placement import _BUILTIN, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.remote.attested import ServiceAppraisal
 from tee_side.runner import RunnerSettings
-from tests.e2e.in_process import call
 from tests.e2e.test_bad_input import refused
-from tests.support import ENVIRONMENT, run
-from tests.tables import each_row
+from tests.kit.rows import each_row
+from tests.kit.service import ENVIRONMENT, call, run
 from tsqp.cli import settings as module
 from tsqp.cli.generate import generate
 from tsqp.cli.gpu_service import command as gpu_service

@@ -20,7 +20,8 @@ import zmq
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from tests.support import make_model, running_service
+from tests.kit.model import make_model
+from tests.kit.service import running_service
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.equivalence.tolerances import FLOAT32_LOGITS
-from tests.support import ARCHITECTURES, SavedModel, assemble, token_ids
+from tests.kit.model import ARCHITECTURES, SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.equivalence.tolerances import BFLOAT16_ERROR_RATIO, BFLOAT16_LOGITS
-from tests.support import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
+from tests.kit.model import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -15,8 +15,9 @@ from protocol import native
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.model.layers import _ops_for
+from tests.kit.kernels import KERNELS, using_kernels
+from tests.kit.model import SavedModel, Tee, assemble
 from tests.pairwise import covering
-from tests.support import KERNELS, SavedModel, Tee, assemble, using_kernels
 from tsqp.cli.program import model_directory
 
 Models: TypeAlias = Callable[..., SavedModel]

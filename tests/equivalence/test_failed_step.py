@@ -17,7 +17,7 @@ from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.pads.store import PadStore
 from tee_side.words import OPERATORS
 from tests.equivalence.tolerances import masked_logits
-from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -25,7 +25,7 @@ from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.tensors import to_torch
 from tee_side.assembly import MaskSettings
 from tee_side.words import Site
-from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, assemble, token_ids
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.cli.program import model_directory
 

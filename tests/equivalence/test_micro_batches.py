@@ -27,8 +27,8 @@ from tests.equivalence.tolerances import (
     Tolerance,
     masked_logits,
 )
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
 from tests.pairwise import covering
-from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 

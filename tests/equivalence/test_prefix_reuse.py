@@ -11,7 +11,7 @@ import torch
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
 from tee_side.engine.sampling import SamplingSettings
-from tests.support import SavedModel, Tee, token_ids
+from tests.kit.model import SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -16,8 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from protocol.model.config import read_config
 from protocol.model.rope import rope_frequencies
 from tests.equivalence.tolerances import FLOAT32_LOGITS, ROPE_FREQUENCIES
-from tests.support import SIZES, SavedModel, Tee, assemble, token_ids
-from tests.tables import each_row
+from tests.kit.model import SIZES, SavedModel, Tee, assemble, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 

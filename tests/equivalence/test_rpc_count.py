@@ -14,7 +14,7 @@ from protocol.messages import (
     MatmulRequest,
     Request,
 )
-from tests.support import SavedModel, assemble, token_ids
+from tests.kit.model import SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -33,7 +33,7 @@ from tee_side.model.segment import Sessions
 from tee_side.policy.placement import Policy
 from tests.equivalence.test_architectures import VARIANTS
 from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, POLICY_LOGITS
-from tests.support import ARCHITECTURES, LoopbackChannel, SavedModel, Tee, token_ids
+from tests.kit.model import ARCHITECTURES, LoopbackChannel, SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 

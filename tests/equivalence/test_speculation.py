@@ -16,7 +16,7 @@ from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sequence as Running
 from tee_side.engine.tokenizer import Tokenizer
 from tests.equivalence.tolerances import FLOAT32_STEPS, Tolerance
-from tests.support import SavedModel, Tee, token_ids
+from tests.kit.model import SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -9,7 +9,7 @@ import torch
 
 from tee_side.engine.engine import Engine, Sequence
 from tests.equivalence.tolerances import FLOAT32_STEPS
-from tests.support import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
+from tests.kit.model import ARCHITECTURES, POLICIES, SavedModel, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -21,9 +21,9 @@ from protocol.errors import EndpointError, ErrorCode, ServiceError, TsqpError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
 from tests.fault.test_service_limits import slow_device, submit_until_some_wait
-from tests.fault.wire import header, inline
-from tests.support import CALM_S, SavedModel, Service, make_model, run, running_service
-from tests.unit.gpu_side.segments import part, segment
+from tests.kit.model import SavedModel, make_model
+from tests.kit.service import CALM_S, Service, run, running_service
+from tests.kit.wire import header, inline, part, segment
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair

@@ -23,8 +23,8 @@ from protocol.pending import PendingChannel
 from tee_side import runner as runner_module
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import CALM, CALM_S, SavedModel, expanded, run
-from tests.tools.workers import Worker, Workers
+from tests.kit.model import SavedModel, expanded
+from tests.kit.service import CALM, CALM_S, Worker, Workers, run
 
 PROMPT = [1, 5, 9, 13, 2, 7]
 NEW_TOKENS = 6

@@ -21,7 +21,8 @@ from protocol.errors import AbsentError, EndpointError, ErrorCode, ServiceError
 from protocol.messages import InitRequest
 from protocol.zmq_channel import ZmqChannel
 from protocol.zmq_sockets import DEFAULT_HEARTBEAT_TIMEOUT_S
-from tests.support import ENVIRONMENT, Service, make_model, run, running_service
+from tests.kit.model import make_model
+from tests.kit.service import ENVIRONMENT, Service, run, running_service
 from tsqp.key_files import new_key_pair
 
 # Nothing here takes as long: what is noticed in time was noticed by heartbeats.

@@ -19,8 +19,8 @@ from protocol.connect import open_channel
 from protocol.errors import EndpointError, ServiceError
 from protocol.messages import InitReply, InitRequest
 from protocol.pending import PendingChannel
-from tests.forked import ENVIRONMENT, Forked
-from tests.support import Service, make_model, running_service
+from tests.kit.model import make_model
+from tests.kit.service import ENVIRONMENT, Forked, Service, running_service
 
 HOUR_S = 3600.0
 CLIENTS = 8

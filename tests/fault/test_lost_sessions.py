@@ -9,8 +9,8 @@ import pytest
 
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import CALM, CALM_S, SavedModel
-from tests.tools.workers import Worker, Workers
+from tests.kit.model import SavedModel
+from tests.kit.service import CALM, CALM_S, Worker, Workers
 
 PROMPT, TOKENS = [1, 5, 9, 13, 2, 7, 11, 3, 8], 10
 POLICY = "clear-segment"

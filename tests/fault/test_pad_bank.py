@@ -16,7 +16,7 @@ import pytest
 from protocol.errors import PadBankError
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import WITNESSES
-from tests.forked import ENVIRONMENT, Forked
+from tests.kit.service import ENVIRONMENT, Forked
 from tests.unit.tee_side.pads.tiny import create, fill, new_boot, place, put_all, reopen, use
 
 CAPACITY = 24

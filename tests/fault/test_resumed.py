@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.serving import TEE_ONLY, WAIT_S, running_server
-from tests.forked import ENVIRONMENT, Forked
-from tests.support import running_service
+from tests.kit.service import ENVIRONMENT, TEE_ONLY, WAIT_S, Forked, running_server, running_service
 from tests.tools.kernel_log import PLUGGED, RESUMED
 
 SAID = "tee-runner: error: this VM: got resumed from a snapshot, expected to run on"

@@ -10,7 +10,9 @@ import msgpack
 import pytest
 import zmq
 
-from tests.fault.wire import (
+from tests.kit.model import make_model
+from tests.kit.service import Service, running_service
+from tests.kit.wire import (
     HIDDEN,
     HIDDEN_BYTES,
     connected,
@@ -23,7 +25,6 @@ from tests.fault.wire import (
     linear_body,
     matmul_body,
 )
-from tests.support import Service, make_model, running_service
 
 DATA = bytes(HIDDEN_BYTES)
 GOOD = inline("Linear", linear_body())

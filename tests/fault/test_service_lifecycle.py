@@ -15,7 +15,9 @@ import zmq
 
 from protocol.connect import open_channel
 from protocol.messages import HealthReply, HealthRequest
-from tests.fault.wire import (
+from tests.kit.model import make_model
+from tests.kit.service import ENVIRONMENT, Forked, run, running_service
+from tests.kit.wire import (
     HIDDEN,
     HIDDEN_BYTES,
     connected,
@@ -28,8 +30,6 @@ from tests.fault.wire import (
     linear_body,
     matmul_body,
 )
-from tests.forked import Forked
-from tests.support import ENVIRONMENT, make_model, run, running_service
 
 LINE = re.compile(
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}(Z|[+-]\d\d:\d\d)? (debug|info|warning|error) [a-z_]+"

@@ -32,8 +32,9 @@ from protocol.messages import (
 )
 from protocol.tensors import from_torch
 from tests.fault.test_service_lifecycle import CANARIES, CANARY_BYTES, CANARY_FLOAT, LINE
-from tests.fault.wire import HIDDEN, HIDDEN_BYTES, exchange, framed_linear, header, inline
-from tests.support import CALM_S, Service, make_model, run, running_service
+from tests.kit.model import make_model
+from tests.kit.service import CALM_S, Service, run, running_service
+from tests.kit.wire import HIDDEN, HIDDEN_BYTES, exchange, framed_linear, header, inline
 
 TRANSPORTS = ["tcp", "unix", "shm"]
 

@@ -15,12 +15,12 @@ from protocol.messages import EmbeddingRequest, LinearRequest, TensorReply
 from protocol.pending import PendingChannel
 from protocol.shared_memory import SLOTS, Lane, create
 from protocol.tensors import from_torch, to_torch
-from tests.fault.wire import HIDDEN
-from tests.forked import ENVIRONMENT, Forked
+from tests.kit.lie import MaliciousService, operators_of
+from tests.kit.model import SIZES, make_model
+from tests.kit.service import ENVIRONMENT, Forked, Service, running_service
+from tests.kit.wire import HIDDEN
 from tests.soak.demo import DEMO
 from tests.soak.victims import Victim
-from tests.support import SIZES, Service, make_model, running_service
-from tests.tools.malicious import MaliciousService, operators_of
 from tests.tools.scribbler import Scribbler
 
 HOUR_S = 3600.0

@@ -28,8 +28,8 @@ from tee_side.serve.sealed_bodies import Direction
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator
 from tests.fuzz.wire_targets import mutate_inline
-from tests.tools import snp_chain
-from tests.tools.snp_chain import children, element, make_chain, make_report, span
+from tests.kit import snp_chain
+from tests.kit.snp_chain import children, element, make_chain, make_report, span
 
 # Tags of every kind that certificates have, and whether an element holds others.
 _TAGS = (1, 2, 3, 4, 5, 6, 12, 19, 23, 24, 0x30, 0x31, 0xA0, 0xA3)

@@ -19,7 +19,7 @@ from protocol.integer import ring_product
 from tee_side.native import sites
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator
-from tests.support import KERNELS
+from tests.kit.kernels import KERNELS
 
 _BIAS, _PAD, _BF16, _WRONG, _ODD, _SCALE = 1, 2, 4, 8, 16, 32
 _RING = 2**31

@@ -39,7 +39,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import ITEMSIZE, Buffer, WireTensor
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 MAX_BYTES = 2**24
 BOMB_BYTES = 3 * 1024 * 1024

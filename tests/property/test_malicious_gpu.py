@@ -1,6 +1,6 @@
 """Plays a malicious GPU against the whole trusted side, and never wins.
 
-Services lie in every way that tests.tools.lies knows, stop, come back as others, with other models
+Services lie in every way that tests.kit.lies knows, stop, come back as others, with other models
 or in each other's place, while a runner generates. After every step the tokens and logits are the
 right ones, or there was one typed error within the deadline and a second; no pad was used twice; no
 input, and no token, has been in what was sent; and no service saw both shares of anything.
@@ -54,8 +54,8 @@ from tee_side.remote import linear as linear_module
 from tee_side.remote.call import CallPlan, carry_out
 from tee_side.remote.services import connected, member, replicas
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import SavedModel, make_model, token_ids
-from tests.tools.lies import REORDERED, RESULT_LIES, WIRE_LIES, Lie, Memory, Occasion
+from tests.kit.lies import REORDERED, RESULT_LIES, WIRE_LIES, Lie, Memory, Occasion
+from tests.kit.model import SavedModel, make_model, token_ids
 
 # The memory of a bomb is for the fuzzer; here it would only take time.
 _LARGE = ("oversized", "deep or large containers")

@@ -23,9 +23,9 @@ from gpu_side.handler import RequestHandler
 from gpu_side.transport.zap import ZapHandler
 from protocol.encoding import encode_request
 from protocol.messages import InitRequest
+from tests.kit.lie import MaliciousService, operators_of
 from tests.soak.demo import DEMO
 from tests.soak.row import RowResult, note, progress
-from tests.tools.malicious import MaliciousService, operators_of
 
 NAME = "access"
 TEST = (

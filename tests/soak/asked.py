@@ -19,10 +19,10 @@ from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.token_names import TokenNames
+from tests.kit.model import assemble
 from tests.soak.demo import DEMO, prompt
 from tests.soak.row import note
 from tests.soak.served import Reply
-from tests.support import assemble
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # The same bits as under `shielded`, without the work for pads.

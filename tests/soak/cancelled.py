@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tests.kit.service import Workers
 from tests.soak.asked import COMPLETIONS, Asker, Job, Tally
 from tests.soak.demo import prompt
 from tests.soak.row import RowResult, is_full, note, percentile, progress
 from tests.soak.served import HANGS_S, Leave, Reply, Server, ask, is_idle, server
 from tests.soak.sessions import start
-from tests.tools.workers import Workers
 
 NAME = "requests cancelled by their clients"
 TEST = "streamed and whole; at once, before the first byte, mid-stream, in a prompt, in the queue"

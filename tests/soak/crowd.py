@@ -24,9 +24,9 @@ from typing import TypeAlias
 
 from protocol.pending import PendingChannel
 from tee_side.runner import Runner
+from tests.kit.model import assemble
 from tests.soak.demo import DEMO
 from tests.soak.sessions import POLICY, expected, generate, prompts, settings
-from tests.support import assemble
 
 Tokens: TypeAlias = tuple[int, ...]
 

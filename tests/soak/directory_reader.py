@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.tools.closing import Closing
+from tests.kit.service import Closing
 
 # A reading that takes so long hangs; it is killed.
 HANGS_AFTER_S = 20

@@ -18,6 +18,7 @@ from pathlib import Path
 from protocol.messages import FUSED_MODULES
 from protocol.model.config import read_config
 from tee_side.policy.placement import load_policy
+from tests.kit.service import Worker, Workers
 from tests.soak.crowd import (
     FROM_SERVICE,
     Crowd,
@@ -30,7 +31,6 @@ from tests.soak.crowd import (
 from tests.soak.demo import DEMO
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.soak.sessions import POLICY, start
-from tests.tools.workers import Worker, Workers
 
 NAME = "load: 64 concurrent sessions, 10 min"
 TEST = "at least so many generations, each compared with what the model says to its prompt"

@@ -38,10 +38,8 @@ from tee_side.remote.handshake import ServiceCheck
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
-from tests.soak.demo import DEMO
-from tests.soak.row import RowResult, is_full, note, progress
-from tests.soak.victims import Outcome, Victim
-from tests.tools.lies import (
+from tests.kit.lie import MaliciousService, operators_of
+from tests.kit.lies import (
     CROSS_SESSION,
     INIT_LIES,
     NEEDY,
@@ -51,7 +49,9 @@ from tests.tools.lies import (
     WIRE_LIES,
     Lie,
 )
-from tests.tools.malicious import MaliciousService, operators_of
+from tests.soak.demo import DEMO
+from tests.soak.row import RowResult, is_full, note, progress
+from tests.soak.victims import Outcome, Victim
 
 NAME = "malicious service behind CURVE"
 TEST = (

@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tee_side.runner import Runner
+from tests.kit.service import Worker, Workers
 from tests.soak.row import RowResult, is_full, note, percentile, progress
 from tests.soak.sessions import Said, expected, generate, prompts, settings, start
-from tests.tools.workers import Worker, Workers
 
 NAME = "only worker killed, restarted within 5 s"
 TEST = (

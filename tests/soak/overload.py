@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
+from tests.kit.service import Workers
 from tests.soak.asked import Asker, Job, Tally
 from tests.soak.row import RowResult, is_full, note, percentile, progress
 from tests.soak.served import Server, ask, is_idle, server
 from tests.soak.sessions import start
-from tests.tools.workers import Workers
 
 NAME = "overload: four times as many clients as sequences"
 TEST = "so many requests, some with a key that allows two at a time; then as many as at capacity"

@@ -21,10 +21,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from tee_side.runner import Runner
+from tests.kit.proxy import HOLD, Proxy
+from tests.kit.service import Worker, Workers
 from tests.soak.row import RowResult, is_full, note, percentile, progress
 from tests.soak.sessions import Said, asked, generate, prompts, settings, start
-from tests.tools.proxy import HOLD, Proxy
-from tests.tools.workers import Worker, Workers
 
 NAME = "SIGSTOP, half-open connection, black hole of 1/5/30 s"
 TEST = (

@@ -20,11 +20,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.protect.calibration import CALIBRATION_FILE
+from tests.kit.model import make_model, token_ids
+from tests.kit.service import Workers
+from tests.kit.service import run as run_program
 from tests.soak.canaries import BLOCK, FAULTS, PLACES, POLICIES, REFUSALS, SHARED
 from tests.soak.row import RowResult, is_full, note, progress
-from tests.support import make_model, token_ids
-from tests.support import run as run_program
-from tests.tools.workers import Workers
 from tsqp.calibrate import calibrate_on, save_calibration
 
 NAME = "secrets"

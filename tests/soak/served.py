@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.forked import ENVIRONMENT, Forked
-from tests.tools.workers import START_S
+from tests.kit.service import ENVIRONMENT, START_S, Forked
 
 # No answer of these rows takes as long, unless it never comes.
 HANGS_S = 90.0

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from tests.kit.service import Workers
 from tests.soak.asked import Asker, Job, Tally
 from tests.soak.crowd import relative_slope, resident_bytes
 from tests.soak.row import RowResult, is_full, note, progress
 from tests.soak.served import Leave, Server, ask, is_idle, server
 from tests.soak.sessions import start
-from tests.tools.workers import Workers
 
 NAME = "serving: 64 concurrent streams over HTTP, 10 min"
 TEST = "at least so many answers, each compared with what the model says to its prompt alone"

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from tests.kit.service import Worker, Workers
 from tests.soak.asked import Asker, Job, Tally, is_broken_off
 from tests.soak.row import RowResult, is_full, note, percentile, progress
 from tests.soak.served import HANGS_S, Reply, Server, ask, is_idle, server
 from tests.soak.sessions import start
-from tests.tools.workers import Worker, Workers
 
 NAME = "services killed (kill -9) under a server's streams"
 TEST = "in turns: a second one present; the only one, with a deadline longer and shorter than that"

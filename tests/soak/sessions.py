@@ -14,9 +14,9 @@ from protocol.errors import TsqpError
 from tee_side.engine.engine import EngineSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
+from tests.kit.model import assemble
+from tests.kit.service import Worker, Workers
 from tests.soak.demo import DEMO, prompt
-from tests.support import assemble
-from tests.tools.workers import Worker, Workers
 
 POLICY = "shielded"
 

@@ -28,12 +28,12 @@ from protocol.model.quantized import load_quantized
 from protocol.tensors import from_torch, to_torch
 from protocol.zmq_channel import ZmqChannel
 from tee_side.runner import Runner
+from tests.kit.proxy import Fault, Proxy
+from tests.kit.service import Worker, Workers
 from tests.soak.crowd import Crowd, Job, crowd
 from tests.soak.demo import DEMO
 from tests.soak.row import Measured, RowResult, is_full, percentile, progress
 from tests.soak.sessions import expected, generate, prompts, settings, start
-from tests.tools.proxy import Fault, Proxy
-from tests.tools.workers import Worker, Workers
 
 NAME = "slow peer (10 kB/s, one-byte slices)"
 TEST = (

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.kit.lies import CROSS_SESSION, INIT_LIES, NEEDY, REORDERED
 from tests.soak.malicious_service import LIES, Tally
 from tests.soak.victims import Outcome
-from tests.tools.lies import CROSS_SESSION, INIT_LIES, NEEDY, REORDERED
 
 
 def tally() -> Tally:

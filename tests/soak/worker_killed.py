@@ -8,9 +8,9 @@ import time
 from tempfile import TemporaryDirectory
 
 from tee_side.runner import Runner
+from tests.kit.service import Workers
 from tests.soak.row import RowResult, is_full, note, percentile, progress
 from tests.soak.sessions import Said, asked, generate, prompts, settings, start
-from tests.tools.workers import Workers
 
 NAME = "worker killed mid-decode (kill -9), second worker present"
 TEST = "at random points of a generation, half of them over shared memory"

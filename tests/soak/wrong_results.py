@@ -28,10 +28,10 @@ from protocol.tensors import to_torch
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import Site
+from tests.kit.lies import WRONG, surely_wrong
+from tests.kit.model import LoopbackChannel, assemble
 from tests.soak.demo import DEMO, prompt
 from tests.soak.row import RowResult, note, progress
-from tests.support import LoopbackChannel, assemble
-from tests.tools.lies import WRONG, surely_wrong
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 
 NAME = "wrong results, verified policy"

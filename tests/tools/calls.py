@@ -88,7 +88,7 @@ def _suspends(frame: FrameType) -> bool:
 def measure() -> dict[str, float]:
     """Run both programs, and return the mean calls of an RPC of `client` and of `service`."""
     # Not where it runs in the programs' place: nothing of ours but they is loaded there.
-    from tests.support import ENVIRONMENT, Service
+    from tests.kit.service import ENVIRONMENT, Service
 
     with tempfile.TemporaryDirectory() as folder:
         bank = ("--bank", f"{folder}/bank", "--bank-key-beside-bank")

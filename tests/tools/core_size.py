@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.support import ENVIRONMENT, running_service
+from tests.kit.service import ENVIRONMENT, running_service
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = tomllib.loads(Path(__file__).with_name("recorded.toml").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-from tests.tools.closing import Closing
+from tests.kit.service import Closing
 
 _SCRIPT = """
 import mmap, os, random, select, socket, struct, sys

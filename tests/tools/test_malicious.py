@@ -23,9 +23,8 @@ from protocol.messages import (
     TensorReply,
 )
 from protocol.tensors import from_torch, to_torch
-from tests.support import make_model
-from tests.tables import each_row
-from tests.tools.lies import (
+from tests.kit.lie import MaliciousService, operators_of
+from tests.kit.lies import (
     CROSS_SESSION,
     INIT_LIES,
     OVERSIZED_BYTES,
@@ -36,7 +35,8 @@ from tests.tools.lies import (
     Memory,
     Occasion,
 )
-from tests.tools.malicious import MaliciousService, operators_of
+from tests.kit.model import make_model
+from tests.kit.rows import each_row
 
 # Of these some, or all, are a good reply with right numbers, at another time or twice.
 HARMLESS = {

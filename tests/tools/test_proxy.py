@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.tools.proxy import HOLD, SWALLOW, Fault, MessageCounter, Proxy
+from tests.kit.proxy import HOLD, SWALLOW, Fault, MessageCounter, Proxy
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.fault.wire import exchange, inline
-from tests.tools.workers import Workers
+from tests.kit.service import Workers
+from tests.kit.wire import exchange, inline
 
 _ARGUMENTS = ("demo", "--bind", "tcp://127.0.0.1:*", "--threads", "1")
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import failover_cost
 from benchmarks.failover_cost import WAYS, Result, main, measure, noise_of, result_of
 from protocol.errors import SettingsError
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 
 
 def _table(again: float, two: float, rounds: int = 100) -> list[list[float]]:

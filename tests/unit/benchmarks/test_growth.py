@@ -17,7 +17,7 @@ from benchmarks.growth import (
     main,
     plan_for,
 )
-from tests.support import SIZES
+from tests.kit.model import SIZES
 from tests.unit.tsqp.bench.sample_report import case, policy_run
 from tsqp.lab.bench.shapes import Shape
 

@@ -16,7 +16,7 @@ from gpu_side.profiles import PROFILES
 from gpu_side.tasks import LinearWork, Task
 from protocol.errors import SettingsError
 from protocol.messages import FUSED_MODULES
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.bench.shapes import find_shape
 
 CONFIG = find_shape("llama-3.2-1b").config()

@@ -34,8 +34,8 @@ from protocol.messages import (
 from protocol.model.columns import Columns, part_of
 from protocol.seed import SEED_SHAPE
 from protocol.tensors import WireTensor, from_torch, to_torch
-from tests.support import SIZES, make_model
-from tests.tables import each_row
+from tests.kit.model import SIZES, make_model
+from tests.kit.rows import each_row
 
 MIB = 2**20
 HIDDEN, VOCAB = SIZES["hidden_size"], SIZES["vocab_size"]

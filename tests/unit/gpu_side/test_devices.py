@@ -10,7 +10,7 @@ import torch
 from gpu_side.devices import NullDevice, parse_device
 from gpu_side.profiles import PROFILES
 from protocol.errors import SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 
 def test_cpu_is_a_device() -> None:

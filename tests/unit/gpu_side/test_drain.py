@@ -16,7 +16,7 @@ from gpu_side.state import ServiceState
 from gpu_side.stop_signal import StopSignal
 from gpu_side.transport.listener import Incoming
 from protocol.messages import HealthRequest, Request
-from tests.unit.gpu_side.loop import (
+from tests.kit.clock import (
     MS,
     RESULT,
     Accelerator,

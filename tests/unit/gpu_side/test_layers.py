@@ -26,8 +26,8 @@ from protocol.messages import (
     TensorReply,
 )
 from protocol.tensors import from_torch
-from tests.support import SIZES, make_model
-from tests.tables import each_row
+from tests.kit.model import SIZES, make_model
+from tests.kit.rows import each_row
 
 CPU = torch.device("cpu")
 LIMIT = 2**20

@@ -19,7 +19,7 @@ from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
 from protocol.messages import HealthRequest, InitRequest, Request
 from protocol.tensors import Buffer
-from tests.unit.gpu_side.loop import (
+from tests.kit.clock import (
     MS,
     RESULT,
     Accelerator,

@@ -16,7 +16,7 @@ from gpu_side.queues import QueueLimits
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError, SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 
 @pytest.fixture

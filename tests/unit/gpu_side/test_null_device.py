@@ -46,8 +46,9 @@ from protocol.model.config import read_config
 from protocol.tensors import from_torch, to_torch
 from tee_side.model.layers import load_tee_model
 from tee_side.remote.handshake import ServiceCheck
-from tests.support import SIZES, LoopbackChannel, assemble, make_model, run, running_service
-from tests.unit.gpu_side.segments import part, segment
+from tests.kit.model import SIZES, LoopbackChannel, assemble, make_model
+from tests.kit.service import run, running_service
+from tests.kit.wire import part, segment
 from tsqp.lab.leak.recording import RecordingChannel
 
 CPU = torch.device("cpu")

@@ -32,8 +32,8 @@ from protocol.messages import (
 from protocol.model.quantized import quantize_rows
 from protocol.seed import expand
 from protocol.tensors import ITEMSIZE, WireTensor, from_torch, short_name, to_torch
-from tests.support import SIZES, make_model
-from tests.tables import each_row
+from tests.kit.model import SIZES, make_model
+from tests.kit.rows import each_row
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 SINGLE: tuple[ModuleName, ...] = (

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_side.profiles import PROFILES, DeviceProfile, find_profile
 from protocol.errors import SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 # 10^12 operations, 2 * 10^12 int8 ones, 10^11 and 10^10 bytes a second, in microseconds.
 ROUND = DeviceProfile(

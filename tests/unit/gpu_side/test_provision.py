@@ -16,7 +16,7 @@ from gpu_side.provision import (
     write_provision,
 )
 from protocol.errors import ModelError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 GOOD = {"version": 1, "mask": "feature-rotation", "provision_id": "0f" * 32}
 

@@ -31,7 +31,7 @@ from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
 from protocol.messages import Request, TensorReply
 from protocol.tensors import Buffer, WireTensor
-from tests.unit.gpu_side.loop import (
+from tests.kit.clock import (
     MS,
     RESULT,
     Accelerator,

@@ -22,9 +22,10 @@ from protocol.errors import ErrorCode, ModelError, ProtocolError, ServiceError
 from protocol.messages import TensorReply
 from protocol.tensors import to_torch, torch_dtype
 from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, FLOAT32_STEPS
-from tests.support import SIZES, make_model, running_service
-from tests.tables import each_row
-from tests.unit.gpu_side.segments import Client, part, segment
+from tests.kit.model import SIZES, make_model
+from tests.kit.rows import each_row
+from tests.kit.service import running_service
+from tests.kit.wire import Client, part, segment
 
 CPU = torch.device("cpu")
 LIMIT = 2**26

@@ -23,7 +23,7 @@ from gpu_side.transport.listener import Listener
 from gpu_side.transport.zap import ZapHandler
 from protocol.errors import EndpointError, KernelError, SettingsError
 from protocol.model.config import read_config
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.cli.gpu_service import command
 from tsqp.key_files import new_key_pair
 

@@ -20,7 +20,7 @@ from gpu_side.session_cache import GROWTH_TOKENS, CacheShape, SessionCache, Wind
 from gpu_side.session_settings import SessionSettings, free_bytes
 from gpu_side.sessions import Sessions, SessionTotals
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 SHAPE = CacheShape(2, 1, 2, torch.float32, torch.device("cpu"))
 # What the smallest session takes.

@@ -20,7 +20,7 @@ from gpu_side.sessions import Sessions, SessionTotals
 from gpu_side.spill import SessionName, SpilledSession, SpillKey
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.tensors import raw_bytes
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 SHAPE = CacheShape(3, 2, 4, torch.float32, torch.device("cpu"))
 UNIT = GROWTH_TOKENS * SHAPE.token_bytes

@@ -19,7 +19,7 @@ from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
 from protocol.model.quantized import quantize_rows
 from protocol.model.weights import FusedLinear
-from tests.support import SIZES, make_model
+from tests.kit.model import SIZES, make_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.codec import MAX_ARRAY_LENGTH, MAX_DEPTH, MAX_STRING_BYTES, pack, unpack
 from protocol.errors import ErrorCode, ProtocolError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 
 def _unpack(data: bytes, max_bytes: int = 65536, max_containers: int = 64) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from protocol.curve import (
     read_secret_key,
 )
 from protocol.errors import KeyFileError, SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.key_files import new_key_pair, public_key_of
 
 # 85 ** 5 - 1, which is more than 32 bits hold.

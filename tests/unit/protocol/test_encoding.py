@@ -34,7 +34,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import Buffer, WireTensor, from_torch
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 F4 = b"\0" * 16  # four float32
 MALFORMED, INVALID = ErrorCode.MALFORMED_MESSAGE, ErrorCode.INVALID_FIELD

@@ -13,7 +13,7 @@ from protocol.endpoint import (
     parse_endpoint,
 )
 from protocol.errors import EndpointError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 MALFORMED = [
     "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol import errors
 from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError, describe
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 RETRYABLE_CODES = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN, ErrorCode.QUEUE_FULL}
 

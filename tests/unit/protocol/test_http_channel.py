@@ -25,8 +25,8 @@ from protocol.http_channel import HttpChannel
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.tensors import from_torch, to_torch
 from tests.e2e.tls_ending_proxy import _contexts
-from tests.tables import each_row
-from tests.unit.protocol.http_peers import Answer, answer, good, http_peer, message
+from tests.kit.rows import each_row
+from tests.kit.wire import Answer, answer, good, http_peer, message
 
 TOKEN = "tsqp-" + "t" * 43
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.zeros(4)))

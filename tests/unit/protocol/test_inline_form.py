@@ -28,7 +28,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import WireTensor, from_torch
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 IDS = b"".join(n.to_bytes(8, "little") for n in (1, 2))
 F4 = b"\0" * 16

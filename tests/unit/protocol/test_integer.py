@@ -20,7 +20,7 @@ from protocol.integer import (
     ring_product,
     to_digits,
 )
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 CPU = torch.device("cpu")
 LOW, HIGH = -(2**31), 2**31 - 1

@@ -20,9 +20,9 @@ from protocol.ivshmem import IvshmemChannel
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.shared_memory import LARGEST, MAX_AREA_BYTES, SLOTS, SMALLEST, Areas, areas_for
 from protocol.tensors import from_torch, to_torch
-from tests.tables import each_row
-from tests.unit.protocol.segments import PAGE
-from tests.unit.protocol.streams import tensor_reply
+from tests.kit.rows import each_row
+from tests.kit.shm import PAGE
+from tests.kit.wire import tensor_reply
 
 SIZE = 2**20
 

@@ -22,7 +22,7 @@ from protocol.messages import InitRequest, LMHeadRequest
 from protocol.stream import StreamChannel
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch
-from tests.unit.protocol.streams import LARGE, accepted, raw_socket, request_bytes, tensor_reply
+from tests.kit.wire import LARGE, accepted, raw_socket, request_bytes, tensor_reply
 
 # ------------------------------------------------------------------------------- the client's end
 

@@ -42,8 +42,8 @@ from protocol.model.tensor_file import Entry, TensorFile, bytes_of
 from protocol.model.weights import load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
-from tests.support import SavedModel
-from tests.tables import each_row
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.manifest import make_manifest
 

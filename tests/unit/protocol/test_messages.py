@@ -20,7 +20,7 @@ from protocol.messages import (
     Timing,
     response_type,
 )
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 HEALTH: dict[str, Any] = {
     "status": "ready",

@@ -16,7 +16,7 @@ from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import ring_product
 from protocol.native.proof import PORTABLE, differs
-from tests.support import KERNELS, using_kernels
+from tests.kit.kernels import KERNELS, using_kernels
 
 REAL = native.library
 compiled_only = pytest.mark.skipif(native.library is None, reason="no compiler built the kernels")

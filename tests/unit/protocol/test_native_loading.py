@@ -11,7 +11,7 @@ import pytest
 
 import protocol
 from protocol import native
-from tests.fresh import FreshPython
+from tests.kit.service import FreshPython
 
 pytestmark = pytest.mark.skipif(native.library is None, reason="no compiler built the kernels")
 

@@ -14,7 +14,7 @@ from protocol import native, shared_memory
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.shared_memory import MAX_AREA_BYTES, SLOTS, Areas, Lane, adopt, create, frames_in
 from protocol.tensors import Buffer
-from tests.unit.protocol.segments import PAGE, memfd, message, write_line
+from tests.kit.shm import PAGE, memfd, message, write_line
 
 AREAS = Areas(2, PAGE, 2 * PAGE)
 SHRINK, GROW, SEAL = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL

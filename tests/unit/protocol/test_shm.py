@@ -26,9 +26,9 @@ from protocol.shared_memory import SLOTS, frames_in
 from protocol.shm import ShmChannel
 from protocol.stream import StreamChannel
 from protocol.tensors import Buffer, from_torch, to_torch
+from tests.kit.shm import RawService, message
+from tests.kit.wire import look_until_refused, tensor_reply
 from tests.tools.scribbler import Scribbler
-from tests.unit.protocol.segments import RawService, message
-from tests.unit.protocol.streams import look_until_refused, tensor_reply
 
 ROUNDS = 2000
 TINY_S = 0.05

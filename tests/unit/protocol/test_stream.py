@@ -26,7 +26,7 @@ from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.stream import StreamChannel
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch, to_torch
-from tests.unit.protocol.streams import (
+from tests.kit.wire import (
     LARGE,
     REFUSED,
     accepted,

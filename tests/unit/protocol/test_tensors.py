@@ -22,7 +22,7 @@ from protocol.tensors import (
     to_torch,
     torch_dtype,
 )
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64]
 

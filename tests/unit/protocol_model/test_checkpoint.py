@@ -24,8 +24,8 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import read_config
 from protocol.model.weights import load_tensor
-from tests.support import SavedModel
-from tests.tables import each_row
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 

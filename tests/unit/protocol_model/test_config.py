@@ -17,7 +17,7 @@ from protocol.model.config import (
     RopeParameters,
     read_config,
 )
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

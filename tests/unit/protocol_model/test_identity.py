@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from protocol.model.checkpoint import EMBEDDING, INDEX_FILE, SINGLE_FILE, Checkpoint
 from protocol.model.config import read_config
 from protocol.model.identity import model_digest
-from tests.support import SavedModel, make_model
+from tests.kit.model import SavedModel, make_model
 
 Models = Callable[..., SavedModel]
 

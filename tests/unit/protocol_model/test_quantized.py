@@ -23,7 +23,7 @@ from protocol.model.quantized import (
     quantize_rows,
 )
 from protocol.model.tensor_file import Entry, TensorFile
-from tests.support import SavedModel, make_model
+from tests.kit.model import SavedModel, make_model
 
 Models = Callable[..., SavedModel]
 CPU = torch.device("cpu")

@@ -52,7 +52,7 @@ from protocol.model.sealed import (
 )
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration, calibration_path
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 from tsqp.manifest import make_manifest
 from tsqp.seal import rewrap, seal_model

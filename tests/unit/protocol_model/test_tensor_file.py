@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from protocol.errors import ModelError
 from protocol.model.tensor_file import MAX_HEADER_BYTES, TensorFile, parse_header
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 

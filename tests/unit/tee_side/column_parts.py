@@ -17,7 +17,7 @@ from protocol.model.columns import part_of
 from protocol.model.config import read_config
 from protocol.tensors import from_torch, to_torch
 from tee_side.remote.services.columns import ColumnParts
-from tests.unit.tee_side.lying import Change, Lying
+from tests.kit.lie import Change, Lying
 
 
 class PartOf(Lying):

@@ -26,8 +26,7 @@ from tee_side.protect.masks.shares import Shares
 from tee_side.protect.sites import FloatSites
 from tee_side.remote.overlap import run
 from tee_side.words import Operator
-from tests.support import LoopbackChannel
-from tests.unit.tee_side.remote_fakes import (
+from tests.kit.fakes import (
     ARGUMENTS,
     Change,
     ChangingChannel,
@@ -35,6 +34,7 @@ from tests.unit.tee_side.remote_fakes import (
     OneSite,
     remote_under,
 )
+from tests.kit.model import LoopbackChannel
 from tsqp.lab.research.row_mix import RowMix
 
 

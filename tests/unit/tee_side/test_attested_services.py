@@ -30,10 +30,10 @@ from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
 from tee_side.runner import Runner, RunnerSettings
-from tests.tables import each_row
-from tests.tools.nvidia_chain import NvidiaGpu, make_gpu, messages
+from tests.kit.fakes import World
+from tests.kit.nvidia_chain import NvidiaGpu, make_gpu, messages
+from tests.kit.rows import each_row
 from tests.unit.tee_side.policy_texts import CLEAR, policy_of
-from tests.unit.tee_side.services_fakes import World
 from tsqp.cli.program import model_directory
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)

@@ -34,7 +34,7 @@ from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.stats import Totals
 from tee_side.engine.waiting import QueueFullError
 from tee_side.protect.pads.background_maker import Load
-from tests.support import LoopbackChannel, SavedModel, Tee, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from protocol.model.config import ModelConfig, read_config
 from tee_side.model.batch import Batch, Take
 from tee_side.model.kv_cache import KVCache
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from tee_side.protect.calibration import (
     norm_limit,
 )
 from tee_side.protect.sites import IntegerSite, IntegerSites
-from tests.support import SavedModel
-from tests.tables import each_row
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
 from tsqp.calibrate import coarse, save_calibration
 
 MODEL, LINEAR = "a" * 64, "b" * 64

@@ -19,10 +19,10 @@ from protocol.tensors import WireTensor, from_torch
 from tee_side.remote.services.columns import ColumnParts, Joined
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import Replicas
-from tests.tables import each_row
+from tests.kit.fakes import World, wrong
+from tests.kit.lie import Models, everything_verified, generate
+from tests.kit.rows import each_row
 from tests.unit.tee_side.column_parts import PartOf, over
-from tests.unit.tee_side.lying import Models, everything_verified, generate
-from tests.unit.tee_side.services_fakes import World, wrong
 
 SHAPE, PART = (3, 4), (3, 4)
 # Of a vocabulary of 8, each of two parts has as many columns as the fakes' replies have.

@@ -15,7 +15,7 @@ from tee_side.engine.request import Request
 from tee_side.engine.sequence import Sequence
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.source import Pads, WhenOut
-from tests.support import SavedModel, Tee, token_ids
+from tests.kit.model import SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 

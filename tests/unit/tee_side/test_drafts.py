@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from tee_side.engine.drafts import Drafts
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 # Few different tokens, so that runs repeat.
 IDS = st.lists(st.integers(0, 3), max_size=60)

@@ -18,7 +18,7 @@ from tee_side.model.kv_cache import kv_bytes
 from tee_side.model.operators import MicroBatchOperators
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS, Phase
-from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

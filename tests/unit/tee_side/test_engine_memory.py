@@ -10,7 +10,7 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.prefix_pool import MIN_TOKENS, PrefixPool
 from tee_side.engine.request import Request
 from tee_side.model.kv_cache import KVCache
-from tests.support import SavedModel, Tee, assemble, token_ids
+from tests.kit.model import SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -16,7 +16,7 @@ from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.text_stream import TextStream
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
-from tests.support import SavedModel, token_ids
+from tests.kit.model import SavedModel, token_ids
 
 Models = Callable[..., SavedModel]
 

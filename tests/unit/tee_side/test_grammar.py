@@ -18,8 +18,8 @@ from tee_side.engine import grammar, grammar_trial
 from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, CompiledGrammar, GrammarCompiler, Kind
 from tee_side.engine.sampling import Sampler, SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
-from tests.fresh import FreshPython
-from tests.tables import each_row
+from tests.kit.rows import each_row
+from tests.kit.service import FreshPython
 from tsqp.cli.program import model_directory
 
 # The demo model's tokenizer has 1024 tokens: the other rows are padding.

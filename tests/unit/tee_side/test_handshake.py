@@ -21,8 +21,8 @@ from protocol.tensors import from_torch, torch_dtype
 from tee_side.model.layers import load_tee_model
 from tee_side.policy.placement import builtin_policies, load_policy
 from tee_side.remote.handshake import ServiceCheck
-from tests.support import LoopbackChannel, SavedModel
-from tests.tables import each_row
+from tests.kit.model import LoopbackChannel, SavedModel
+from tests.kit.rows import each_row
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 

@@ -8,7 +8,7 @@ from protocol.errors import EndpointError, SettingsError
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 TWO = load_policy("two-server")
 

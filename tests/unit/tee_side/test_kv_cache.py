@@ -17,7 +17,7 @@ from protocol.errors import LimitError
 from protocol.model.config import ModelConfig, read_config
 from tee_side.model import kv_cache
 from tee_side.model.kv_cache import KVCache, available_kv_bytes, kv_bytes
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tee_side.policy.layer_range import LayerRange
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.shares import Shares
 from tee_side.words import OPERATORS, Operator
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tee_side.policy_texts import CLEAR, policy_of
 from tsqp.lab.research.row_mix import RowMix
 from tsqp.lab.research.row_permutation import RowPermutation

@@ -33,8 +33,8 @@ from tee_side.protect.verifier import Claim, LinearCheck, ResultCheck, Weights
 from tee_side.remote.fault_attribution import Answer, Refused, _in_time, find_liars, refuse
 from tee_side.remote.registered import RunParts
 from tee_side.words import OPERATORS, PRODUCTS, Operator, is_linear
-from tests.support import SavedModel
-from tests.unit.tee_side.lying import (
+from tests.kit.fakes import World
+from tests.kit.lie import (
     Change,
     Lying,
     Models,
@@ -44,7 +44,7 @@ from tests.unit.tee_side.lying import (
     one_more,
     site_of,
 )
-from tests.unit.tee_side.services_fakes import World
+from tests.kit.model import SavedModel
 from tsqp.lab.research.float_check import (
     FloatCheck,
     FloatProductCheck,

@@ -20,7 +20,7 @@ from tee_side.model.local_ops import (
     rms_norm,
     silu_mul,
 )
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.lab.research.operators import softmax
 
 

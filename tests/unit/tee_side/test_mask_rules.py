@@ -15,9 +15,9 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import FloatSites
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, is_linear
-from tests.support import LoopbackChannel
-from tests.tables import each_row
-from tests.unit.tee_side.remote_fakes import ARGUMENTS, Models, OneSite, remote_under
+from tests.kit.fakes import ARGUMENTS, Models, OneSite, remote_under
+from tests.kit.model import LoopbackChannel
+from tests.kit.rows import each_row
 from tsqp.lab.research.row_permutation import RowPermutation
 
 

@@ -11,7 +11,7 @@ import torch
 from protocol import native
 from tee_side.model import local_ops
 from tee_side.native import local_ops as compiled_ops
-from tests.support import KERNELS, using_kernels
+from tests.kit.kernels import KERNELS, using_kernels
 
 # How far sums in another order may be apart, and one rounding more, relative to the largest value.
 STEPS = {torch.float32: 4e-6, torch.bfloat16: 2**-7}

@@ -17,8 +17,8 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.randomness import Randomness
 from tee_side.remote.linear import RemoteLinear
 from tee_side.words import LAYERLESS, OPERATORS, PRODUCTS, Operator, Place, TeeStage
-from tests.support import SavedModel, token_ids
-from tests.tables import each_row
+from tests.kit.model import SavedModel, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 

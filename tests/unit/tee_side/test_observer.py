@@ -11,7 +11,7 @@ from protocol.messages import TensorReply, Timing
 from protocol.tensors import WireTensor
 from tee_side.policy.placement import load_policy
 from tee_side.words import LAYERLESS, LIGHT_OPERATORS, OPERATORS, PRODUCTS, is_projection
-from tests.support import POLICIES, SavedModel, assemble, token_ids
+from tests.kit.model import POLICIES, SavedModel, assemble, token_ids
 from tests.unit.tee_side.policy_texts import leaves
 from tsqp.operator_table import OperatorTable, OperatorTotals
 

@@ -19,7 +19,7 @@ from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites
 from tee_side.protect.verification import ExactCheck
-from tests.support import KERNELS, using_kernels
+from tests.kit.kernels import KERNELS, using_kernels
 
 SITE = (0, "o_proj")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -14,7 +14,7 @@ from tee_side.policy.placement import builtin_policies, load_policy
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.registry import find_mask
 from tee_side.words import OPERATORS, Operator
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tee_side.policy_texts import CLEAR_TOML, LINEAR, leaves, policy_toml, refusal
 
 

@@ -10,7 +10,7 @@ import pytest
 from protocol.errors import PolicyError
 from tee_side.policy.placement import Placement, load_policy
 from tee_side.words import PHASES
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tee_side.policy_texts import CLEAR, CLEAR_TOML, policy_of, policy_toml, refusal
 from tsqp.lab.research.row_permutation import RowPermutation
 

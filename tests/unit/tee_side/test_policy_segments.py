@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import PolicyError
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import OPERATORS
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tee_side.policy_texts import CLEAR, policy_of
 
 LAYERS = 6

@@ -10,7 +10,7 @@ import torch
 from protocol.model.config import ModelConfig, read_config
 from tee_side.engine.prefix_pool import MIN_TOKENS, PrefixPool
 from tee_side.model.kv_cache import KVCache, kv_bytes
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 
 MINE = ("me", "")
 IDS = list(range(100, 140))

@@ -11,7 +11,7 @@ import torch
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.reading import _HEAD_ROWS, PromptReader
 from tee_side.engine.request import PromptRead, Request
-from tests.support import SavedModel, Tee, token_ids
+from tests.kit.model import SavedModel, Tee, token_ids
 
 Models = Callable[..., SavedModel]
 

@@ -12,7 +12,7 @@ from tee_side import plugins
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.registered import find_registered
 from tee_side.words import OPERATORS, Operator, is_linear
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.tee_side.policy_texts import CLEAR
 
 OTHERS = [operator for operator in OPERATORS if not is_linear(operator)]

@@ -32,9 +32,7 @@ from tee_side.protect.verifier import UNVERIFIED
 from tee_side.remote.linear import CallSettings, RemoteLinear
 from tee_side.remote.overlap import run
 from tee_side.words import OPERATORS, Operator, Site, is_linear
-from tests.support import LoopbackChannel, SavedModel, assemble, token_ids
-from tests.tables import each_row
-from tests.unit.tee_side.remote_fakes import (
+from tests.kit.fakes import (
     ARGUMENTS,
     Change,
     ChangingChannel,
@@ -43,6 +41,8 @@ from tests.unit.tee_side.remote_fakes import (
     Remote,
     remote_under,
 )
+from tests.kit.model import LoopbackChannel, SavedModel, assemble, token_ids
+from tests.kit.rows import each_row
 from tsqp.lab.research.row_mix import RowMix
 from tsqp.lab.research.row_permutation import RowPermutation
 

@@ -15,7 +15,7 @@ import pytest
 from protocol.errors import ResumedError
 from tee_side.protect import resumption
 from tee_side.protect.resumption import ResumeWatch, has_generation_id, watch
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.tools.kernel_log import PLUGGED, RESUMED, KernelLog
 
 

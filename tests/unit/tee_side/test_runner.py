@@ -39,7 +39,7 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.remote.reply_size import largest_reply
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import OPERATORS
-from tests.support import LoopbackChannel, SavedModel, make_model, token_ids, with_results
+from tests.kit.model import LoopbackChannel, SavedModel, make_model, token_ids, with_results
 from tsqp.operator_table import OperatorTable
 
 Models = Callable[..., SavedModel]

@@ -25,7 +25,7 @@ from tee_side.engine.sampling import (
     settings_of_sample,
     warp,
 )
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40).map(torch.tensor)
 

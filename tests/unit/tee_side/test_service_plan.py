@@ -19,8 +19,8 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import most_rows
 from tee_side.remote.reply_size import init_reply_bytes, largest_reply
 from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, assign_shares, plan_services
-from tests.support import SavedModel
-from tests.tables import each_row
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
 
 A, B, C, D = (f"tcp://{name}:1" for name in "abcd")
 

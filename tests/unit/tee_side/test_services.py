@@ -32,8 +32,8 @@ from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import aggregate_errors
-from tests.unit.tee_side import services_fakes
-from tests.unit.tee_side.services_fakes import World, ask, service_error, wrong
+from tests.kit import fakes as services_fakes
+from tests.kit.fakes import World, ask, service_error, wrong
 from tsqp.lab.link import Link
 
 WAITING = "start a gpu-service there; {} says how long it is waited for"

@@ -24,7 +24,8 @@ from tee_side.protect.sites import (
     load_biases,
     tensors_of,
 )
-from tests.support import KERNELS, SavedModel, using_kernels
+from tests.kit.kernels import KERNELS, using_kernels
+from tests.kit.model import SavedModel
 
 Models = Callable[..., SavedModel]
 

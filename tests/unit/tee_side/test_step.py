@@ -14,7 +14,7 @@ from tee_side.model.batch import Batch, Take
 from tee_side.model.forward import forward, logits
 from tee_side.remote.overlap import run
 from tee_side.words import Phase
-from tests.support import LoopbackChannel, SavedModel, Tee, assemble, token_ids
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 
 Models = Callable[..., SavedModel]
 

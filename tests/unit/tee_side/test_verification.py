@@ -12,7 +12,7 @@ from protocol.errors import ActivationRangeError
 from protocol.integer import exact_product
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import SECURITY_BITS, VECTORS, ExactCheck
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.catalogue import our_masks
 from tsqp.lab.research.float_check import FLOAT_VECTORS, FloatCheck, Tolerance, within_tolerance
 from tsqp.lab.research.float_noise import FloatNoise

@@ -37,9 +37,7 @@ from tee_side.protect.verifier import Unverified, Weights, check_verifiable, fin
 from tee_side.remote.call import CallPlan
 from tee_side.remote.linear import RemoteLinear
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Site, is_linear
-from tests.support import LoopbackChannel, SavedModel, token_ids, with_results
-from tests.tables import each_row
-from tests.unit.tee_side.lying import (
+from tests.kit.lie import (
     Change,
     Lying,
     Models,
@@ -49,6 +47,8 @@ from tests.unit.tee_side.lying import (
     one_more,
     site_of,
 )
+from tests.kit.model import LoopbackChannel, SavedModel, token_ids, with_results
+from tests.kit.rows import each_row
 from tsqp.lab.research.float_check import FloatCheck
 from tsqp.operator_table import OperatorTable
 

@@ -19,7 +19,7 @@ from tee_side.attest.simulated import verify_simulated
 from tee_side.attest.statement import Statement
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.serve.hpke_key import HpkeKey
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp import attestation
 from tsqp.attestation import _NOT_CLAIMED, identify, release_key, tls_files
 from tsqp.cli.program import model_directory

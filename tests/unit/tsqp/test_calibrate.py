@@ -26,7 +26,7 @@ from protocol.model.quantized import load_quantized, quantize_rows
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales
 from tee_side.words import Site
-from tests.support import SavedModel, make_model, token_ids
+from tests.kit.model import SavedModel, make_model, token_ids
 from tsqp.calibrate import (
     MIN_STEPS,
     STEPS,

@@ -19,7 +19,7 @@ from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.masks.mask import Masked, RowMask
 from tee_side.protect.masks.registry import MASKS
 from tee_side.words import OPERATORS
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.catalogue import (
     find_mask_entry,
     main,

@@ -16,8 +16,8 @@ from tee_side.attest.claims import Claims, report_data
 from tee_side.attest.simulated import simulate
 from tee_side.serve.app import create_app
 from tee_side.serve.receipt_chain import ReceiptChain
-from tests.tables import each_row
-from tests.unit.tee_side.serve.fakes import Reply, call, serving
+from tests.kit.rows import each_row
+from tests.kit.serve import Reply, call, serving
 from tsqp.cli.main import command
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.serving import TEE_ONLY, until
-from tests.forked import ENVIRONMENT, Forked
-from tests.support import run
+from tests.kit.service import ENVIRONMENT, TEE_ONLY, Forked, run, until
 from tsqp.cli.serve import _Progress
 
 # Weights are read when the test says so.

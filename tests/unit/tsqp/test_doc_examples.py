@@ -21,7 +21,7 @@ from tee_side.protect.masks.mask import Masked, RowMask
 from tee_side.protect.masks.registry import find_mask
 from tee_side.protect.randomness import Randomness
 from tests.contract.mask_contract import SHAPES, apply, supported
-from tests.support import SavedModel, assemble, token_ids
+from tests.kit.model import SavedModel, assemble, token_ids
 from tsqp.cli.main import command
 
 Models = Callable[..., SavedModel]

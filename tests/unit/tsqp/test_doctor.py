@@ -14,8 +14,9 @@ from click.testing import CliRunner
 
 from protocol import native
 from protocol.errors import SettingsError
-from tests.support import Service, make_model, running_service
-from tests.tools.fake_tsm import FakeKernel
+from tests.kit.fake_tsm import FakeKernel
+from tests.kit.model import make_model
+from tests.kit.service import Service, running_service
 from tsqp import doctor, preflight
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory

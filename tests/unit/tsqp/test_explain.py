@@ -23,8 +23,8 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import MAX_GROUP, Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, Operator, Phase
-from tests.support import SavedModel, Tee, assemble, token_ids, with_results
-from tests.tables import each_row
+from tests.kit.model import SavedModel, Tee, assemble, token_ids, with_results
+from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.cli.program import model_directory
 from tsqp.lab.explain.explanation import explain

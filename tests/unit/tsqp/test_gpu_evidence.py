@@ -17,8 +17,8 @@ from tee_side.attest.claims import Claims
 from tee_side.attest.nvidia import verify_nvidia
 from tee_side.attest.statement import Statement
 from tee_side.remote.attested import ServiceAppraisal
-from tests.tables import each_row
-from tests.tools.nvidia_chain import BEGINS, NvidiaGpu, make_blackwell, make_gpu, messages
+from tests.kit.nvidia_chain import BEGINS, NvidiaGpu, make_blackwell, make_gpu, messages
+from tests.kit.rows import each_row
 from tsqp.gpu_evidence import ask_gpus, read_certificates
 from tsqp.key_files import public_key_of
 from tsqp.service_attestation import attested_service

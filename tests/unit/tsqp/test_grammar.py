@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.tools.train_demo.conversation import Document, conversation, documents, request
 from tsqp.tools.train_demo.grammar import PLANS, Story, expand, story, with_articles
 from tsqp.tools.train_demo.plan import Plan

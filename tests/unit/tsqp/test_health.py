@@ -20,7 +20,7 @@ from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Listener
 from protocol.errors import EndpointError, ErrorCode, SettingsError
 from protocol.messages import HealthReply, Response
-from tests.support import ENVIRONMENT
+from tests.kit.service import ENVIRONMENT
 from tsqp.cli.main import command
 from tsqp.key_files import new_key_pair
 

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from protocol.http_access import HttpAccess
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.cli.trust import read_http_access
 from tsqp.llm import _settings
 

@@ -20,8 +20,8 @@ from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.sealed_bodies import open_secret, seal_secret
-from tests.tables import each_row
-from tests.tools.attested_server import DIGESTS, MEASUREMENT, PLUGIN, SERVICE, policy_text
+from tests.kit.evidence import DIGESTS, MEASUREMENT, PLUGIN, SERVICE, policy_text
+from tests.kit.rows import each_row
 from tsqp.keyserver import KeyRelease, KeyServer
 from tsqp.seal_keys import _STEP, key_of_server, release_info
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(

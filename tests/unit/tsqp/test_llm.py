@@ -10,7 +10,7 @@ import pytest
 
 import tsqp
 from protocol.errors import EngineError, LimitError, PromptError, SettingsError
-from tests.support import run, running_service
+from tests.kit.service import run, running_service
 from tsqp import LLM, SamplingParams
 
 PROMPT = "Once upon a time"

@@ -17,8 +17,8 @@ import click
 import pytest
 
 from tee_side.protect import resumption
-from tests.support import ENVIRONMENT
-from tests.support import run as run_program
+from tests.kit.service import ENVIRONMENT
+from tests.kit.service import run as run_program
 from tsqp.cli.program import run
 
 WAITS = """

@@ -17,7 +17,7 @@ import pytest
 from protocol.errors import EndpointError, KeyFileError, SettingsError
 from tee_side.attest.statement import Statement
 from tee_side.serve.hpke_key import HpkeKey, seal
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp import seal_keys
 from tsqp.seal_keys import (
     encode_key,

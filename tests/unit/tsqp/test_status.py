@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support import ENVIRONMENT
+from tests.kit.service import ENVIRONMENT
 
 SCRIPT = """
 import time, click

@@ -39,7 +39,7 @@ from protocol.shared_memory import Lane
 from protocol.shm import ShmChannel
 from protocol.stream_wire import layout
 from protocol.tensors import WireTensor, from_torch, to_torch
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.gpu_side.cuda.device import Device
 
 CPU = torch.device("cpu")

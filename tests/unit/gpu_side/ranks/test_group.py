@@ -23,7 +23,7 @@ from gpu_side.weights import load_weights
 from protocol.errors import EndpointError, SettingsError
 from protocol.messages import RingLinearRequest, TensorReply
 from protocol.tensors import from_torch, to_torch
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 
 CUDA, CPU = torch.device("cuda:1"), torch.device("cpu")
 

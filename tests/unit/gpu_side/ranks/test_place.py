@@ -8,7 +8,7 @@ from gpu_side.ranks.place import Place, place_of
 from gpu_side.ranks.processes import how_it_ended
 from protocol.errors import SettingsError
 from protocol.native import usable_cores
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 THEIRS = {
     "MASTER_ADDR": "127.0.0.1",

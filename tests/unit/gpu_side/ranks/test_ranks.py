@@ -35,9 +35,9 @@ from protocol.messages import (
 )
 from protocol.seed import SEED_SHAPE
 from protocol.tensors import WireTensor, from_torch, to_torch
-from tests.forked import ENVIRONMENT, Forked
-from tests.support import SIZES, Service, make_model, run, running_service
-from tests.tables import each_row
+from tests.kit.model import SIZES, make_model
+from tests.kit.rows import each_row
+from tests.kit.service import ENVIRONMENT, Forked, Service, run, running_service
 
 pytestmark = [pytest.mark.more, pytest.mark.usefixtures("patient_streams")]
 

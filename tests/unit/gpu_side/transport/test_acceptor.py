@@ -15,7 +15,7 @@ import pytest
 from gpu_side.log_limit import LIMITS, limited
 from gpu_side.transport.acceptor import Acceptor
 from protocol.liveness import PROBE
-from tests.unit.protocol.streams import raw_socket
+from tests.kit.wire import raw_socket
 
 
 @pytest.fixture

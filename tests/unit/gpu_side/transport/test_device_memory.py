@@ -18,9 +18,9 @@ from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.ivshmem import IvshmemChannel
 from protocol.messages import InitRequest
 from protocol.shared_memory import ATTACH, LARGEST, SLOTS, SMALLEST, Areas
-from tests.tables import each_row
-from tests.unit.protocol.segments import PAGE, message
-from tests.unit.protocol.streams import is_dropped, raw_socket
+from tests.kit.rows import each_row
+from tests.kit.shm import PAGE, message
+from tests.kit.wire import is_dropped, raw_socket
 
 SIZE = 2**20
 SESSION = b"0123"

@@ -33,7 +33,7 @@ from protocol.messages import InitRequest, LMHeadRequest
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch
 from tests.e2e.tls_ending_proxy import _contexts
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGIReceiveEvent, ASGISendEvent, Scope

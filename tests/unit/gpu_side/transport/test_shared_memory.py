@@ -19,8 +19,8 @@ from protocol.messages import InitRequest
 from protocol.shared_memory import ATTACH, Areas, frames_in
 from protocol.shm import ShmChannel
 from protocol.tensors import Buffer
-from tests.unit.protocol.segments import PAGE, RawClient, attach, memfd, message
-from tests.unit.protocol.streams import REFUSED, is_dropped, wait_and_take
+from tests.kit.shm import PAGE, RawClient, attach, memfd, message
+from tests.kit.wire import REFUSED, is_dropped, wait_and_take
 
 REQUEST = [bytes(frame) for frame in encode_request(InitRequest(), 7, 1000)]
 TWO = [bytes(range(100)), b"tensor"]

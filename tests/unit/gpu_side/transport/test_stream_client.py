@@ -22,7 +22,7 @@ from protocol.liveness import PROBE
 from protocol.messages import InitRequest
 from protocol.stream import StreamChannel
 from protocol.stream_wire import to_pieces
-from tests.unit.protocol.streams import (
+from tests.kit.wire import (
     LARGE,
     REFUSED,
     look_until_refused,

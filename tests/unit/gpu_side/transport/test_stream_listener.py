@@ -9,7 +9,7 @@ import pytest
 
 from gpu_side.transport.stream_listener import StreamListener
 from protocol.errors import EndpointError
-from tests.unit.protocol.streams import (
+from tests.kit.wire import (
     raw_socket,
     request_of,
 )

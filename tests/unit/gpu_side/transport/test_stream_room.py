@@ -12,7 +12,7 @@ import pytest
 
 from gpu_side.transport import stream_client, stream_listener
 from gpu_side.transport.stream_listener import StreamListener
-from tests.unit.protocol.streams import (
+from tests.kit.wire import (
     raw_socket,
     request_of,
     wait_and_take,

@@ -27,7 +27,7 @@ from protocol.errors import EndpointError, SettingsError
 from protocol.messages import LMHeadRequest, TensorReply
 from protocol.tensors import from_torch
 from protocol.zmq_channel import ZmqChannel
-from tests.fault.wire import inline
+from tests.kit.wire import inline
 
 LONG_S = 3600.0
 # Of heartbeats, which are not the subject here: a busy machine must not end a connection.

@@ -15,9 +15,9 @@ from protocol.errors import EvidenceError
 from tee_side.attest import amd_certificates
 from tee_side.attest.amd_certificates import PINNED_ROOTS, verify_chain
 from tee_side.attest.snp_report import Product, SigningKey, SnpReport
-from tests.tables import each_row
-from tests.tools import snp_chain as made
-from tests.tools.snp_chain import NOW, Chain, ark_key, ask_key, extension, make_chain
+from tests.kit import snp_chain as made
+from tests.kit.rows import each_row
+from tests.kit.snp_chain import NOW, Chain, ark_key, ask_key, extension, make_chain
 
 CHAIN = make_chain()
 

@@ -24,7 +24,7 @@ from tee_side.attest.snp import VerifiedSnp
 from tee_side.attest.snp_report import SnpReport, Tcb
 from tee_side.attest.statement import Statement
 from tee_side.attest.tdx import VerifiedTdx
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 NONCE = bytes(range(32))

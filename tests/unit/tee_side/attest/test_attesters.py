@@ -20,17 +20,9 @@ from tee_side.attest.evidence import Evidence
 from tee_side.attest.simulated import verify_simulated
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.snp_report import SnpReport
-from tests.tables import each_row
-from tests.tools.fake_tsm import (
-    BUSY,
-    GUIDS,
-    PAGE,
-    FakeKernel,
-    certificate_table,
-    snp_report,
-)
-from tests.unit.tee_side.attest.snp_vectors import OPENPCC
-from tests.vectors import VECTORS, needs_vectors, read_bytes, read_pem
+from tests.kit.evidence import OPENPCC, VECTORS, needs_vectors, read_bytes, read_pem
+from tests.kit.fake_tsm import BUSY, GUIDS, PAGE, FakeKernel, certificate_table, snp_report
+from tests.kit.rows import each_row
 
 DATA = bytes(range(64))
 # With names as AMD's have them: that of the issuer, and their own.

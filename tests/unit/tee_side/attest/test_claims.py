@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from protocol.errors import EvidenceError
 from tee_side.attest.claims import Claims, report_data
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 _DIGEST = bytes(range(32))
 GOOD: dict[str, Any] = {

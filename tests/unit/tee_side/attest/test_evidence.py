@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from protocol.errors import EvidenceError
 from tee_side.attest.evidence import Evidence
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 GOOD: dict[str, Any] = {
     "kind": "snp",

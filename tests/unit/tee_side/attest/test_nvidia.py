@@ -18,9 +18,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.errors import EvidenceError
 from tee_side.attest.nvidia import VerifiedNvidia, verify_nvidia
-from tests.tables import each_row
-from tests.tools.changed_bytes import changed
-from tests.tools.nvidia_chain import (
+from tests.kit.evidence import changed, needs_vectors, read_bytes
+from tests.kit.nvidia_chain import (
     BEGINS,
     FIELDS,
     FIRMWARE,
@@ -30,7 +29,7 @@ from tests.tools.nvidia_chain import (
     make_gpu,
     messages,
 )
-from tests.vectors import needs_vectors, read_bytes
+from tests.kit.rows import each_row
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 NONCE = bytes(range(100, 132))

@@ -16,13 +16,14 @@ import pytest
 from protocol.errors import EvidenceError
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.snp_report import SIGNED_BYTES
-from tests.unit.tee_side.attest.snp_vectors import (
+from tests.kit.evidence import (
     RUST_SNP,
     SNP_VECTORS,
     SnpVector,
     certificates,
+    needs_vectors,
+    read_bytes,
 )
-from tests.vectors import needs_vectors, read_bytes
 
 pytestmark = [
     needs_vectors,

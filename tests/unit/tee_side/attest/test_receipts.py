@@ -14,7 +14,7 @@ from protocol.codec import pack, unpack
 from protocol.errors import EvidenceError
 from tee_side.attest.receipts import SIGNATURE_BYTES, Receipt, verify
 from tee_side.serve.receipt_chain import ReceiptChain
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()

@@ -9,8 +9,8 @@ from protocol.errors import EvidenceError
 from tee_side.attest import simulated
 from tee_side.attest.evidence import Evidence
 from tee_side.attest.simulated import simulate, verify_simulated
-from tests.tables import each_row
-from tests.tools.snp_chain import make_report
+from tests.kit.rows import each_row
+from tests.kit.snp_chain import make_report
 
 MEASUREMENT, DATA = b"m" * 48, b"d" * 64
 REPORT = simulate(DATA, MEASUREMENT).report

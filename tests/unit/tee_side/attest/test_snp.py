@@ -11,9 +11,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from protocol.errors import EvidenceError
 from tee_side.attest.snp import VerifiedSnp, verify_snp
 from tee_side.attest.snp_report import SIGNED_BYTES, Product, SigningKey, Tcb
-from tests.tables import each_row
-from tests.tools import snp_chain as made
-from tests.tools.snp_chain import NOW, Chain, make_chain, make_report
+from tests.kit import snp_chain as made
+from tests.kit.rows import each_row
+from tests.kit.snp_chain import NOW, Chain, make_chain, make_report
 
 # Of P-384.
 _ORDER = 2**384 - 1388124618062372383947042015309946732620727252194336364173

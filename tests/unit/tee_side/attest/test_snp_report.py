@@ -13,8 +13,8 @@ from tee_side.attest.snp_report import (
     SnpReport,
     Tcb,
 )
-from tests.tables import each_row
-from tests.tools import snp_chain
+from tests.kit import snp_chain
+from tests.kit.rows import each_row
 
 
 def _changed(at: int, value: bytes, version: int = 3) -> bytes:

@@ -17,8 +17,8 @@ from tee_side.attest.receipts import verify
 from tee_side.attest.simulated import verify_simulated
 from tee_side.attest.statement import EXTENSION, Statement, key_digest, read_certificate
 from tee_side.serve.identity import certify
-from tests.tables import each_row
-from tests.tools.attested_server import DIGESTS, MEASUREMENT, SERVICE, identity
+from tests.kit.evidence import DIGESTS, MEASUREMENT, SERVICE, identity
+from tests.kit.rows import each_row
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 STATED = Statement(claims=b"claims", evidence=b"evidence")

@@ -18,9 +18,8 @@ import pytest
 
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.tdx import VerifiedTdx, verify_tdx
-from tests.tables import each_row
-from tests.tools.changed_bytes import changed
-from tests.vectors import needs_vectors, read_bytes
+from tests.kit.evidence import changed, needs_vectors, read_bytes
+from tests.kit.rows import each_row
 
 NOW = datetime(2026, 3, 16, 23, 34, 5, tzinfo=UTC)
 

@@ -11,9 +11,8 @@ import pytest
 from protocol.errors import EvidenceError
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.snp_report import REPORT_BYTES
-from tests.tools import snp_chain
-from tests.unit.tee_side.attest.snp_vectors import SNP_VECTORS, SnpVector
-from tests.vectors import needs_vectors
+from tests.kit import snp_chain
+from tests.kit.evidence import SNP_VECTORS, SnpVector, needs_vectors
 
 pytestmark = [pytest.mark.more, needs_vectors]
 

@@ -14,9 +14,7 @@ from protocol.errors import EvidenceError
 from tee_side.attest.amd_certificates import PINNED_ROOTS, verify_chain
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.snp_report import Product, SnpReport, Tcb
-from tests.tables import each_row
-from tests.tools.snp_chain import make_report
-from tests.unit.tee_side.attest.snp_vectors import (
+from tests.kit.evidence import (
     DSTACK,
     GO,
     MICROSOFT,
@@ -27,12 +25,17 @@ from tests.unit.tee_side.attest.snp_vectors import (
     RUST,
     RUST_SNP,
     SNP_VECTORS,
+    VECTORS,
     VIRTEE,
     SnpVector,
     authority,
     certificates,
+    needs_vectors,
+    read_bytes,
+    read_pem,
 )
-from tests.vectors import VECTORS, needs_vectors, read_bytes, read_pem
+from tests.kit.rows import each_row
+from tests.kit.snp_chain import make_report
 
 pytestmark = needs_vectors
 

@@ -12,7 +12,7 @@ from tee_side.plugins import PluginError
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.registry import MASKS, find_mask
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 ONE = """
 from typing import ClassVar

@@ -13,7 +13,7 @@ from protocol.model.config import read_config
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape, site_number
 from tee_side.words import PROJECTIONS, is_linear
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 
 
 def test_numbers_follow_layer_and_operator() -> None:

@@ -26,7 +26,7 @@ from tee_side.protect.pads.maker import (
 )
 from tee_side.protect.pads.store import MemoryStore
 from tee_side.words import Site
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.cli.pads import pads, product_operations
 from tsqp.lab.research.float_noise import FloatNoise
 

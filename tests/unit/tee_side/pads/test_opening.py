@@ -26,7 +26,7 @@ from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout
 from tee_side.protect.sites import IntegerSites
 from tee_side.words import OPERATORS, Site
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 
 Models = Callable[..., SavedModel]
 

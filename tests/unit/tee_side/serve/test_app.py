@@ -14,7 +14,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
 from tee_side.serve.limits import RateLimitError
-from tests.unit.tee_side.serve.fakes import (
+from tests.kit.serve import (
     FakeEngine,
     FakeWatch,
     ask,

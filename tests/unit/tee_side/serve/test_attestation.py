@@ -15,8 +15,8 @@ from tee_side.attest.claims import Claims
 from tee_side.serve.attestation import Attestation
 from tee_side.serve.errors import ApiError
 from tee_side.serve.identity import Identity
-from tests.tables import each_row
-from tests.tools.attested_server import identity
+from tests.kit.evidence import identity
+from tests.kit.rows import each_row
 from tsqp.client.attested_tls import read_answer
 
 NONCE = bytes(range(32))

@@ -23,7 +23,7 @@ from tee_side.serve.audit_log import (
     read_key,
     read_key_from,
 )
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 HEADER = 40

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
-from tests.unit.tee_side.serve.fakes import (
+from tests.kit.serve import (
     SAID,
     FakeEngine,
     call,

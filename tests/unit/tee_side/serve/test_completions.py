@@ -15,7 +15,7 @@ import pytest
 from protocol.errors import PromptError
 from tee_side.serve.app import create_app
 from tee_side.serve.serving import GrammarKind
-from tests.unit.tee_side.serve.fakes import (
+from tests.kit.serve import (
     SAID,
     FakeEngine,
     FakeGrammar,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tee_side.serve.fakes import FakeEngine, Reply, call, model, serving
+from tests.kit.serve import FakeEngine, Reply, call, model, serving
 
 
 def _embed(engine: FakeEngine | None = None, **body: Any) -> Reply:

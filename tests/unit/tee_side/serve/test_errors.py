@@ -28,7 +28,7 @@ from tee_side.serve.schema import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from tests.unit.tee_side.serve.fakes import FakeEngine, FakeWatch, call, complete, serving
+from tests.kit.serve import FakeEngine, FakeWatch, call, complete, serving
 
 CANARY = "Seekrit-\ud83d\x1b[31m 4711"
 ENDPOINTS = {

@@ -18,7 +18,7 @@ from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.app import create_app
 from tee_side.serve.exchange import Exchange
 from tee_side.serve.serving import Caller
-from tests.unit.tee_side.serve.fakes import (
+from tests.kit.serve import (
     FakeEngine,
     FakeTicket,
     FakeWatch,

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import KeyFileError
 from tee_side.serve.keys import ApiKey, ApiKeys, hash_of
-from tests.tables import each_row
+from tests.kit.rows import each_row
 
 ALICE, BOB = "tsqp-alice", "tsqp-bob"
 ENTRIES = (

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tee_side.engine.stats import EngineStats
 from tee_side.serve import metrics as metrics_module
 from tee_side.serve.metrics import FINISHED_REASONS, Metrics
-from tests.unit.tee_side.serve.watch_fakes import Clock, Stats
+from tests.kit.serve import Clock, Stats
 
 
 @pytest.fixture

@@ -23,18 +23,18 @@ from tee_side.serve.metrics import Metrics
 from tee_side.serve.receipt_chain import ReceiptChain
 from tee_side.serve.serving import Serving
 from tee_side.serve.watch import Watch
-from tests.tables import each_row
-from tests.unit.tee_side.serve.fakes import (
+from tests.kit.rows import each_row
+from tests.kit.serve import (
     FakeEngine,
     FakeWatch,
     Reply,
+    Stats,
     ask,
     call,
     connected,
     serving,
     tokenizer,
 )
-from tests.unit.tee_side.serve.watch_fakes import Stats
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC = KEY.public_key().public_bytes_raw()

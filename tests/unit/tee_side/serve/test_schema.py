@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tee_side.serve.fakes import FakeEngine, call, chat, complete, serving
+from tests.kit.serve import FakeEngine, call, chat, complete, serving
 
 UNUSED: dict[str, Any] = {
     "user": "u",

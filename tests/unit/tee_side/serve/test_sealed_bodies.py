@@ -19,8 +19,8 @@ from protocol.errors import ProtocolError
 from tee_side.serve import hpke_key
 from tee_side.serve.hpke_key import KEY_BYTES, HpkeKey
 from tee_side.serve.sealed_bodies import CHUNK_BYTES, Direction, open_secret, seal_secret
-from tests.support import ENVIRONMENT
-from tests.tables import each_row
+from tests.kit.rows import each_row
+from tests.kit.service import ENVIRONMENT
 
 TARGET = b"/v1/completions?a=b"
 DOMAIN = b"TSQP sealed body 1\0"

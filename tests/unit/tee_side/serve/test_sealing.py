@@ -21,26 +21,24 @@ from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.sealed_bodies import CHUNK_BYTES, CONTENT_TYPE
 from tee_side.serve.sealed_heads import RequestHead
 from tee_side.serve.sealing import WINDOW_S, Remembered, Sealing
-from tests.tables import each_row
-from tests.unit.tee_side.serve.fakes import (
+from tests.kit.rows import each_row
+from tests.kit.serve import (
+    JSON,
+    NOW_S,
+    OUTSIDE,
     SAID,
     Connection,
     FakeEngine,
     FakeWatch,
     Reply,
-    ask,
-    connection,
-    serving,
-)
-from tests.unit.tee_side.serve.sealing_fakes import (
-    JSON,
-    NOW_S,
-    OUTSIDE,
     SealedRequest,
+    ask,
     clock,
+    connection,
     sealed,
     sealing,
     send,
+    serving,
 )
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

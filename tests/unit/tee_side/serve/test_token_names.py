@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tee_side.serve.token_names import TokenNames, number
-from tests.unit.tee_side.serve.fakes import tokenizer
+from tests.kit.serve import tokenizer
 
 
 def test_no_two_tokens_have_the_same_name_and_names_add_up_to_the_text() -> None:

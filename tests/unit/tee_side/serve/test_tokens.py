@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tee_side.serve.fakes import Reply, call, model, serving, tokenizer
+from tests.kit.serve import Reply, call, model, serving, tokenizer
 
 TEXT = "Hello é"
 

@@ -14,8 +14,8 @@ from tee_side.serve.keys import ApiKey
 from tee_side.serve.limits import Limits, RateLimitError
 from tee_side.serve.metrics import Metrics
 from tee_side.serve.watch import Watch
-from tests.tables import each_row
-from tests.unit.tee_side.serve.watch_fakes import Clock, Stats
+from tests.kit.rows import each_row
+from tests.kit.serve import Clock, Stats
 
 KEY = bytes(32)
 LIMITS = {"requests_per_minute": 6, "tokens_per_minute": 100, "concurrent": 2}

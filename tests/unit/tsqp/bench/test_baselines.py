@@ -12,7 +12,7 @@ import pytest
 
 from protocol.model.config import read_config
 from tee_side.policy.placement import load_policy
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.tsqp.bench.sample_report import baselines, ping_pongs
 from tsqp.lab.bench import baselines as module
 from tsqp.lab.bench import services

@@ -24,7 +24,7 @@ from protocol.model.quantized import load_quantized
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.registry import find_mask
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import Plan
 from tsqp.processes import ProcessError

@@ -12,7 +12,8 @@ import transformers
 import zmq
 
 from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ServiceError
-from tests.support import make_model, running_service, token_ids
+from tests.kit.model import make_model, token_ids
+from tests.kit.service import running_service
 from tsqp.lab.bench.published_client import main, mean_over, sample_lengths
 from tsqp.lab.bench.published_model import PublishedClient, PublishedModel
 

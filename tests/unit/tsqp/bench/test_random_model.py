@@ -12,7 +12,7 @@ from protocol.errors import ModelError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
-from tests.support import token_ids
+from tests.kit.model import token_ids
 from tsqp.lab.bench import random_model
 from tsqp.lab.bench.random_model import required_bytes, write_random_model
 from tsqp.lab.bench.shapes import find_shape

@@ -15,7 +15,7 @@ import pytest
 
 from protocol.errors import SettingsError, TsqpError
 from tee_side.policy.placement import load_policy
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.tsqp.bench.sample_report import baselines, case, ping_pongs
 from tsqp.lab.bench import run, services
 from tsqp.lab.bench.baselines import Baselines

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.bench import transformers_baseline
 from tsqp.lab.bench.transformers_baseline import main
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 
 from protocol.model.config import read_config
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.bench import unmasked_gpu
 from tsqp.lab.bench.baselines import Baselines, on_the_gpu
 from tsqp.lab.bench.model import Baseline

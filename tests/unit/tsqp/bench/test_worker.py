@@ -16,7 +16,7 @@ import pytest
 from protocol.channel import Traffic
 from tee_side.runner import Runner
 from tee_side.words import Phase
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.bench import worker
 from tsqp.lab.bench.job import Answer, Failed, Finished, Job, Measured, Plan, Progress
 from tsqp.lab.bench.model import Case, Generation, OperatorCost, Spread, Stages

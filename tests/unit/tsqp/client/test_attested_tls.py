@@ -16,8 +16,8 @@ from protocol.errors import EndpointError, SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.statement import read_certificate
 from tee_side.serve.identity import Identity, certify
-from tests.tables import each_row
-from tests.tools.attested_server import MEASUREMENT, Answer, identity, policy_text, serving
+from tests.kit.evidence import MEASUREMENT, Answer, identity, policy_text, serving
+from tests.kit.rows import each_row
 from tsqp.client import AttestedContext, NotAttestedError, connect
 from tsqp.client.connection import Address, prove
 

@@ -17,7 +17,7 @@ from protocol.errors import EndpointError
 from tee_side.attest.appraisal_policy import AppraisalPolicy
 from tee_side.attest.statement import Statement
 from tee_side.serve.identity import Identity
-from tests.tools.attested_server import AttestedServer, identity, policy_text, serving
+from tests.kit.evidence import AttestedServer, identity, policy_text, serving
 from tsqp.client import AttestedContext, NotAttestedError
 from tsqp.client.connection import Address
 from tsqp.client.proxy import Proxy

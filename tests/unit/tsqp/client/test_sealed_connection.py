@@ -16,7 +16,7 @@ from tee_side.attest.claims import NONE
 from tee_side.attest.statement import Statement
 from tee_side.serve.identity import Identity, state
 from tee_side.serve.sealed_bodies import CONTENT_TYPE, open_secret
-from tests.tools.attested_server import identity, policy_text
+from tests.kit.evidence import identity, policy_text
 from tsqp.client import NotAttestedError, connect
 from tsqp.client.sealed_connection import ProvedTransport
 from tsqp.client.sealing import UnsealedError

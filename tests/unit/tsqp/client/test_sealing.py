@@ -14,7 +14,7 @@ from protocol.errors import ProtocolError
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.sealed_bodies import CONTENT_TYPE, Direction, open_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.client.sealing import SealedTransport, UnsealedError
 
 KEY = HpkeKey(hybrid=False)

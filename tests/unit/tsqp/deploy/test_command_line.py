@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.errors import SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tsqp.deploy.images import make_image
 from tsqp.cli.main import command as tsqp
 from tsqp.deploy.command_line import MAX_COMMAND_LINE, SELF_TEST, command_line, configure

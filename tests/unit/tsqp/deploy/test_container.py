@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tsqp.deploy.test_units import ROOT, unknown_words
 from tsqp.cli.settings import PREFIX, PROGRAMS, _names_of
 

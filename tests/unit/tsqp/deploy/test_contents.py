@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.deploy.contents import add_modules, add_units, strip
 
 GONE = (

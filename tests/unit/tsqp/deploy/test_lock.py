@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.deploy.lock import Artifact, Lock
 
 KERNEL = Artifact(

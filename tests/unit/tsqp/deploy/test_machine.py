@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from protocol.errors import SettingsError
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tsqp.deploy.firmware import firmware
 from tests.unit.tsqp.deploy.images import make_image
 from tsqp.cli.main import command

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from protocol.errors import SettingsError
 from tee_side.attest.appraisal_policy import AppraisalPolicy, MinimumTcb
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tests.unit.tsqp.deploy.firmware import firmware
 from tests.unit.tsqp.deploy.images import make_image
 from tsqp.cli.main import command

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.cli.settings import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[4]

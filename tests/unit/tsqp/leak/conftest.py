@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.tsqp.leak.leaks import Models, tiny
 from tsqp.lab.bench import prepare
 

@@ -19,7 +19,7 @@ from protocol.messages import (
 from protocol.tensors import from_torch
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import OPERATORS, Operator, is_linear
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.leak.attack import Attack, View, Work
 from tsqp.lab.leak.model import Score
 from tsqp.lab.leak.public import PublicModel

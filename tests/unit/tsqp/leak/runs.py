@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tee_side.policy.placement import load_policy
-from tests.support import token_ids
+from tests.kit.model import token_ids
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.attacks.direct import NearestEmbedding
 from tsqp.lab.leak.laboratory import Laboratory

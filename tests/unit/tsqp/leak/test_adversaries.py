@@ -9,7 +9,7 @@ import pytest
 
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.tsqp.leak.leaks import Models, tiny
 from tests.unit.tsqp.leak.runs import PROMPTS, run
 from tests.unit.tsqp.leak.test_play import played

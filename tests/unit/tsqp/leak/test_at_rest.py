@@ -11,8 +11,8 @@ import torch
 from gpu_side import spill
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import load_policy
-from tests.support import SavedModel, token_ids
-from tests.tables import each_row
+from tests.kit.model import SavedModel, token_ids
+from tests.kit.rows import each_row
 from tests.unit.tsqp.leak.leaks import first_view, planted, view_of
 from tests.unit.tsqp.leak.runs import only, run
 from tsqp.lab.leak.attack import View, Work

@@ -10,7 +10,7 @@ import torch
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.masks.mask import MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
-from tests.support import make_model, token_ids
+from tests.kit.model import make_model, token_ids
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak.attack import View, Work
 from tsqp.lab.leak.attacks.attention import AttentionKeys, Keys, invariant, shares

@@ -14,7 +14,7 @@ from protocol.encoding import encode_request
 from protocol.messages import FUSED_MODULES, LinearOperator, LinearRequest, RingLinearRequest
 from protocol.tensors import from_torch
 from tee_side.policy.placement import Policy, load_policy
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak.attack import View, Work
 from tsqp.lab.leak.attacks import noise

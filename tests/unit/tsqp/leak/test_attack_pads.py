@@ -13,7 +13,7 @@ from protocol.encoding import encode_request
 from protocol.messages import LinearRequest, RingLinearRequest
 from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak import weakened
 from tsqp.lab.leak.attack import TOP, Attack, View, Work

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tee_side.policy.placement import Policy, load_policy
-from tests.support import make_model, token_ids
+from tests.kit.model import make_model, token_ids
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak.attack import Attack, View, Work
 from tsqp.lab.leak.attacks import rotations

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tee_side.policy.placement import Policy, load_policy
-from tests.support import make_model, token_ids
+from tests.kit.model import make_model, token_ids
 from tests.unit.tsqp.leak.test_attack_static_cloak import view_of
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak.attack import Attack, View, Work

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tee_side.policy.placement import Policy, load_policy
-from tests.support import SavedModel, token_ids
+from tests.kit.model import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import (
     embedding,
     inputs_of,

@@ -12,7 +12,7 @@ from protocol.errors import ModelError, PolicyError, SettingsError
 from protocol.model.config import read_config
 from tee_side.policy.placement import load_policy
 from tee_side.words import Operator
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.tsqp.leak.leaks import Models, policy_of
 from tests.unit.tsqp.leak.runs import (
     PROMPTS,

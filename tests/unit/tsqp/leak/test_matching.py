@@ -9,7 +9,7 @@ import torch
 
 from protocol.messages import RingLinearRequest
 from protocol.tensors import from_torch
-from tests.support import token_ids
+from tests.kit.model import token_ids
 from tests.unit.tsqp.leak.leaks import (
     Models,
     inputs_of,

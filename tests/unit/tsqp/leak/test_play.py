@@ -16,7 +16,7 @@ from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.masks.mask import Masked, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import OPERATORS, Operator
-from tests.support import SavedModel, token_ids
+from tests.kit.model import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import policy_of
 from tsqp.lab.leak.record_session import (
     KEY,

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError
-from tests.support import ARCHITECTURES, SavedModel, make_model, token_ids
+from tests.kit.model import ARCHITECTURES, SavedModel, make_model, token_ids
 from tests.unit.tsqp.leak.leaks import Models
 from tsqp.cli.program import model_directory
 from tsqp.lab.leak import public as public_module

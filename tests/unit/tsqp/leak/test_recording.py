@@ -22,7 +22,7 @@ from protocol.messages import (
 )
 from protocol.model.weights import CPU
 from protocol.tensors import from_torch, to_torch
-from tests.support import SavedModel, token_ids
+from tests.kit.model import SavedModel, token_ids
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.leak.trace import Trace
 

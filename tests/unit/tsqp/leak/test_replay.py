@@ -10,8 +10,8 @@ import torch
 from protocol.messages import SegmentRequest
 from protocol.tensors import from_torch
 from tee_side.policy.placement import load_policy
-from tests.support import SavedModel, token_ids
-from tests.tables import each_row
+from tests.kit.model import SavedModel, token_ids
+from tests.kit.rows import each_row
 from tests.unit.tsqp.leak.leaks import message, scores_of, view_of
 from tests.unit.tsqp.leak.test_attack_static_cloak import view_of as recorded_view
 from tsqp.lab.leak.attack import View, Work

@@ -9,7 +9,7 @@ import torch
 
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import builtin_policies, load_policy
-from tests.support import token_ids
+from tests.kit.model import token_ids
 from tests.unit.tsqp.leak.leaks import Models, linear, tiny, truth_of
 from tsqp.lab.leak.model import Rate
 from tsqp.lab.leak.record_session import PlaySettings, Session, play

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from tee_side.policy.placement import load_policy
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tests.unit.tsqp.leak.leaks import Models, policy_of, tiny
 from tests.unit.tsqp.leak.runs import (
     FIRST,

@@ -25,7 +25,7 @@ from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.masks.mask import Seed
 from tee_side.words import OPERATORS
-from tests.support import SavedModel, token_ids
+from tests.kit.model import SavedModel, token_ids
 from tests.unit.tsqp.leak.leaks import Models, embedding, linear, message, policy_of, tiny
 from tsqp.lab.leak.record_session import PlaySettings, Recording, play
 from tsqp.lab.leak.trace import Added, PolicyTrace, Trace, TraceError, Where

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tee_side.policy.placement import load_policy
-from tests.support import token_ids
+from tests.kit.model import token_ids
 from tests.unit.tsqp.leak.leaks import (
     Change,
     Models,

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from protocol.errors import SettingsError
 from tee_side.policy.placement import load_policy
-from tests.support import SavedModel, token_ids
+from tests.kit.model import SavedModel, token_ids
 from tsqp.lab.leak import workers
 from tsqp.lab.leak.laboratory import Laboratory
 from tsqp.lab.leak.model import Rate, Report

@@ -9,7 +9,7 @@ import pytest
 from gpu_side.kernels import request_us
 from gpu_side.profiles import find_profile
 from gpu_side.tasks import EmbeddingWork, LinearWork, MatmulWork, Task
-from tests.tables import each_row
+from tests.kit.rows import each_row
 from tsqp.lab.plan.model import Asked, Rpc
 from tsqp.lab.plan.parted import ALONE, Parted
 

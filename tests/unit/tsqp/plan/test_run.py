@@ -15,8 +15,8 @@ from gpu_side.profiles import find_profile
 from protocol.errors import SettingsError, TsqpError
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import OPERATORS
-from tests.support import SavedModel
-from tests.tables import each_row
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
 from tests.unit.tee_side.policy_texts import leaves
 from tsqp.cli.main import command
 from tsqp.cli.plan import read_link

@@ -14,7 +14,7 @@ from protocol.messages import Timing
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.model.layers import load_tee_model
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.plan import trace
 from tsqp.lab.plan.trace import Marked, Received, Submitted, Tracer
 

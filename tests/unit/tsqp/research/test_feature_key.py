@@ -19,7 +19,7 @@ from protocol.model.checkpoint import SINGLE_FILE, Checkpoint
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import FeatureMask, FeatureSite, KeyedTransform
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation
 from tsqp.lab.research.feature_rotation import FeatureRotation

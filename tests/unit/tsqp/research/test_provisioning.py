@@ -27,7 +27,7 @@ from tee_side.protect.masks.mask import FeatureMask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.randomness import Randomness
 from tee_side.words import Operator
-from tests.support import SavedModel
+from tests.kit.model import SavedModel
 from tsqp.lab.research import provisioning
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.feature_permutation import FeaturePermutation

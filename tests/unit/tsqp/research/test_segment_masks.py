@@ -26,8 +26,8 @@ from protocol.model.identity import linear_digest, model_digest
 from tee_side.protect.masks.mask import KeyedSegment, SegmentMask
 from tee_side.protect.randomness import Randomness
 from tests.contract.segment_reference import rms_norm, run_head, run_layer, run_layers
-from tests.support import SavedModel
-from tests.tables import each_row
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.privacy import gaussian_epsilon
 from tsqp.lab.research.provisioning import provision

@@ -28,8 +28,8 @@ from protocol.model.config import read_config
 from protocol.model.identity import linear_digest
 from protocol.model.weights import load_tensor
 from tee_side.protect.masks.mask import SegmentMask
-from tests.support import SavedModel
-from tests.tables import each_row
+from tests.kit.model import SavedModel
+from tests.kit.rows import each_row
 from tsqp.lab.research import segment_weights
 from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.provisioning import provision

@@ -7,6 +7,8 @@ kernels than it was passed with.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,3 +33,18 @@ def check_kernels(
 def _passed(_kernels: native.Choice, _int_mm: Any) -> None:
     """Check what runs now, which the arguments tell apart. What fails is not kept."""
     _check(torch.device("cpu"))
+
+
+# Every way that kernels can run on this machine.
+KERNELS = ("torch", *(native.library.variants() if native.library is not None else ()))
+
+
+@contextmanager
+def using_kernels(name: str) -> Iterator[None]:
+    """Run this process's kernels in one of these ways."""
+    before = native.choice()
+    try:
+        native.use(name)
+        yield
+    finally:
+        native.use(before.variant)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tests.tools.closing import Closing
+from tests.kit.service import Closing
 
 Way: TypeAlias = Literal["to_service", "to_client"]
 WAYS: tuple[Way, Way] = ("to_service", "to_client")

@@ -1,4 +1,4 @@
-"""Imported by the server that `tests.forked` forks from, before all else: see `tests.tools.proven`.
+"""Imported first by the server that `tests.kit.service` forks from: see `tests.kit.kernels`.
 
 Whatever imports `check_kernels` in a process that is forked finds one that has passed.
 """
@@ -11,11 +11,11 @@ import torch
 
 from protocol import integer, native
 from protocol.errors import KernelError
-from tests.tools import proven
+from tests.kit import kernels
 
-integer.check_kernels = proven.check_kernels
+integer.check_kernels = kernels.check_kernels
 with suppress(KernelError):  # a program says so itself
-    proven.check_kernels(torch.device("cpu"))
+    kernels.check_kernels(torch.device("cpu"))
 # As in one that has just started: nothing chosen, and no thread beside this one.
 native._chosen = None
 native._forget_pools()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fastapi import FastAPI
@@ -27,6 +27,10 @@ from tee_side.engine.request import (
 )
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
+from tee_side.serve.hpke_key import HpkeKey
+from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
+from tee_side.serve.sealed_heads import RequestHead, ResponseHead
+from tee_side.serve.sealing import Sealing
 from tee_side.serve.serving import (
     GrammarKind,
     ServedModel,
@@ -364,3 +368,104 @@ async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Con
     finally:
         found.leave()
         await task
+
+
+@dataclass
+class Stats:
+    """As the engine's, each number another one."""
+
+    running: int = 1
+    waiting: int = 2
+    kv_usage: float = 0.25
+    prompt_tokens: int = 3
+    generation_tokens: int = 4
+    steps: int = 5
+    prefix_queries: int = 6
+    prefix_hits: int = 7
+    draft_tokens: int = 8
+    accepted_tokens: int = 9
+    pads_ready: int | None = 10
+    pads_made: int = 0
+    pads_used: int = 11
+    pads_waited: int = 12
+    pads_in_tee: int = 13
+    round_trips: int = 14
+    bytes_sent: int = 15
+    bytes_received: int = 16
+    services: int = 17
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+NOW_S = 1_764_000_000
+KEY = HpkeKey(hybrid=False)
+JSON = {"content-type": b"application/json"}
+OUTSIDE = {"content-type": CONTENT_TYPE}
+
+
+def clock() -> float:
+    return float(NOW_S)
+
+
+class SealedRequest(NamedTuple):
+    """What a client sends, in parts: the secret, the head, chunks of the body."""
+
+    path: str
+    secret: bytes
+    parts: list[bytes]
+
+    def ask(self, path: str = "", chunk: int = 2**30) -> Connection:
+        body = b"".join(self.parts)
+        return connection("POST", path or self.path, body, OUTSIDE, chunk)
+
+    def opened(self, reply: Reply) -> Reply:
+        """Open an answer. Raises ProtocolError."""
+        assert reply.status == 200
+        assert reply.headers["content-type"] == CONTENT_TYPE
+        data = b"".join(reply.writes)
+        opening = Direction(b"response", data[:SALT_BYTES], self.secret)
+        head, *rest = opening.open(data[SALT_BYTES:])
+        opening.close()
+        read = ResponseHead.decode(head)
+        headers = {name: value.decode() for name, value in read.headers.items()}
+        return Reply(read.status, headers, [piece for piece in rest if piece])
+
+
+def sealed(
+    path: str,
+    *pieces: bytes,
+    method: str = "POST",
+    headers: dict[str, bytes] = JSON,
+    key: HpkeKey = KEY,
+    target: bytes | None = None,
+    head: bytes | None = None,
+    time: int = NOW_S,
+) -> SealedRequest:
+    """Seal a request, each piece in chunks of its own. `head`: in place of the one of the rest."""
+    secret, front = seal_secret(key.suite, key.public, target or path.encode())
+    direction = Direction(b"request", front, secret)
+    first = head or RequestHead(time=time, method=method, headers=headers).encode()
+    parts = [front, direction.seal(first)]
+    pieces = pieces or (b"",)
+    parts += [direction.seal(one) for one in pieces[:-1]]
+    return SealedRequest(path, secret, [*parts, direction.seal(pieces[-1], final=True)])
+
+
+async def send(app: Sealing, to: Connection) -> Reply:
+    await app(to.scope, to.receive, to.send)
+    return to.reply
+
+
+def sealing(app: Any, **changes: Any) -> Sealing:
+    return Sealing(app, **({"key": KEY, "clock": clock} | changes))

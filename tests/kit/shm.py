@@ -13,7 +13,7 @@ from gpu_side.encoding import open_request
 from protocol.shared_memory import ATTACH, Areas, Lane, adopt, create, frames_in
 from protocol.stream_wire import to_pieces
 from protocol.tensors import Buffer
-from tests.unit.protocol.streams import raw_socket
+from tests.kit.wire import raw_socket
 
 PAGE = os.sysconf("SC_PAGESIZE")
 

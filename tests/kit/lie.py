@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,20 +20,27 @@ from gpu_side.handler import RequestHandler
 from gpu_side.transport.bind import open_listener
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import load_weights
+from protocol.channel import Exchange
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import ErrorCode, ProtocolError
+from protocol.errors import ErrorCode, ProtocolError, TsqpError
 from protocol.messages import (
     HealthReply,
     HealthRequest,
     InitRequest,
+    LinearRequest,
     Request,
     Response,
+    RingLinearRequest,
+    RingLMHeadRequest,
+    SeededRingLinearRequest,
     TensorReply,
     Timing,
 )
-from protocol.tensors import to_torch, torch_dtype
-from tests.tools.closing import Closing
-from tests.tools.lies import REORDERED, Frames, Lie, Memory, Occasion
+from protocol.tensors import from_torch, to_torch, torch_dtype
+from tee_side.policy.placement import Policy
+from tests.kit.lies import REORDERED, Frames, Lie, Memory, Occasion
+from tests.kit.model import LoopbackChannel, SavedModel, Tee, expanded, token_ids, with_results
+from tests.kit.service import Closing
 
 _WAIT_MS = 50
 # Replies that it remembers, of each kind.
@@ -158,3 +166,75 @@ class MaliciousService(Closing):
             memory.earlier.append((client, frames))
             memory.results.append(to_torch(result.output).clone())
             del memory.earlier[:-_REMEMBERED], memory.results[:-_REMEMBERED]
+
+
+Models = Callable[..., SavedModel]
+Change = Callable[[torch.Tensor], torch.Tensor]
+PROMPT = token_ids(7)
+
+
+def everything_verified(name: str) -> Policy:
+    """Return a built-in policy with all that leaves verified."""
+    return with_results(name, "freivalds")
+
+
+class Lying(LoopbackChannel):
+    """A service that changes the tensor of one request: the `at`-th that `picks` chooses.
+
+    `distrusted`: what it is told, which it takes as if somebody else answered from then on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        change: Change,
+        picks: Callable[[Request], bool] = lambda _request: True,
+        *,
+        at: int = 0,
+        others: bool = False,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(directory, dtype)
+        self._change, self._picks, self._at, self._others = change, picks, at, others
+        self._seen = 0
+        self.lied: list[int] = []
+        self.distrusted: list[tuple[Exchange, TsqpError]] = []
+
+    def answer(self, request: Request) -> Response:
+        """Compute the true reply, and change it where that is due."""
+        reply = super().answer(request)
+        if not isinstance(reply, TensorReply) or not self._picks(request) or self.distrusted:
+            return reply
+        self._seen += 1
+        if self._seen - 1 != self._at:
+            return reply
+        self.lied.append(len(self.requests) - 1)
+        wrong = self._change(to_torch(reply.output).clone())
+        return TensorReply(output=from_torch(wrong.contiguous()))
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """Note it; raise it unless there are others."""
+        self.distrusted.append((exchange, error))
+        if not self._others:
+            raise error
+
+
+def one_more(y: torch.Tensor) -> torch.Tensor:
+    y[(-1,) * y.dim()] += 1
+    return y
+
+
+def site_of(request: Request) -> tuple[int, str] | None:
+    if isinstance(request, RingLinearRequest | SeededRingLinearRequest | LinearRequest):
+        return request.layer_idx, request.module_names[0]
+    if isinstance(request, RingLMHeadRequest):
+        return -1, "lm_head"
+    return None
+
+
+def generate(tee: Tee, new_tokens: int = 3) -> list[int]:
+    return tee.greedy(PROMPT, new_tokens)
+
+
+def bytes_of(request: Request) -> bytes:
+    return bytes(expanded(request).elements.data)

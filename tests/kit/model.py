@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, ClassVar
 
 import pytest
@@ -44,7 +39,6 @@ from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.masks.mask import FeatureMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import Phase, Verify
-from tests.forked import ENVIRONMENT, Forked
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.provisioning import provision
@@ -100,100 +94,6 @@ def make_model(
     model.eval()
     model.save_pretrained(directory)
     return model
-
-
-@dataclass
-class Service:
-    """A running gpu-service process."""
-
-    process: Forked
-    endpoint: str
-    log: list[str] = field(default_factory=list)
-
-    def freeze(self) -> None:
-        """Send SIGSTOP, and wait until it has come: no thread runs when this returns.
-
-        The signal is the kernel's to deliver, which on a busy machine takes a while, in which the
-        service may still answer a handshake.
-        """
-        self.process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 30
-        while not _is_frozen(self.process.pid):
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"process {self.process.pid}: got threads that run after SIGSTOP"
-                )
-            time.sleep(0.001)
-
-    def thaw(self) -> None:
-        """Send SIGCONT."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def stop(self, sent: int = signal.SIGTERM) -> int:
-        """Send a signal, collect the rest of the log, and return the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(sent)
-        if not self.process.stderr.closed:
-            self.log += self.process.communicate(timeout=30)[1].splitlines()
-        return self.process.wait()
-
-
-def _is_frozen(pid: int) -> bool:
-    """Whether every thread of a process is stopped, as Linux's proc(5) tells."""
-    states = [
-        (task / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    ]
-    return set(states) == {"T"}
-
-
-# Of heartbeats, where they are not the subject: a busy machine must not end a connection.
-CALM_S = 60.0
-CALM = ("--heartbeat-timeout-s", str(CALM_S))
-
-
-@contextmanager
-def running_service(
-    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32", before: str = ""
-) -> Iterator[Service]:
-    """Start a real gpu-service process and wait for its ready line; stop it by its process id.
-
-    `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which. Its
-    heartbeats are calm, unless `arguments` say otherwise. `before`: see `Forked`.
-    """
-    options = (str(model), "--bind", endpoint, "--dtype", dtype, *CALM, *arguments)
-    service = Service(Forked("gpu-service", options, ENVIRONMENT, before=before), endpoint)
-    try:
-        deadline = time.monotonic() + 60
-        while not service.log or " ready " not in f" {service.log[-1]} ":
-            line = service.process.stderr.readline()
-            if not line or time.monotonic() > deadline:
-                raise RuntimeError("gpu-service did not become ready:\n" + "\n".join(service.log))
-            service.log.append(line.rstrip("\n"))
-        service.endpoint = service.log[-1].split("endpoint=", 1)[1].split()[0]
-        yield service
-    finally:
-        service.stop()
-
-
-def run(
-    program: str, *arguments: str, timeout_s: float = 90, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run one of the installed programs to its end."""
-    with TemporaryFile("w+b") as output, TemporaryFile("w+b") as errors:
-        process = Forked(
-            program,
-            arguments,
-            {**ENVIRONMENT, **environment},
-            stdout=output.fileno(),
-            stderr=errors.fileno(),
-        )
-        try:
-            process.wait(timeout_s)
-        finally:
-            process.kill()
-        said = [os.pread(file.fileno(), 2**26, 0).decode() for file in (output, errors)]
-        return subprocess.CompletedProcess(arguments, process.wait(), *said)
 
 
 # --------------------------------------------------------- both sides in one process, all encoded
@@ -513,18 +413,3 @@ def token_ids(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
     return ids
-
-
-# Every way that kernels can run on this machine.
-KERNELS = ("torch", *(native.library.variants() if native.library is not None else ()))
-
-
-@contextmanager
-def using_kernels(name: str) -> Iterator[None]:
-    """Run this process's kernels in one of these ways."""
-    before = native.choice()
-    try:
-        native.use(name)
-        yield
-    finally:
-        native.use(before.variant)

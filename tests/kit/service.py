@@ -1,0 +1,519 @@
+"""What the tools that are context managers have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import logging
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import distribution
+from multiprocessing import get_context
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from signal import SIGTERM
+from tempfile import TemporaryDirectory, TemporaryFile
+from types import TracebackType
+from typing import Any, Self
+from unittest import mock
+from urllib.request import Request, urlopen
+
+from protocol import native
+from tests.kit import kernels
+from tests.kit.kernels import using_kernels
+from tsqp.end_with_parent import end_with
+
+
+class Closing(ABC):
+    """Is closed at the end of its block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop, and free what is held."""
+
+
+ENVIRONMENT = {
+    **{k: v for k, v in os.environ.items() if not k.startswith(("TSQP_", "GPU_", "TEE_"))},
+    "OMP_NUM_THREADS": "1",
+}
+_MODULES = {
+    found.name: found.module
+    for found in distribution("tsqp").entry_points.select(group="console_scripts")
+}
+_FIRST = ("tests.kit.before_forks",)
+_LATE = (
+    *("gpu_side.service", "tee_side.runner", "tsqp.cli.generate", "tsqp.cli.logs"),
+    *("tsqp.cli.serve", "tsqp.server", "tee_side.serve.app", "tee_side.serve.sealing"),
+)
+_LOCK = threading.Lock()
+_SERVER = get_context("forkserver")
+_SERVER.set_forkserver_preload([*_FIRST, *_MODULES.values(), *_LATE])
+
+
+class Forked:
+    """A running program: what tests need of `subprocess.Popen`, its error output as text.
+
+    `stdout`, `stderr`: descriptors that it writes to. Without them, its output is dropped, and what
+    it writes to the other is read from the attribute `stderr`.
+    `before`: Python that it runs first, to put a fault into it.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        before: str = "",
+    ) -> None:
+        read, write = os.pipe()
+        self.stderr = os.fdopen(read, encoding="utf-8", errors="replace")
+        outputs = (stdout and _Passed(stdout), _Passed(write if stderr is None else stderr))
+        given = (program, list(arguments), dict(environment), before, *outputs)
+        self._process = _SERVER.Process(target=_run, args=given)
+        with _LOCK, _only(ENVIRONMENT):  # the server reads numbers of threads when it starts
+            self._process.start()
+        os.close(write)
+        self.pid: int = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, minus the signal that ended it, or None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return `returncode`."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        # The server may have reaped it, and not said so yet.
+        with suppress(ProcessLookupError):
+            if self.returncode is None:
+                os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """Wait for its end, and return the rest of its `stderr`, which must fit into a pipe."""
+        self.wait(timeout)
+        with self.stderr:
+            return None, self.stderr.read()
+
+    def kill(self) -> None:
+        """End it at once if it still runs, and close `stderr`."""
+        self.send_signal(signal.SIGKILL)
+        self._process.join()
+        self.stderr.close()
+
+
+class _Passed:
+    """A descriptor that the new process gets a copy of; there, `_Passed` is its number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _received, (DupFd(self._descriptor),)
+
+
+def _received(copy: Any) -> int:
+    return int(copy.detach())
+
+
+@contextmanager
+def _only(environment: Mapping[str, str]) -> Iterator[None]:
+    own = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
+
+
+def _run(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    before: str,
+    stdout: int | None,
+    stderr: int,
+) -> None:
+    """Be the program, from its first line to its exit."""
+    gc.freeze()  # what the server has imported is not looked through again
+    end_with(os.getppid())
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, number in ((stdout or os.open(os.devnull, os.O_WRONLY), 1), (stderr, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.argv = [str(Path(sys.executable).with_name(program)), *arguments]
+    exec(before, {})
+    import_module(_MODULES[program]).main()
+
+
+START_S = 30.0
+_READY = re.compile(rb" ready .*\bendpoint=(\S+).*\n")
+
+
+@dataclass
+class Worker:
+    """A running gpu-service. `arguments`: what it was started with."""
+
+    process: Forked
+    endpoint: str
+    arguments: tuple[str, ...]
+
+    @property
+    def pid(self) -> int:
+        """Its number, which may be another process's once it has ended."""
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is still there, stopped ones too."""
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens if it has ended."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it as kill -9 does, and wait until it is gone."""
+        self.process.kill()
+
+
+class Workers(Closing):
+    """Starts gpu-services from any thread; use as a context manager, which ends them all."""
+
+    def __init__(self) -> None:
+        self._started = ExitStack()
+
+    def start(self, *arguments: str, log: Path | None = None) -> Worker:
+        """Start `gpu-service ARGUMENTS` and wait until it is ready.
+
+        `log`: a file that its stderr is appended to. Raises RuntimeError if it ends instead.
+        """
+        with log.open("ab+") if log else tempfile.TemporaryFile("ab+") as file:
+            begins = file.seek(0, os.SEEK_END)
+            process = Forked("gpu-service", arguments, ENVIRONMENT, stderr=file.fileno())
+            self._started.callback(process.kill)
+            until = time.monotonic() + START_S
+            while time.monotonic() < until:
+                ended = process.poll() is not None
+                if ready := _READY.search(os.pread(file.fileno(), 2**20, begins)):
+                    return Worker(process, ready[1].decode(), arguments)
+                if ended:
+                    break
+                time.sleep(0.005)
+        raise RuntimeError(f"gpu-service {' '.join(arguments)}: got none, expected it ready")
+
+    def restart(self, worker: Worker) -> Worker:
+        """Start one with the arguments and at the endpoint of another, which has ended."""
+        arguments = list(worker.arguments)
+        arguments[arguments.index("--bind") + 1] = worker.endpoint
+        return self.start(*arguments)
+
+    def close(self) -> None:
+        """End those that are left."""
+        self._started.close()
+
+
+WAIT_S = 60
+TEE_ONLY = ("--policy", "tee-only", "--dtype", "float32")
+
+
+@dataclass
+class Server:
+    """A running server. `address`: without a path; `log`: what it had said when it was ready."""
+
+    process: Forked
+    address: str = ""
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def base_url(self) -> str:
+        """What a client of OpenAI's API is given."""
+        return f"{self.address}/v1"
+
+    def get(self, path: str, *, key: str = "", tls: ssl.SSLContext | None = None) -> str:
+        """Return the body of a path. Raises urllib.error.HTTPError."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        request = Request(f"{self.address}{path}", headers=headers)
+        with urlopen(request, timeout=WAIT_S, context=tls) as reply:
+            body: bytes = reply.read()
+        return body.decode()
+
+    def metric(self, name: str, label: str = "", *, key: str = "") -> float:
+        """Return one number of /metrics, by its name and a part of its labels."""
+        (line,) = (
+            line
+            for line in self.get("/metrics", key=key).splitlines()
+            if line.startswith(f"{name}{{") and label in line
+        )
+        return float(line.rpartition(" ")[2])
+
+    def stop(self, sent: int = SIGTERM) -> int:
+        """Send a signal to this process alone, and return its exit status."""
+        self.process.send_signal(sent)
+        return self.process.wait(WAIT_S)
+
+
+@contextmanager
+def running_server(
+    *arguments: str, model: str = "demo", before: str = "", **environment: str
+) -> Iterator[Server]:
+    """Start a server on a free port, wait until it is ready, and end it. `before`: see `Forked`."""
+    given = ("serve", model, "--port", "0", "--threads", "1", *arguments)
+    server = Server(Forked("tee-runner", given, {**ENVIRONMENT, **environment}, before=before))
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not server.log or "  ready: " not in server.log[-1]:
+            line = server.process.stderr.readline()
+            if not line or time.monotonic() > deadline:
+                raise RuntimeError("tee-runner is not ready:\n" + "\n".join(server.log))
+            server.log.append(line.rstrip("\n"))
+        server.address = server.log[-1].split("  ready: ")[1].removesuffix("/v1")
+        yield server
+    finally:
+        try:
+            server.stop()
+        finally:
+            server.process.kill()
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Ask again until something holds. Raises TimeoutError."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"got nothing in {WAIT_S} s, expected what the test waits for")
+
+
+# What follows the loop is run by the process that was forked: to its end, as `python -c` would.
+_FRESH_SERVER = """
+import json, os, sys, warnings
+import torch
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+for number, path in enumerate((os.devnull, asked["stdout"], asked["stderr"])):
+    os.dup2(os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT), number)
+os.chdir(asked["folder"])
+sys.path[:] = [*asked["paths"], *(path for path in sys.path if path)]
+sys.argv[:] = ["-c", *asked["arguments"]]
+if asked["strict"]:
+    warnings.simplefilter("error")
+exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
+"""
+
+
+class FreshPython(Closing):
+    """The process that is forked; it starts with the first program, and ends with the block."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def close(self) -> None:
+        """See `Closing.close`."""
+        if self._server is not None:
+            self._server.communicate(timeout=30)
+
+    def run(
+        self,
+        code: str,
+        *arguments: str,
+        folder: Path,
+        paths: Sequence[Path] = (),
+        strict: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python in a folder, to its end.
+
+        `paths`: where modules are looked for first; `strict`: warnings are errors.
+        """
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", _FRESH_SERVER],
+                env=ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        server = self._server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with TemporaryDirectory() as outputs:
+            said = [Path(outputs) / name for name in ("stdout", "stderr")]
+            asked = {
+                "code": code,
+                "arguments": arguments,
+                "folder": str(folder),
+                "paths": [str(path) for path in paths],
+                "strict": strict,
+                "stdout": str(said[0]),
+                "stderr": str(said[1]),
+            }
+            print(json.dumps(asked), file=server.stdin, flush=True)
+            status = int(server.stdout.readline())
+            return subprocess.CompletedProcess(arguments, status, *(s.read_text() for s in said))
+
+
+def call(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `gpu-service`, `tee-runner` or `tsqp` to its exit and return what it printed."""
+    from tsqp.cli import gpu_service, main, tee_runner
+
+    entry = {"gpu-service": gpu_service.main, "tee-runner": tee_runner.main, "tsqp": main.main}
+    stdout, stderr = io.StringIO(), io.StringIO()
+    handlers = logging.getLogger().handlers[:]
+    try:
+        with (
+            mock.patch.object(sys, "argv", [program, *arguments]),
+            mock.patch.dict(os.environ, environment),
+            # This process is the tests', too.
+            mock.patch("tsqp.cli.program.keep_memory_private"),
+            mock.patch("protocol.integer.check_kernels", kernels.check_kernels),
+            using_kernels(native.choice().variant),
+            contextlib.redirect_stdout(stdout),
+            contextlib.redirect_stderr(stderr),
+        ):
+            entry[program]()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 0
+    finally:
+        logging.getLogger().handlers[:] = handlers
+    return subprocess.CompletedProcess(
+        [program, *arguments], status, stdout.getvalue(), stderr.getvalue()
+    )
+
+
+@dataclass
+class Service:
+    """A running gpu-service process."""
+
+    process: Forked
+    endpoint: str
+    log: list[str] = field(default_factory=list)
+
+    def freeze(self) -> None:
+        """Send SIGSTOP, and wait until it has come: no thread runs when this returns.
+
+        The signal is the kernel's to deliver, which on a busy machine takes a while, in which the
+        service may still answer a handshake.
+        """
+        self.process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not _is_frozen(self.process.pid):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"process {self.process.pid}: got threads that run after SIGSTOP"
+                )
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        """Send SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def stop(self, sent: int = signal.SIGTERM) -> int:
+        """Send a signal, collect the rest of the log, and return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(sent)
+        if not self.process.stderr.closed:
+            self.log += self.process.communicate(timeout=30)[1].splitlines()
+        return self.process.wait()
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether every thread of a process is stopped, as Linux's proc(5) tells."""
+    states = [
+        (task / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return set(states) == {"T"}
+
+
+# Of heartbeats, where they are not the subject: a busy machine must not end a connection.
+CALM_S = 60.0
+CALM = ("--heartbeat-timeout-s", str(CALM_S))
+
+
+@contextmanager
+def running_service(
+    model: Path | str, endpoint: str, *arguments: str, dtype: str = "float32", before: str = ""
+) -> Iterator[Service]:
+    """Start a real gpu-service process and wait for its ready line; stop it by its process id.
+
+    `endpoint` may end in `:*` or `:0` to take a free port; `Service.endpoint` says which. Its
+    heartbeats are calm, unless `arguments` say otherwise. `before`: see `Forked`.
+    """
+    options = (str(model), "--bind", endpoint, "--dtype", dtype, *CALM, *arguments)
+    service = Service(Forked("gpu-service", options, ENVIRONMENT, before=before), endpoint)
+    try:
+        deadline = time.monotonic() + 60
+        while not service.log or " ready " not in f" {service.log[-1]} ":
+            line = service.process.stderr.readline()
+            if not line or time.monotonic() > deadline:
+                raise RuntimeError("gpu-service did not become ready:\n" + "\n".join(service.log))
+            service.log.append(line.rstrip("\n"))
+        service.endpoint = service.log[-1].split("endpoint=", 1)[1].split()[0]
+        yield service
+    finally:
+        service.stop()
+
+
+def run(
+    program: str, *arguments: str, timeout_s: float = 90, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one of the installed programs to its end."""
+    with TemporaryFile("w+b") as output, TemporaryFile("w+b") as errors:
+        process = Forked(
+            program,
+            arguments,
+            {**ENVIRONMENT, **environment},
+            stdout=output.fileno(),
+            stderr=errors.fileno(),
+        )
+        try:
+            process.wait(timeout_s)
+        finally:
+            process.kill()
+        said = [os.pread(file.fileno(), 2**26, 0).decode() for file in (output, errors)]
+        return subprocess.CompletedProcess(arguments, process.wait(), *said)
