@@ -113,8 +113,9 @@ def _proving() -> Callable[[], float]:
         stated, tls_key = read_certificate(identity.certificate)
         nonce = os.urandom(32)
         now = datetime.now(UTC)
-        first = appraise(stated, policy, Expected(b"", tls_key, now))
-        second = appraise(identity.state(nonce), policy, Expected(nonce, tls_key, now))
+        first = appraise(stated, policy, Expected(b"", tls_key, now, "serve"))
+        expected = Expected(nonce, tls_key, now, "serve")
+        second = appraise(identity.state(nonce), policy, expected)
         if not (first.passed and second.passed):
             raise AssertionError("the simulated server failed its appraisal")
         return handshake_s + time.perf_counter() - began

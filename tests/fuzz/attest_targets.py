@@ -148,6 +148,7 @@ def _mutate_report(mutator: Mutator, case: Case, other: Case) -> Case:
 def _claims() -> list[Case]:
     digest = bytes(range(32))
     claims = Claims(
+        purpose="serve",
         nonce=digest,
         time=1_780_000_000,
         tls_key=digest,
@@ -163,7 +164,13 @@ def _claims() -> list[Case]:
         attested_services="none",
         version="0.1.0",
     )
-    bare: dict[str, Any] = {"nonce": b"", "curve_keys": {}, "plugins": {}}
+    bare: dict[str, Any] = {
+        "purpose": "key",
+        "receipt_key": None,
+        "nonce": b"",
+        "curve_keys": {},
+        "plugins": {},
+    }
     return [(claims.encode(),), (claims.model_copy(update=bare).encode(),)]
 
 

@@ -46,9 +46,8 @@ ATTESTED: dict[str, Any] = {**CLEAR, "place": "attested"}
 
 def claims(**changes: Any) -> Claims:
     """Return what a service claims."""
-    usual: dict[str, Any] = dict.fromkeys(
-        ("tls_key", "receipt_key", "model", "policy", "settings"), NONE
-    )
+    usual: dict[str, Any] = dict.fromkeys(("tls_key", "model", "policy", "settings"), NONE)
+    usual |= {"purpose": "service", "receipt_key": None}
     usual |= {"nonce": NONCE, "time": round(NOW.timestamp()), "hpke_suite": "x25519"}
     usual |= {
         "hpke_key": b"",

@@ -30,6 +30,7 @@ NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 NONCE = bytes(range(32))
 MEASUREMENT, HOST_DATA = bytes(range(48)), bytes(range(1, 33))
 CLAIMS = Claims(
+    purpose="serve",
     nonce=NONCE,
     time=round(NOW.timestamp()) - 5,
     hpke_suite="x25519",
@@ -107,7 +108,7 @@ def look(
     gpus: Mapping[str, VerifiedNvidia] | None = None,
 ) -> Appraisal:
     """Appraise what stands for verified evidence."""
-    usual = expected or Expected(NONCE, CLAIMS.tls_key, NOW)
+    usual = expected or Expected(NONCE, CLAIMS.tls_key, NOW, "serve")
     gpus = gpus or {}
     named = {name: sha256(b"leaf").digest() for name in gpus}
     claims = claims.model_copy(update={"gpus": named})
@@ -159,8 +160,8 @@ def test_what_is_asked_for_passes_every_step(tmp_path: Path) -> None:
         *("VMPL", "signing key", "revocation", "alias check"),
         *("TCB: bootloader", "TCB: tee", "TCB: snp"),
         *("TCB: microcode", "TCB: fmc", "launch TCB: bootloader", "launch TCB: tee"),
-        *("launch TCB: snp", "launch TCB: microcode", "launch TCB: fmc", "nonce", "TLS key"),
-        *("age", "model", "policy", "settings"),
+        *("launch TCB: snp", "launch TCB: microcode", "launch TCB: fmc", "purpose"),
+        *("nonce", "TLS key", "age", "model", "policy", "settings"),
         *("version", "plug-in Mine", "key of service 1", "attested services"),
     ]
 
@@ -232,7 +233,7 @@ def test_what_it_must_claim(tmp_path: Path, changes: dict[str, Any], step: str) 
 
 def test_a_certificate_is_as_old_as_its_server(tmp_path: Path) -> None:
     claims = CLAIMS.model_copy(update={"nonce": b"", "time": 0})
-    certified = Expected(b"", CLAIMS.tls_key, NOW)
+    certified = Expected(b"", CLAIMS.tls_key, NOW, "serve")
     found = look(load(tmp_path, POLICY), snp(claims), claims, certified)
     assert found.passed
     assert "age" not in {step.name for step in found.steps}
@@ -255,7 +256,7 @@ def test_a_runner_key_is_no_service(tmp_path: Path) -> None:
 
 
 def test_a_file_has_no_nonce_and_no_connection(tmp_path: Path) -> None:
-    found = look(load(tmp_path, POLICY), snp(CLAIMS), expected=Expected(None, None, NOW))
+    found = look(load(tmp_path, POLICY), snp(CLAIMS), expected=Expected(None, None, NOW, "serve"))
     assert found.passed
     assert not {"nonce", "TLS key"} & {step.name for step in found.steps}
 
@@ -312,7 +313,7 @@ def test_a_gpu_whose_report_is_not_genuine_fails_it(
 ) -> None:
     claims = CLAIMS.model_copy(update={"gpus": {"0": sha256(b"leaf").digest()}})
     monkeypatch.setattr(appraisal, "verify_evidence", lambda _evidence, _now: snp(claims))
-    expected = Expected(None, None, NOW)
+    expected = Expected(None, None, NOW, "serve")
     found = appraise(stated(claims, ["0"]), load(tmp_path, WITH_GPUS), expected)
     assert failed(found) == ["NVIDIA certificates"]
     assert not found.passed
@@ -333,7 +334,7 @@ def test_evidence_that_is_not_genuine_ends_it(
         raise EvidenceError("SNP report: signature", got="a wrong one", expected="its own")
 
     monkeypatch.setattr(appraisal, "verify_evidence", verify)
-    found = appraise(stated(CLAIMS), load(tmp_path, POLICY), Expected(None, None, NOW))
+    found = appraise(stated(CLAIMS), load(tmp_path, POLICY), Expected(None, None, NOW, "serve"))
     assert [tuple(step) for step in found.steps] == [
         ("SNP report: signature", False, "a wrong one", "its own")
     ]
@@ -341,7 +342,7 @@ def test_evidence_that_is_not_genuine_ends_it(
 
 
 def test_evidence_is_verified_by_its_kind(tmp_path: Path) -> None:
-    policy, expected = load(tmp_path, POLICY), Expected(None, None, NOW)
+    policy, expected = load(tmp_path, POLICY), Expected(None, None, NOW, "serve")
     for kind, where in (("snp", "SNP report"), ("tdx", "TDX"), ("simulated", "simulated report")):
         (step,) = appraise(stated(CLAIMS, kind=kind), policy, expected).steps  # type: ignore[arg-type]
         assert step.name.startswith(where)
@@ -431,5 +432,5 @@ def test_development_accepts_a_simulated_tee_alone(tmp_path: Path) -> None:
 
 
 def test_age_is_of_the_claims_not_of_the_hardware(tmp_path: Path) -> None:
-    late = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56))
+    late = Expected(NONCE, CLAIMS.tls_key, NOW + timedelta(seconds=56), "serve")
     assert failed(look(load(tmp_path, POLICY), snp(CLAIMS), expected=late)) == ["age"]

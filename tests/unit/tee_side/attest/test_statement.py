@@ -85,7 +85,7 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
         prompt_tokens=1,
         completion_tokens=2,
     )
-    receipt = verify(signed, claims.receipt_key)
+    receipt = verify(signed, claims.receipt_key or b"")
     assert (receipt.model, receipt.policy) == (DIGESTS["model"], DIGESTS["policy"])
     for digest in DIGESTS.values():
         assert digest.hex() in made.said
