@@ -27,7 +27,8 @@ class CompileKernels(build_ext):
 
             # setuptools sorts them; portable.cpp takes longest, so that it must not begin last.
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return [name for names in pool.map(compile_one, reversed(sources)) for name in names]
+                compiled = list(pool.map(compile_one, reversed(sources)))
+            return [name for names in compiled for name in names]
 
         self.compiler.compile = compile_each
         super().build_extension(ext)
