@@ -238,8 +238,10 @@ def try_all(
 
         def mutated(mutation: Mutation) -> Result:
             copy = copies.get()
-            result = copy.try_mutation(mutation, table.tests_of(mutation.concern, copy.root))
-            copies.put(copy)
+            try:
+                result = copy.try_mutation(mutation, table.tests_of(mutation.concern, copy.root))
+            finally:
+                copies.put(copy)
             said = (
                 f"{result.outcome}  {mutation.concern}/{mutation.name}  {' '.join(result.by[:1])}"
             )

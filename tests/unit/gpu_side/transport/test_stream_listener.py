@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -106,10 +106,9 @@ def test_a_socket_that_we_may_not_connect_to_is_refused(
 def test_a_successors_file_stays(endpoint: str, tmp_path: Path) -> None:
     first = StreamListener(endpoint)
     (tmp_path / "s").unlink()
-    second = StreamListener(endpoint)
-    first.close()
-    raw_socket(endpoint).close()
-    second.close()
+    with closing(StreamListener(endpoint)):
+        first.close()
+        raw_socket(endpoint).close()
 
 
 @each_row(
