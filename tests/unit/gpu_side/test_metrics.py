@@ -1,34 +1,25 @@
-"""What is counted, what a scrape says of it, and where it is served."""
+"""What is counted, what a scrape says of it and where, and how many lines the log gets."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_side.counters import BOUNDS_NS, OUTCOMES, UNKNOWN_METHOD, Counters, Histogram
+from gpu_side.counters import BOUNDS_NS, Histogram
+from gpu_side.log_limit import LIMITS, MAX_REASONS, REASONS, LineFilter, LineLimit, limited
 from gpu_side.metrics import MetricsServer, parse_address
 from gpu_side.queues import QueueLimits
 from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
-from protocol.errors import EndpointError, ErrorCode, SettingsError
-from protocol.messages import REQUEST_TYPES
+from protocol.errors import EndpointError, SettingsError
 from tests.kit.rows import each_row
 
-
-@pytest.fixture
-def state() -> ServiceState:
-    return ServiceState(QueueLimits(), device="model:h100", clients_refused=lambda: 3)
-
-
-@pytest.fixture
-def server(state: ServiceState) -> Iterator[MetricsServer]:
-    with MetricsServer("127.0.0.1:*", state) as made:
-        yield made
+log = logging.getLogger("gpu_service")
 
 
 def _scrape(server: MetricsServer) -> dict[str, Metric]:
@@ -38,34 +29,16 @@ def _scrape(server: MetricsServer) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def _values(family: Metric, *labels: str) -> dict[tuple[str, ...], float]:
-    return {
-        (one.name, *(one.labels[name] for name in labels if name in one.labels)): one.value
-        for one in family.samples
-    }
-
-
 def test_a_bound_belongs_to_its_bucket() -> None:
-    assert tuple(sorted(BOUNDS_NS)) == BOUNDS_NS
     assert (BOUNDS_NS[0], BOUNDS_NS[-1]) == (20_000, 100 * 10**9)
     for ns, bucket in ((0, 0), (20_000, 0), (20_001, 1), (10**11, 20), (10**11 + 1, 21)):
         histogram = Histogram()
         histogram.add(ns)
         assert histogram.cumulative() == [0] * bucket + [1] * (22 - bucket), ns
-        assert histogram.sum_ns == ns
 
 
-def test_what_is_no_method_of_ours_is_counted_together() -> None:
-    counters = Counters()
-    assert set(counters.methods) == {*REQUEST_TYPES, UNKNOWN_METHOD}
-    assert set(OUTCOMES) == {"OK", *(code.value for code in ErrorCode)}
-    assert counters.unknown is counters.methods[UNKNOWN_METHOD]
-
-
-def test_what_was_counted_is_what_is_served(server: MetricsServer, state: ServiceState) -> None:
-    fresh = _scrape(server)
-    assert set(_values(fresh["tsqp_requests"], "method", "code").values()) == {0.0}
-    assert fresh["tsqp_device_info"].samples[0].labels == {"device": "model:h100"}
+def test_what_was_counted_is_what_is_served() -> None:
+    state = ServiceState(QueueLimits(), device="model:h100", clients_refused=lambda: 3)
     counters = state.counters
     linear = counters.methods["Linear"]
     for ns in (20_000, 30_000, 10**12):
@@ -75,6 +48,7 @@ def test_what_was_counted_is_what_is_served(server: MetricsServer, state: Servic
     counters.unknown.outcomes["UNKNOWN_METHOD"] += 2
     counters.received_bytes, counters.sent_bytes, counters.dropped_replies = 11, 12, 13
     state.queue.put(Incoming((b"canary",), [memoryview(b"canary")], 0))
+    state.underway = 2
     expected = {
         "tsqp_refused_clients": 3,
         "tsqp_received_bytes": 11,
@@ -90,26 +64,27 @@ def test_what_was_counted_is_what_is_served(server: MetricsServer, state: Servic
         "tsqp_spilled_sessions": 0,
         "tsqp_spilled_session_bytes": 0,
     }
-    state.underway = 2
-    for state.status, ready in (("loading", 0), ("ready", 1), ("draining", 0)):
-        found = _scrape(server)
-        plain = {name: found[name].samples[0].value for name in (*expected, "tsqp_ready")}
-        assert plain == expected | {"tsqp_ready": ready}, state.status
+    with MetricsServer("127.0.0.1:*", state) as server:
+        for state.status, ready in (("loading", 0), ("ready", 1), ("draining", 0)):
+            found = _scrape(server)
+            plain = {name: found[name].samples[0].value for name in (*expected, "tsqp_ready")}
+            assert plain == expected | {"tsqp_ready": ready}, state.status
     assert 0 < found["tsqp_uptime_seconds"].samples[0].value <= state.uptime_s
-    requests = _values(found["tsqp_requests"], "method", "code")
-    assert {key[1:]: value for key, value in requests.items() if value} == {
+    assert found["tsqp_device_info"].samples[0].labels == {"device": "model:h100"}
+    samples = found["tsqp_requests"].samples
+    requests = {(one.labels["method"], one.labels["code"]): one.value for one in samples}
+    assert {labels: value for labels, value in requests.items() if value} == {
         ("Linear", "OK"): 3,
         ("unknown", "UNKNOWN_METHOD"): 2,
     }
-    name = "tsqp_compute_seconds"
-    compute = _values(found[name], "method", "le")
-    buckets = {float(key[2]): value for key, value in compute.items() if key[0] == f"{name}_bucket"}
-    assert sorted(buckets) == [*(ns / 1e9 for ns in BOUNDS_NS), float("inf")]
-    assert (buckets[2e-05], buckets[5e-05], buckets[100.0], buckets[float("inf")]) == (1, 2, 2, 3)
-    assert compute[f"{name}_count", "Linear"] == 3
-    assert compute[f"{name}_sum", "Linear"] == pytest.approx(1000.00005)
-    queue = _values(found["tsqp_queue_seconds"], "method", "le")
-    assert queue["tsqp_queue_seconds_bucket", "Linear", "2e-05"] == 3
+    compute, queue = (
+        {sample.labels.get("le", sample.name[-5:]): sample.value for sample in found[name].samples}
+        for name in ("tsqp_compute_seconds", "tsqp_queue_seconds")
+    )
+    assert len(compute) == len(BOUNDS_NS) + 3
+    assert [compute[le] for le in ("2e-05", "5e-05", "100", "+Inf", "count")] == [1, 2, 2, 3, 3]
+    assert compute["s_sum"] == pytest.approx(1000.00005)
+    assert queue["2e-05"] == 3
 
 
 @each_row(
@@ -133,12 +108,66 @@ def test_an_address(text: str, expected: tuple[str, int] | None) -> None:
         parse_address(text)
 
 
-def test_an_address_that_cannot_be_bound_is_refused(state: ServiceState) -> None:
+def test_an_address_that_is_taken_is_refused_and_free_afterwards() -> None:
+    state = ServiceState()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(EndpointError, match=f"{address}: got Address already in use"):
             MetricsServer(address, state)
-    # It is free again afterwards, as that of one that was closed is.
     for _ in range(2):
         with MetricsServer(address, state) as server:
             assert server.url == f"http://{address}/metrics"
+
+
+# ------------------------------------------------------------------------------- lines of the log
+
+
+def test_the_first_lines_of_an_interval_pass_and_the_next_says_how_many_did_not() -> None:
+    limit = LineLimit(2, 10.0)
+    times = (5.0, 6.0, 7.0, 14.9, 15.0, 16.0, 17.0, 40.0)
+    assert [limit.due(now) for now in times] == [0, 0, None, None, 2, 0, None, 1]
+    # An interval begins with a line, and not where the last one ended.
+    assert [limit.due(now) for now in (49.0, 49.9, 50.0)] == [0, None, 1]
+    for event, (lines, interval_s) in LIMITS.items():
+        limit = LineLimit(lines, interval_s)
+        passed = sum(limit.due(hundredth / 100) is not None for hundredth in range(6000))
+        assert 6 <= passed <= 60, event
+
+
+def test_each_event_and_reason_is_limited_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    lines = LineFilter({"refused": (2, 10.0)}, lambda: now)
+
+    def written(event: str, **fields: object) -> bool:
+        caplog.clear()
+        log.warning(event, extra={"fields": fields})
+        return bool(caplog.records)
+
+    log.addFilter(lines)
+    try:
+        for field in REASONS:
+            flood = [written("refused", **{field: "a"}, number=n) for n in range(5)]
+            assert flood == [True, True, False, False, False], field
+            assert written("refused", **{field: "b"}), field
+        assert all(written("other") for _ in range(5))
+        now = 110.0
+        assert written("refused", reason="a", number=5)
+        (record,) = caplog.records
+        assert vars(record)["fields"] == {"reason": "a", "number": 5, "left_out": 3}
+        # Reasons that are kept apart are bounded.
+        count = MAX_REASONS + 50
+        assert sum(written("refused", reason=str(number)) for number in range(count)) < count
+        assert len(lines._lines) <= MAX_REASONS + 1
+    finally:
+        log.removeFilter(lines)
+
+
+def test_failures_of_two_kinds_are_counted_apart(caplog: pytest.LogCaptureFixture) -> None:
+    with limited(log):
+        for error in [ValueError] * 60 + [KeyError]:
+            try:
+                raise error
+            except (LookupError, ValueError):
+                log.exception("failed")
+    failures = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert failures == [ValueError] * 50 + [KeyError]

@@ -18,22 +18,12 @@ from gpu_side.served_model import read_served_model
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
 from protocol.messages import (
-    FUSED_MODULES,
-    EmbeddingRequest,
     InitReply,
     InitRequest,
-    LinearRequest,
-    LMHeadRequest,
-    MatmulRequest,
     Request,
-    RingLinearRequest,
-    RingLMHeadRequest,
-    SeededRingLinearRequest,
-    TensorReply,
 )
 from protocol.model.columns import Columns, part_of
-from protocol.seed import SEED_SHAPE
-from protocol.tensors import WireTensor, from_torch, to_torch
+from tests.kit import ask
 from tests.kit.model import SIZES, make_model
 from tests.kit.rows import each_row
 from tests.kit.wire import part, segment
@@ -75,39 +65,22 @@ def _null(directory: Path, **settings: Any) -> NullWeights:
     return NullWeights(held, NullDevice(), torch.float32)
 
 
-def _output(handler: RequestHandler, request: Request) -> torch.Tensor:
-    reply, _ = handler.apply(request)
-    assert isinstance(reply, TensorReply)
-    return to_torch(reply.output)
-
-
 # ----------------------------------------------------------------------------- what can be answered
 
-ROW = from_torch(torch.ones(1, HIDDEN))
-ELEMENTS = from_torch(torch.ones(1, HIDDEN, dtype=torch.int32))
+ROW, ELEMENTS = torch.ones(1, HIDDEN), torch.ones(1, HIDDEN, dtype=torch.int32)
 
 
 def _whole(first: int, last: int, *, lm_head: bool = False) -> Request:
-    return segment(torch.ones(1, HIDDEN), [part(1, 0, 1)], (first, last), lm_head=lm_head)
+    return segment(ROW, [part(1, 0, 1)], (first, last), lm_head=lm_head)
 
 
 ASKED: dict[str, Request] = {
-    **{
-        f"linear {layer}": LinearRequest(
-            layer_idx=layer, module_names=("q_proj",), hidden_states=ROW
-        )
-        for layer in range(LAST + 1)
-    },
-    **{
-        f"ring {layer}": RingLinearRequest(
-            layer_idx=layer, module_names=("q_proj",), elements=ELEMENTS
-        )
-        for layer in range(LAST + 1)
-    },
-    "embedding": EmbeddingRequest(input_ids=from_torch(torch.tensor([1])), dtype="float32"),
-    "head": LMHeadRequest(hidden_states=ROW),
-    "ring head": RingLMHeadRequest(elements=ELEMENTS),
-    "matmul": MatmulRequest(a=ROW, b=from_torch(torch.ones(HIDDEN, 1))),
+    **{f"linear {n}": ask.linear(ROW, "q_proj", layer=n) for n in range(LAST + 1)},
+    **{f"ring {n}": ask.ring(ELEMENTS, "q_proj", layer=n) for n in range(LAST + 1)},
+    "embedding": ask.embedding(torch.tensor([1])),
+    "head": ask.head(ROW),
+    "ring head": ask.ring_head(ELEMENTS),
+    "matmul": ask.matmul(ROW, ROW.T),
     "whole 1": _whole(1, 1),
     "whole model": _whole(0, LAST),
     "whole head": _whole(0, LAST, lm_head=True),
@@ -170,14 +143,14 @@ def test_what_is_not_held_is_unavailable(
             found = {}
             for asked, request in ASKED.items():
                 try:
-                    found[asked] = _output(handler, request)
+                    found[asked] = ask.answer(handler, request)
                 except ProtocolError as error:
                     found[asked] = error.code
             refused = {asked for asked, output in found.items() if output is UNAVAILABLE}
             assert refused == ASKED.keys() - {"matmul", *answered}
             if held is weights and "columns" not in given:
                 for asked in answered:
-                    assert torch.equal(found[asked], _output(whole, ASKED[asked])), asked
+                    assert torch.equal(found[asked], ask.answer(whole, ASKED[asked])), asked
             init, _ = handler.apply(InitRequest())
             assert isinstance(init, InitReply)
             assert (init.layers, init.columns) == ((first, last), given.get("columns", (0, 1)))
@@ -192,109 +165,72 @@ def test_what_is_not_held_is_unavailable(
 # ------------------------------------------------------------------------------------------ columns
 
 
-@each_row("name", MODELS)
-def test_parts_of_every_weight_are_the_weight(models: dict[str, Path], name: str) -> None:
-    whole = _load(models[name])
+@each_row("name", [*MODELS, "provisioned"])
+def test_parts_answer_their_columns_of_each_module(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    provisioned = name == "provisioned"
+    directory = models["llama" if provisioned else name]
+    if provisioned:
+        directory = _provisioned(directory, tmp_path / name, "linears")
+    whole = _load(directory)
+    handler, down = RequestHandler(whole, MIB), whole.config.module_shape("down_proj")[1]
+    hidden, elements = torch.randn(3, HIDDEN), ask.uniform(3, HIDDEN)
+    floats: list[tuple[Request, tuple[Any, ...]]] = [
+        (ask.linear(hidden, *ask.QKV), ask.QKV),
+        (ask.linear(hidden, *ask.GATE_UP, layer=0), ask.GATE_UP),
+        (ask.linear(torch.randn(1, down), "down_proj", layer=2), ("down_proj",)),
+    ]
+    others: list[tuple[Request, tuple[Any, ...]]] = [
+        (ask.ring(elements, *ask.QKV), ask.QKV),
+        (ask.seeded(2, HIDDEN, *ask.GATE_UP), ask.GATE_UP),
+        (ask.head(hidden), ("head",)),
+        (ask.ring_head(elements), ("head",)),
+    ]
     for parts in (1, 2, 3):
-        some = [_load(models[name], (part, parts)) for part in range(parts)]
-        for layer in whole.held_layers:
-            for operator, names in FUSED_MODULES.items():
-                for kind, fields in (("linears", ("weight", "bias")), ("integers", ("weight",))):
-                    mine, *theirs = (getattr(one, kind)[layer][operator] for one in (whole, *some))
-                    for module in names:
-                        for field in fields:
-                            _assert_parts(mine, theirs, field, module)
-        for tensor in ("embedding", "lm_head"):
-            found = [getattr(one, tensor) for one in some]
-            assert torch.equal(torch.cat(found), getattr(whole, tensor))
-        for field in ("weight", "scale"):
-            found = [getattr(one.lm_head_int8, field) for one in some]
-            assert torch.equal(torch.cat(found), getattr(whole.lm_head_int8, field))
-        for one in some:
+        held = [_load(directory, (number, parts)) for number in range(parts)]
+        handlers = [RequestHandler(one, MIB) for one in held]
+        null = RequestHandler(_null(directory, columns=(0, parts)), MIB)
+        for request, names in floats + others * (not provisioned):
+            pieces = []
+            for one, answers in zip(held, handlers, strict=True):
+                config = one.part
+                widths = [
+                    config.vocab_size if name == "head" else config.module_shape(name)[0]
+                    for name in names
+                ]
+                pieces.append(ask.answer(answers, request).split(widths, dim=-1))
+            assert ask.answer(null, request).shape[-1] == sum(p.shape[-1] for p in pieces[0])
+            # Of each module the parts stand side by side.
+            joined = torch.cat(
+                [piece for module in zip(*pieces, strict=True) for piece in module], -1
+            )
+            exact = joined.dtype == torch.int32
+            expected = ask.answer(handler, request)
+            torch.testing.assert_close(joined, expected, rtol=1e-5, atol=0 if exact else 1e-5)
+        for one in held:
             digests = whole.model_digest, whole.linear_digest
             assert (one.model_digest, one.linear_digest) == digests
-            assert (one.lm_head is one.embedding) == whole.config.tie_word_embeddings
-        sizes = [one.weight_bytes for one in some]
+            assert (one.lm_head is one.embedding) == (whole.lm_head is whole.embedding)
+        sizes = [one.weight_bytes for one in held]
         assert sum(sizes) == whole.weight_bytes
         assert max(sizes) <= whole.weight_bytes * (1 / parts + 0.05)
 
 
-def _assert_parts(mine: Any, theirs: list[Any], field: str, module: str) -> None:
-    expected = getattr(mine, field)
-    found = [getattr(one, field) for one in theirs]
-    if expected is None:
-        assert found == [None] * len(theirs)
-        return
-    rows = [value[one.rows[module]] for value, one in zip(found, theirs, strict=True)]
-    assert torch.equal(torch.cat(rows), expected[mine.rows[module]]), (module, field)
-
-
-def _requests() -> list[tuple[Request, tuple[int, ...]]]:
-    """Return requests that a part answers, and the sizes of the modules in their outputs."""
-    ring = torch.randint(-(2**31), 2**31, (3, HIDDEN)).to(torch.int32)
-    rows, elements = from_torch(torch.randn(3, HIDDEN)), from_torch(ring)
-    seed = WireTensor("int32", SEED_SHAPE, bytes(range(32)))
-    qkv, gate_up = FUSED_MODULES["qkv_proj"], FUSED_MODULES["gate_up_proj"]
-    down = from_torch(torch.randn(1, 96))
-    return [
-        (LinearRequest(layer_idx=1, module_names=qkv, hidden_states=rows), (96, 32, 32)),
-        (LinearRequest(layer_idx=0, module_names=gate_up, hidden_states=rows), (96, 96)),
-        (LinearRequest(layer_idx=2, module_names=("down_proj",), hidden_states=down), (HIDDEN,)),
-        (LinearRequest(layer_idx=2, module_names=("k_proj",), hidden_states=rows), (32,)),
-        (RingLinearRequest(layer_idx=1, module_names=qkv, elements=elements), (96, 32, 32)),
-        (LMHeadRequest(hidden_states=rows), (VOCAB,)),
-        (RingLMHeadRequest(elements=elements), (VOCAB,)),
-        (
-            SeededRingLinearRequest(
-                layer_idx=0, module_names=gate_up, rows=2, columns=HIDDEN, seed=seed
-            ),
-            (96, 96),
-        ),
-    ]
-
-
-def test_a_part_answers_its_columns_of_each_module(models: dict[str, Path], tmp_path: Path) -> None:
-    provisioned = _provisioned(models["llama"], tmp_path / "linears", "linears")
-    for directory, parts, count in (
-        (models["llama"], 2, 8),
-        (models["llama"], 3, 8),
-        (provisioned, 2, 4),
-    ):
-        whole = _whole_model(directory)
-        for part_ in range(parts):
-            columns = part_, parts
-            handler = RequestHandler(_load(directory, columns), MIB)
-            null = RequestHandler(_null(directory, columns=columns), MIB)
-            for request, sizes in _requests()[:count]:
-                expected = torch.cat(
-                    [
-                        module[..., part_of(module.shape[-1], *columns)]
-                        for module in _output(whole, request).split(sizes, dim=-1)
-                    ],
-                    dim=-1,
-                )
-                found = _output(handler, request)
-                torch.testing.assert_close(
-                    found, expected, rtol=1e-5, atol=1e-5 * (found.dtype != torch.int32)
-                )
-                assert _output(null, request).shape == expected.shape
-
-
 def test_rows_of_the_embedding_add_up(models: dict[str, Path]) -> None:
     parts = 3
-    ids = from_torch(torch.tensor([[0, VOCAB - 1, VOCAB // 3], [VOCAB // 3 - 1, 7, 200]]))
-    request = EmbeddingRequest(input_ids=ids, dtype="float32")
-    expected = _output(_whole_model(models["llama"]), request)
+    ids = torch.tensor([[0, VOCAB - 1, VOCAB // 3], [VOCAB // 3 - 1, 7, 200]])
+    request = ask.embedding(ids)
+    expected = ask.answer(_whole_model(models["llama"]), request)
     found = []
     for part_ in range(parts):
         handler = RequestHandler(_load(models["llama"], (part_, parts)), MIB)
-        found.append(_output(handler, request))
+        found.append(ask.answer(handler, request))
         inside = part_of(VOCAB, part_, parts)
-        elsewhere = [not inside.start <= one < inside.stop for one in to_torch(ids).flatten()]
+        elsewhere = [not inside.start <= one < inside.stop for one in ids.flatten()]
         assert not found[-1].view(-1, HIDDEN)[elsewhere].any()
-        outside = EmbeddingRequest(input_ids=from_torch(torch.tensor([VOCAB])), dtype="float32")
         with pytest.raises(ProtocolError, match="outside the vocabulary"):
-            handler.apply(outside)
+            handler.apply(ask.embedding(torch.tensor([VOCAB])))
     assert torch.equal(sum(found[1:], found[0]), expected)
 
 
