@@ -9,13 +9,10 @@ import ctypes
 import gc
 import logging
 import math
-import signal
+import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,28 +25,20 @@ from gpu_side.cuda.check import check_ring
 from gpu_side.cuda.kernels import CudaKernels
 from gpu_side.cuda.products import GRAPH_ROWS, Job, Products
 from gpu_side.cuda.tiles import DIRECT_ROWS, Tile, TileChoices, bucket, tiles_for
-from gpu_side.encoding import Form, encode_reply, payload_place
+from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.replies import Working
-from gpu_side.request_loop import RequestLoop
-from gpu_side.stop_signal import StopSignal
-from gpu_side.transport.stream_listener import StreamListener
+from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import KernelError
 from protocol.integer import exact_product
 from protocol.messages import (
-    EmbeddingRequest,
-    LinearRequest,
-    LMHeadRequest,
-    RingLinearRequest,
-    SeededRingLinearRequest,
-    TensorReply,
     Timing,
 )
-from protocol.shared_memory import Lane, SlotMemory
-from protocol.shm import ShmChannel
+from protocol.shared_memory import SlotMemory, adopt, create
 from protocol.stream_wire import layout
-from protocol.tensors import WireTensor, from_torch, to_torch
+from protocol.tensors import to_torch
+from tests.kit import ask
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 
@@ -421,107 +410,56 @@ def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
     return handler
 
 
-def _requests(weights: ServiceWeights, rows: int) -> list[Any]:
-    width = weights.config.hidden_size
-    shape = (1, rows, width)
-    elements = from_torch(torch.randint(-(2**31), 2**31, shape).to(torch.int32))
-    hidden = torch.randn(shape)
-    qkv: Any = ("q_proj", "k_proj", "v_proj")
-    return [
-        RingLinearRequest(layer_idx=1, module_names=qkv, elements=elements),
-        RingLinearRequest(layer_idx=0, module_names=("k_proj",), elements=elements),
-        SeededRingLinearRequest(
-            layer_idx=0,
-            module_names=("v_proj",),
-            rows=rows,
-            columns=width,
-            seed=from_torch(torch.arange(8, dtype=torch.int32)),
-        ),
-        LinearRequest(layer_idx=1, module_names=qkv, hidden_states=from_torch(hidden)),
-        LinearRequest(
-            layer_idx=0, module_names=("up_proj",), hidden_states=from_torch(hidden.bfloat16())
-        ),
-        LMHeadRequest(hidden_states=from_torch(hidden)),
-    ]
-
-
 def _assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    if expected.dtype is torch.int32:
-        assert torch.equal(found, expected)
-    else:
-        torch.testing.assert_close(found, expected)
-
-
-def _output(handler: RequestHandler, request: Any) -> torch.Tensor:
-    reply, work = handler.apply(request)
-    assert isinstance(reply, TensorReply)
-    if work is not None:
-        work.ends_ns()
-    return to_torch(reply.output).clone()
+    exact = expected.dtype is torch.int32
+    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
 
 
 @each_row("rows", [1, 3, 8, 33])
 def test_products_are_those_of_the_cpu(rows: int, weights: ServiceWeights) -> None:
     device = Device()
     here, there = RequestHandler(weights, 2**24), _on_cuda(weights, device)
-    requests = _requests(weights, rows)
+    requests = ask.one_of_each(rows, weights.config.hidden_size)
     for request in requests:
         # Piece by piece, captured, replayed; many rows are not.
         for _ in range(3):
-            _assert_same(_output(there, request), _output(here, request))
+            _assert_same(ask.answer(there, request), ask.answer(here, request))
     assert device.attempts == (0 if rows > 32 else len(requests))
     # Other requests are torch's.
     device.copies_in = 0
-    request = EmbeddingRequest(input_ids=from_torch(torch.tensor([[1, 2]])), dtype="float32")
-    assert torch.equal(_output(there, request), _output(here, request))
+    request = ask.embedding(torch.tensor([[1, 2]]))
+    assert torch.equal(ask.answer(there, request), ask.answer(here, request))
     assert device.copies_in == 0
 
 
-@pytest.mark.usefixtures("patient_streams")
-@pytest.mark.parametrize("reached", [True, False])
-def test_over_shared_memory_the_device_reads_and_writes_slots(
-    reached: bool, weights: ServiceWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@each_row(("rows", "reached"), [(1, True), (33, True), (1, False), (33, False)])
+def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
+    rows: int, reached: bool, weights: ServiceWeights
 ) -> None:
-    device = Device(registers=reached)
-    handler = _on_cuda(weights, device)
-    replies_in_place: list[bool] = []
-    put = Lane.put
-
-    def noted(lane: Lane, slot: int, frames: Sequence[Any]) -> bool | None:
-        # The client's puts are compiled, or not of memory that both share.
-        if lane._sleeps >= lane._peer_sleeps:
-            replies_in_place.extend(frame.obj is lane._memory.obj for frame in frames[1:])
-        return put(lane, slot, frames)
-
-    monkeypatch.setattr(Lane, "put", noted)
-    here, endpoint = RequestHandler(weights, 2**24), f"shm://{tmp_path}/s"
-    with _served(handler, endpoint), ShmChannel(endpoint) as channel:
-        for rows in (1, 33) * (2 if reached else 1):
-            for request in _requests(weights, rows):
-                response = channel.call(request).response
-                assert isinstance(response, TensorReply)
-                _assert_same(to_torch(response.output), _output(here, request))
-    # Of eight slots only the one that was used; with the client it went.
+    device, here = Device(registers=reached), RequestHandler(weights, 2**24)
+    there = _on_cuda(weights, device)
+    _, file = create(2**18, 2**18)
+    slot = adopt(file, os.geteuid()).memory(3)
+    os.close(file)
+    for request in ask.one_of_each(rows, weights.config.hidden_size):
+        incoming = Incoming((b"client",), [], 0, slot=slot)
+        reply, work = there.prepare(request)(request, incoming)
+        assert work is not None
+        work.ends_ns()
+        output = reply.output
+        _assert_same(to_torch(output), ask.answer(here, request))
+        # Elements in any number of rows, floats in many; where the reply will lie in the slot.
+        integer = output.dtype == "int32"
+        in_place = reached and (integer or rows == 33)
+        data = memoryview(output.data)
+        assert (data.obj is slot.reply.obj) == in_place, request.method
+        if in_place:
+            timing = Timing(queue_us=1, compute_us=2)
+            frames = encode_reply(Form.FRAMED, 1, request.method, reply, timing)
+            (_, place), _, _ = layout(tuple(map(len, frames)))
+            start = torch.frombuffer(slot.reply, dtype=torch.uint8).data_ptr()
+            assert to_torch(output).data_ptr() - start == place.start, request.method
     assert device.registrations == 1
-    assert device.waits == reached
-    # Elements in any number of rows, floats in many.
-    assert len(replies_in_place) == (24 if reached else 12)
-    assert replies_in_place.count(True) == (18 if reached else 0)
-
-
-@contextmanager
-def _served(handler: RequestHandler, endpoint: str) -> Iterator[None]:
-    listener, stop = StreamListener(endpoint), StopSignal()
-    thread = threading.Thread(target=RequestLoop(handler, 2**24).run, args=(listener, stop))
-    thread.start()
-    with stop.reader, stop.writer:
-        try:
-            yield
-        finally:
-            stop.request(signal.SIGTERM, None)
-            thread.join()
-            listener.close()
 
 
 def test_a_device_that_does_not_reach_shared_memory_is_found_at_the_start(
@@ -561,16 +499,6 @@ def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said:
         patch.setitem(sys.modules, "gpu_side.cuda.ring", ring)
         with pytest.raises(KernelError, match=said):
             check_ring(CPU)
-
-
-def test_where_a_tensor_lies_in_a_reply_is_where_it_is_put() -> None:
-    for shape in ((1, 7), (1, 3, 2048), (2, 128_256)):
-        output = WireTensor("int32", shape, bytes(4 * math.prod(shape)))
-        reply, timing = TensorReply(output=output), Timing(queue_us=1, compute_us=2)
-        frames = encode_reply(Form.FRAMED, 1, "RingLinear", reply, timing)
-        (_, place), _, total = layout(tuple(map(len, frames)))
-        assert payload_place("RingLinear", "int32", shape) == place
-        assert place.stop <= total
 
 
 def test_the_fastest_tile_is_chosen_once_for_each_shape_and_bucket(

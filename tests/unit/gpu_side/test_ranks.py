@@ -43,22 +43,15 @@ from protocol.errors import (
     SettingsError,
 )
 from protocol.messages import (
-    FUSED_MODULES,
     EmbeddingRequest,
     InitReply,
     InitRequest,
-    LinearRequest,
-    LMHeadRequest,
-    MatmulRequest,
     Request,
-    RingLinearRequest,
-    RingLMHeadRequest,
-    SeededRingLinearRequest,
     TensorReply,
 )
 from protocol.native import usable_cores
-from protocol.seed import SEED_SHAPE
-from protocol.tensors import Buffer, WireTensor, from_torch, to_torch
+from protocol.tensors import Buffer, to_torch
+from tests.kit import ask
 from tests.kit.model import SIZES, make_model
 from tests.kit.rows import each_row
 from tests.kit.service import ENVIRONMENT, Service, running_service, until
@@ -70,27 +63,13 @@ LIMIT = 2**20
 
 def _requests(rows: int) -> list[Request]:
     """Return a request of each kind that ranks compute."""
-    generator = torch.Generator().manual_seed(rows)
-    floats = torch.randn(rows, HIDDEN, generator=generator)
-    wide = torch.randint(-(2**31), 2**31, (rows, BETWEEN), generator=generator).to(torch.int32)
-    hidden, elements = from_torch(floats), from_torch(wide[:, :HIDDEN].contiguous())
-    ids = from_torch(torch.randint(0, VOCAB, (rows,), generator=generator))
-    seed = WireTensor("int32", SEED_SHAPE, bytes(range(32)))
-    qkv, gate_up = FUSED_MODULES["qkv_proj"], FUSED_MODULES["gate_up_proj"]
-    down: Any = ("down_proj",)
+    ids, down = torch.randint(0, VOCAB, (rows,)), ask.uniform(rows, BETWEEN)
+    hidden = torch.randn(rows, HIDDEN)
     return [
-        LinearRequest(layer_idx=1, module_names=qkv, hidden_states=hidden),
-        LinearRequest(layer_idx=1, module_names=qkv, hidden_states=hidden, bias=False),
-        LinearRequest(layer_idx=2, module_names=("v_proj",), hidden_states=hidden),
-        RingLinearRequest(layer_idx=0, module_names=gate_up, elements=elements),
-        RingLinearRequest(layer_idx=0, module_names=down, elements=from_torch(wide)),
-        SeededRingLinearRequest(
-            layer_idx=0, module_names=qkv, rows=rows, columns=HIDDEN, seed=seed
-        ),
-        LMHeadRequest(hidden_states=hidden),
-        RingLMHeadRequest(elements=elements),
-        EmbeddingRequest(input_ids=ids, dtype="float32"),
-        MatmulRequest(a=hidden, b=from_torch(floats.t().contiguous())),
+        *ask.one_of_each(rows, HIDDEN),
+        ask.ring(down, "down_proj"),
+        ask.embedding(ids),
+        ask.matmul(hidden, hidden.T),
     ]
 
 
@@ -98,8 +77,7 @@ def _assert_same(found: torch.Tensor, expected: torch.Tensor, request: Request) 
     """Compare what ranks answer with one process: bit for bit where nothing is rounded."""
     exact = found.dtype == torch.int32 or isinstance(request, EmbeddingRequest)
     assert found.shape == expected.shape, request.method
-    tolerance = 0.0 if exact else 1e-5
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {}))
 
 
 @pytest.fixture(scope="module")
@@ -174,18 +152,12 @@ def _joined(ranks: Ranks) -> Iterator[RequestHandler]:
         yield RequestHandler(served, LIMIT)
 
 
-def _output(handler: RequestHandler, request: Request) -> torch.Tensor:
-    reply, _ = handler.apply(request)
-    assert isinstance(reply, TensorReply)
-    return to_torch(reply.output)
-
-
 def test_the_parts_of_all_ranks_are_one_reply(ranks: Ranks, model: Path) -> None:
     alone = RequestHandler(load_weights(model, device=CPU, dtype=torch.float32), LIMIT)
     with _joined(ranks) as together:
         for rows in (1, 3):
             for request in _requests(rows):
-                _assert_same(_output(together, request), _output(alone, request), request)
+                _assert_same(ask.answer(together, request), ask.answer(alone, request), request)
         init, _ = together.apply(InitRequest())
         assert isinstance(init, InitReply)
         assert (init.columns, init.ranks) == ((0, 1), 2)
@@ -241,9 +213,9 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
         kernels: Any = together._kernels
         reply = kernels._own.reply
         monkeypatch.setattr(kernels._own, "reply", lambda *given: (reply(*given)[0], work))
-        _, working = together.apply(_requests(1)[3])
+        _, working = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
         monkeypatch.setattr(head, "COMPUTE_S", 0.0)
-        _, late = together.apply(_requests(1)[3])
+        _, late = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
     assert working is not None
     assert late is not None
     assert working.ends_ns() == 2**63
@@ -378,7 +350,7 @@ def test_two_processes_answer_as_one(model: Path, tmp_path: Path) -> None:
                 if getattr(request, "layer_idx", 1) and not isinstance(request, EmbeddingRequest):
                     _assert_same(_asked(together, request), _asked(alone, request), request)
         with pytest.raises(ServiceError) as refused:
-            _asked(together, _requests(1)[3])  # of layer 0
+            _asked(together, ask.ring(ask.uniform(1, HIDDEN), *ask.QKV, layer=0))
         assert refused.value.code is ErrorCode.UNAVAILABLE
         rank = _rank_of(two)
         assert two.stop() == 0
@@ -442,10 +414,10 @@ def test_torchrun_starts_the_ranks(model: Path, tmp_path: Path) -> None:
             assert process.stderr is not None
             log = iter(process.stderr)
             assert any(" ready " in line for line in log)
-            request = _requests(3)[3]
+            request = ask.ring(ask.uniform(3, HIDDEN), *ask.QKV)
             alone = RequestHandler(load_weights(model, device=CPU, dtype=torch.float32), LIMIT)
             with _client(endpoint) as client:
-                assert torch.equal(_asked(client, request), _output(alone, request))
+                assert torch.equal(_asked(client, request), ask.answer(alone, request))
         finally:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read() if process.stderr else ""
