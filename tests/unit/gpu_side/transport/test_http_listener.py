@@ -413,21 +413,6 @@ def test_a_connection_that_does_not_come_to_its_close_is_cut(
         _until(listener, lambda: not listener._connections)
 
 
-def test_what_a_client_gave_up_is_not_handed_out() -> None:
-    with _listening() as (listener, _), HttpChannel(listener.endpoint) as channel:
-        given_up = channel.submit(InitRequest())
-        assert listener.wait(timeout_ms=LONG_MS)
-        channel.abandon(given_up)
-        until(lambda: not listener._gateway.waiting)
-        channel.submit(InitRequest())
-        found = None
-        while found is None:
-            assert listener.wait(timeout_ms=LONG_MS)
-            found = listener.receive()
-        assert open_request(found.frames, 2**30).request_id == given_up + 1
-        assert not listener.wait(timeout_ms=0)
-
-
 # ----------------------------------------------------------------------------------- the address
 
 

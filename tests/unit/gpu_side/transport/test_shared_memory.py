@@ -102,14 +102,6 @@ def test_what_hands_over_no_segment_is_refused(
     _others_go_on(listener, endpoint)
 
 
-def test_the_socket_is_as_private_as_a_unix_socket(
-    listener: StreamListener, tmp_path: Path
-) -> None:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o777 & ~mask
-
-
 # --------------------------------------------------------------------------------------- slots
 
 
@@ -221,21 +213,6 @@ def test_a_request_before_the_last_reply_drops_the_client(
     _take(listener)
     client.put(3, REQUEST)
     assert is_dropped(listener, client.socket)
-    _others_go_on(listener, endpoint)
-
-
-def test_two_connections_that_share_a_segment_hurt_themselves_alone(
-    listener: StreamListener, client: RawClient, endpoint: str
-) -> None:
-    client.put(0, REQUEST)
-    first = _take(listener)
-    with attach(endpoint, [client.file]) as twin:
-        second = _take(listener)  # it sees the same request
-        assert first.route[0] != second.route[0]
-        for incoming in (first, second):
-            assert listener.send(incoming.route, REFUSED)
-        assert client.lane.look() == 0
-        assert twin.fileno() >= 0
     _others_go_on(listener, endpoint)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gpu_side.encoding import open_request
-from gpu_side.transport import acceptor, live_socket, stream_client, stream_listener
+from gpu_side.transport import acceptor, stream_client, stream_listener
 from gpu_side.transport.live_socket import refuse_live_socket
 from gpu_side.transport.stream_listener import QUEUED_REPLIES, StreamListener
 from protocol.endpoint import parse_endpoint
@@ -91,18 +91,6 @@ def test_only_the_file_of_a_dead_service_is_replaced(tmp_path: Path, kind: str) 
         assert path.is_socket()
 
 
-def test_a_socket_that_we_may_not_connect_to_is_refused(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Forbidden(socket.socket):
-        def connect(self, address: object) -> None:
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(live_socket.socket, "socket", Forbidden)
-    with pytest.raises(EndpointError, match=r"may be in use.*Permission denied"):
-        refuse_live_socket(parse_endpoint(endpoint, for_bind=True))
-
-
 def test_a_successors_file_stays(endpoint: str, tmp_path: Path) -> None:
     first = StreamListener(endpoint)
     (tmp_path / "s").unlink()
@@ -148,21 +136,6 @@ def test_it_tells_that_a_client_has_gone(
     # A request of its that waited has left something since, perhaps.
     assert not listener.send((name,), [b"reply"])
     assert gone[2:] == [name]
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_a_message_that_does_not_fit_into_memory_ends_its_connection_only(
-    listener: StreamListener,
-    endpoint: str,
-    channel: StreamChannel,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with raw_socket(endpoint) as raw:
-        raw.sendall(struct.pack("<IQ", 1, 500 * 2**20))
-        look_until_refused(listener, 1)
-        assert raw.recv(100) == b""
-    assert [vars(r)["fields"]["code"] for r in caplog.records] == ["LIMIT_EXCEEDED"]
-    assert channel.submit(InitRequest()) == _id_of_next(listener)
 
 
 def test_a_slow_sender_is_served_and_does_not_stop_the_others(
@@ -310,17 +283,6 @@ def test_patience_is_short_and_one_for_all_connections(
         route = request_of(listener, again)
         monkeypatch.setattr(listener, "_epoll", Never(listener._epoll))
         assert listener.send(route, HUGE)
-
-
-def test_patience_comes_back_with_time() -> None:
-    patience = stream_client.Patience()
-    full = stream_client._PATIENCE_S
-    assert patience.left_s(1000.0) == full
-    patience.spend(2 * full)
-    assert patience.left_s(1000.0) == -full
-    later = 1000.0 + 1.5 * full / stream_client._PATIENCE_SHARE
-    assert patience.left_s(later) == pytest.approx(full / 2)
-    assert patience.left_s(later + 3600) == full
 
 
 @pytest.fixture

@@ -126,19 +126,6 @@ def test_where_there_is_no_room_each_client_has_a_little(
         assert waiting.reader.wants_room == 300_001
 
 
-def test_who_goes_while_it_waits_for_room_keeps_nothing_busy(
-    small: StreamListener, endpoint: str
-) -> None:
-    with _sit(small, endpoint), _sit(small, endpoint):
-        with raw_socket(endpoint) as late:
-            late.sendall(_announced(ALMOST, 1000))
-            while not small._wanting_room:
-                small.wait(timeout_ms=1)
-        while small._wanting_room:
-            small.wait(timeout_ms=1)
-        assert len(small._clients) == 2
-
-
 def test_who_sits_on_a_large_message_makes_room(
     small: StreamListener,
     endpoint: str,
