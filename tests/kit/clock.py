@@ -24,7 +24,6 @@ from protocol.messages import MatmulRequest, Request, TensorReply
 from protocol.tensors import Buffer, from_torch
 
 MS = 1_000_000
-# Computes a request, wherever it came from.
 Answer = Callable[[Request], Result]
 REQUEST = MatmulRequest(a=from_torch(torch.ones(1, 1)), b=from_torch(torch.ones(1, 1)))
 RESULT: Result = (TensorReply(output=from_torch(torch.ones(1, 1))), None)
@@ -38,14 +37,12 @@ def incoming_request(
     request: Request = REQUEST,
     key: bytes = b"",
 ) -> Incoming:
-    """Return a framed request that came so long ago."""
     frames = [memoryview(bytes(f)) for f in encode_request(request, request_id, timeout_ms)]
     came_ns = time.perf_counter_ns() - int(age_s * 1e9)
     return Incoming((client.encode(),), frames, came_ns, key)
 
 
 def incoming_bytes(body: bytes | dict[str, object], client: str = "peer") -> Incoming:
-    """Return a message of one frame: these bytes, or a map of the published schema."""
     frame = memoryview(body if isinstance(body, bytes) else msgpack.packb(body))
     return Incoming((client.encode(), b""), [frame], time.perf_counter_ns())
 
@@ -77,7 +74,6 @@ class Listener:
 
     @property
     def outcomes(self) -> list[tuple[int, str | None]]:
-        """The id of each reply, and its error."""
         return [(reply.get("request_id", 0), reply.get("error")) for reply in self.sent]
 
 
@@ -142,10 +138,7 @@ class Clock:
 
 
 class Accelerator:
-    """Works on each request for so long, one after the other, on a clock of its own.
-
-    `asked`: it does not say when it will have ended. `failing`: the number of a request that fails.
-    """
+    """Works on each request for so long; `asked`: without saying when it ends; one may fail."""
 
     def __init__(
         self, clock: Clock, duration_ns: int, *, asked: bool = False, failing: int = 0
@@ -170,10 +163,7 @@ class Accelerator:
 
 
 class Timed(Listener):
-    """Messages that come at their times, in ns behind the beginning, and when replies go.
-
-    `arrivals`: times of plain requests, which are numbered from 1, or messages and their times.
-    """
+    """Messages, or requests numbered from 1, that come at their times (ns), and when replies go."""
 
     def __init__(
         self, clock: Clock, *arrivals: int | tuple[int, Incoming], timeout_ms: int = 60_000

@@ -8,8 +8,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -389,59 +388,6 @@ def test_a_client_with_many_bytes_that_wait_is_not_read_from(
         assert sizes.count(size) == 6
         # Others are read meanwhile: they come among those that waited.
         assert max(n for n, other in enumerate(sizes) if other != size) <= 3
-
-
-def _probe(raw: socket.socket) -> None:
-    """Have the acceptor's thread look a few times: whom it would let in is in by then."""
-    for _ in range(5):
-        raw.sendall(PROBE)
-        assert raw.recv(10) == PROBE
-
-
-@contextmanager
-def _exhausted(
-    made: acceptor.Acceptor, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[threading.Event]:
-    """Let there be no file descriptors for clients; the event says that this was noticed."""
-    noticed, pause = threading.Event(), made.pause_accepting
-
-    class Exhausted:
-        def accept(self) -> tuple[socket.socket, object]:
-            raise OSError(errno.EMFILE, "Too many open files")
-
-    def notice() -> None:
-        pause()
-        noticed.set()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(made, "pause_accepting", notice)
-        patched.setattr(made, "_listening", Exhausted())
-        yield noticed
-
-
-@pytest.mark.parametrize("again", ["after a while", "when one leaves"])
-def test_without_file_descriptors_clients_wait(
-    listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch, again: str
-) -> None:
-    leaves = again == "when one leaves"
-    monkeypatch.setattr(acceptor, "_ACCEPT_AGAIN_S", 3600.0 if leaves else 0.02)
-    with raw_socket(endpoint) as first, raw_socket(endpoint) as probing:
-        request_of(listener, first)
-        _probe(probing)
-        with _exhausted(listener._acceptor, monkeypatch) as noticed:
-            second = raw_socket(endpoint)
-            second.sendall(request_bytes())
-            assert noticed.wait(10)
-            assert not listener.wait(timeout_ms=0)
-        with second:
-            if leaves:
-                # It has stopped looking, or the poll would say for ever that there is a client.
-                _probe(probing)
-                assert not listener.wait(timeout_ms=0)
-                first.close()
-            # Without an end, too.
-            assert listener.wait(timeout_ms=10_000 if leaves else None)
-            assert listener.receive() is not None
 
 
 def test_a_client_for_which_there_is_no_memory_is_turned_away(
