@@ -81,17 +81,14 @@ def test_how_long_it_takes(found_us: float, expected_us: float) -> None:
         ("tflops = 1.0\n", "", "tflops: got nothing, expected a value"),
         ("tflops = 1.0\n", "tflops = 0\n", "tflops: got 0, expected greater than 0"),
         ("tflops = 1.0\n", "tflops = nan\n", "tflops: got nan, expected"),
-        ("tflops = 1.0\n", 'tflops = "1"\n', "tflops: got '1', expected a valid number"),
         ("launch_us = 3.0\n", "launch_us = -1.0\n", "launch_us: got -1.0, expected"),
         ("launch_us", "watts = 3.0\nlaunch_us", "watts: got 3.0, expected no such key"),
-        ('"round"', '"a\\nb"', "name: got"),
         ("tflops = 1.0\n", "tflops = \n", "invalid TOML"),
-        ("tflops", "\udcff\udcfe", "invalid TOML"),  # no UTF-8
     ],
 )
 def test_a_bad_file_is_refused_by_its_key(tmp_path: Path, old: str, new: str, text: str) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(FILE.replace(old, new), errors="surrogateescape")
+    path.write_text(FILE.replace(old, new))
     with pytest.raises(SettingsError) as caught:
         find_profile(str(path))
     assert text in str(caught.value)
@@ -101,15 +98,10 @@ def test_a_bad_file_is_refused_by_its_key(tmp_path: Path, old: str, new: str, te
 def test_what_names_a_device(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(FILE)
-    devices = {
-        "cpu": torch.device("cpu"),
-        "null": NullDevice(),
-        f"model:{path}": NullDevice(ROUND),
-        **{f"model:{name}": NullDevice(profile) for name, profile in PROFILES.items()},
-    }
-    for name, device in devices.items():
+    own = {f"model:{path}": ROUND} | {f"model:{name}": one for name, one in PROFILES.items()}
+    devices = {name: NullDevice(profile) for name, profile in ({"null": None} | own).items()}
+    for name, device in (devices | {"cpu": torch.device("cpu")}).items():
         assert parse_device(name) == device
-    assert [str(parse_device(name)) for name in ("null", "model:l4")] == ["null", "model:l4"]
 
 
 @each_row(
