@@ -127,7 +127,11 @@ def raw_socket(endpoint: str) -> socket.socket:
     """Connect to a Unix socket; no read takes longer than ten seconds."""
     raw = socket.socket(socket.AF_UNIX)
     raw.settimeout(10)
-    raw.connect(endpoint.removeprefix("unix://"))
+    try:
+        raw.connect(endpoint.removeprefix("unix://"))
+    except OSError:
+        raw.close()
+        raise
     return raw
 
 
