@@ -57,7 +57,7 @@ from protocol.stream_wire import MessageReader, layout, to_pieces
 from protocol.tensors import ITEMSIZE, Buffer, WireTensor, to_torch
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import INTERESTING, Mutator, msgpack_junk
-from tests.unit.protocol.test_pending import Expecting
+from tests.kit.wire import Expecting
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 _BOMB_BYTES = 3 * 1024 * 1024

@@ -1,64 +1,54 @@
-"""Tests of the error tree: what is retryable, what a message says and what it never quotes."""
+"""Errors: which of them a retry helps, what a message says, and what it never quotes."""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
 from protocol import errors
-from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError, describe
+from protocol.errors import (
+    ErrorCode,
+    ModelError,
+    ProtocolError,
+    ServiceError,
+    SettingsError,
+    TsqpError,
+    describe,
+)
+from protocol.validation import validate_file
 from tests.kit.rows import each_row
 
+RETRYABLE = {
+    *(errors.EndpointError, errors.AbsentError, errors.DeadlineExceededError, errors.LimitError),
+    *(errors.PadsExhaustedError, errors.SessionLostError),
+}
 RETRYABLE_CODES = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.SHUTTING_DOWN, ErrorCode.QUEUE_FULL}
 
 
-def test_message_reads_where_got_expected() -> None:
-    error = ProtocolError("reply.shape", got="[3]", expected="[4]", code=ErrorCode.INVALID_FIELD)
-    assert str(error) == "reply.shape: got [3], expected [4]"
-    assert (error.where, error.got, error.expected) == ("reply.shape", "[3]", "[4]")
-    assert error.code is ErrorCode.INVALID_FIELD
+def _tree(error: type[TsqpError]) -> list[type[TsqpError]]:
+    return [error, *(one for below in error.__subclasses__() for one in _tree(below))]
 
 
-@each_row("code", list(ErrorCode))
-def test_service_error_is_retryable_by_its_code(code: ErrorCode) -> None:
-    error = ServiceError("Linear at tcp://h:1", code=code)
-    assert error.retryable is (code in RETRYABLE_CODES)
-    assert code.value in str(error)
-    assert code.value == code.name
+def test_the_tree_is_the_one_that_is_drawn_and_says_whether_a_retry_helps() -> None:
+    ours = [error for error in _tree(TsqpError) if error.__module__ == "protocol.errors"]
+    assert len(ours) >= 28
+    for error in ours:
+        assert error.__name__ in (errors.__doc__ or "")
+        assert error.retryable is (error in RETRYABLE), error
+    for code in ErrorCode:
+        served = ServiceError("Linear at tcp://h:1", code=code)
+        assert served.retryable is (code in RETRYABLE_CODES), code
+        assert code.value in str(served)
 
 
-@each_row(
-    ("error", "parent", "retryable"),
-    [
-        (errors.SettingsError, errors.InputError, False),
-        (errors.ModelError, errors.InputError, False),
-        (errors.PolicyError, errors.InputError, False),
-        (errors.PromptError, errors.InputError, False),
-        (errors.PadBankError, errors.InputError, False),
-        (errors.CalibrationError, errors.InputError, False),
-        (errors.FeatureKeyError, errors.InputError, False),
-        (errors.ManifestError, errors.InputError, False),
-        (errors.SealError, errors.InputError, False),
-        (errors.KeyFileError, errors.InputError, False),
-        (errors.VerificationError, TsqpError, False),
-        (errors.LimitError, TsqpError, True),
-        (errors.InputError, TsqpError, False),
-        (errors.EndpointError, TsqpError, True),
-        (errors.AbsentError, errors.EndpointError, True),
-        (errors.DeadlineExceededError, TsqpError, True),
-        (errors.ProtocolError, TsqpError, False),
-        (errors.ServiceError, TsqpError, False),
-        (errors.ReplyError, TsqpError, False),
-        (errors.EvidenceError, TsqpError, False),
-        (errors.ModelMismatchError, TsqpError, False),
-        (errors.KernelError, TsqpError, False),
-        (errors.MaskError, TsqpError, False),
-        (errors.ActivationRangeError, TsqpError, False),
-        (errors.PadsExhaustedError, TsqpError, True),
-    ],
-)
-def test_error_tree(error: type[TsqpError], parent: type[TsqpError], retryable: bool) -> None:
-    assert error.__bases__ == (parent,)
-    assert error.retryable is retryable
-    assert errors.__doc__ is not None
-    assert error.__name__ in errors.__doc__
+def test_a_message_is_one_short_printable_line() -> None:
+    error = ProtocolError("reply", got="[3]", expected="[4]", code=ErrorCode.INVALID_FIELD)
+    assert str(error) == "reply: got [3], expected [4]"
+    said = str(TsqpError("a\nb\x1b[2J", got="x" * 10_000, expected="\u202e"))
+    assert said.isprintable()
+    assert len(said) < 1100
 
 
 @each_row(
@@ -72,6 +62,7 @@ def test_error_tree(error: type[TsqpError], parent: type[TsqpError], retryable: 
         ([1, -1, 2], "[1, -1, 2]"),
         ((4, 5), "[4, 5]"),
         (list(range(100, 120)), "[100, 101, 102, 103, 104, 105, 106, 107]..."),
+        ("x" * 1000, "'" + "x" * 56 + "..."),
         (b"secret", "a value of type bytes"),
         (bytearray(b"secret"), "a value of type bytearray"),
         (memoryview(b"secret"), "a value of type memoryview"),
@@ -81,11 +72,48 @@ def test_error_tree(error: type[TsqpError], parent: type[TsqpError], retryable: 
         (["secret"], "a value of type list"),
     ],
 )
-def test_describe(value: object, text: str) -> None:
+def test_values_of_a_persons_own_file_are_described(value: object, text: str) -> None:
     assert describe(value) == text
 
 
-def test_describe_cuts_long_text() -> None:
-    text = describe("x" * 1000)
-    assert len(text) == 60
-    assert text.endswith("...")
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    size: int
+
+
+class Outer(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, Field(max_length=3)]
+    inner: tuple[Inner, ...] = ()
+
+
+@each_row(
+    ("value", "where", "got", "expected"),
+    [
+        ({}, "file: name", "nothing", "a value"),
+        ({"name": 3}, "file: name", "3", "a valid string"),
+        ({"name": "x", "inner": ({},)}, "file: inner.0.size", "nothing", "a value"),
+        ({"name": "x", "inner": ({"sise": 1},)}, "file: inner.0.sise", "1", "no such key"),
+        ({"nome": "x"}, "file: nome", "'x'", "no such key"),
+        ({"n" * 500: "x"}, f"file: '{'n' * 60}'...", "'x'", "no such key"),
+        ([], "file", "[]", "a valid dictionary or instance of Outer"),
+    ],
+)
+def test_the_first_fault_of_a_file_is_named(
+    value: Any, where: str, got: str, expected: str
+) -> None:
+    for error in (ModelError, SettingsError):
+        with pytest.raises(error) as caught:
+            validate_file(Outer, value, "file", error)
+        assert (caught.value.where, caught.value.got) == (where, got)
+        assert caught.value.expected == expected
+    assert validate_file(Outer, {"name": "x"}, "file") == Outer(name="x")
+
+
+def test_of_many_unknown_keys_pydantic_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take kilobytes for each."""
+    monkeypatch.setattr(Outer, "model_validate", None)
+    with pytest.raises(ModelError, match="file: 0: got 0, expected no such key"):
+        validate_file(Outer, {str(key): key for key in range(1000)}, "file")

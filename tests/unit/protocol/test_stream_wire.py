@@ -1,4 +1,4 @@
-"""Tests of messages on a stream of bytes: laid out, cut anywhere, refused before they cost."""
+"""Messages on a stream of bytes: laid out, cut anywhere, refused before they cost."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from protocol.stream_wire import (
     layout,
     to_pieces,
 )
+from tests.kit.rows import each_row
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -52,30 +53,39 @@ def _taken(reader: MessageReader) -> list[list[bytes]]:
     return taken
 
 
-def test_bytes_of_a_message() -> None:
+# --------------------------------------------------------------------------------- how it is laid
+
+
+def test_every_frame_begins_at_a_multiple_of_64_behind_the_sizes() -> None:
     expected = struct.pack("<IQQ", 2, 3, 70).ljust(64, b"\0") + b"abc".ljust(64, b"\0") + b"x" * 70
     assert _stream([b"abc", b"x" * 70]) == expected
-
-
-def test_every_frame_begins_at_a_multiple_of_64() -> None:
     for sizes in [(0,), (1,), (64,), (0, 0), (44, 44, 1), (63, 64, 65), tuple(range(12))]:
         places, gaps, total = layout(sizes)
         assert [place.stop - place.start for place in places] == list(sizes)
         assert all(place.start % 64 == 0 for place in places)
         assert places[-1].stop == total == sum(sizes) + sum(map(len, gaps))
         assert struct.unpack_from(f"<I{len(sizes)}Q", gaps[0]) == (len(sizes), *sizes)
-
-
-def test_large_frames_are_not_copied() -> None:
-    tensor = memoryview(numpy.zeros(JOIN_BYTES, numpy.uint8))  # type: ignore[arg-type]
+    tensor = memoryview(bytes(JOIN_BYTES))
     pieces, total = to_pieces([b"header", tensor])
-    assert any(piece is tensor for piece in pieces)
+    assert any(piece is tensor for piece in pieces)  # not copied
     assert total == 128 + JOIN_BYTES
 
+
+def test_remembered_layouts_are_bounded() -> None:
+    for size in range(1000):
+        layout((size, size + 1))
+        layout(tuple(range(size, size + 20)))
+    information = stream_wire._remembered_layout.cache_info()
+    assert information.maxsize is not None
+    assert information.currsize <= information.maxsize
+
+
+# ------------------------------------------------------------------------------------ how it comes
 
 SIZES = st.sampled_from([0, 1, 63, 64, 1000, COPY_BYTES, BUFFER_BYTES, BUFFER_BYTES + 1, 300_000])
 
 
+@hypothesis.settings(max_examples=50)
 @hypothesis.given(
     messages=st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 200_000), max_size=30),
@@ -105,24 +115,8 @@ def test_messages_are_found_wherever_the_stream_is_cut(
     assert taken == sent
 
 
-@pytest.mark.parametrize("size", [10, COPY_BYTES, BUFFER_BYTES * 2])
-def test_memory_of_a_message_is_its_own(pair: Pair, size: int) -> None:
-    left, right = pair
-    reader, messages = _reader(right), []
-    for value in range(3):
-        writer = MessageWriter(left)
-        writer.send([b"h", bytes([value]) * size])
-        while not reader.messages:
-            reader.read()
-            writer.flush()
-        messages.append(reader.messages.popleft()[0][1])
-        messages[-1][0] = 100 + value  # writable
-    for value, frame in enumerate(messages):
-        assert bytes(frame) == bytes([100 + value]) + bytes([value]) * (size - 1)
-
-
 # Each leaves the next one at another place in the stream, and some of the same buffer.
-@pytest.mark.parametrize("first", [0, 1, 13, 63, 64, COPY_BYTES - 1, COPY_BYTES + 1])
+@each_row("first", [0, 1, 13, 63, 64, COPY_BYTES - 1, COPY_BYTES + 1])
 def test_frames_lie_where_a_processor_likes_to_read_them(pair: Pair, first: int) -> None:
     left, right = pair
     reader = _reader(right)
@@ -142,28 +136,7 @@ def test_frames_lie_where_a_processor_likes_to_read_them(pair: Pair, first: int)
     assert _taken(reader) == sent
 
 
-def test_end_of_the_stream_is_told(pair: Pair) -> None:
-    left, right = pair
-    reader = _reader(right)
-    left.sendall(_stream([b"a"])[:-1])
-    assert reader.read()
-    left.close()
-    assert not reader.read()
-    assert not reader.messages
-
-
-def test_end_of_the_stream_in_a_large_message_is_told(pair: Pair) -> None:
-    left, right = pair
-    reader = _reader(right)
-    left.sendall(_stream([bytes(BUFFER_BYTES * 2)])[:1000])
-    assert reader.read()
-    assert reader.large is not None
-    left.close()
-    assert not reader.read()
-    assert not reader.messages
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("prefix", "code", "got"),
     [
         (struct.pack("<I", 0), ErrorCode.MALFORMED_MESSAGE, "0 frames"),
@@ -176,41 +149,49 @@ def test_end_of_the_stream_in_a_large_message_is_told(pair: Pair) -> None:
     ],
 )
 def test_what_is_no_message_is_refused_before_memory_is_taken(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, prefix: bytes, code: ErrorCode, got: str
+    monkeypatch: pytest.MonkeyPatch, prefix: bytes, code: ErrorCode, got: str
 ) -> None:
-    left, right = pair
-    reader = _reader(right, max_message_bytes=1000)
-    monkeypatch.setattr(MemoryPool, "take", None)
-    left.sendall(prefix)
-    with pytest.raises(ProtocolError, match=f"message from peer: got {got}, expected") as info:
+    left, right = socket.socketpair()
+    with left, right:
+        reader = _reader(right, max_message_bytes=1000)
+        largest = [b"a" * 400, b"b" * 600]
+        left.sendall(_stream(largest))
         reader.read()
-    assert info.value.code is code
+        assert _taken(reader) == [largest]
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryPool, "take", None)
+            left.sendall(prefix)
+            with pytest.raises(
+                ProtocolError, match=f"message from peer: got {got}, expected"
+            ) as info:
+                reader.read()
+        assert info.value.code is code
 
 
-@pytest.mark.parametrize("size", [COPY_BYTES, 2 * BUFFER_BYTES, 500 * 2**20])
+@each_row("size", [COPY_BYTES, 2 * BUFFER_BYTES, 500 * 2**20])
 def test_a_message_larger_than_the_memory_that_is_left_is_refused(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, size: int
+    monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     def exhausted(*_: object) -> None:
         raise MemoryError
 
-    left, right = pair
-    reader = _reader(right)
-    monkeypatch.setattr(MemoryPool, "take", exhausted)
-    left.sendall(struct.pack("<IQ", 1, size).ljust(64, b"\0") + bytes(min(size, COPY_BYTES)))
-    with pytest.raises(ProtocolError, match=r"message from peer: got .* into memory") as info:
-        reader.read()
-    assert info.value.code is ErrorCode.LIMIT_EXCEEDED
+    left, right = socket.socketpair()
+    with left, right, monkeypatch.context() as patch:
+        reader = _reader(right)
+        patch.setattr(MemoryPool, "take", exhausted)
+        left.sendall(struct.pack("<IQ", 1, size).ljust(64, b"\0") + bytes(min(size, COPY_BYTES)))
+        with pytest.raises(ProtocolError, match=r"message from peer: got .* into memory") as info:
+            reader.read()
+        assert info.value.code is ErrorCode.LIMIT_EXCEEDED
 
+
+# --------------------------------------------------------------------------------- how it is sent
 
 STEP_S = 2.0**-10  # exact in sums
 
 
 class SlowPeer:
-    """Stands in for both the clock and `poll`: each wait takes a moment, then a little comes.
-
-    Or goes: `step` is what the peer does in that moment.
-    """
+    """Stands in for both the clock and `poll`: `step` is what the peer does in a moment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]) -> None:
         self.now = 1000.0
@@ -220,9 +201,6 @@ class SlowPeer:
 
     def monotonic(self) -> float:
         return self.now
-
-    def perf_counter_ns(self) -> int:
-        return int(self.now * 1e9)
 
     def poll(self, timeout_ms: float) -> list[int]:
         self.waits += 1
@@ -252,16 +230,8 @@ def test_a_peer_that_reads_a_little_at_a_time_is_waited_for_as_long_as_was_said(
     assert slow.waits == 5
 
 
-def test_the_largest_message_that_is_allowed_is_taken(pair: Pair) -> None:
-    left, right = pair
-    reader = _reader(right, max_message_bytes=1000)
-    left.sendall(_stream([b"a" * 400, b"b" * 600]))
-    reader.read()
-    assert _taken(reader) == [[b"a" * 400, b"b" * 600]]
-
-
-@pytest.mark.parametrize("count", [1, 1200])
-def test_writer_keeps_what_the_kernel_does_not_take(pair: Pair, count: int) -> None:
+@each_row("count", [1, 1200])
+def test_what_the_kernel_does_not_take_waits_in_order(pair: Pair, count: int) -> None:
     left, right = pair
     writer = MessageWriter(left)
     sent = [[b"header", bytes([n]) * 200_000] for n in range(5)]
@@ -280,33 +250,19 @@ def test_writer_keeps_what_the_kernel_does_not_take(pair: Pair, count: int) -> N
     assert received == expected
     assert (len(writer.unsent), writer.unsent_bytes) == (0, 0)
     assert writer.send([b"small"])
+    assert len(right.recv(200)) == 69
 
 
-def test_writer_does_not_overtake_what_waits(pair: Pair) -> None:
+def test_a_small_message_does_not_overtake_one_that_waits(pair: Pair) -> None:
     left, right = pair
     writer = MessageWriter(left)
     assert not writer.send([b"header", bytes(2_000_000)])
+    # The kernel has room again, and the first message still waits.
+    received = right.recv(1000)
     assert not writer.send([b"next"])
     assert len(writer.unsent) == 2
-    reader = _reader(right)
-    while len(reader.messages) < 2:
-        reader.read()
+    expected = _stream([b"header", bytes(2_000_000)], [b"next"])
+    while len(received) < len(expected):
+        received += right.recv(50_000)
         writer.flush()
-    assert [len(frames[0]) for frames, _ in reader.messages] == [6, 4]
-
-
-def test_writer_tells_a_lost_connection(pair: Pair) -> None:
-    left, right = pair
-    right.close()
-    with pytest.raises(BrokenPipeError):
-        MessageWriter(left).send([b"x"])
-
-
-def test_remembered_layouts_are_bounded() -> None:
-    remembered = stream_wire._remembered_layout
-    for size in range(1000):
-        layout((size, size + 1))
-        layout(tuple(range(size, size + 20)))
-    information = remembered.cache_info()
-    assert information.maxsize is not None
-    assert information.currsize <= information.maxsize
+    assert received == expected
