@@ -96,13 +96,6 @@ def test_a_request_of_our_own_that_is_too_large_is_another_error() -> None:
     assert channel.sent == []
 
 
-def test_sending_may_be_given_less_time_than_the_whole() -> None:
-    channel = ScriptedChannel()
-    for given, expected in ((None, 5.0), (0.25, 0.25), (9.0, 5.0)):
-        channel.submit(_ask(), send_within_s=given)
-        assert channel.patience_s == expected
-
-
 def test_deadlines_do_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(10**9, -86_400)
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))

@@ -6,7 +6,6 @@ Compiled code takes a reply only where decoding it would say the same
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request, read_request
 from gpu_side.transport.bind import open_listener
 from protocol import native
-from protocol.channel import Channel, Exchange
+from protocol.channel import Exchange
 from protocol.connect import open_channel
 from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, ProtocolError, ReplyError, ServiceError, TsqpError
@@ -186,18 +185,6 @@ def test_a_payload_that_was_not_prepared_is_not_sent(payload: torch.Tensor) -> N
     assert channel.sent == small.sent == []
 
 
-def test_a_channel_that_only_submits_can_be_started() -> None:
-    """What looks into messages need not know of prepared ones."""
-
-    class Looking(ScriptedChannel):
-        start = Channel.start
-
-    channel, prepared = Looking(), _ring()
-    request_id = channel.start(prepared, _payload())
-    channel.script.append((_reply(request_id), 1))
-    assert torch.equal(prepared.output(channel.wait(request_id)), OUTPUT)
-
-
 # ------------------------------------------------------------------------------ what is received
 
 
@@ -214,15 +201,6 @@ def test_the_expected_reply_is_taken_without_being_decoded(
     assert exchange.timing == TIMING
     assert exchange.bytes_sent == prepared.request_bytes
     assert exchange.bytes_received == prepared.reply_bytes
-
-
-def test_a_good_reply_that_is_spelt_otherwise_is_decoded() -> None:
-    def otherwise(request_id: int) -> list[Buffer]:
-        header, frame = _reply(request_id)
-        return [msgpack.packb(dict(reversed(msgpack.unpackb(header).items()))), frame]
-
-    prepared = _ring()
-    assert torch.equal(prepared.output(_answered(otherwise, prepared)), OUTPUT)
 
 
 def _timed(request_id: int, queue_us: int, compute_us: int) -> list[Buffer]:
@@ -321,20 +299,6 @@ def test_compiled_code_takes_the_expected_reply_and_no_other() -> None:
     for size in (0, len(message) - 1, len(message) + 1, 2**63):
         assert taking.take(message, size) == -1
     assert taking.take(b"".join(to_pieces(_reply(ID + 1))[0])) == -1
-
-
-@compiled_only
-def test_compiled_code_writes_a_request_as_it_is_encoded() -> None:
-    request, payload = _ring(), _payload()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        written = native.library.stream_put(
-            *(request.sent_as.address, ID, 5000, payload.data_ptr(), ours.fileno())
-        )
-        received = theirs.recv(2**16)
-    header = REQUEST.header(request.template, ID, 5000)
-    assert written == len(received) == request.sent_as.total_bytes
-    assert received == b"".join(to_pieces([header, request.payload(payload)])[0])
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import native, shared_memory
-from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol import shared_memory
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.shared_memory import MAX_AREA_BYTES, SLOTS, Areas, Lane, adopt, create, frames_in
 from protocol.tensors import Buffer
 from tests.kit.rows import each_row
@@ -123,16 +123,6 @@ def test_huge_pages_are_refused_but_transparent_ones(monkeypatch: pytest.MonkeyP
     with pytest.raises(ProtocolError, match="got pages of 2097152 bytes"):
         adopt(file, US)
     os.close(file)
-
-
-def test_without_compiled_kernels_there_is_no_shared_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(native, "library", None)
-    before = _opened()
-    with pytest.raises(EndpointError, match="shm://: got no compiled kernels, expected them"):
-        create(1000, 1000)
-    assert _opened() == before
 
 
 # ------------------------------------------------------------------------------------- messages

@@ -25,7 +25,7 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
-from protocol.shared_memory import SLOTS, frames_in
+from protocol.shared_memory import SLOTS
 from protocol.shm import ShmChannel
 from protocol.stream import StreamChannel
 from protocol.tensors import from_torch, to_torch
@@ -93,19 +93,6 @@ def test_a_slot_is_used_again_once_its_reply_is_there(
     assert _value(channel, again) == 3.0
     assert first in channel._free
     channel.abandon(other)
-
-
-def test_what_finds_no_slot_goes_over_the_socket(service: RawService, channel: ShmChannel) -> None:
-    for _ in range(SLOTS):
-        channel.submit(REQUEST)
-    service.accept()
-    assert sorted(service.request()[0] for _ in range(SLOTS)) == list(range(SLOTS))
-    more = channel.submit(REQUEST)
-    assert service.lane.look() == -1
-    received = memoryview(bytearray(service.socket.recv(2**20)))
-    frames = frames_in(received, "client", max_frames=4, max_message_bytes=2**20)
-    assert open_request(frames, 2**20).request_id == more
-    assert channel._free == []
 
 
 def _sleeps(service: RawService) -> bool:

@@ -24,7 +24,7 @@ from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest
 from protocol.tensors import Buffer, from_torch
 from protocol.zmq_channel import ZmqChannel
-from protocol.zmq_sockets import QUEUED_MESSAGES, receive_frames
+from protocol.zmq_sockets import QUEUED_MESSAGES
 from tests.kit.wire import connected, tensor_reply
 
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(4)))
@@ -152,20 +152,6 @@ def test_a_reply_without_an_end_is_not_gathered_until_memory_ends() -> None:
     assert sent > 2**20
 
 
-def test_of_too_many_frames_the_rest_is_not_read() -> None:
-    context = zmq.Context()
-    with context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
-        ours.bind("inproc://frames")
-        theirs.connect("inproc://frames")
-        for count, left in ((3, 0), (4, 0), (5, 1), (9, 5)):
-            theirs.send_multipart([bytes([n]) for n in range(count)])
-            frames, last = receive_frames(ours, 0, max_frames=4)
-            assert b"".join(frames) == bytes(range(count - left))
-            assert last.more == (left > 0)
-            assert not left or ours.recv_multipart() == [bytes([n]) for n in range(4, count)]
-    context.term()
-
-
 @pytest.mark.parametrize("spin_us", [0.0, 1000.0])
 def test_a_reply_of_too_many_frames_ends_the_connection(peer: Peer, spin_us: float) -> None:
     with ZmqChannel(peer.endpoint, timeout_s=60, spin_us=spin_us) as channel:
@@ -188,16 +174,6 @@ def test_a_reply_of_too_many_frames_ends_the_connection(peer: Peer, spin_us: flo
         with pytest.raises(EndpointError, match=LOST):
             channel.wait(other)
         _one_round_trip(peer, channel)
-
-
-def test_with_one_connection_too_many_frames_are_its_end(peer: Peer, channel: ZmqChannel) -> None:
-    channel.use_one_connection()
-    (request_id,) = _asked(peer, channel)
-    peer.send(*TOO_MANY)
-    with pytest.raises(ProtocolError, match="frames"):
-        channel.wait(request_id)
-    with pytest.raises(EndpointError, match="a lost connection before LMHead could be sent"):
-        channel.submit(REQUEST)
 
 
 # -------------------------------------------------------------------- a socket that is replaced
@@ -253,29 +229,6 @@ def test_what_is_queued_for_the_only_connection_goes_over_no_other(
         channel._socket.send(b"queued", zmq.DONTWAIT)
     peer.socket = Peer(context, endpoint).socket
     assert not peer.socket.poll(400)
-
-
-@pytest.mark.parametrize("one_connection", [False, True])
-def test_a_late_reply_after_a_loss_is_taken_where_any_connection_will_do(
-    peer: Peer, channel: ZmqChannel, one_connection: bool
-) -> None:
-    """ZeroMQ does not say which one it came over, and tells of the loss only who looks."""
-    if one_connection:
-        channel.use_one_connection()
-    ids = _asked(peer, channel, 2)
-    for request_id in ids:
-        channel._pending[request_id].sent_ns -= 10**9
-    channel._note_events()
-    for request_id in reversed(ids):
-        peer.reply(request_id)
-    peer.leave()
-    assert channel._events.poll(10_000)
-    for request_id in ids:
-        if not one_connection:
-            channel.wait(request_id)
-            continue
-        with pytest.raises(EndpointError, match=LOST):
-            channel.wait(request_id)
 
 
 def test_a_peer_that_died_between_requests_is_noticed_at_the_next_one(

@@ -1,27 +1,50 @@
-"""What a service reads of a request's bytes, in both forms, and with which code it refuses others.
+"""Requests and replies: which bytes are read, and with which code others are refused.
 
-That every request is read as it was sent is in `tests/property/test_encoding_property.py`.
+That all of them are read as they were sent is in `tests/property/test_encoding_property.py`.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgpack
 import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from gpu_side.encoding import Form, open_request, read_request
-from protocol.encoding import encode_request
+from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from protocol.encoding import (
+    MAX_REPLY_FRAMES,
+    MAX_REPLY_HEADER_BYTES,
+    Reply,
+    decode_reply,
+    encode_request,
+)
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
+    MAX_STATEMENT_BYTES,
+    MAX_TIMING_US,
+    REQUEST_TYPES,
     EmbeddingRequest,
+    HealthReply,
     HealthRequest,
+    InitConfig,
+    InitReply,
     LinearRequest,
     MatmulRequest,
+    NormWeight,
     Request,
     RingLinearRequest,
+    RotaryParams,
+    SeededRingLinearRequest,
+    TensorReply,
+    Timing,
+    response_type,
 )
-from protocol.tensors import Buffer, WireTensor
+from protocol.seed import SEED_SHAPE, expand
+from protocol.tensors import Buffer, WireTensor, from_torch, to_torch
+from tee_side.protect.masks.mask import Seed
 from tests.kit.rows import each_row
 from tests.kit.wire import Rows, changed, not_refused
 
@@ -312,3 +335,192 @@ def test_inline_requests_that_deviate_are_refused() -> None:
     with pytest.raises(ProtocolError) as info:
         _read([msgpack.packb({})])
     assert info.value.code is MALFORMED
+
+
+# ------------------------------------------------------------------------------------- replies
+
+OUTPUT = TensorReply(output=WireTensor("float32", (4,), F4))
+TIMING = Timing(queue_us=3, compute_us=4)
+SIZES = {"num_layers": 1, "hidden_size": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2}
+INIT_REPLY = InitReply(
+    config=InitConfig(**SIZES),
+    rotary_emb_params=RotaryParams(
+        inv_freq=WireTensor("float32", (1,), bytes(4)), attention_scaling=2.0
+    ),
+    norm_weights={"final_norm": NormWeight(weight=WireTensor("float32", (4,), F4), eps=1e-6)},
+    model_digest="a" * 64,
+    linear_digest="b" * 64,
+    max_message_bytes=1,
+    arithmetic=("float", "int8"),
+    provision_id=None,
+    instance_id="d" * 32,
+    layers=(0, 3),
+    max_queued_requests=64,
+    max_queued_bytes=1,
+)
+HEALTH_REPLY = {"status": "ready", "uptime_s": 1.5, "queued_requests": 3, "queued_bytes": 2**40}
+
+ANSWER: dict[str, Any] = {
+    "version": 1,
+    "request_id": 7,
+    "timing": {"queue_us": 3, "compute_us": 4},
+    "method": "Linear",
+    "status": "success",
+    "response": {"output": {"dtype": "float32", "shape": [4], "frame": 1}},
+}
+ANSWER_REFUSED: Rows = [
+    ("version", (2, 0), VERSION),
+    ("version", (...,), INVALID),
+    ("request_id", (-1, 2**63, ...), INVALID),
+    ("method", (..., "Init"), INVALID),
+    ("status", ("ok", "canary", ...), INVALID),
+    ("status", ("error",), MALFORMED),
+    ("error", ("INTERNAL",), MALFORMED),
+    ("response", (...,), MALFORMED, []),
+    ("response", ({}, {"output": F4}, {"output": [1, 2]}), INVALID, []),
+    ("traceback", ("canary",), INVALID),
+    ("timing", (1, {"queue_us": 0}), INVALID),
+    ("timing/queue_us", (-1, MAX_TIMING_US + 1), INVALID),
+    ("timing/compute_us", (-1, MAX_TIMING_US + 1), INVALID),
+    ("version", (1,), INVALID, []),
+    ("version", (1,), MALFORMED, [F4, F4]),
+    ("version", (1,), INVALID, [bytes(8)]),
+]
+FAILURE = {"version": 1, "request_id": 7, "method": "Linear", "status": "error"}
+FAILURE_REFUSED: Rows = [
+    ("version", (1,), MALFORMED),
+    ("error", ("traceback: canary", 1), INVALID),
+]
+INIT_REPLY_REFUSED: Rows = [
+    ("model_digest", ("A" * 64, "a" * 63)),
+    ("norm_weights/other_norm", (1, None, {}, {"eps": 1.0})),
+    ("norm_weights/final_norm/eps", (..., "1", float("nan"), float("inf"))),
+    ("arithmetic", (..., [], "int8", ["int8", "int8"], ["int4"], ["float", "int8", "float"], None)),
+    ("provision_id", (..., "", "a" * 63, 1)),
+    ("instance_id", (..., None, "d" * 31, "D" * 32)),
+    ("layers", (..., None, [], [0], [0, 0, 0], [1, 0], [-1, 0], [0, 4096])),
+    ("layers", ([0, True], [0, 0.0], ["0", "0"])),
+    ("max_message_bytes", (..., 0, 2**40 + 1)),
+    ("max_queued_requests", (..., 0, None, 2**31)),
+    ("max_queued_bytes", (..., 0, True, 2**40 + 1)),
+    ("statement", (None, "text", bytes(MAX_STATEMENT_BYTES + 1))),
+    ("columns", ([0], [1, 1], [2, 1], [-1, 1], [0, 65], [0, 0], None)),
+    ("ranks", (0, 65, True)),
+]
+HEALTH_REPLY_REFUSED: Rows = [
+    ("status", ("loading", None)),
+    ("uptime_s", (-0.1, float("nan"), float("inf"), "1")),
+    ("queued_requests", (-1, True, 2**31)),
+    ("queued_bytes", (-1, 1.0, 2**53 + 1, ...)),
+    ("peers", ([],)),
+]
+
+
+def _in_response(rows: Rows) -> Rows:
+    return [(f"response/{field}", values, INVALID) for field, values in rows]
+
+
+def test_replies_that_deviate_are_refused() -> None:
+    init, *tensors = encode_reply(Form.FRAMED, 1, "Init", INIT_REPLY)
+    assert decode_reply([init, *tensors]).response == INIT_REPLY
+    (health,) = encode_reply(Form.FRAMED, 7, "Health", HealthReply(**HEALTH_REPLY), TIMING)
+    assert decode_reply([health]).response == HealthReply(**HEALTH_REPLY)
+    wrong = [
+        *not_refused(decode_reply, ANSWER, ANSWER_REFUSED, [F4]),
+        *not_refused(decode_reply, FAILURE, FAILURE_REFUSED),
+        *not_refused(
+            decode_reply, msgpack.unpackb(init), _in_response(INIT_REPLY_REFUSED), tensors
+        ),
+        *not_refused(decode_reply, msgpack.unpackb(health), _in_response(HEALTH_REPLY_REFUSED)),
+    ]
+    assert wrong == []
+
+
+def test_a_reply_names_its_request_and_operator() -> None:
+    frames = encode_reply(Form.FRAMED, 7, "Linear", OUTPUT, TIMING)
+    assert msgpack.unpackb(frames[0]) == ANSWER
+    assert frames[1] is F4
+    assert decode_reply(frames) == Reply(7, "Linear", OUTPUT, None, TIMING)
+
+
+@each_row("code", list(ErrorCode))
+def test_an_error_reply_carries_the_code_and_nothing_else(code: ErrorCode) -> None:
+    expected = {"status": "error", "error": code.value}
+    for form, more in ((Form.INLINE, {}), (Form.FRAMED, FAILURE)):
+        frames = encode_reply(form, 7, "Linear", code)
+        assert [msgpack.unpackb(frame) for frame in frames] == [more | expected]
+    assert decode_reply(frames) == Reply(7, "Linear", None, code, None)
+
+
+@each_row(
+    ("frames", "code", "said"),
+    [
+        ([], MALFORMED, "got 0 frames"),
+        ([b""] * (MAX_REPLY_FRAMES + 1), MALFORMED, f"got {MAX_REPLY_FRAMES + 1} frames"),
+        (
+            [bytes(MAX_REPLY_HEADER_BYTES + 1)],
+            ErrorCode.LIMIT_EXCEEDED,
+            f"at most {MAX_REPLY_HEADER_BYTES}",
+        ),
+    ],
+)
+def test_a_reply_of_another_size_is_refused(
+    frames: list[Buffer], code: ErrorCode, said: str
+) -> None:
+    with pytest.raises(ProtocolError, match=said) as info:
+        decode_reply(frames)
+    assert info.value.code is code
+
+
+def test_inline_replies_have_the_published_layout() -> None:
+    (init,) = encode_reply(Form.INLINE, 0, "Init", INIT_REPLY)
+    assert msgpack.unpackb(init)["response"] == {
+        "config": SIZES,
+        "rotary_emb_params": {
+            "inv_freq": bytes(4),
+            "inv_freq_shape": [1],
+            "attention_scaling": 2.0,
+        },
+        "norm_weights": {"final_norm": {"weight": F4, "shape": [4], "eps": 1e-6}},
+    }
+    (health,) = encode_reply(Form.INLINE, 0, "Health", HealthReply(**HEALTH_REPLY))
+    assert msgpack.unpackb(health) == {"status": "success", "response": HEALTH_REPLY}
+
+
+def test_each_method_has_its_reply() -> None:
+    others = {"Init": InitReply, "Health": HealthReply}
+    for method in REQUEST_TYPES:
+        assert response_type(method) is others.get(method, TensorReply)
+
+
+# --------------------------------------------------------------------------------------- seeds
+
+# AES-256 of blocks 2 and 3 under the zero key.
+KNOWN = "cea7403d4d606b6e074ec5d3baf39d18726003ca37a62a74d1a2f58e7506358e"
+
+
+def test_the_keystream_is_that_of_aes_256_in_counter_mode() -> None:
+    assert expand(bytes(32), 8).hex() == KNOWN
+    for count in (1, 3, 4, 8, 1000):
+        for seed in (bytes(32), os.urandom(32)):
+            cipher = Cipher(algorithms.AES(seed), modes.CTR((2).to_bytes(16, "big")))
+            assert expand(seed, count) == cipher.encryptor().update(bytes(4 * count))
+    plain = expand(bytes(32), 64)
+    for place in range(32):
+        other = bytearray(32)
+        other[place] = 0x10
+        same = sum(a == b for a, b in zip(expand(other, 64), plain, strict=True))
+        assert same < 16, place
+
+
+def test_both_sides_make_the_same_of_a_seed() -> None:
+    seed = Seed(os.urandom(32), (5, 7))
+    assert (seed.words().dtype, tuple(seed.words().shape)) == (torch.int32, SEED_SHAPE)
+    request = SeededRingLinearRequest(
+        layer_idx=1, module_names=("o_proj",), rows=5, columns=7, seed=from_torch(seed.words())
+    )
+    whole = request.expanded()
+    assert (whole.layer_idx, whole.module_names) == (1, ("o_proj",))
+    assert torch.equal(to_torch(whole.elements), seed.elements())
+    assert seed.elements().shape == seed.shape
+    assert repr(Seed(b"secret", (1, 2))) == "Seed(shape=(1, 2))"
