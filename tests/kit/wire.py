@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -60,56 +62,39 @@ def inline(method: object, request: object, **more: object) -> bytes:
     return bytes(msgpack.packb({"method": method, "request": request, **more}))
 
 
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not ...}
+
+
 def linear_body(**changes: Any) -> dict[str, Any]:
     """Return a good inline Linear body, changed; `...` removes a field."""
-    body = {
-        "layer_idx": 0,
-        "module_name": "q_proj",
-        "hidden_states": bytes(HIDDEN_BYTES),
-        "shape": [1, HIDDEN],
-        "dtype": "torch.float32",
-    } | changes
-    return {key: value for key, value in body.items() if value is not ...}
+    where = {"layer_idx": 0, "module_name": "q_proj", "hidden_states": bytes(HIDDEN_BYTES)}
+    return _given({**where, "shape": [1, HIDDEN], "dtype": "torch.float32", **changes})
 
 
 def embedding_body(ids: list[int], **changes: Any) -> dict[str, Any]:
     """Return an inline Embedding body."""
-    data = b"".join(n.to_bytes(8, "little", signed=True) for n in ids)
+    data = struct.pack(f"<{len(ids)}q", *ids)
     return {"input_ids": data, "input_shape": [1, len(ids)], "dtype": "torch.float32"} | changes
 
 
 def matmul_body(a: list[int], b: list[int]) -> dict[str, Any]:
     """Return an inline Matmul body of zeros."""
-    sizes = {"a_buffer": a, "b_buffer": b}
-    buffers = {}
-    for name, shape in sizes.items():
-        elements = 1
-        for n in shape:
-            elements *= n
-        buffers[name] = bytes(4 * elements)
-    return {**buffers, "a_shape": a, "b_shape": b, "dtype": "torch.float32"}
+    zeros = {"a_buffer": bytes(4 * math.prod(a)), "b_buffer": bytes(4 * math.prod(b))}
+    return {**zeros, "a_shape": a, "b_shape": b, "dtype": "torch.float32"}
 
 
 def header(**changes: Any) -> bytes:
     """Return a good framed Linear header, changed; `...` removes a field."""
-    fields = {
-        "version": 1,
-        "request_id": 7,
-        "timeout_ms": TIMEOUT_MS,
-        "method": "Linear",
-        "request": {
-            "layer_idx": 0,
-            "module_names": ["q_proj"],
-            "hidden_states": {"dtype": "float32", "shape": [1, HIDDEN], "frame": 1},
-        },
-    } | changes
-    return bytes(msgpack.packb({k: v for k, v in fields.items() if v is not ...}))
+    head = {"version": 1, "request_id": 7, "timeout_ms": TIMEOUT_MS, "method": "Linear"}
+    hidden = {"dtype": "float32", "shape": [1, HIDDEN], "frame": 1}
+    body = {"layer_idx": 0, "module_names": ["q_proj"], "hidden_states": hidden}
+    return bytes(msgpack.packb(_given({**head, "request": body, **changes})))
 
 
 def framed_linear(**changes: Any) -> bytes:
     """Return a framed Linear header with changed fields of the message itself."""
-    fields = msgpack.unpackb(header())["request"] | changes
-    return header(request={k: v for k, v in fields.items() if v is not ...})
+    return header(request=_given(msgpack.unpackb(header())["request"] | changes))
 
 
 def is_healthy(endpoint: str) -> bool:
@@ -124,7 +109,7 @@ def changed(message: dict[str, Any], path: str, value: object) -> dict[str, Any]
     """Return nested maps with another value in one place (`a/b`); `...` leaves it out."""
     name, _, rest = path.partition("/")
     inner = changed(message[name], rest, value) if rest else value
-    return {k: v for k, v in {**message, name: inner}.items() if v is not ...}
+    return _given({**message, name: inner})
 
 
 # A field, the values in it that are refused alike, and how; perhaps the frames behind the header.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from zmq.utils import z85
 
 from gpu_side.access import ServiceKeys, read_allow_list
 from protocol import curve
@@ -178,15 +177,6 @@ def test_a_malformed_key_file_is_refused(
     assert info.value.where.startswith(str(path))
     # It may be a secret with a slip of the pen.
     assert GOOD[5:] not in str(info.value)
-
-
-def test_z85_agrees_with_the_library_however_lines_end(tmp_path: Path) -> None:
-    # Every character, and the largest number that five of them may say.
-    texts = [bytes(z85.Z85CHARS[(start + n) % 80] for n in range(40)) for start in range(0, 80, 5)]
-    for text in (z85.encode(b"\xff" * 32), *texts):
-        for end in (b"\n", b"\r\n"):
-            path = _file(tmp_path / "k", SECRET_HEADER.encode() + end + text + end)
-            assert read_secret_key(path) == text == z85.encode(z85.decode(text))
 
 
 # --------------------------------------------------------------------------------- allow-lists

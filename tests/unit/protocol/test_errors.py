@@ -54,21 +54,11 @@ def test_a_message_is_one_short_printable_line() -> None:
 @each_row(
     ("value", "text"),
     [
-        (None, "None"),
-        (True, "True"),
-        (-1, "-1"),
-        (1.5, "1.5"),
         ("Linear", "'Linear'"),
-        ([1, -1, 2], "[1, -1, 2]"),
-        ((4, 5), "[4, 5]"),
         (list(range(100, 120)), "[100, 101, 102, 103, 104, 105, 106, 107]..."),
         ("x" * 1000, "'" + "x" * 56 + "..."),
         (b"secret", "a value of type bytes"),
-        (bytearray(b"secret"), "a value of type bytearray"),
-        (memoryview(b"secret"), "a value of type memoryview"),
         ({"secret": 1}, "a value of type dict"),
-        ([0.5, 0.25], "a value of type list"),
-        ([b"secret"], "a value of type list"),
         (["secret"], "a value of type list"),
     ],
 )

@@ -47,17 +47,6 @@ def test_memory_is_not_used_again_while_any_view_lives(kind: str) -> None:
     again[:] = bytes(MEBIBYTE - 5)
 
 
-def test_memory_has_the_size_that_was_asked_for_and_begins_at_a_multiple_of_64() -> None:
-    pool, sizes = MemoryPool(), (1, 65_536, 65_537, 3 * MEBIBYTE)
-    for _ in range(2):
-        taken = [pool.take(size) for size in sizes]
-        assert [memory.nbytes for memory in taken] == list(sizes)
-        assert [_address(memory) % 64 for memory in taken] == [0] * 4
-        for memory in taken:
-            memory[-1] = 1
-        del taken, memory
-
-
 def test_what_is_kept_is_bounded_and_what_was_not_used_for_longest_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,36 +223,3 @@ def test_a_forked_child_leaves_pools_of_other_threads_alone() -> None:
     assert _exit_status_in_a_fork(lambda: native.own.pool) == 0
     forked.set()
     thread.join()
-
-
-@compiled_only
-@pytest.mark.usefixtures("_threads_again")
-def test_another_number_of_threads_frees_no_pool_that_is_in_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, changed = threading.Event(), threading.Event()
-    freed: list[int] = []
-    seen: list[bool] = []
-
-    def look() -> None:
-        pool = native.own.pool  # as a call in progress has it
-        used = int(pool)
-        made.set()
-        changed.wait(60)
-        seen.append(used in freed)
-        del pool
-        seen.append(used in freed)
-        seen.append(native.own.pool == used)
-
-    counted = SimpleNamespace(pool_new=REAL.pool_new, pool_free=freed.append)
-    monkeypatch.setattr(native, "library", counted)
-    thread = threading.Thread(target=look)
-    thread.start()
-    made.wait(60)
-    native.set_threads(2)
-    changed.set()
-    thread.join()
-    native.set_threads(1)
-    assert seen == [False, True, False]
-    for pool in freed:
-        REAL.pool_free(pool)

@@ -377,6 +377,7 @@ def test_what_is_no_message_ends_the_connection(
         ) as info:
             channel.wait(first)
         assert info.value.code is code
+        assert channel._socket is None  # at once
         with pytest.raises(EndpointError, match="a lost connection while Init"):
             channel.wait(second)
     # It does not go on reading in the middle of something.
@@ -405,21 +406,28 @@ def test_garbage_while_a_request_waits_to_be_sent_ends_the_connection(
 # ----------------------------------------------------------------------------- lost connections
 
 
-def test_a_reply_that_came_before_the_connection_was_lost_counts(
+def test_replies_that_came_before_the_connection_was_lost_count(
     endpoint: str, channel: StreamChannel
 ) -> None:
+    """Also after another one was made."""
     first = StreamListener(endpoint)
-    answered, lost = channel.submit(InitRequest()), channel.submit(InitRequest())
+    *answered, lost = (channel.submit(InitRequest()) for _ in range(3))
     assert first.wait(timeout_ms=10_000)
     incoming = first.receive()
     assert incoming is not None
-    refusal = encode_reply(Form.FRAMED, answered, "Init", ErrorCode.INTERNAL)
-    assert first.send(incoming.route, refusal)
+    for request_id in answered:
+        refusal = encode_reply(Form.FRAMED, request_id, "Init", ErrorCode.INTERNAL)
+        assert first.send(incoming.route, refusal)
     first.close()
+    assert channel.arrived(answered[0], time.monotonic() + 10)
+    second = StreamListener(endpoint)
+    channel.submit(InitRequest())
+    for request_id in answered:
+        with pytest.raises(ServiceError, match="error reply INTERNAL"):
+            channel.wait(request_id)
     with pytest.raises(EndpointError, match="a lost connection while Init"):
         channel.wait(lost)
-    with pytest.raises(ServiceError, match="error reply INTERNAL"):
-        channel.wait(answered)
+    second.close()
 
 
 def test_with_one_connection_nothing_goes_to_who_listens_there_next(
