@@ -24,23 +24,6 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 @each_row(
-    "message",
-    [
-        {},
-        {"a": None, "b": True, "c": -1, "d": 2**63, "e": 0.5, "f": "x", "g": b"\0\xff"},
-        {"a": [1, 2.0, "x", b"y", None]},
-        {"a": {"b": {"c": [1]}}},
-        {"ü": "ñ"},
-        {"a": list(range(MAX_ARRAY_LENGTH))},
-        {"a": "x" * MAX_STRING_BYTES},
-        _nested(MAX_DEPTH),
-    ],
-)
-def test_what_is_within_the_limits_comes_back(message: dict[str, Any]) -> None:
-    assert _unpack(pack(message)) == message
-
-
-@each_row(
     ("data", "text"),
     [
         (b"", "incomplete input"),
@@ -90,6 +73,9 @@ def test_what_is_no_map_within_the_limits_is_refused(data: bytes, text: str) -> 
 
 
 def test_limits_are_those_that_were_given() -> None:
+    widest = {"ü": list(range(MAX_ARRAY_LENGTH)), "a": "x" * MAX_STRING_BYTES, "b": b"\0\xff"}
+    for message in ({}, widest, _nested(MAX_DEPTH), {"a": [1, 2.0, None, True, -1, 2**63]}):
+        assert _unpack(pack(message)) == message
     data = pack({"a": [b"x" * 100], "b": {}})
     assert _unpack(data, len(data), 3) == {"a": [b"x" * 100], "b": {}}
     with pytest.raises(ProtocolError, match="more than 2 maps and arrays"):

@@ -12,7 +12,7 @@ import torch
 from gpu_side.encoding import Form, encode_reply, open_request
 from protocol.errors import DeadlineExceededError, EndpointError, ErrorCode, ProtocolError
 from protocol.messages import LMHeadRequest, TensorReply
-from protocol.pending import OversizedRequestError, PendingChannel, Received
+from protocol.pending import PendingChannel, Received
 from protocol.tensors import Buffer, from_torch
 from tests.kit.rows import each_row
 from tests.kit.wire import ScriptedChannel
@@ -87,13 +87,6 @@ def test_a_reply_larger_than_any_that_can_be_asked_for_is_refused() -> None:
     channel.script.append((_reply(channel.submit(_ask()), 120), 1))
     with pytest.raises(ProtocolError, match="at most 500"):
         channel.wait(channel._last_id)
-
-
-def test_a_request_of_our_own_that_is_too_large_is_another_error() -> None:
-    channel = ScriptedChannel(max_message_bytes=500)
-    with pytest.raises(OversizedRequestError, match="at most 500"):
-        channel.submit(_ask(200))
-    assert channel.sent == []
 
 
 def test_deadlines_do_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:

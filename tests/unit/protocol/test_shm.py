@@ -16,7 +16,7 @@ import torch
 
 from gpu_side.encoding import open_request
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import native, stream
+from protocol import native
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -93,32 +93,6 @@ def test_a_slot_is_used_again_once_its_reply_is_there(
     assert _value(channel, again) == 3.0
     assert first in channel._free
     channel.abandon(other)
-
-
-def _sleeps(service: RawService) -> bool:
-    return service.lane._memory[64] != 0
-
-
-def test_a_client_that_sleeps_is_woken_up(
-    service: RawService, channel: ShmChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # It stays asleep, and asks for no signs of life.
-    monkeypatch.setattr(stream, "PROBE_AFTER_S", 60.0)
-    request_id, slot = _submit(channel, service)
-    woken: list[bool | None] = []
-
-    def reply() -> None:
-        while not _sleeps(service):
-            os.sched_yield()
-        woken.append(service.lane.put(slot, _good(request_id)))
-        service.socket.send(bytes(4))
-
-    thread = threading.Thread(target=reply)
-    thread.start()
-    assert _value(channel, request_id) == 1.0
-    thread.join()
-    assert woken == [True]
-    assert not _sleeps(service)
 
 
 def test_no_wake_up_is_lost(endpoint: str) -> None:
