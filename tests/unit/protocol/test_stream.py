@@ -110,6 +110,8 @@ def test_remembered_layouts_are_bounded() -> None:
 SIZES = st.sampled_from([0, 1, 63, 64, 1000, COPY_BYTES, BUFFER_BYTES, BUFFER_BYTES + 1, 300_000])
 
 
+# The second lies in one buffer with others, at no multiple of 64.
+@hypothesis.example(messages=[[1], [COPY_BYTES], [13, 200_001]], cuts=[], seed=0)
 @hypothesis.settings(max_examples=50)
 @hypothesis.given(
     messages=st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=4),

@@ -231,6 +231,29 @@ def test_what_is_queued_for_the_only_connection_goes_over_no_other(
     assert not peer.socket.poll(400)
 
 
+@pytest.mark.parametrize("one_connection", [False, True])
+def test_a_late_reply_after_a_loss_is_taken_where_any_connection_will_do(
+    peer: Peer, channel: ZmqChannel, one_connection: bool
+) -> None:
+    """ZeroMQ does not say which one it came over, and tells of the loss only who looks."""
+    if one_connection:
+        channel.use_one_connection()
+    ids = _asked(peer, channel, 2)
+    for request_id in ids:
+        channel._pending[request_id].sent_ns -= 10**9
+    channel._note_events()
+    for request_id in reversed(ids):
+        peer.reply(request_id)
+    peer.leave()
+    assert channel._events.poll(10_000)
+    for request_id in ids:
+        if not one_connection:
+            channel.wait(request_id)
+            continue
+        with pytest.raises(EndpointError, match=LOST):
+            channel.wait(request_id)
+
+
 def test_a_peer_that_died_between_requests_is_noticed_at_the_next_one(
     peer: Peer, channel: ZmqChannel
 ) -> None:
