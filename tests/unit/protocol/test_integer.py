@@ -179,22 +179,6 @@ def test_rows_in_blocks_give_the_same_numbers(
     assert max(counted) <= 32 * DIGITS
 
 
-@each_row(("low", "high", "count"), [(-128, 127, 1), (-30000, 30000, 2), (-130000, 130000, 3)])
-def test_small_values_cost_few_digits_and_are_exact(
-    low: int, high: int, count: int, counted: list[int]
-) -> None:
-    values, weight = _elements(6, 128, low=low, high=high), _weight(10, 128)
-    values[0, 0], values[0, 1] = low, high
-    exact = values.long() @ weight.long().t()
-    assert int(exact.abs().max()) < 2**31
-    counted.clear()
-    assert torch.equal(exact_product(values, weight).long(), exact)
-    assert counted == [6 * count]
-    # Any layout of the weight gives the same numbers.
-    assert weight.t().is_contiguous()
-    assert torch.equal(exact_product(values, weight.contiguous()).long(), exact)
-
-
 # ----------------------------------------------------------------- a processor that is not exact
 
 

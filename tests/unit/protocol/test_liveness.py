@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from protocol.stream import StreamChannel
 from protocol.stream_wire import to_pieces
 from protocol.tensors import from_torch
 from tests.kit.rows import each_row
-from tests.kit.wire import LARGE, accepted, raw_socket, request_bytes
+from tests.kit.wire import LARGE, accepted
 
 # ------------------------------------------------------------------------------- the client's end
 
@@ -185,30 +184,6 @@ def test_a_service_that_stops_while_a_request_is_sent_is_noticed(
             channel.submit(LARGE_REQUEST)
         with pytest.raises(EndpointError, match="a lost connection while LMHead"):
             channel.wait(request_id)
-
-
-def _threads() -> int:
-    return sum(thread.name == "stream-acceptor" for thread in threading.enumerate())
-
-
-def test_closing_leaves_no_threads_and_no_files(endpoint: str) -> None:
-    before, files = _threads(), sorted(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        listener = StreamListener(endpoint)
-        assert _threads() == before + 1
-        with ExitStack() as stack:
-            channels = [stack.enter_context(StreamChannel(endpoint)) for _ in range(10)]
-            for channel in channels:
-                _one_round_trip(listener, channel)
-            # Some are closed before the service, some after it; one comes back in between.
-            for channel in channels[:5]:
-                channel.close()
-            _one_round_trip(listener, channels[0])
-            stack.enter_context(raw_socket(endpoint)).sendall(request_bytes()[:10])
-            stack.enter_context(raw_socket(endpoint))
-            listener.close()
-        assert _threads() == before
-        assert sorted(os.listdir("/proc/self/fd")) == files
 
 
 def test_a_service_without_room_for_messages_is_tried_again(

@@ -427,6 +427,10 @@ def test_replies_that_deviate_are_refused() -> None:
     assert decode_reply([health]).response == HealthReply(**HEALTH_REPLY)
     wrong = [
         *not_refused(decode_reply, ANSWER, ANSWER_REFUSED, [F4]),
+        # What a service calls its reply is not repeated.
+        *not_refused(
+            decode_reply, ANSWER | {"method": "canary"}, [("response", ({},), INVALID, [])]
+        ),
         *not_refused(decode_reply, FAILURE, FAILURE_REFUSED),
         *not_refused(
             decode_reply, msgpack.unpackb(init), _in_response(INIT_REPLY_REFUSED), tensors

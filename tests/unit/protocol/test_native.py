@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import protocol
 from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import ring_product
@@ -22,7 +20,6 @@ from protocol.native.loading import load
 from protocol.native.proof import PORTABLE, differs
 from tests.kit.kernels import KERNELS
 from tests.kit.rows import each_row
-from tests.kit.service import FreshPython
 
 REAL = native.library
 compiled_only = pytest.mark.skipif(native.library is None, reason="no compiler built the kernels")
@@ -127,30 +124,6 @@ def test_a_library_that_does_not_load_is_of_no_use_and_named(
     assert found == {name: (None, why) for name, (_, why) in DAMAGES.items()}
     assert load("protocol.native._native") == (REAL, "")
     assert load("protocol.native._none") == (None, "")
-
-
-_CHILD = """
-import torch
-from protocol import native
-from protocol.integer import ring_product
-from tsqp.doctor import examine
-product = ring_product(torch.full((1, 8), 7).int(), torch.full((3, 8), 2).to(torch.int8))
-print(native.choice().variant, product.tolist())
-print(*(one.detail for one in examine() if one.name == "kernels"), sep="\\n")
-"""
-
-
-@compiled_only
-def test_with_a_broken_library_torch_computes(fresh_python: FreshPython, tmp_path: Path) -> None:
-    source = Path(protocol.__file__).parent
-    shutil.copytree(source, tmp_path / "protocol", ignore=shutil.ignore_patterns("__pycache__"))
-    library = tmp_path / "protocol" / "native" / Path(REAL.__file__).name
-    library.write_bytes(Path(REAL.__file__).read_bytes()[:-1])
-    ended = fresh_python.run(_CHILD, folder=tmp_path, paths=(tmp_path, source.parent))
-    assert ended.returncode == 0, ended.stderr
-    computed, detail = ended.stdout.splitlines()
-    assert computed == "torch [[112, 112, 112]]"
-    assert detail == f"does not load: {_SHORT}; torch computes, which is slower"
 
 
 # --------------------------------------------------------------------------------- threads, forks

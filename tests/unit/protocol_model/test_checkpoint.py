@@ -147,6 +147,11 @@ def test_fused_modules_stand_side_by_side_with_their_biases(saved_model: Models,
         for module, rows in linear.rows.items():
             assert rows.stop - rows.start == config.module_shape(module)[0]
         assert torch.equal(linear(hidden), expected)
+    # A module without a bias has one of zeros beside one that has one.
+    one = config.model_copy(update={"biased_modules": config.biased_modules & {"v_proj"}})
+    mixed = load_linear(checkpoint, one, 1, "qkv_proj", dtype=torch.float32, device=CPU).bias
+    assert (mixed is None) == (kind == "llama")
+    assert mixed is None or (mixed[-24:].any() and not mixed[:-24].any())
 
 
 # ------------------------------------------------------------------------------ damaged files

@@ -23,7 +23,6 @@ from protocol.model.quantized import (
     load_quantized,
     quantize_rows,
 )
-from protocol.model.tensor_file import Entry, TensorFile
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 
@@ -99,26 +98,6 @@ def test_an_operator_is_the_quantised_rows_of_its_modules(
         assert torch.equal(linear.weight, integers)
         assert torch.equal(linear.scale, scale)
     assert torch.equal(load_head_scale(checkpoint, config), scale)
-
-
-def test_no_more_than_a_block_is_read_at_once(
-    saved_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = saved_model("llama").directory
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", 480 * 4)
-    read: list[int] = []
-    whole = TensorFile.read_rows
-
-    def counted(
-        self: TensorFile, descriptor: int, entry: Entry, start: int, into: torch.Tensor
-    ) -> None:
-        whole(self, descriptor, entry, start, into)
-        read.append(into.numel() // 4)
-
-    monkeypatch.setattr(TensorFile, "read_rows", counted)
-    load_quantized(Checkpoint(directory), read_config(directory), 0, "gate_up_proj")
-    assert max(read) == 480
-    assert sum(read) == 2 * 96 * 48
 
 
 def test_a_weight_that_is_not_finite_or_has_shrunk_is_named(directory: Path) -> None:
