@@ -1,24 +1,9 @@
-"""Errors: which of them a retry helps, what a message says, and what it never quotes."""
+"""Errors: which of them a retry helps, and that a message is one short line."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import pytest
-from pydantic import BaseModel, ConfigDict, Field
-
 from protocol import errors
-from protocol.errors import (
-    ErrorCode,
-    ModelError,
-    ProtocolError,
-    ServiceError,
-    SettingsError,
-    TsqpError,
-    describe,
-)
-from protocol.validation import validate_file
-from tests.kit.rows import each_row
+from protocol.errors import ErrorCode, ProtocolError, ServiceError, TsqpError
 
 RETRYABLE = {
     *(errors.EndpointError, errors.AbsentError, errors.DeadlineExceededError, errors.LimitError),
@@ -49,54 +34,3 @@ def test_a_message_is_one_short_printable_line() -> None:
     said = str(TsqpError("a\nb\x1b[2J", got="x" * 10_000, expected="\u202e"))
     assert said.isprintable()
     assert len(said) < 1100
-
-
-@each_row(
-    ("value", "text"),
-    [
-        ("Linear", "'Linear'"),
-        (list(range(100, 120)), "[100, 101, 102, 103, 104, 105, 106, 107]..."),
-        ("x" * 1000, "'" + "x" * 56 + "..."),
-        (b"secret", "a value of type bytes"),
-        ({"secret": 1}, "a value of type dict"),
-        (["secret"], "a value of type list"),
-    ],
-)
-def test_values_of_a_persons_own_file_are_described(value: object, text: str) -> None:
-    assert describe(value) == text
-
-
-class Inner(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    size: int
-
-
-class Outer(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    name: Annotated[str, Field(max_length=3)]
-    inner: tuple[Inner, ...] = ()
-
-
-@each_row(
-    ("value", "where", "got", "expected"),
-    [
-        ({}, "file: name", "nothing", "a value"),
-        ({"name": 3}, "file: name", "3", "a valid string"),
-        ({"name": "x", "inner": ({},)}, "file: inner.0.size", "nothing", "a value"),
-        ({"name": "x", "inner": ({"sise": 1},)}, "file: inner.0.sise", "1", "no such key"),
-        ({"nome": "x"}, "file: nome", "'x'", "no such key"),
-        ({"n" * 500: "x"}, f"file: '{'n' * 60}'...", "'x'", "no such key"),
-        ([], "file", "[]", "a valid dictionary or instance of Outer"),
-    ],
-)
-def test_the_first_fault_of_a_file_is_named(
-    value: Any, where: str, got: str, expected: str
-) -> None:
-    for error in (ModelError, SettingsError):
-        with pytest.raises(error) as caught:
-            validate_file(Outer, value, "file", error)
-        assert (caught.value.where, caught.value.got) == (where, got)
-        assert caught.value.expected == expected
-    assert validate_file(Outer, {"name": "x"}, "file") == Outer(name="x")

@@ -25,7 +25,6 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     MAX_STATEMENT_BYTES,
     MAX_TIMING_US,
-    REQUEST_TYPES,
     EmbeddingRequest,
     HealthReply,
     HealthRequest,
@@ -40,7 +39,6 @@ from protocol.messages import (
     SeededRingLinearRequest,
     TensorReply,
     Timing,
-    response_type,
 )
 from protocol.seed import SEED_SHAPE, expand
 from protocol.tensors import Buffer, WireTensor, from_torch, to_torch
@@ -489,12 +487,6 @@ def test_inline_replies_have_the_published_layout() -> None:
     }
     (health,) = encode_reply(Form.INLINE, 0, "Health", HealthReply(**HEALTH_REPLY))
     assert msgpack.unpackb(health) == {"status": "success", "response": HEALTH_REPLY}
-
-
-def test_each_method_has_its_reply() -> None:
-    others = {"Init": InitReply, "Health": HealthReply}
-    for method in REQUEST_TYPES:
-        assert response_type(method) is others.get(method, TensorReply)
 
 
 # --------------------------------------------------------------------------------------- seeds

@@ -10,7 +10,6 @@ import msgpack
 from gpu_side.encoding import open_request, read_request
 from protocol.encoding import encode_request
 from protocol.messages import EmbeddingRequest, LinearRequest
-from protocol.seed import expand
 from protocol.tensors import WireTensor
 
 PAGE = (Path(__file__).parents[3] / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -50,9 +49,3 @@ def test_each_dump_is_the_request_that_the_page_says() -> None:
     shown["request"]["bias"] = True
     assert msgpack.unpackb(header) == shown
     assert sent == data
-
-
-def test_the_page_says_how_a_seed_begins() -> None:
-    found = re.search(r"a seed of zeros begins `([0-9a-f]{16})`", PAGE)
-    assert found
-    assert expand(bytes(32), 2).hex() == found[1]

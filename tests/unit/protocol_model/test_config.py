@@ -56,36 +56,21 @@ def _said(directory: Path, **changes: Any) -> str:
 # ------------------------------------------------------------------------------ what is refused
 
 
-def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_good_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, got in (("none", "no such dir"), ("file", "no such dir"), (".", "no config.json")):
         with pytest.raises(ModelError) as caught:
             read_config(tmp_path / path)
         assert caught.value.where == str(tmp_path / path)
         assert caught.value.got.startswith(got)
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(ModelError, match=r"config\.json: got a directory, expected a"):
-        read_config(tmp_path)
-
-
-@each_row(
-    ("content", "said"),
-    [
-        (b"", ": got JSONDecodeError"),
-        (b"{", ": got JSONDecodeError"),
-        (b"[]", ": got []"),
-        (b"null", ": got None"),
-        (b"\xff\xfe", ": got UnicodeDecodeError"),
-        (b"[" * 100_000, ": got nested too deeply"),
-        (b" " * (MAX_JSON_BYTES + 1), f": got {MAX_JSON_BYTES + 1} bytes"),
-        (json.dumps(BASE).encode()[:-1] + b', "hidden_size": 64}', ": hidden_size: got this key"),
-    ],
-)
-def test_bad_json_is_refused_by_file(tmp_path: Path, content: bytes, said: str) -> None:
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ModelError) as caught:
-        read_config(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}{said}")
+    for content, said in (
+        (json.dumps(BASE).encode()[:-1] + b', "hidden_size": 64}', "hidden_size: got this key"),
+        (b" " * (MAX_JSON_BYTES + 1), f"got {MAX_JSON_BYTES + 1} bytes"),
+        (b"{", "got JSONDecodeError"),
+    ):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ModelError, match=rf"config\.json: {said}"):
+            read_config(tmp_path)
 
 
 ABSURD: dict[str, Sequence[Any]] = {
