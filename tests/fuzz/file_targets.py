@@ -55,7 +55,7 @@ from tee_side.protect.pads import bank_format
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tests.fuzz.engine import Case, Target
 from tests.fuzz.mutate import Mutator, json_junk
-from tests.unit.tee_side.pads import tiny
+from tests.kit import pads as tiny
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.cli.settings import CONTEXT, config_option
 from tsqp.key_files import public_key_of
