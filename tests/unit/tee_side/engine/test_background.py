@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -28,13 +28,15 @@ from tee_side.engine import background
 from tee_side.engine.background import BackgroundEngine, State, Ticket
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import PadTotals
-from tee_side.engine.request import Delivery, PromptRead, Request
+from tee_side.engine.request import Delivery, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
 from tee_side.engine.stats import Totals
 from tee_side.engine.waiting import QueueFullError
+from tee_side.model.kv_cache import KVCache
 from tee_side.protect.pads.background_maker import Load
 from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -45,12 +47,11 @@ WAIT_S = 60.0
 class Down(LoopbackChannel):
     """A service that is away while it is told to be, which shows in errors of a kind."""
 
-    down = False
-    kind: type[TsqpError] = DeadlineExceededError
+    down: type[TsqpError] | None = None
 
     def submit(self, request: messages.Request, *arguments: Any, **more: Any) -> int:
-        if self.down:
-            raise self.kind("it", got="nothing", expected="a connection")
+        if self.down is not None:
+            raise self.down("it", got="nothing", expected="a connection")
         return super().submit(request, *arguments, **more)
 
 
@@ -70,73 +71,49 @@ class Client:
     """What came of one request."""
 
     deliveries: list[Delivery] = field(default_factory=list)
+    ticket: Ticket | None = None
 
     @property
-    def ended(self) -> bool:
-        return any(delivery.ended for delivery in self.deliveries)
+    def ends(self) -> int:
+        return [delivery.ended for delivery in self.deliveries].count(True)
 
     @property
     def error(self) -> TsqpError | None:
         return self.deliveries[-1].error
 
-    @property
-    def prompt(self) -> PromptRead | None:
-        return self.deliveries[0].prompt
-
-    def tokens(self, sample: int = 0) -> list[int]:
-        return [
-            new.token_id
-            for delivery in self.deliveries
-            for new in delivery.tokens
-            if new.sample == sample
-        ]
-
-    def check(self, samples: int = 1) -> None:
-        """Hold what every request that ended well was promised."""
-        assert self.error is None
-        assert [d.prompt is not None for d in self.deliveries] == [
-            at == 0 for at in range(len(self.deliveries))
-        ]
-        assert [d.ended for d in self.deliveries] == [
-            at == len(self.deliveries) - 1 for at in range(len(self.deliveries))
-        ]
-        for sample in range(samples):
-            reasons = [
-                n.finish_reason for d in self.deliveries for n in d.tokens if n.sample == sample
-            ]
-            assert [reason is not None for reason in reasons] == [
-                at == len(reasons) - 1 for at in range(len(reasons))
-            ]
-
-
-class Loop:
-    """Stands for an event loop: the test's thread runs what is called."""
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-
-    def until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            self.calls.get(timeout=WAIT_S)()
-
-    def finish(self, clients: Iterable[Client]) -> None:
-        self.until(lambda: all(client.ended for client in clients))
+    def tokens(self, sample: int) -> list[int]:
+        """Return a sample's tokens; the last of them says why it ended, and no other does."""
+        new = [n for d in self.deliveries for n in d.tokens if n.sample == sample]
+        assert [n.finish_reason is not None for n in new] == [*[False] * (len(new) - 1), True]
+        return [n.token_id for n in new]
 
 
 @dataclass
 class Running:
-    """A background engine, and the loop that it hands its deliveries to."""
+    """A background engine. The test's thread stands for the event loop, and runs what is called."""
 
-    loop: Loop
+    calls: SimpleQueue[Callable[[], None]]
     background: BackgroundEngine
 
-    def ask(self, request: Request) -> tuple[Client, Ticket]:
+    def ask(self, request: Request) -> Client:
         client = Client()
-        return client, self.background.submit(request, client.deliveries.append)
+        client.ticket = self.background.submit(request, client.deliveries.append)
+        return client
+
+    def cancel(self, client: Client) -> None:
+        assert client.ticket is not None
+        self.background.cancel(client.ticket)
+
+    def until(self, done: Callable[[], object]) -> None:
+        while not done():
+            self.calls.get(timeout=WAIT_S)()
+
+    def finish(self, clients: Iterable[Client]) -> None:
+        self.until(lambda: all(client.ends for client in clients))
 
     def answer(self, request: Request) -> Client:
-        client, _ = self.ask(request)
-        self.loop.finish([client])
+        client = self.ask(request)
+        self.finish([client])
         return client
 
     def start(self) -> None:
@@ -145,8 +122,8 @@ class Running:
 
 @contextmanager
 def _running(engine: Engine, *, start: bool = True, **settings: Any) -> Iterator[Running]:
-    loop = Loop()
-    running = Running(loop, BackgroundEngine(engine, call=loop.calls.put, **settings))
+    calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    running = Running(calls, BackgroundEngine(engine, call=calls.put, **settings))
     if start:
         running.start()
     try:
@@ -164,38 +141,41 @@ def _request(seed: int, new_tokens: int = 6, **settings: Any) -> Request:
     return Request(prompt_ids=ids, max_new_tokens=new_tokens, stop_ids=frozenset(), **settings)
 
 
-def _alone(tee: Tee, request: Request) -> list[list[int]]:
+def _assert_same(tee: Tee, request: Request, client: Client) -> None:
+    """Hold what every request that ended well was promised: the tokens that it gets alone."""
     engine = _engine(tee)
     sequences = engine.admit(request)
     while engine.running:
         engine.step()
-    return [sequence.token_ids for sequence in sequences]
-
-
-def _assert_same(tee: Tee, request: Request, client: Client) -> None:
-    client.check(request.samples)
-    assert [client.tokens(n) for n in range(request.samples)] == _alone(tee, request)
+    assert client.error is None
+    first, *others = client.deliveries
+    assert first.prompt is not None
+    assert not any(delivery.prompt for delivery in others)
+    assert client.ends == client.deliveries[-1].ended
+    assert [client.tokens(sequence.sample) for sequence in sequences] == [
+        sequence.token_ids for sequence in sequences
+    ]
 
 
 def test_many_requests_of_several_threads_get_their_own_tokens(tee: Tee) -> None:
     warm = SamplingSettings(temperature=1.5, seed=5)
     requests = [
         _request(n, 3 + n % 5, samples=1 + n % 2, owner=str(n % 3), sampling=warm)
-        for n in range(20)
+        for n in range(16)
     ]
     found: dict[Request, Client] = {}
     with _running(_engine(tee, max_sequences=6)) as running:
 
         def client(mine: list[Request]) -> None:
             for request in mine:
-                found[request] = running.ask(request)[0]
+                found[request] = running.ask(request)
 
         threads = [threading.Thread(target=client, args=(requests[n::4],)) for n in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        running.loop.finish(found.values())
+        running.finish(found.values())
         assert running.background.state == "ready"
         stats = running.background.stats()
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
@@ -209,13 +189,12 @@ def test_what_is_read_of_a_prompt_comes_first_and_may_be_all(tee: Tee) -> None:
     with _running(_engine(tee)) as running:
         pooled = running.answer(replace(_request(40, 0), pooling="last"))
         read = running.answer(replace(_request(40, 2), prompt_logprobs=0))
-    assert (len(pooled.deliveries), pooled.tokens()) == (1, [])
-    pooled.check(samples=0)
-    read.check()
-    assert pooled.prompt is not None
-    assert pooled.prompt.pooled_D is not None
-    assert read.prompt is not None
-    assert len(read.prompt.logprobs) == len(_request(40).prompt_ids) - 1
+    (only,), (first, *_) = pooled.deliveries, read.deliveries
+    assert (only.tokens, only.ended, only.error) == ((), True, None)
+    assert only.prompt is not None
+    assert only.prompt.pooled_D is not None
+    assert first.prompt is not None
+    assert len(first.prompt.logprobs) == len(_request(40).prompt_ids) - 1
 
 
 # ----------------------------------------------------------------------------------- cancelling
@@ -224,14 +203,14 @@ def test_what_is_read_of_a_prompt_comes_first_and_may_be_all(tee: Tee) -> None:
 def test_one_that_is_cancelled_while_it_waits_is_never_run(tee: Tee) -> None:
     engine = _engine(tee, max_sequences=1)
     with _running(engine, start=False) as running:
-        first, _ = running.ask(_request(1))
-        cancelled, ticket = running.ask(_request(2))
-        last, _ = running.ask(_request(3))
-        running.background.cancel(ticket)
+        first, cancelled, last = (running.ask(_request(seed)) for seed in (1, 2, 3))
+        running.cancel(cancelled)
         running.start()
-        running.loop.finish([first, last])
+        running.finish([first, last])
+        running.cancel(first)  # has ended
+        running.answer(_request(2))
     assert cancelled.deliveries == []
-    assert engine.counts.generated == 2 + 6 + 6
+    assert engine.counts.generated == 2 + 6 + 6 + 6
     for seed, client in ((1, first), (3, last)):
         _assert_same(tee, _request(seed), client)
 
@@ -239,99 +218,71 @@ def test_one_that_is_cancelled_while_it_waits_is_never_run(tee: Tee) -> None:
 def test_one_that_is_cancelled_while_it_runs_gives_its_place_back(tee: Tee) -> None:
     engine = _engine(tee, max_sequences=2)
     with _running(engine) as running:
-        cancelled, ticket = running.ask(_request(1, 200, samples=2))
-        running.loop.until(lambda: bool(cancelled.deliveries))
-        running.background.cancel(ticket)
+        cancelled = running.ask(_request(1, 200, samples=2))
+        running.until(lambda: cancelled.deliveries)
+        running.cancel(cancelled)
         seen = len(cancelled.deliveries)
         _assert_same(tee, _request(2), running.answer(_request(2)))
-        running.background.cancel(ticket)  # again
-    assert len(cancelled.deliveries) == seen
-    assert not cancelled.ended
+        running.cancel(cancelled)  # again
+    assert (len(cancelled.deliveries), cancelled.ends) == (seen, 0)
     assert (engine.running, engine.kv_bytes) == ((), 0)
 
 
-@pytest.mark.parametrize("new_tokens", [1, 200])
+@each_row("new_tokens", [1, 200])
 def test_what_was_under_way_to_one_that_is_cancelled_is_not_delivered(
     tee: Tee, new_tokens: int
 ) -> None:
     """Though it has ended in the engine meanwhile."""
     with _running(_engine(tee)) as running:
-        cancelled, ticket = running.ask(_request(1, new_tokens))
+        cancelled = running.ask(_request(1, new_tokens))
         # The first one tells the state, the second delivers.
-        under_way = [running.loop.calls.get(timeout=WAIT_S) for _ in range(2)]
-        running.background.cancel(ticket)
+        under_way = [running.calls.get(timeout=WAIT_S) for _ in range(2)]
+        running.cancel(cancelled)
         for deliver in under_way:
             deliver()
         assert cancelled.deliveries == []
 
 
-def test_cancelling_what_has_ended_changes_nothing(tee: Tee) -> None:
-    with _running(_engine(tee)) as running:
-        client, ticket = running.ask(_request(1))
-        running.loop.finish([client])
-        running.background.cancel(ticket)
-        running.answer(_request(2))
-    _assert_same(tee, _request(1), client)
-
-
 # ------------------------------------------------------------------------------------- refusing
 
 
-def test_no_more_wait_than_are_allowed_to(tee: Tee) -> None:
-    with _running(_engine(tee, max_waiting=1), start=False) as running:
-        first, _ = running.ask(_request(1))
-        with pytest.raises(LimitError, match=r"--max-waiting\): got 1, expected < 1") as caught:
-            running.ask(_request(2))
-        assert caught.value.retryable
-        running.start()
-        running.loop.finish([first])
-        _assert_same(tee, _request(2), running.answer(_request(2)))
-
-
-def test_one_owner_does_not_keep_others_out_of_the_queue(tee: Tee) -> None:
+def test_no_more_wait_than_are_allowed_to_and_no_owner_keeps_others_out(tee: Tee) -> None:
     with _running(_engine(tee, max_waiting=3), start=False) as running:
-        ours = [running.ask(replace(_request(n), owner="bob"))[0] for n in range(3)]
-        other, _ = running.ask(replace(_request(7), owner="carol"))
+        ours = [running.ask(replace(_request(n), owner="bob")) for n in range(3)]
+        with pytest.raises(QueueFullError, match=r"--max-waiting\): got 3, expected < 3"):
+            running.ask(replace(_request(4), owner="bob"))
+        other = running.ask(replace(_request(7), owner="carol"))
         running.start()
-        running.loop.finish([*ours, other])
+        running.finish([*ours, other])
+        _assert_same(tee, _request(2), running.answer(_request(2)))
     assert [type(client.error) for client in ours] == [type(None), type(None), QueueFullError]
     _assert_same(tee, replace(_request(7), owner="carol"), other)
 
 
-def test_what_could_never_run_is_refused_and_ends_nothing_else(tee: Tee) -> None:
-    clients = []
-    with _running(_engine(tee), start=False) as running:
-        before, _ = running.ask(_request(1))
-        wrongs = ({"prompt_ids": ()}, {"stop": ("x",)}, {"samples": 0}, {"samples": 65})
-        for changed in wrongs:
-            wrong = replace(_request(1), **changed)  # type: ignore[arg-type]
-            with pytest.raises(PromptError):
-                running.background.check(wrong)
-            client, _ = running.ask(wrong)  # by somebody who did not look
-            clients.append(client)
-        after, _ = running.ask(_request(3))
-        running.start()
-        running.loop.finish([*clients, before, after])
-        for n, right in ((1, before), (3, after)):
-            _assert_same(tee, _request(n), right)
-        assert all(isinstance(client.error, PromptError) for client in clients)
-        _assert_same(tee, _request(2), running.answer(_request(2)))
-
-
-def test_one_for_which_the_machine_has_no_memory_is_told_so(
+def test_what_could_never_run_or_finds_no_memory_ends_nothing_else(
     tee: Tee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tee_side.model.kv_cache import KVCache
-
     def made(config: Any, capacity: int, *more: Any) -> KVCache:
         if capacity > 100:
             raise LimitError("KV memory", got="much", expected="less")
         return KVCache(config, capacity, *more)
 
     monkeypatch.setattr("tee_side.engine.engine.KVCache", made)
-    with _running(_engine(tee)) as running:
-        assert isinstance(running.answer(_request(1, 150)).error, LimitError)
+    with _running(_engine(tee), start=False) as running:
+        wrong = replace(_request(1), prompt_ids=())
+        with pytest.raises(PromptError):
+            running.background.check(wrong)
+        # By a client that did not look.
+        before, refused, large, after = map(
+            running.ask, (_request(1), wrong, _request(1, 150), _request(3))
+        )
+        running.start()
+        running.finish([before, refused, large, after])
         _assert_same(tee, _request(2), running.answer(_request(2)))
+    assert isinstance(refused.error, PromptError)
+    assert isinstance(large.error, LimitError)
+    for n, right in ((1, before), (3, after)):
+        _assert_same(tee, _request(n), right)
 
 
 # --------------------------------------------------------------------------------------- errors
@@ -351,80 +302,56 @@ def _failing_for(engine: Engine, poisoned: Request, error: Exception) -> None:
 
 
 def test_one_whose_activation_is_out_of_range_ends_alone(tee: Tee) -> None:
-    engine = _engine(tee)
+    engine, told = _engine(tee), list[State]()
     others = [_request(n, samples=2) for n in (1, 2)]
     poisoned = _request(3, samples=2)
     error = ActivationRangeError("o_proj", got="much", expected="less")
     _failing_for(engine, poisoned, error)
-    with _running(engine, start=False) as running:
-        requests = [others[0], poisoned, others[1]]
-        clients = [running.ask(request)[0] for request in requests]
+    with _running(engine, start=False, tell=told.append) as running:
+        clients = [running.ask(request) for request in (others[0], poisoned, others[1])]
         running.start()
-        running.loop.finish(clients)
-        assert running.background.state == "ready"
+        running.finish(clients)
+        # Also where no other runs beside it.
+        assert running.answer(poisoned).error is error
+        _assert_same(tee, _request(1), running.answer(_request(1)))
     first, ended, last = clients
     assert ended.error is error
     assert [delivery.ended for delivery in ended.deliveries] == [False, True]
     for request, client in zip(others, (first, last), strict=True):
         _assert_same(tee, request, client)
-
-
-def test_one_that_fails_alone_does_not_make_the_engine_fail(tee: Tee) -> None:
-    engine, told, poisoned = _engine(tee), list[State](), _request(3)
-    _failing_for(engine, poisoned, ActivationRangeError("o_proj", got="much", expected="less"))
-    with _running(engine, tell=told.append) as running:
-        assert isinstance(running.answer(poisoned).error, ActivationRangeError)
-        _assert_same(tee, _request(1), running.answer(_request(1)))
     assert told == ["ready"]
 
 
-# One row may be the cause of a ReplyError; a service that is asked no more gives it to all.
+# One row may be the cause of a ReplyError; a service that is asked no more gives it to all. In the
+# steps of a prompt only the first of several samples has rows.
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("kind", [DeadlineExceededError, ReplyError])
 def test_a_service_that_is_away_ends_all_until_a_token_can_be_made(
-    tee: Tee,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[TsqpError],
-    samples: int,
+    tee: Tee, caplog: pytest.LogCaptureFixture, kind: type[TsqpError], samples: int
 ) -> None:
     channel = tee.channel
     assert isinstance(channel, Down)
-    monkeypatch.setattr(channel, "kind", kind)
-    with _running(_engine(tee)) as running:
-        # In a prompt's steps, only the first of several samples has rows.
-        clients = [running.ask(_request(n, 200, samples=samples))[0] for n in (1, 2)]
-        running.loop.until(lambda: all(client.deliveries for client in clients))
-        assert running.background.state == "ready"
-        with caplog.at_level(logging.CRITICAL):
-            channel.down = True
-            running.loop.finish(clients)
-            assert running.background.state == "failed"
-            assert isinstance(running.answer(_request(3, samples=samples)).error, kind)
-            channel.down = False
+    with _running(_engine(tee)) as running, caplog.at_level(logging.CRITICAL):
+        clients = [running.ask(_request(n, 200, samples=samples)) for n in (1, 2)]
+        running.until(lambda: all(client.deliveries for client in clients))
+        channel.down = kind
+        running.finish(clients)
+        running.until(lambda: running.background.state == "failed")
+        assert isinstance(running.answer(_request(3, samples=samples)).error, kind)
+        channel.down = None
         # What is asked until then may fail.
         while running.answer(_request(3)).error is not None:
             pass
         assert running.background.state == "ready"
         _assert_same(tee, _request(4), running.answer(_request(4)))
+        # One alone that is in its prompt, whose other samples have no rows yet.
+        channel.down = kind
+        assert isinstance(running.answer(_request(2, samples=samples)).error, kind)
+        running.until(lambda: running.background.state == "failed")
+        channel.down = None
     for client in clients:
         assert isinstance(client.error, kind)
-        assert [delivery.ended for delivery in client.deliveries].count(True) == 1
-
-
-def test_several_samples_do_not_hide_that_no_token_can_be_made(
-    tee: Tee, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel = tee.channel
-    assert isinstance(channel, Down)
-    monkeypatch.setattr(channel, "kind", ReplyError)
-    with _running(_engine(tee)) as running:
-        _assert_same(tee, _request(1), running.answer(_request(1)))
-        channel.down = True
-        # In the steps of a prompt the first sample alone has rows.
-        assert isinstance(running.answer(_request(2, samples=2)).error, ReplyError)
-        running.loop.until(lambda: running.background.state == "failed")
-        channel.down = False
+        assert client.ends == 1
 
 
 def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
@@ -433,9 +360,9 @@ def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
     engine, poisoned = _engine(tee), _request(1)
     _failing_for(engine, poisoned, ValueError("what the prompt said"))
     with _running(engine, start=False) as running:
-        clients = [running.ask(request)[0] for request in (poisoned, _request(2))]
+        clients = [running.ask(request) for request in (poisoned, _request(2))]
         running.start()
-        running.loop.finish(clients)
+        running.finish(clients)
         assert running.background.state == "failed"
         with pytest.raises(EngineError, match="one that has ended"):
             running.ask(_request(3))
@@ -451,24 +378,21 @@ def test_a_mistake_of_ours_ends_everything_and_quotes_nothing(
 
 
 def test_closing_ends_the_thread_and_every_request(tee: Tee) -> None:
+    BackgroundEngine(_engine(tee), call=lambda _: None).close()  # one that was never started
     with _running(_engine(tee, max_sequences=1)) as running:
-        clients = [running.ask(_request(seed, 240))[0] for seed in (1, 2)]
-        running.loop.until(lambda: bool(clients[0].deliveries))
+        clients = [running.ask(_request(seed, 240)) for seed in (1, 2)]
+        running.until(lambda: clients[0].deliveries)
         running.background.close()
         assert not any(thread.name == "engine" for thread in threading.enumerate())
-        running.loop.finish(clients)
-        for client in clients:
-            assert isinstance(client.error, EngineError)
-            assert [delivery.ended for delivery in client.deliveries].count(True) == 1
+        running.finish(clients)
         with pytest.raises(EngineError):
             running.ask(_request(2))
+    for client in clients:
+        assert isinstance(client.error, EngineError)
+        assert client.ends == 1
 
 
-def test_one_that_was_never_started_can_be_closed(tee: Tee) -> None:
-    BackgroundEngine(_engine(tee), call=lambda _: None).close()
-
-
-# ----------------------------------------------------------------------------------------- pads
+# -------------------------------------------------------------------------------- pads and state
 
 
 def _padded(saved_model: Models, tokens: int) -> Tee:
@@ -489,27 +413,24 @@ def test_one_that_gets_no_pads_ends_with_all_its_samples_and_others_go_on(
     padded = _padded(saved_model, probe + first_token + 1)
     with _running(_engine(padded), start=False) as running:
         short, refused = _request(1, 2), _request(2, 6, samples=2)
-        clients = [running.ask(request)[0] for request in (short, refused)]
+        clients = [running.ask(request) for request in (short, refused)]
         running.start()
-        running.loop.finish(clients)
+        running.finish(clients)
         assert running.background.state == "ready"
         # A single token needs none.
         last = running.answer(_request(3, 1))
     _assert_same(tee, short, clients[0])
     _assert_same(tee, _request(3, 1), last)
     assert isinstance(clients[1].error, PadsExhaustedError)
-    assert [d.ended for d in clients[1].deliveries].count(True) == 1
+    assert clients[1].ends == 1
 
 
-def test_without_pads_it_is_not_ready_and_can_be_closed(saved_model: Models) -> None:
-    with _running(_engine(_padded(saved_model, 0))) as running:
-        assert isinstance(running.answer(_request(1)).error, PadsExhaustedError)
-        assert running.background.state == "starting"
-
-
-def test_pads_are_made_while_it_is_not_ready(saved_model: Models, tee: Tee) -> None:
+def test_without_pads_it_is_not_ready_until_some_were_made(saved_model: Models, tee: Tee) -> None:
     padded = _padded(saved_model, 0)
     (pads,) = padded.assembly.pads.values()
+    with _running(_engine(padded)) as running:
+        assert isinstance(running.answer(_request(1)).error, PadsExhaustedError)
+        assert running.background.state == "starting"
     with _running(_engine(padded), filling=pads.filling) as running:
         while running.answer(_request(1)).error is not None:
             pass
@@ -532,8 +453,8 @@ def test_pads_are_made_as_the_load_allows(tee: Tee) -> None:
         assert idle.acquire(timeout=WAIT_S)
         assert loads == ["idle"]  # a token was made before, which belongs to nobody
         with running.background._changed:  # both are there before it looks
-            both = [running.ask(_request(1, 4))[0], running.ask(_request(2, 4))[0]]
-        running.loop.finish(both)
+            both = [running.ask(_request(1, 4)), running.ask(_request(2, 4))]
+        running.finish(both)
         assert idle.acquire(timeout=WAIT_S)
         assert loads == ["idle", "steps", "idle"]
 
@@ -541,28 +462,19 @@ def test_pads_are_made_as_the_load_allows(tee: Tee) -> None:
 def test_what_it_says_of_itself_is_what_was_done(tee: Tee) -> None:
     pads = PadTotals(available=5, waited=6, in_tee=7)
     totals = Totals(Traffic(round_trips=3), pads, pads_made=8, pads_used=9)
-    engine = _engine(tee)
-    running = BackgroundEngine(engine, call=lambda _: None, totals=lambda: totals)
+    engine, waits = _engine(tee), False
     engine.admit(_request(1, 4))
     engine.step()
-    running.submit(_request(2), _never)
-    stats = running.stats()
-    assert (stats.pads_ready, stats.pads_waited, stats.pads_in_tee) == (5, 6, 7)
-    assert (stats.pads_made, stats.pads_used) == (8, 9)
-    assert (stats.running, stats.waiting, stats.steps) == (1, 1, 1)
-    assert stats.kv_usage == engine.kv_bytes / engine.max_kv_bytes > 0
-
-
-def test_it_can_step_while_it_is_ready_and_no_service_is_waited_for(tee: Tee) -> None:
-    waits = False
-    with _running(_engine(tee), start=False, waits=lambda: waits) as running:
+    with _running(engine, start=False, totals=lambda: totals, waits=lambda: waits) as running:
+        running.ask(_request(2))
+        stats = running.background.stats()
+        assert (stats.pads_ready, stats.pads_waited, stats.pads_in_tee) == (5, 6, 7)
+        assert (stats.pads_made, stats.pads_used, stats.round_trips) == (8, 9, 3)
+        assert (stats.running, stats.waiting, stats.steps) == (1, 1, 1)
+        assert stats.kv_usage == engine.kv_bytes / engine.max_kv_bytes > 0
         assert not running.background.can_step
         running.start()
-        running.loop.until(lambda: running.background.state == "ready")
+        running.until(lambda: running.background.state == "ready")
         assert running.background.can_step
         waits = True
         assert not running.background.can_step
-
-
-def _never(_: Delivery) -> NoReturn:
-    raise AssertionError
