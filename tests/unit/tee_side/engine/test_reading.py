@@ -12,35 +12,41 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.reading import _HEAD_ROWS, PromptReader
 from tee_side.engine.request import PromptRead, Request
 from tests.kit.model import SavedModel, Tee, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
 PROMPT = token_ids(2 * _HEAD_ROWS + 9)
-STEPS = (1, 7, 40, 512)
 
 
 def _read(
     tee: Tee, step_tokens: int = 512, prompt: list[int] = PROMPT, **wanted: Any
 ) -> PromptRead:
     engine = Engine(tee.model, tee.lanes, EngineSettings(step_tokens=step_tokens))
-    given: dict[str, Any] = {"max_new_tokens": 0, "stop_ids": frozenset(), **wanted}
-    (sequence,) = engine.admit(Request(prompt_ids=tuple(prompt), **given))
+    (sequence,) = engine.admit(Request(prompt_ids=tuple(prompt), max_new_tokens=0, **wanted))
     while engine.running:
         engine.step()
     assert sequence.reader is not None
     return sequence.reader.result()
 
 
-def test_logprobs_of_a_prompt_are_the_references(saved_model: Models) -> None:
+def test_what_is_read_is_the_references(saved_model: Models) -> None:
     model = saved_model("llama")
-    expected = model.logits(PROMPT).log_softmax(-1)
-    found = _read(model.tee("tee-only"), prompt_logprobs=3).logprobs
+    tee, expected = model.tee("tee-only"), model.logits(PROMPT).log_softmax(-1)
+    found = _read(tee, prompt_logprobs=3).logprobs
     assert [one.token_id for one in found] == PROMPT[1:]
     for row, one in enumerate(found):
         assert one.logprob == pytest.approx(float(expected[row, one.token_id]), abs=1e-4)
         top = expected[row].topk(3)
         assert [token_id for token_id, _ in one.top] == top.indices.tolist()
         assert [value for _, value in one.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+    assert _read(tee, prompt=[5], prompt_logprobs=2).logprobs == ()
+    with torch.inference_mode():
+        hidden_TD = model.reference.model(torch.tensor([PROMPT])).last_hidden_state[0]
+    for pooling, expected_D in (("mean", hidden_TD.mean(0)), ("last", hidden_TD[-1])):
+        found_D = _read(tee, 16, pooling=pooling).pooled_D
+        assert found_D is not None
+        torch.testing.assert_close(found_D.float(), expected_D, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["quantized-clear", "shielded", "shielded-prefill"])
@@ -49,82 +55,51 @@ def test_under_integers_no_bit_depends_on_how_a_prompt_is_cut(
 ) -> None:
     tee = saved_model("llama").tee(policy)
     expected = tee.logits(PROMPT).log_softmax(-1)
-    for step_tokens in STEPS:
+    pooled: dict[str, list[torch.Tensor]] = {"mean": [], "last": []}
+    for step_tokens in (1, 7, 40, 512):
         found = _read(tee, step_tokens, prompt_logprobs=0).logprobs
         assert [one.logprob for one in found] == [
             float(expected[row, token_id]) for row, token_id in enumerate(PROMPT[1:])
         ]
+        for pooling, vectors in pooled.items():
+            pooled_D = _read(tee, step_tokens, pooling=pooling).pooled_D
+            assert pooled_D is not None
+            vectors.append(pooled_D)
+    for first, *others in pooled.values():
+        assert all(torch.equal(other, first) for other in others)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("policy", ["quantized-clear", "shielded"])
-def test_nor_does_an_embedding(saved_model: Models, policy: str, pooling: str) -> None:
-    tee = saved_model("llama").tee(policy)
-    found = [_read(tee, step_tokens, pooling=pooling).pooled_D for step_tokens in STEPS]
-    assert found[-1] is not None
-    for pooled_D in found:
-        assert pooled_D is not None
-        assert torch.equal(pooled_D, found[-1])
-
-
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_an_embedding_is_the_references(saved_model: Models, pooling: str) -> None:
-    model = saved_model("llama")
-    with torch.inference_mode():
-        hidden_TD = model.reference.model(torch.tensor([PROMPT])).last_hidden_state[0]
-    expected_D = hidden_TD.mean(0) if pooling == "mean" else hidden_TD[-1]
-    found_D = _read(model.tee("tee-only"), 16, pooling=pooling).pooled_D
-    assert found_D is not None
-    torch.testing.assert_close(found_D.float(), expected_D, rtol=0, atol=1e-4)
-
-
-def test_reading_changes_no_token_that_follows(saved_model: Models) -> None:
-    model = saved_model("llama")
-    tee = model.tee("quantized-clear")
-    engine = tee.engine(step_tokens=16)
-    wanted = Request(prompt_ids=tuple(PROMPT), max_new_tokens=4, prompt_logprobs=0)
-    (sequence,) = engine.admit(wanted)
-    while engine.running:
-        engine.step()
-    assert sequence.token_ids == tee.greedy(PROMPT, 4)
-    assert sequence.reader is not None
-    assert len(sequence.reader.result().logprobs) == len(PROMPT) - 1
-
-
-def test_others_in_the_step_change_no_bit(saved_model: Models) -> None:
+def test_neither_others_in_the_step_nor_tokens_that_follow_change_what_is_read(
+    saved_model: Models,
+) -> None:
     tee = saved_model("llama").tee("quantized-clear")
     engine = tee.engine(step_tokens=16)
     engine.add(PROMPT[:3], max_new_tokens=20)
-    readers = [
-        engine.admit(Request(prompt_ids=tuple(ids), max_new_tokens=0, prompt_logprobs=0))[0].reader
-        for ids in (PROMPT, PROMPT[::-1])
+    prompts = (PROMPT, PROMPT[::-1])
+    sequences = [
+        engine.admit(Request(prompt_ids=tuple(ids), max_new_tokens=new, prompt_logprobs=0))[0]
+        for ids, new in zip(prompts, (4, 0), strict=True)
     ]
     while engine.running:
         engine.step()
-    for reader, ids in zip(readers, (PROMPT, PROMPT[::-1]), strict=True):
-        assert reader is not None
-        assert reader.result() == _read(tee, prompt=ids, prompt_logprobs=0)
-
-
-def test_a_prompt_of_one_token_has_no_logprobs(saved_model: Models) -> None:
-    tee = saved_model("llama").tee("tee-only")
-    assert _read(tee, prompt=[5], prompt_logprobs=2).logprobs == ()
+    assert sequences[0].token_ids == tee.greedy(PROMPT, 4)
+    for sequence, ids in zip(sequences, prompts, strict=True):
+        assert sequence.reader is not None
+        assert sequence.reader.result() == _read(tee, prompt=ids, prompt_logprobs=0)
 
 
 def test_how_many_rows_are_read_does_not_leave_the_tee(saved_model: Models) -> None:
     """The LM head under pads is computed here: its rows, and their number, are the prompt's."""
     tee = saved_model("llama").tee("shielded-prefill")
-    without = _requests(tee, pooling="last")
-    assert _requests(tee, prompt_logprobs=1) == without
+    asked = []
+    for wanted in ({"pooling": "last"}, {"prompt_logprobs": 1}):
+        before = len(tee.channels[0].requests)
+        _read(tee, 16, **wanted)
+        asked.append(len(tee.channels[0].requests) - before)
+    assert asked[0] == asked[1] > 0
 
 
-def _requests(tee: Tee, **wanted: Any) -> int:
-    before = len(tee.channels[0].requests)
-    _read(tee, 16, **wanted)
-    return len(tee.channels[0].requests) - before
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("wanted", "start", "count", "rows"),
     [
         ({"prompt_logprobs": 0}, 0, 4, range(4)),

@@ -1,4 +1,4 @@
-"""How a step is cut, on whose operators its parts run, and what comes out."""
+"""How a step is cut, on whose operators its parts run, and what comes out and is left behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from protocol.channel import Exchange
+from protocol.errors import DeadlineExceededError
 from tee_side.engine import step
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, Part, PartResult, run_step
 from tee_side.model.batch import Batch, Take
@@ -15,6 +17,7 @@ from tee_side.model.forward import forward, logits
 from tee_side.remote.overlap import run
 from tee_side.words import Phase
 from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
+from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
 
@@ -40,22 +43,23 @@ def _run(tee: Tee, batch: Batch, phase: Phase = "prefill") -> torch.Tensor:
     return result.logits_NV
 
 
-def _noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
-    """Note the rows and the operators of every part."""
-    seen: list[tuple[int, Any]] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    """The rows and the operators of every part that is run."""
+    found: list[tuple[int, Any]] = []
 
     def noted(batch: Batch, model: Any, ops: Any) -> Any:
-        seen.append((len(batch.token_ids_T), ops))
+        found.append((len(batch.token_ids_T), ops))
         return forward(batch, model, ops)
 
     monkeypatch.setattr(step, "forward", noted)
-    return seen
+    return found
 
 
 LEAST = MIN_MICRO_BATCH_ROWS
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "sizes"),
     [
         (1, [1]),
@@ -67,34 +71,16 @@ LEAST = MIN_MICRO_BATCH_ROWS
     ],
 )
 def test_a_step_is_cut_into_as_many_parts_as_have_enough_rows(
-    tee: Tee, rows: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    tee: Tee, seen: list[tuple[int, Any]], rows: int, sizes: list[int]
 ) -> None:
-    seen = _noting(monkeypatch)
+    seen.clear()
     _run(tee, _batch(tee, (rows, 0)))
     assert [count for count, _ in seen] == sizes
     for (_, ops), lane in zip(seen, tee.lanes, strict=False):
         assert ops is lane.tables["prefill"]
 
 
-def test_a_step_that_is_not_cut_runs_the_batch_itself(
-    tee: Tee, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Batch, "split", lambda *_: pytest.fail("cut"))
-    logits = _run(tee, _batch(tee, (5, 0)))
-    assert logits.shape == (1, 320)
-
-
-def test_the_phase_chooses_the_table(saved_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    tee, seen = saved_model("llama").tee("shielded", micro_batches=2), _noting(monkeypatch)
-    for phase in ("prefill", "decode"):
-        seen.clear()
-        _run(tee, _batch(tee, (9, 0)), phase)
-        assert [ops for _, ops in seen] == [lane.tables[phase] for lane in tee.lanes[:2]]
-    tables = tee.lanes[0].tables
-    assert tables["prefill"] is not tables["decode"]
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("parts", "wanted"),
     [
         ([(1, 0)] * 12, 12),
@@ -102,6 +88,7 @@ def test_the_phase_chooses_the_table(saved_model: Models, monkeypatch: pytest.Mo
         ([(1, 0), (12, 5)], 1),  # only the first has
         ([(6, 3), (1, 0), (6, 3)], 1),  # only the second has
         ([(3, 0), (9, 0), (2, 4)], 2),
+        ([(13, 5)], 0),
     ],
 )
 def test_logits_stand_in_the_order_of_the_batch(
@@ -110,31 +97,11 @@ def test_logits_stand_in_the_order_of_the_batch(
     batch, same = _batch(tee, *parts), _batch(tee, *parts)
     found = _run(tee, batch)
     (expected,) = run_step([Part(same, "prefill")], tee.lanes[:1])
-    assert found.shape == (wanted, 320)
+    assert len(found) == wanted
     torch.testing.assert_close(found, expected.logits_NV, rtol=0, atol=5e-5)
-
-
-def test_a_step_of_which_nobody_wants_logits_has_none(tee: Tee) -> None:
-    logits = _run(tee, _batch(tee, (13, 5)))
-    assert len(logits) == 0
-
-
-def test_caches_hold_a_step_in_parts_and_do_not_count_it(tee: Tee) -> None:
-    batch = _batch(tee, (13, 0))
-    _run(tee, batch)
-    (chunk,) = batch.chunks
-    assert chunk.cache.length == 0
-    chunk.cache.commit(13)
-    assert chunk.cache.length == 13
-
-
-def test_a_step_records_no_gradients(tee: Tee) -> None:
-    logits = _run(tee, _batch(tee, (13, 0)))
-    assert logits.is_inference()
-    assert not logits.requires_grad
-
-
-# ---------------------------------------------------------------------------------- several parts
+    # No gradients are recorded, and the caches do not count the step before it is committed.
+    assert found.is_inference()
+    assert {chunk.cache.length for chunk in batch.chunks} == {0}
 
 
 def _mixed(tee: Tee) -> list[Part]:
@@ -144,10 +111,10 @@ def _mixed(tee: Tee) -> list[Part]:
 
 
 def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
-    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+    saved_model: Models, seen: list[tuple[int, Any]]
 ) -> None:
-    tee, seen = saved_model("llama").tee("shielded", micro_batches=2), _noting(monkeypatch)
-    run_step(_mixed(tee), tee.lanes)
+    tee = saved_model("llama").tee("shielded", micro_batches=2)
+    together = run_step(_mixed(tee), tee.lanes)
     one, two, three, four, *_ = tee.lanes
     assert [lane.spare for lane in tee.lanes[:4]] == [False, False, True, True]
     assert sorted(seen, key=lambda one: one[0]) == [
@@ -156,11 +123,7 @@ def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
         (5, two.tables["prefill"]),
         (5, three.tables["prefill"]),
     ]
-
-
-def test_parts_side_by_side_give_what_each_gives_alone(saved_model: Models) -> None:
-    tee = saved_model("llama").tee("shielded", micro_batches=2)
-    together = run_step(_mixed(tee), tee.lanes)
+    # Side by side they give what each gives alone.
     for part, found in zip(_mixed(tee), together, strict=True):
         (alone,) = run_step([part], tee.lanes)
         assert torch.equal(found.logits_NV, alone.logits_NV)
@@ -211,3 +174,19 @@ def test_a_step_gives_the_hidden_states_of_the_rows_that_are_read(tee: Tee) -> N
     torch.testing.assert_close(part.hidden_RD, whole.hidden_RD[2:9], rtol=0, atol=1e-5)
     logits_TV = run(logits(whole.hidden_RD, tee.model, tee.lanes[0].tables["prefill"]))
     torch.testing.assert_close(logits_TV, tee.logits(ids), rtol=0, atol=5e-5)
+
+
+def test_a_step_that_fails_leaves_no_pads_behind(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller steps afterwards have fewer lanes: the others would keep them for ever."""
+    tee = saved_model("llama").tee("shielded-prefill", micro_batches=2)
+    (pads,) = tee.assembly.pads.values()
+
+    def lose(*_: object) -> Exchange:
+        raise DeadlineExceededError("loopback", got="no reply", expected="one")
+
+    monkeypatch.setattr(LoopbackChannel, "wait", lose)
+    with pytest.raises(DeadlineExceededError):
+        _run(tee, _batch(tee, (40, 0)))
+    assert pads._store.available + pads._store.room == pads._store.capacity
