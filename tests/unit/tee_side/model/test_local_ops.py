@@ -1,101 +1,88 @@
-"""The light operators, against what their formulas say one number at a time."""
+"""The local operators, torch's and those of every compiled variant, against their formulas."""
 
 from __future__ import annotations
 
-import cmath
-import gc
+import itertools
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
+from protocol import native
 from tee_side.model import local_ops
-from tee_side.model.local_ops import (
-    apply_rope,
-    attention,
-    causal_mask,
-    residual,
-    rms_norm,
-    silu_mul,
-)
+from tee_side.model.local_ops import causal_mask
+from tee_side.native import local_ops as compiled_ops
+from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.rows import each_row
-from tsqp.lab.research.operators import softmax
+
+# How far sums in another order may be apart, and one rounding more, relative to the largest value.
+STEPS = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-def _random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+@pytest.fixture(params=KERNELS)
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Torch's operators, or compiled ones."""
+    with using_kernels(request.param):
+        yield local_ops if request.param == "torch" else compiled_ops
 
 
-def test_rms_norm_divides_each_row_by_its_root_mean_square() -> None:
-    h, weight = _random(5, 12), _random(12, seed=1)
-    expected = []
-    for row in h.tolist():
-        root = math.sqrt(sum(x * x for x in row) / 12 + 0.01)
-        expected.append([x / root * w for x, w in zip(row, weight.tolist(), strict=True)])
-    torch.testing.assert_close(rms_norm(h, weight, 0.01), torch.tensor(expected))
+def _dtypes(ops: Any) -> list[torch.dtype]:
+    """Compiled operators are for the first two."""
+    return list(STEPS)[: 3 if ops is local_ops else 2]
 
 
-def test_rms_norm_keeps_epsilon_for_a_row_of_zeros() -> None:
-    assert torch.equal(rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-6), torch.zeros(1, 4))
+def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (2 * torch.randn(shape)).to(dtype)
 
 
-def test_rms_norm_in_bfloat16_computes_in_float32_and_rounds_before_the_weight() -> None:
-    h, weight = _random(7, 64).bfloat16(), _random(64, seed=1).bfloat16()
-    inner = rms_norm(h.float(), torch.ones(64), 1e-6).bfloat16()
-    actual = rms_norm(h, weight, 1e-6)
-    assert actual.dtype == torch.bfloat16
-    assert torch.equal(actual, weight * inner)
+def _near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Compare with what float64 gives."""
+    assert (found.shape, found.dtype) == (exact.shape, dtype)
+    bound = STEPS[dtype] * float(exact.abs().max())
+    return bool(((found.double() - exact).abs() <= bound).all())
 
 
-def test_rms_norm_of_values_whose_squares_overflow_float16_is_finite() -> None:
-    h = torch.full((1, 8), 60000.0, dtype=torch.float16)
-    torch.testing.assert_close(
-        rms_norm(h, torch.ones(8, dtype=torch.float16), 1e-6),
-        torch.ones(1, 8, dtype=torch.float16),
-    )
+def test_rows_are_what_the_formulas_say(ops: Any) -> None:
+    wrong = []
+    for dtype, features in itertools.product(_dtypes(ops), (2, 30, 96, 1000)):
+        # A part of a fused product, whose rows are further apart than they are long.
+        product = _random(dtype, 5, 2 * features + 6)
+        h, up = product[:, :-6].chunk(2, dim=1)
+        gain, cos = _random(dtype, features), _random(dtype, 5, 1, features // 2)
+        sin = _random(dtype, 5, 1, features // 2)
+        kept = [x.clone() for x in (product, gain, cos, sin)]
+        x, y = h.double(), up.double()
+        first, second = x.unflatten(1, (1, features)).chunk(2, dim=-1)
+        c, s = cos.double(), sin.double()
+        turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+        # Epsilon is larger than a row of small numbers.
+        root = (x.square().mean(-1, keepdim=True) + 0.5).sqrt()
+        rotated = ops.apply_rope(h.unflatten(1, (1, features)), cos.repeat(1, 1, 2), sin)
+        right = {
+            "norm": _near(ops.rms_norm(h, gain, 0.5), x / root * gain.double(), dtype),
+            "silu": _near(ops.silu_mul(h, up), x / (1 + (-x).exp()) * y, dtype),
+            "rope": _near(rotated, turned, dtype),
+        }
+        assert all(map(torch.equal, (product, gain, cos, sin), kept))
+        stream = h.contiguous()
+        total = stream + up
+        right["sum"] = ops.residual(stream, up) is stream and torch.equal(stream, total)
+        wrong += [(name, dtype, features) for name, is_right in right.items() if not is_right]
+    assert wrong == []
 
 
-def test_silu_mul_is_gate_times_its_sigmoid_times_up() -> None:
-    gate, up = _random(3, 5), _random(3, 5, seed=1)
-    expected = [
-        [g / (1 + math.exp(-g)) * u for g, u in zip(gates, ups, strict=True)]
-        for gates, ups in zip(gate.tolist(), up.tolist(), strict=True)
-    ]
-    before = up.clone()
-    torch.testing.assert_close(silu_mul(gate, up), torch.tensor(expected))
-    assert torch.equal(up, before)
-
-
-def _cos_sin(angles_Tc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what rotates by these angles, one a pair: cos [T, 1, C] and sin [T, 1, C / 2]."""
-    return angles_Tc.repeat(1, 2).cos().unsqueeze(1), angles_Tc.sin().unsqueeze(1)
-
-
-def test_rope_rotates_each_pair_of_halves_by_its_angle() -> None:
-    tokens, heads, size = 4, 3, 8
-    x, angles = _random(tokens, heads, size), _random(tokens, size // 2, seed=1)
-    actual = apply_rope(x, *_cos_sin(angles))
-    for t in range(tokens):
-        for h in range(heads):
-            for i in range(size // 2):
-                pair = complex(x[t, h, i], x[t, h, i + size // 2])
-                turned = pair * cmath.exp(1j * float(angles[t, i]))
-                assert float(actual[t, h, i]) == pytest.approx(turned.real, abs=1e-5)
-                assert float(actual[t, h, i + size // 2]) == pytest.approx(turned.imag, abs=1e-5)
-
-
-def test_rope_makes_scores_depend_on_distance_only() -> None:
-    q, k = _random(1, 1, 8), _random(1, 1, 8, seed=1)
-    inv_freq = torch.tensor([1.0, 0.3, 0.1, 0.01])
-
-    def at(x: torch.Tensor, position: int) -> torch.Tensor:
-        return apply_rope(x, *_cos_sin(position * inv_freq[None]))
-
-    near, far = (at(q, 9) * at(k, 4)).sum(), (at(q, 105) * at(k, 100)).sum()
-    torch.testing.assert_close(near, far, rtol=0, atol=1e-4)
-    assert abs(near - (at(q, 9) * at(k, 3)).sum()) > 1e-3
+def test_a_norm_is_computed_in_float32_and_rounded_before_the_weight() -> None:
+    h, weight = _random(torch.bfloat16, 7, 64), _random(torch.bfloat16, 64)
+    inner = local_ops.rms_norm(h.float(), torch.ones(64), 1e-6).bfloat16()
+    assert torch.equal(local_ops.rms_norm(h, weight, 1e-6), weight * inner)
+    # Of values whose squares overflow float16 it is finite; of zeros it is zero.
+    ones = torch.ones(1, 8, dtype=torch.float16)
+    torch.testing.assert_close(local_ops.rms_norm(60000 * ones, ones[0], 1e-6), ones)
+    assert torch.equal(local_ops.rms_norm(0 * ones, ones[0], 1e-6), 0 * ones)
 
 
 @given(
@@ -118,174 +105,108 @@ def test_causal_mask_hides_the_future_and_what_is_outside_the_window(
         assert mask.tolist() == expected
 
 
-def test_causal_mask_never_hides_a_token_from_itself() -> None:
-    mask = causal_mask(6, 6, 1)
-    assert mask is not None
-    assert torch.equal(~mask, torch.eye(6, dtype=torch.bool))
+# ------------------------------------------------------------------------------------ attention
 
+# Query heads, the key/value heads that they share, head dim.
+SHAPES = ((6, 2, 16), (8, 1, 40), (4, 4, 18), (2, 2, 64), (1, 1, 24), (6, 3, 24))
 
-def test_softmax_gives_hidden_keys_exactly_nothing() -> None:
-    scores = _random(2, 3, 4)
-    mask = causal_mask(3, 4, None)
-    probs = softmax(scores, mask)
-    assert mask is not None
-    assert torch.equal(probs == 0, mask.expand(2, 3, 4))
-    for head, query in ((0, 0), (1, 1)):
-        seen = [math.exp(float(scores[head, query, key])) for key in range(query + 2)]
-        expected = torch.tensor([value / sum(seen) for value in seen])
-        torch.testing.assert_close(probs[head, query, : query + 2], expected)
-
-
-def test_softmax_of_bfloat16_scores_is_computed_in_float32() -> None:
-    scores = _random(1, 2, 300).bfloat16()
-    probs = softmax(scores, None)
-    assert probs.dtype == torch.bfloat16
-    assert torch.equal(probs, scores.float().softmax(-1).bfloat16())
-
-
-# ---------------------------------------------------------------------------- attention whole
-
-# What one rounding of an output costs, and of the float32 sums behind it.
-STEPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Tokens, context, window: on either side of the sizes at which something is computed otherwise.
+_SHORT = itertools.product((1, 3, 16, 17, 128, 130, 300), (0, 1, 40), (None, 1, 7, 150))
+_MIXED = itertools.product((1, 3, 17, 130), (64, 65, 512, 513, 1100), (None, 70, 600, 1000))
+SIZES = [
+    *((tokens, before + tokens, window) for tokens, before, window in _SHORT),
+    *((tokens, max(context, tokens), window) for tokens, context, window in _MIXED),
+    *itertools.product((2, 129), (1023, 1024, 1025, 1160), (None, 40, 900, 1024)),
+]
 
 
 def _attended(
     q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Attention in float64, one query head at a time: [T, H * C]."""
+    """Attention in float64: [T, H * C]."""
     T, H, C = q_THC.shape
     K, S, _ = k_KSC.shape
     query_T1, key_1S = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
     hidden = key_1S > query_T1
     if window is not None:
         hidden |= query_T1 - key_1S >= window
-    heads = []
-    for head in range(H):
-        k_SC, v_SC = (x[head // (H // K)].double() for x in (k_KSC, v_KSC))
-        scores = q_THC[:, head].double() @ k_SC.T / math.sqrt(C)
-        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_SC)
-    return torch.cat(heads, dim=-1)
+    k_HSC, v_HSC = (x.double().repeat_interleave(H // K, dim=0) for x in (k_KSC, v_KSC))
+    scores_HTS = q_THC.double().transpose(0, 1) @ k_HSC.mT / math.sqrt(C)
+    probs_HTS = scores_HTS.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (probs_HTS @ v_HSC).transpose(0, 1).reshape(T, H * C)
 
 
 def _operands(
-    tokens: int, context: int, dtype: torch.dtype, heads: int = 6, shared: int = 2, size: int = 16
+    dtype: torch.dtype, tokens: int, context: int, shape: tuple[int, int, int] = SHAPES[0]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v as the forward pass and the cache hand them over: k and v are views."""
-    q = (2 * _random(tokens, heads, size)).to(dtype)
-    cache = (2 * _random(2, shared, context + 9, size, seed=1)).to(dtype)
-    k, v = cache[:, :, :context].unbind(0)
-    return q, k, v
+    heads, shared, size = shape
+    k, v = _random(dtype, 2, shared, context + 9, size)[:, :, :context].unbind(0)
+    return _random(dtype, tokens, heads, size), k, v
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", STEPS)
-@pytest.mark.parametrize("window", [None, 1, 7, 150, 1000])
-@pytest.mark.parametrize("before", [0, 1, 40])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 128, 130, 300])
-def test_attention_is_that_of_each_head_alone(
-    tokens: int, before: int, window: int | None, dtype: torch.dtype
-) -> None:
-    """On either side of the row counts at which it is computed another way."""
-    q, k, v = _operands(tokens, before + tokens, dtype)
-    actual = attention(q, k, v, window)
-    assert (actual.shape, actual.dtype) == ((tokens, 6 * 16), dtype)
-    exact = _attended(q, k, v, window)
-    # Rounding to the dtype once, of the output; of the probabilities, too, in fused kernels.
-    size = max(1.0, float(v.abs().max()))
-    assert float((actual.double() - exact).abs().max()) < 2 * STEPS[dtype] * size
+def test_attention_is_what_the_formula_says(ops: Any) -> None:
+    wrong = []
+    for number, (tokens, context, window) in enumerate(SIZES):
+        for turn, dtype in enumerate(_dtypes(ops)):
+            shape = SHAPES[(number + turn) % len(SHAPES)]
+            operands = _operands(dtype, tokens, context, shape)
+            kept = [x.clone() for x in operands]
+            found = ops.attention(*operands, window)
+            assert all(map(torch.equal, operands, kept))
+            # A row's bits do not depend on the rows before it in its chunk, nor on threads.
+            q, k, v = operands
+            native.set_threads(3)
+            last = ops.attention(q[-1:], k, v, window)
+            native.set_threads(1)
+            exact = _attended(*operands, window)
+            if not (_near(found, exact, dtype) and torch.equal(last, found[-1:])):
+                wrong.append((tokens, context, window, dtype, shape))
+    assert wrong == []
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("window", [None, 40, 900, 1024])
-@pytest.mark.parametrize("context", [1023, 1024, 1025, 1160])
-@pytest.mark.parametrize("tokens", [2, 129])
-def test_attention_to_a_long_context_is_that_of_each_head_alone(
-    tokens: int, context: int, window: int | None
-) -> None:
-    """On either side of the context lengths at which the causal bias is another one."""
-    q, k, v = _operands(tokens, context, torch.float32)
-    torch.testing.assert_close(
-        attention(q, k, v, window).double(), _attended(q, k, v, window), rtol=0, atol=1e-5
-    )
-
-
-def _tensor_bytes() -> int:
-    gc.collect()
-    return sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor)
-
-
-@pytest.mark.parametrize(("window", "keys"), [(None, 3 * 1024), (1000, 2 * 1024)])
-def test_little_is_kept_of_a_long_context(window: int | None, keys: int) -> None:
-    """128 rows of the longest, whatever the steps; nothing of a mask."""
-    local_ops._causal_bias.cache_clear()
-    before = _tensor_bytes()
-    for context in (600, 1500, 2500, 3000):
-        operands = _operands(300, context, torch.float32)
-        attention(*operands, window)
-        causal_mask(300, context, window)
-    del operands
-    assert _tensor_bytes() - before <= 128 * keys * 4
-
-
-@each_row(("heads", "shared"), [(4, 4), (8, 1), (6, 3), (1, 1)])
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_query_heads_look_at_the_keys_that_they_share(tokens: int, heads: int, shared: int) -> None:
-    q, k, v = _operands(tokens, tokens + 4, torch.float32, heads, shared, size=24)
-    torch.testing.assert_close(
-        attention(q, k, v, None).double(), _attended(q, k, v, None), rtol=0, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 17, 130])
-def test_a_hidden_key_weighs_nothing_whatever_it_is(tokens: int) -> None:
+@each_row("tokens", [1, 3, 17, 130])
+def test_a_hidden_key_weighs_nothing_whatever_it_is(ops: Any, tokens: int) -> None:
     """Not even where its score or its value is as large as can be."""
     window, context = 20, 200
-    q, k, v = _operands(tokens, context, torch.float32)
-    expected = attention(q, k, v, window)
+    q, k, v = _operands(torch.float32, tokens, context)
+    expected = ops.attention(q, k, v, window)
     seen = context - tokens - window + 1
     k, v = k.clone(), v.clone()
     k[:, :seen], v[:, :seen] = 1e4, -1e30
-    assert torch.equal(attention(q, k, v, window), expected)
+    assert torch.equal(ops.attention(q, k, v, window), expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 17, 130])
-def test_attention_leaves_its_operands_as_they_were(tokens: int) -> None:
-    operands = _operands(tokens, tokens + 2, torch.float32)
-    before = [x.clone() for x in operands]
-    attention(*operands, None)
-    for x, same in zip(operands, before, strict=True):
-        assert torch.equal(x, same)
-
-
-@pytest.mark.parametrize("dtype", STEPS)
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_scores_that_overflow_half_precision_are_no_trouble(
-    tokens: int, dtype: torch.dtype
-) -> None:
+def test_scores_that_overflow_half_precision_are_no_trouble(ops: Any) -> None:
     """A sum of 16 products of 300 by 300 is 1.4 million, of which float16 has none."""
-    q = torch.full((tokens, 2, 16), 300.0, dtype=dtype)
-    k = torch.full((1, tokens + 5, 16), 300.0, dtype=dtype)
-    v = torch.full((1, tokens + 5, 16), 0.5, dtype=dtype)
-    assert torch.equal(attention(q, k, v, None), torch.full((tokens, 32), 0.5, dtype=dtype))
+    for dtype, tokens in itertools.product(_dtypes(ops), (1, 20)):
+        q = torch.full((tokens, 2, 16), 300.0, dtype=dtype)
+        k, v = (torch.full((1, tokens + 5, 16), x, dtype=dtype) for x in (300.0, 0.5))
+        expected = torch.full((tokens, 32), 0.5, dtype=dtype)
+        assert torch.equal(ops.attention(q, k, v, None), expected), (dtype, tokens)
 
 
-def test_residual_is_a_sum_in_place() -> None:
-    h, y = _random(3, 5), _random(3, 5, seed=1)
-    expected = h + y
-    total = residual(h, y)
-    assert total is h
-    assert torch.equal(h, expected)
+@each_row("broken", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_hidden(ops: Any, broken: float) -> None:
+    for dtype, context in itertools.product(_dtypes(ops), (5, 700)):
+        q, k, v = _operands(dtype, 2, context, (2, 2, 16))
+        # One row's query: none of its scores is a number. One key: of its segment, one score.
+        q[0, 0, 3] = broken
+        k[1, 0] = torch.nan
+        found = ops.attention(q, k, v, None).unflatten(1, (2, 16))
+        assert found[0, 0].isnan().all()
+        assert found[1, 0].isfinite().all()
+        assert found[:, 1].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", STEPS)
-def test_rope_leaves_what_it_rotates_as_it_was(dtype: torch.dtype) -> None:
-    """Queries and keys are views of one product."""
-    product = _random(4, 2 * 16).to(dtype)
-    before = product.clone()
-    x = product[:, :16].view(4, 2, 8)
-    cos, sin = (table.to(dtype) for table in _cos_sin(_random(4, 4, seed=1)))
-    actual = apply_rope(x, cos, sin)
-    assert torch.equal(product, before)
-    assert actual.dtype == dtype
-    exact = apply_rope(x.double(), cos.double(), sin.double())
-    assert float((actual.double() - exact).abs().max()) < 4 * max(STEPS[dtype], 2e-7)
+@pytest.mark.parametrize("kernels", KERNELS[1:])
+def test_keys_are_written_where_they_belong(kernels: str) -> None:
+    append: Callable[..., None] = compiled_ops.append
+    with using_kernels(kernels):
+        for dtype in list(STEPS)[:2]:
+            cache, rows = torch.zeros(2, 9, 6, dtype=dtype), _random(dtype, 3, 2 * 6 + 4)
+            x = rows[:, :12].unflatten(1, (2, 6))
+            append(x, cache, 4)
+            right = torch.zeros_like(cache)
+            right[:, 4:7] = x.transpose(0, 1)
+            assert torch.equal(cache, right)
