@@ -131,14 +131,6 @@ def test_a_seed_repeats_the_same_tokens_and_none_draws_its_own() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    sampler = Sampler(SamplingSettings(temperature=1, seed=1), 0)
-    drawn = torch.tensor([sampler.sample(probabilities.log(), []) for _ in range(4000)])
-    frequencies = drawn.bincount(minlength=4) / 4000
-    torch.testing.assert_close(frequencies, probabilities, rtol=0, atol=0.03)
-
-
 def test_a_token_without_probability_is_never_drawn_at_either_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -182,13 +174,6 @@ def test_examples_that_are_no_chance(
     sampler = Sampler(SamplingSettings(**settings), len(previous))
     assert sampler.sample(given_V, previous) == token_id
     assert given_V.tolist() == logits
-
-
-def test_bfloat16_logits_are_sampled_in_float32() -> None:
-    logits = torch.linspace(-3, 3, 200).bfloat16()
-    settings = SamplingSettings(temperature=0.7, top_p=0.9, seed=5)
-    drawn = [Sampler(settings, 0).sample(x, []) for x in (logits, logits.float())]
-    assert drawn[0] == drawn[1]
 
 
 @given(
@@ -288,12 +273,12 @@ def test_settings_out_of_range_or_unknown_are_refused(wrong: dict[str, object]) 
     assert "input_value" not in str(caught.value)
 
 
-@each_row("token_id", [4, 2**40])
-def test_a_bias_outside_the_vocabulary_is_refused_without_its_id(token_id: int) -> None:
+def test_a_bias_outside_the_vocabulary_is_refused_without_its_id() -> None:
     require_known_ids(SamplingSettings(logit_bias={3: 1.0}), 4)
-    with pytest.raises(PromptError) as caught:
-        require_known_ids(SamplingSettings(logit_bias={token_id: 1.0}), 4)
-    assert str(caught.value) == "logit_bias: got an id outside the vocabulary, expected 0 to 3"
+    for token_id in (4, 2**40):
+        with pytest.raises(PromptError) as caught:
+            require_known_ids(SamplingSettings(logit_bias={token_id: 1.0}), 4)
+        assert str(caught.value) == "logit_bias: got an id outside the vocabulary, expected 0 to 3"
 
 
 # ------------------------------------------------------------------------------ log-probabilities

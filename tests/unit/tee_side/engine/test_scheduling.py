@@ -15,7 +15,7 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
 from tee_side.engine.sequence import Sequence
 from tee_side.engine.waiting import WaitingQueue
-from tee_side.policy.placement import Policy, load_policy
+from tee_side.policy.placement import Policy
 from tee_side.protect.pads.source import Pads
 from tests.kit.model import SavedModel, token_ids
 from tests.kit.rows import each_row
@@ -72,15 +72,6 @@ def test_one_that_comes_late_has_saved_nothing_up(been_here: str) -> None:
         queue.add("b", f"b{number}")
         queue.add("a", f"a more {number}")
     assert Counter(one[0] for one in _served(queue, 10)) == {"a": 5, "b": 5}
-
-
-def test_one_that_was_served_much_waits_longer_for_its_next_turn() -> None:
-    queue = _queue("a0", "b0")
-    _served(queue, 2, a=100)
-    for number in range(9):
-        queue.add("b", f"b{number}")
-        queue.add("a", f"a{number}")
-    assert [one[0] for one in _served(queue, 9)] == ["b"] * 9
 
 
 def test_what_is_removed_has_no_turn() -> None:
@@ -299,18 +290,3 @@ def test_a_prompt_gets_pads_for_all_of_its_rows_or_for_none(saved_model: Models)
     composed = bench.compose()
     assert [sequence for sequence, _ in composed.refused] == bench.sequences[:1]
     assert [one.sequence for one in composed.rows[0]] == bench.sequences[1:]
-
-
-@each_row("spare", [-1, 0])
-def test_a_prompt_leaves_where_decode_keeps_its_share(saved_model: Models, spare: int) -> None:
-    """A quarter of 128; one that decodes in the same step counts."""
-    policy = load_policy("shielded-prefill")
-    given = {name: getattr(policy, name) for name in policy.model_fields_set}
-    stock = {"name": "from-stock", "prefill": "stock", "decode_share": 0.25}
-    bench = Bench(saved_model, Policy.model_validate(given | stock), when_out="fail")
-    bench.decode(1)
-    bench.prompt(13)
-    bench.stock(32 + 1 + 13 + spare)
-    found = [(withheld, list(rows)) for _, withheld, rows in bench.found()]
-    assert found == ([(False, [0, 1])] if spare == 0 else [(False, [0]), (True, [1])])
-    assert bench.pads.in_tee == (spare < 0)

@@ -130,36 +130,6 @@ def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
     assert [len(found.logits_NV) for found in together] == [2, 1, 1]
 
 
-def test_rows_that_decode_are_sent_before_the_prompt_is_computed(saved_model: Models) -> None:
-    """And the service has work while the TEE computes the prompt, from the first layer on."""
-    told: list[str] = []
-
-    class Telling(LoopbackChannel):
-        def submit(self, request: Any, *arguments: Any, **more: Any) -> int:
-            told.append("sent")
-            return super().submit(request, *arguments, **more)
-
-    class Notes:
-        def lane(self, index: int) -> Notes:
-            return self
-
-        def called(self, operator: str, layer: int | None, place: str) -> None:
-            told.extend([operator] if operator == "o_proj" and place == "tee" else [])
-
-        def spent(self, *_: Any) -> None: ...
-
-        def exchanged(self, *_: Any) -> None: ...
-
-    model = saved_model("llama")
-    channel = Telling(model.directory)
-    tee = model.tee("shielded", channels=[channel], observer=Notes())
-    run_step(_mixed(tee)[:2], tee.lanes)
-    assert told.count("o_proj") == 3
-    assert told[0] == "sent"
-    first, *_, last = (at for at, one in enumerate(told) if one == "o_proj")
-    assert "sent" in told[first:last]
-
-
 def test_a_step_gives_the_hidden_states_of_the_rows_that_are_read(tee: Tee) -> None:
     """However it is cut; the logits of all of them are what the LM head makes of them."""
     ids = token_ids(13)

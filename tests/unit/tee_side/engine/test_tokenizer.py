@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import tokenizers
 from hypothesis import given
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
@@ -26,19 +26,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory, run
 
-SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 CANARY = "canary-5309"
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}\n"
-    "    {% if message['role'] not in ['user', 'assistant', 'system'] %}\n"
-    "        {{ raise_exception('unknown role ' ~ message['content']) }}\n"
-    "    {% endif %}\n"
-    "<|user|>{{ message['content'] | trim }}{{ eos_token }}\n"
-    "{% if loop.last %}{% break %}{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
 MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "  the café?  "},
@@ -49,29 +37,15 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer with BOS, as Llama 3 and Qwen have them."""
-    raw = tokenizers.Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    raw.train_from_iterator(["the cat sat on the mat", "naïve café 日本語 🙂 the end"], trainer)
-    raw.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", raw.token_to_id("<s>"))]
-    )
+    """The demo model's tokenizer: byte-level BPE with BOS, as Llama 3 and Qwen have them."""
     path = tmp_path_factory.mktemp("byte-level")
-    raw.save(str(path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True},
-        "chat_template": TEMPLATE,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_directory("demo") / name, path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    template = (model_directory("demo") / "chat_template.jinja").read_text()
+    special = {"__type": "AddedToken", "content": config["eos_token"], "special": True}
+    content = {**config, "eos_token": special, "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(content))
     return path
 
 
@@ -91,11 +65,7 @@ def known(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     raw.add_special_tokens(["<unk>", "<s>", "</s>"])
     path = tmp_path_factory.mktemp("sentencepiece")
     raw.save(str(path / "tokenizer.json"))
-    return {
-        "byte-level": Tokenizer(directory),
-        "sentencepiece": Tokenizer(path),
-        "demo": Tokenizer(model_directory("demo")),
-    }
+    return {"byte-level": Tokenizer(directory), "sentencepiece": Tokenizer(path)}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +78,7 @@ def tokenizer(known: dict[str, Tokenizer]) -> Tokenizer:
 
 # Short of "▁" itself, which sentencepiece takes for a space.
 @given(text=st.text(max_size=20).map(lambda text: text.replace("▁", "_")))
-@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "demo"])
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_a_text_is_what_its_tokens_say_as_bytes_and_as_they_come(
     known: dict[str, Tokenizer], kind: str, text: str
 ) -> None:
@@ -155,38 +125,32 @@ def test_special_tokens_are_added_and_left_out_as_the_tokenizer_says(
 def test_bytes_of_every_kind_of_token(
     known: dict[str, Tokenizer], directory: Path, tmp_path: Path
 ) -> None:
-    demo, byte_level, sentencepiece = (
-        known[kind] for kind in ("demo", "byte-level", "sentencepiece")
-    )
+    byte_level, sentencepiece = known.values()
     every_byte = set()
-    for token_id in range(demo.vocabulary_size):
-        text = demo._raw.decode([token_id], skip_special_tokens=False)
-        assert demo.token_text(token_id) == text
-        every_byte.add(demo.token_bytes(token_id))
+    for token_id in range(byte_level.vocabulary_size):
+        text = byte_level._raw.decode([token_id], skip_special_tokens=False)
+        assert byte_level.token_text(token_id) == text
+        every_byte.add(byte_level.token_bytes(token_id))
     assert {bytes([byte]) for byte in range(256)} <= every_byte
-    assert byte_level.special_tokens == {text: token_id for token_id, text in enumerate(SPECIAL)}
     raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     raw.add_tokens(["café au lait"])
     raw.save(str(tmp_path / "tokenizer.json"))
     added = Tokenizer(tmp_path)
-    assert "café au lait" not in added.special_tokens
+    assert added.special_tokens == byte_level.special_tokens
+    assert list(byte_level.special_tokens.values()) == [0, 1, 2, 3, 4]
     raw = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
-    raw.save(str(tmp_path / "tokenizer.json"))
-    word_piece = Tokenizer(tmp_path)
-    raw.decoder = decoders.WordPiece()
     raw.save(str(tmp_path / "tokenizer.json"))
     for found, expected in (
         (byte_level.token_bytes(2), b"<|user|>"),
         # Of a character that has two bytes, the first.
         (byte_level.token_bytes(byte_level.encode("\u0141")[1]), "\u0141".encode()[:1]),
         (byte_level.token_text(byte_level.encode("\u0141")[1]), "\ufffd"),
-        (byte_level.token_bytes(byte_level.vocabulary_size), b""),
+        (byte_level.token_bytes(1024), b""),
         (sentencepiece.token_bytes(3 + 0x0A), b"\n"),
         (sentencepiece.token_text(268), " the"),
         (sentencepiece.token_bytes(1), b"<s>"),
-        (added.token_bytes(290), "café au lait".encode()),
+        (added.token_bytes(1024), "café au lait".encode()),
         # One that is neither has what it decodes.
-        (word_piece.token_bytes(2), b"##b"),
         (Tokenizer(tmp_path).token_bytes(2), b"##b"),
     ):
         assert found == expected
@@ -222,13 +186,11 @@ _LARGE = "{% set n = 2 ** 2000 * 2 ** 2000 %}{% set m = n * n %}"
 @each_row(
     ("template", "error", "said"),
     [
-        (TEMPLATE, PromptError, "chat template: got TemplateError"),
         # What it says of the messages is not shown.
-        ("{{ raise_exception('odd: ' ~ messages[0].content) }}", PromptError, "not shown"),
+        ("{{ raise_exception(messages[0].content) }}", PromptError, "TemplateError .* not shown"),
         ("{{ messages[0][messages[0].content] + 1 }}", PromptError, "not shown"),
         ("{{ messages[7].content }}", PromptError, "UndefinedError"),
         ("{{ 1 / 0 }}", PromptError, "ZeroDivisionError"),
-        ("{{ messages + 1 }}", PromptError, "TypeError"),
         # It cannot leave its sandbox.
         ("{{ messages.append(1) }}", PromptError, "SecurityError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", PromptError, "SecurityError"),
@@ -301,45 +263,31 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     assert str(tmp_path) in caught.value.where
 
 
+@each_row(
+    "change",
+    [
+        lambda raw: raw.enable_padding(length=50),
+        lambda raw: raw.enable_padding(direction="left", pad_to_multiple_of=2**40),
+        lambda raw: raw.enable_truncation(3),
+    ],
+    ids=["padding", "endless padding", "truncation"],
+)
+def test_a_prompt_is_neither_filled_up_nor_cut_off(
+    directory: Path, tmp_path: Path, tokenizer: Tokenizer, change: Callable[[Any], None]
+) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    change(raw)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    text = "the cat sat on the mat"
+    assert len(tokenizer.encode(text)) > 3
+    assert Tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
+
+
 def _changed(directory: Path, into: Path, **changes: Any) -> Path:
     """Write the good tokenizer with some of its parts exchanged; return its directory."""
     content = json.loads((directory / "tokenizer.json").read_text())
     (into / "tokenizer.json").write_text(json.dumps({**content, **changes}))
     return into
-
-
-_PADDING = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"}
-
-
-@each_row(
-    "changes",
-    [
-        {"padding": {**_PADDING, "strategy": {"Fixed": 50}, "direction": "Right"}},
-        {
-            "padding": {
-                **_PADDING,
-                "strategy": "BatchLongest",
-                "direction": "Left",
-                "pad_to_multiple_of": 2**40,
-            }
-        },
-        {
-            "truncation": {
-                "direction": "Right",
-                "max_length": 3,
-                "strategy": "LongestFirst",
-                "stride": 0,
-            }
-        },
-    ],
-)
-def test_a_prompt_is_neither_filled_up_nor_cut_off(
-    directory: Path, tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any]
-) -> None:
-    text = "the cat sat on the mat"
-    changed = Tokenizer(_changed(directory, tmp_path, **changes))
-    assert len(tokenizer.encode(text)) > 3
-    assert changed.encode(text) == tokenizer.encode(text)
 
 
 class Talks:

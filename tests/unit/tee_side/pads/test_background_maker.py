@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
@@ -60,29 +59,6 @@ def test_it_makes_what_each_load_wants_and_begins_each_block_idle() -> None:
     assert work.batches == [3, 5, 4]
     with work.maker.running():
         work.until(lambda: work.batches == [3, 5, 4, 2])
-
-
-def test_leaving_the_block_waits_for_the_batch_in_work_and_starts_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started, leaving = threading.Event(), threading.Event()
-
-    def slowly() -> None:
-        started.set()
-        assert leaving.wait(WAIT_S)
-        work.wanted = {"idle": 20}
-
-    join = threading.Thread.join
-
-    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
-        leaving.set()  # the block is being left, and only now can the batch end
-        join(thread, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", joined)
-    work = Work({"idle": 10}, slowly)
-    with work.maker.running():
-        assert started.wait(WAIT_S)
-    assert work.batches == [10]
     assert not _threads()
 
 
@@ -164,13 +140,3 @@ def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left(where: 
     with pytest.raises(KeyError):  # an error of the block's own
         run(lambda _: {}["missing"])
     assert not _threads()
-
-
-def test_steps_go_first_on_the_cores() -> None:
-    niceness: list[int] = []
-    work = Work({"idle": 1}, lambda: niceness.append(os.getpriority(os.PRIO_PROCESS, 0)))
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with work.maker.running():
-        work.until(lambda: work.batches)
-    assert min(19, before + 1) <= niceness[0]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before

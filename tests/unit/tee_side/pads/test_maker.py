@@ -28,13 +28,12 @@ from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.protect.pads.bank_format import Purpose
 from tee_side.protect.pads.layout import PadLayout, SiteShape, site_number
-from tee_side.protect.pads.maker import PadMaker, held_or, read_weights
+from tee_side.protect.pads.maker import PadMaker, read_weights
 from tee_side.protect.pads.store import MemoryStore
 from tee_side.protect.sites import IntegerSites
 from tee_side.words import OPERATORS, PROJECTIONS, Site
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.cli.pads import pads as pads_command
 from tsqp.cli.pads import product_operations
 from tsqp.lab.research.float_noise import FloatNoise
 
@@ -156,47 +155,6 @@ def test_every_site_is_checked_once_with_the_weights_that_are_used(saved_model: 
     assert checked == [(0, "o_proj"), (2, "down_proj")]
 
 
-def test_weights_in_memory_are_used_instead_of_read(saved_model: Models) -> None:
-    directory = saved_model("llama").directory
-    config, checkpoint = read_config(directory), Checkpoint(directory)
-    held: dict[Site, QuantizedLinear] = {}
-    read: list[Site] = []
-
-    def streamed(shape: SiteShape) -> torch.Tensor:
-        read.append(shape.site)
-        return load_quantized(checkpoint, config, *shape.site).weight
-
-    store = MemoryStore(PadLayout.of(config, [(0, "o_proj"), (1, "o_proj")]), 8)
-    maker = PadMaker(Pad(), held_or(held, streamed))
-    maker.fill(store, 1)
-    assert read == [(0, "o_proj"), (1, "o_proj")]
-    # Held later than the maker was made, and other weights than those on disk, to tell them apart.
-    held[1, "o_proj"] = load_quantized(checkpoint, config, 2, "o_proj")
-    read.clear()
-    maker.fill(store, 2)
-    assert read == [(0, "o_proj")]
-    store.take(1)
-    indices = store.take(2)
-    for site, layer in ((1, 0), (6, 2)):
-        r, u = store.factors(indices, site)
-        weight = load_quantized(checkpoint, config, layer, "o_proj").weight
-        assert torch.equal(u, (r.long() @ weight.long().t()).to(torch.int32))
-
-
-def test_missing_weights_are_named_before_anything_is_made(
-    saved_model: Models, tmp_path: Path
-) -> None:
-    directory, bank = tmp_path / "light", tmp_path / "bank"
-    shutil.copytree(saved_model("llama").directory, directory)
-    tensors = load_file(directory / "model.safetensors")
-    light = {name: tensor for name, tensor in tensors.items() if "o_proj" not in name}
-    save_file(light, directory / "model.safetensors")
-    made = ["make", str(directory), "--tokens", "1", "--bank", str(bank), "--bank-key-beside-bank"]
-    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.o_proj"):
-        pads_command.main(made, standalone_mode=False)
-    assert not bank.exists()
-
-
 # ------------------------------------------------------------------------- the pads of a run
 
 
@@ -259,8 +217,16 @@ def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
 
     monkeypatch.setattr(maker_module, "load_quantized", noted)
     # Under the default policy prefill is in the TEE, which holds all of them.
-    _fill(saved_model("llama").tee("shielded").assembly)
+    assembly = saved_model("llama").tee("shielded").assembly
+    _fill(assembly)
     assert read == []
+    (pads,) = assembly.pads.values()
+    site, indices = pads._store.layout.sites[0], pads._store.take(1)
+    r, u = pads._store.factors(indices, site.number)
+    config = read_config(saved_model("llama").directory)
+    checkpoint = Checkpoint(saved_model("llama").directory)
+    weight = load_quantized(checkpoint, config, *site.site).weight
+    assert torch.equal(u, (r.long() @ weight.long().t()).to(torch.int32))
     _fill(saved_model("llama").tee("shielded-prefill").assembly)
     assert len(read) == len(set(read)) == 3 * 4 + 1
 

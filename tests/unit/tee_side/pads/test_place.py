@@ -177,24 +177,6 @@ def test_a_witness_that_cannot_be_written_costs_its_pads_and_nothing_else(
         assert bank.take(1) == range(2, 3)
 
 
-def test_status_beside_a_process_that_uses_the_bank_reports_no_rollback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reads the witness before the index, which may move on in between."""
-    with create(tmp_path, block=1) as bank:
-        fill(bank, 4)
-        read = bank_files.read_file
-
-        def slow(path: Path, most: int, *, private: bool) -> bytes:
-            found = read(path, most, private=private)
-            if path.suffix == ".witness":
-                bank.take(1)
-            return found
-
-        monkeypatch.setattr("tee_side.protect.pads.bank.read_file", slow)
-        assert read_bank_status(place(tmp_path)).next_index == 1
-
-
 @each_row("kind", ["link", "folder", "mode", "another bank's", "cut"])
 def test_a_witness_that_is_not_ours_is_refused(kind: str, tmp_path: Path) -> None:
     ours, other = tmp_path / kind / "a", tmp_path / kind / "b"
