@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol import native
 from protocol.curve import ClientKeys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import (
@@ -29,7 +28,6 @@ from protocol.errors import (
 )
 from protocol.http_access import HttpAccess
 from tee_side import assembly
-from tee_side import runner as runner_module
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
 from tee_side.engine.generation import GenerationResult, PadTotals
@@ -416,35 +414,3 @@ def test_a_generation_counts_its_own_waits_and_steps_without_pads(
             pass
         assert runner.pads is None
         assert _generate(runner).token_ids == first.token_ids
-
-
-@each_row(
-    ("usable", "given", "bank", "expected"),
-    [
-        (16, None, True, (16, 15, 15, 3)),
-        (16, None, False, (16, 16, 16, 4)),
-        (16, 6, True, (16, 6, 6, 1)),
-        (2, None, True, (2, 2, 2, 1)),
-    ],
-)
-def test_cores_are_shared_once(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    usable: int,
-    given: int | None,
-    bank: bool,
-    expected: tuple[int, ...],
-) -> None:
-    """Reading a bank has a core of its own where there are more than three.
-
-    A prompt's pads are drawn by a fourth of the step's threads.
-    """
-    place = BankPlace.at(tmp_path / "bank", beside_bank=True) if bank else None
-    masks = MaskSettings(bank=place)
-    settings = RunnerSettings(tmp_path, load_policy("shielded"), masks=masks, threads=given)
-    asked: list[int | None] = []
-    monkeypatch.setattr(native, "usable_cores", lambda: usable)
-    monkeypatch.setattr(native, "set_up", lambda _kernels, threads: asked.append(threads))
-    monkeypatch.setattr(native, "set_threads", asked.append)
-    monkeypatch.setattr(native, "threads", lambda: asked[-1])
-    assert tuple(runner_module._share_cores(settings)) == expected

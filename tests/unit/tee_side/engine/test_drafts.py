@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from tee_side.engine.drafts import Drafts
-from tests.kit.rows import each_row
 
 # Few different tokens, so that runs repeat.
 IDS = st.lists(st.integers(0, 3), max_size=60)
@@ -40,20 +39,3 @@ def test_drafts_are_what_a_search_finds(
         drafts.append(token_id)
         ids.append(token_id)
     assert drafts.propose(most) == _searched(ids, min(most, tokens), longest)
-
-
-@each_row(
-    ("ids", "expected"),
-    [
-        # One token that was there before is not enough.
-        ([7, 8, 7], []),
-        # The latest one counts.
-        ([1, 2, 5, 1, 2, 6, 4, 1, 2], [6, 4, 1, 2]),
-        # Three tokens before two, though the two were seen later.
-        ([9, 1, 2, 5, 0, 1, 2, 6, 9, 1, 2], [5, 0, 1, 2]),
-        # A period goes on.
-        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),
-    ],
-)
-def test_examples(ids: list[int], expected: list[int]) -> None:
-    assert Drafts(ids).propose(4) == expected

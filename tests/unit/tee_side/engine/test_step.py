@@ -11,10 +11,9 @@ import torch
 from protocol.channel import Exchange
 from protocol.errors import DeadlineExceededError
 from tee_side.engine import step
-from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, Part, PartResult, run_step
-from tee_side.model.batch import Batch, Take
-from tee_side.model.forward import forward, logits
-from tee_side.remote.overlap import run
+from tee_side.engine.step import MIN_MICRO_BATCH_ROWS, Part, run_step
+from tee_side.model.batch import Batch
+from tee_side.model.forward import forward
 from tee_side.words import Phase
 from tests.kit.model import LoopbackChannel, SavedModel, Tee, assemble, token_ids
 from tests.kit.rows import each_row
@@ -80,30 +79,6 @@ def test_a_step_is_cut_into_as_many_parts_as_have_enough_rows(
         assert ops is lane.tables["prefill"]
 
 
-@each_row(
-    ("parts", "wanted"),
-    [
-        ([(1, 0)] * 12, 12),
-        ([(13, 0)], 1),  # two parts of three have no row whose logits are wanted
-        ([(1, 0), (12, 5)], 1),  # only the first has
-        ([(6, 3), (1, 0), (6, 3)], 1),  # only the second has
-        ([(3, 0), (9, 0), (2, 4)], 2),
-        ([(13, 5)], 0),
-    ],
-)
-def test_logits_stand_in_the_order_of_the_batch(
-    tee: Tee, parts: list[tuple[int, int]], wanted: int
-) -> None:
-    batch, same = _batch(tee, *parts), _batch(tee, *parts)
-    found = _run(tee, batch)
-    (expected,) = run_step([Part(same, "prefill")], tee.lanes[:1])
-    assert len(found) == wanted
-    torch.testing.assert_close(found, expected.logits_NV, rtol=0, atol=5e-5)
-    # No gradients are recorded, and the caches do not count the step before it is committed.
-    assert found.is_inference()
-    assert {chunk.cache.length for chunk in batch.chunks} == {0}
-
-
 def _mixed(tee: Tee) -> list[Part]:
     """Rows of every table: two that decode, ten of a prompt, one that gets no pads."""
     decode, prompt, withheld = (_batch(tee, *p) for p in ([(1, 0)] * 2, [(10, 0)], [(1, 0)]))
@@ -128,22 +103,6 @@ def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
         (alone,) = run_step([part], tee.lanes)
         assert torch.equal(found.logits_NV, alone.logits_NV)
     assert [len(found.logits_NV) for found in together] == [2, 1, 1]
-
-
-def test_a_step_gives_the_hidden_states_of_the_rows_that_are_read(tee: Tee) -> None:
-    """However it is cut; the logits of all of them are what the LM head makes of them."""
-    ids = token_ids(13)
-
-    def read(rows: range, wanted: bool) -> PartResult:
-        batch = Batch.of([Take(tee.cache(13), ids, 0, read=rows, logits=wanted)])
-        (result,) = run_step([Part(batch, "prefill")], tee.lanes)
-        return result
-
-    whole, part = read(range(13), wanted=True), read(range(2, 9), wanted=False)
-    assert (whole.hidden_RD.shape, len(part.logits_NV)) == ((13, 48), 0)
-    torch.testing.assert_close(part.hidden_RD, whole.hidden_RD[2:9], rtol=0, atol=1e-5)
-    logits_TV = run(logits(whole.hidden_RD, tee.model, tee.lanes[0].tables["prefill"]))
-    torch.testing.assert_close(logits_TV, tee.logits(ids), rtol=0, atol=5e-5)
 
 
 def test_a_step_that_fails_leaves_no_pads_behind(

@@ -16,8 +16,8 @@ import torch
 
 from protocol.errors import PadBankError, PadsExhaustedError
 from tee_side.protect.pads import store as store_module
-from tee_side.protect.pads.store import Batch, Draw, MemoryStore, PadStore
-from tests.kit.pads import LAYOUT, create, fill, product, reopen, use
+from tee_side.protect.pads.store import Draw, MemoryStore, PadStore
+from tests.kit.pads import LAYOUT, create, fill, product, put_all, reopen, use
 
 CAPACITY = 8
 SITES = frozenset(site.number for site in LAYOUT.sites)
@@ -47,8 +47,6 @@ class Checked:
         self.block = 16
         self.first = self.filled = self.filled_before = self.next = 0
         self.in_use: dict[int, set[int]] = {}
-        self.batch: Batch | None = None
-        self.missing: set[int] = set()
         # Beginnings of all r that were handed out. Equal ones are a coincidence of 2^-64.
         self.drawn: set[bytes] = set()
         self.held: dict[tuple[int, range], Pair] = {}
@@ -57,8 +55,6 @@ class Checked:
     def close(self) -> None:
         for indices, site, draw in self.pending:
             self.got(indices, site, draw())
-        if self.batch is not None:
-            self.batch.abandon()
         self.store.close()
         # What was handed out is the caller's: nothing that was read later has changed it.
         for (site, _), (r, u) in self.held.items():
@@ -71,8 +67,7 @@ class Checked:
 
     @property
     def room(self) -> int:
-        end = self.filled if self.batch is None else self.batch.indices.stop
-        return self.oldest // self.group * self.group + self.capacity - end
+        return self.oldest // self.group * self.group + self.capacity - self.filled
 
     def got(self, indices: range, site: int, pair: Pair) -> None:
         r, u = pair
@@ -83,52 +78,19 @@ class Checked:
         self.drawn.update(rows)
         self.held[site, indices] = pair
 
-    def begin(self, groups: int, odd: int) -> None:
-        count = groups * self.group + odd
-        if self.batch is not None:
-            with pytest.raises(RuntimeError, match="second batch"):
-                self.store.begin(count)
-        elif count % self.group or not 1 <= count <= self.room:
+    def fill(self, groups: int, commit: bool) -> None:
+        count = groups * self.group
+        if not 1 <= count <= self.room:
             expected = rf"got {count} to fill, expected {self.group} \.\. {self.room}, by "
             with pytest.raises(ValueError, match=expected):
                 self.store.begin(count)
-        else:
-            self.batch, self.missing = self.store.begin(count), set(SITES)
-            assert self.batch.indices == range(self.filled, self.filled + count)
-
-    def put(self, site: int) -> None:
-        if self.batch is None:
             return
-        u_NO = product(site, self.batch.r(site))
-        if site in self.missing:
-            self.batch.put(site, u_NO)
-            self.missing.remove(site)
-        else:
-            with pytest.raises(RuntimeError, match="put twice"):
-                self.batch.put(site, u_NO)
-
-    def end_batch(self, commit: bool) -> None:
-        if self.batch is None:
-            return
-        if commit and self.missing:
-            with pytest.raises(RuntimeError, match=f"{len(self.missing)} sites not put"):
-                self.batch.commit()
-            return
-        if commit:
-            self.batch.commit()
-            self.filled = self.batch.indices.stop
-        else:
-            self.batch.abandon()
-        with pytest.raises(RuntimeError, match="has ended"):
-            self.batch.commit()
-        self.batch = None
-
-    def fill(self, groups: int) -> None:
-        count = min(groups, self.room // self.group) * self.group
-        if self.batch is not None or not count:
-            return
-        fill(self.store, count)
-        self.filled += count
+        with self.store.begin(count) as batch:
+            assert batch.indices == range(self.filled, self.filled + count)
+            put_all(batch)
+            if commit:
+                batch.commit()
+                self.filled += count
 
     def take(self, count: int, right: bool) -> None:
         left = self.filled - self.next
@@ -202,9 +164,6 @@ class Checked:
         if not self.reopens:
             return
         left, used = self.store.left, self.next - self.first
-        if self.batch is not None:
-            self.batch.abandon()
-            self.batch = None
         self.store.close()
         self.store = reopen(self.folder, block)
         assert self.store.available == left
@@ -227,14 +186,12 @@ def _step(choose: random.Random, checked: Checked) -> tuple[Any, ...]:
     """Choose what is asked next: mostly, but not always, what is allowed."""
     site, count = choose.choice(sorted(SITES)), choose.choice((1, 1, 2, 3, 5, 9))
     place, right = choose.choice((0, 0, 0, 1, 2)), choose.random() < 0.8
-    if checked.batch is not None and choose.random() < 0.5:
-        return ("put", site) if checked.missing else ("end_batch", right)
+    fill = ("fill", choose.randint(0, 5), right)
     if not checked.in_use and choose.random() < 0.7:
-        return ("take", count, right) if checked.filled > checked.next else ("fill", count)
+        return ("take", count, right) if checked.filled > checked.next else fill
     return choose.choice(
         [
-            *[("fill", count), ("begin", choose.randint(0, 4), choose.choice((0, 0, 1, -1)))],
-            *[("put", site), ("end_batch", right), ("take", choose.randint(-1, 9), right)],
+            *[fill, fill, ("take", choose.randint(-1, 9), right)],
             *[("read", place, count, site, choose.random() < 0.5, right)] * 8,
             *[("read_all", place, count, right)] * 4,
             *[("release", place, count), ("result",), ("reopen", choose.choice((1, 4, 16)))],
@@ -280,25 +237,38 @@ def store(
         yield made
 
 
-def test_a_batch_refuses_what_does_not_fit(store: PadStore) -> None:
-    use(store, store.take(2))
+def test_a_batch_is_committed_as_a_whole_or_filled_again(store: PadStore) -> None:
+    use(store, store.take(6))
     with pytest.raises(KeyError):
         store.factors(store.take(1), 0)
     with store.begin(2) as batch:
+        assert store.room == 4
+        with pytest.raises(RuntimeError, match="second batch"):
+            store.begin(1)
+        first = batch.r(1)
+    with pytest.raises(RuntimeError, match="has ended"):
+        batch.commit()
+    assert (store.available, store.room) == (1, 6)
+    with store.begin(3) as batch:
+        assert torch.equal(batch.r(1)[:2], first)
         for shape, dtype in (
-            ((2, 3), torch.int32),
-            ((3, 2), torch.int32),
-            ((4,), torch.int32),
-            ((2, 2), torch.int64),
+            ((3, 3), torch.int32),
+            ((2, 2), torch.int32),
+            ((6,), torch.int32),
+            ((3, 2), torch.int64),
         ):
-            with pytest.raises(ValueError, match=r"layer 0 o_proj.*expected torch.int32 \[2, 2\]"):
+            with pytest.raises(ValueError, match=r"layer 0 o_proj.*expected torch.int32 \[3, 2\]"):
                 batch.put(1, torch.zeros(shape, dtype=dtype))
         with pytest.raises(KeyError):
-            batch.put(2, torch.zeros(2, 2, dtype=torch.int32))
+            batch.put(2, torch.zeros(3, 2, dtype=torch.int32))
         for site in sorted(SITES):  # not contiguous
+            with pytest.raises(RuntimeError, match="sites not put"):
+                batch.commit()
             batch.put(site, product(site, batch.r(site)).t().contiguous().t())
+        with pytest.raises(RuntimeError, match="put twice"):
+            batch.put(1, product(1, batch.r(1)))
         batch.commit()
-    use(store, store.take(7))
+    use(store, store.take(4))
     for capacity in (0, -1):
         with pytest.raises(ValueError, match=f"capacity {capacity}"):
             MemoryStore(LAYOUT, capacity)
