@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from protocol import messages
-from protocol.channel import Traffic
 from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
@@ -26,11 +25,9 @@ from protocol.errors import (
 from tee_side.engine import background
 from tee_side.engine.background import BackgroundEngine, State, Ticket
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.generation import PadTotals
 from tee_side.engine.request import Delivery, Request
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.engine.sequence import Sampled, Sequence
-from tee_side.engine.stats import Totals
 from tee_side.engine.waiting import QueueFullError
 from tee_side.protect.pads.background_maker import Load
 from tests.kit.model import LoopbackChannel, SavedModel, Tee, token_ids
@@ -399,18 +396,6 @@ def test_one_that_gets_no_pads_ends_with_all_its_samples_and_others_go_on(
     assert clients[1].ends == 1
 
 
-def test_without_pads_it_is_not_ready_until_some_were_made(saved_model: Models) -> None:
-    padded = _padded(saved_model, 0)
-    (pads,) = padded.assembly.pads.values()
-    with _running(_engine(padded)) as running:
-        assert isinstance(running.answer(_request(1)).error, PadsExhaustedError)
-        assert running.background.state == "starting"
-    with _running(_engine(padded), filling=pads.filling) as running:
-        while running.answer(_request(1)).error is not None:
-            pass
-        assert running.background.state == "ready"
-
-
 def test_pads_are_made_as_the_load_allows(tee: Tee) -> None:
     loads: list[Load] = []
     idle = threading.Semaphore(0)
@@ -432,18 +417,15 @@ def test_pads_are_made_as_the_load_allows(tee: Tee) -> None:
         assert loads == ["idle", "steps", "idle"]
 
 
-def test_what_it_says_of_itself_is_what_was_done(tee: Tee) -> None:
-    pads = PadTotals(available=5, waited=6, in_tee=7)
-    totals = Totals(Traffic(round_trips=3), pads, pads_made=8, pads_used=9)
+def test_it_can_step_while_it_is_ready_and_no_service_is_waited_for(tee: Tee) -> None:
     engine, waits = _engine(tee), False
     engine.admit(_request(1, 4))
     engine.step()
-    with _running(engine, start=False, totals=lambda: totals, waits=lambda: waits) as running:
+    with _running(engine, start=False, waits=lambda: waits) as running:
         running.ask(_request(2))
         stats = running.background.stats()
-        assert (stats.pads_ready, stats.pads_waited, stats.pads_in_tee) == (5, 6, 7)
-        assert (stats.pads_made, stats.pads_used, stats.round_trips) == (8, 9, 3)
         assert (stats.running, stats.waiting, stats.steps) == (1, 1, 1)
+        assert stats.kv_usage == engine.kv_bytes / engine.max_kv_bytes > 0
         assert not running.background.can_step
         running.start()
         running.until(lambda: running.background.state == "ready")

@@ -21,9 +21,9 @@ def config(saved_model: Callable[..., SavedModel]) -> ModelConfig:
     return read_config(saved_model("llama").directory)
 
 
-def _cache(config: ModelConfig, ids: Sequence[int] = (), kind: type[KVCache] = KVCache) -> KVCache:
+def _cache(config: ModelConfig, ids: Sequence[int] = ()) -> KVCache:
     """Return a cache whose keys say which tokens they are of."""
-    cache = kind(config, 60, torch.float32)
+    cache = KVCache(config, 60, torch.float32)
     if ids:
         shape = (len(ids), config.num_key_value_heads, config.head_dim)
         rows = torch.tensor(ids, dtype=torch.float32)[:, None, None].expand(shape).contiguous()
@@ -105,30 +105,3 @@ def test_room_is_made_by_the_least_recently_used(config: ModelConfig) -> None:
         assert "".join(str(int(cache.nbytes > 0)) for cache in caches) == kept
     pool.make_room(2**62)
     assert pool.nbytes == sum(cache.nbytes for cache in caches) == 0
-
-
-def test_prefixes_may_change_while_another_thread_counts_their_memory(config: ModelConfig) -> None:
-    pool = PrefixPool()
-
-    class Changing(KVCache):
-        """Has another cache kept while its size is asked for."""
-
-        watched, size = False, 0
-
-        @property
-        def nbytes(self) -> int:
-            if self.watched:
-                self.watched = False
-                pool.keep(("another", ""), IDS, _cache(config, IDS))
-            return self.size
-
-        @nbytes.setter
-        def nbytes(self, size: int) -> None:
-            self.size = size
-
-    changing = _cache(config, IDS, Changing)
-    pool.keep(MINE, IDS, changing)
-    pool.keep(("other", ""), IDS, _cache(config, IDS))
-    changing.watched = True  # type: ignore[attr-defined]
-    assert pool.nbytes == 2 * changing.nbytes > 0
-    assert pool.nbytes == 3 * changing.nbytes

@@ -1,4 +1,4 @@
-"""Which request is next, which rows a step has, on which tables, and which of them get pads."""
+"""Which request is next, which rows and guesses a step has, and which of them get pads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from protocol.errors import LimitError, PadsExhaustedError
 from tee_side.engine.composer import Composed, compose
@@ -215,8 +217,9 @@ def test_logits_are_wanted_of_what_is_complete_and_goes_on(saved_model: Models) 
     bench.prompt(5, samples=3)  # the other samples wait for the prompt
     bench.prompt(6, max_new_tokens=0, pooling="last")
     bench.prompt(7)
-    (part,) = bench.compose(13).parts
-    assert len(part.batch.token_ids_T) == 13
+    composed = bench.compose(13)
+    (part,), (rows,) = composed.parts, composed.rows
+    assert [(one.tokens, one.outputs) for one in rows] == [(5, 1), (6, 0), (2, 0)]
     assert (part.batch.output_rows, part.batch.read_rows) == ((4,), (10,))
 
 
@@ -290,3 +293,39 @@ def test_a_prompt_gets_pads_for_all_of_its_rows_or_for_none(saved_model: Models)
     composed = bench.compose()
     assert [sequence for sequence, _ in composed.refused] == bench.sequences[:1]
     assert [one.sequence for one in composed.rows[0]] == bench.sequences[1:]
+
+
+# -------------------------------------------------------------------------- what is guessed
+
+# Few different tokens, so that runs repeat.
+IDS = st.lists(st.integers(0, 3), max_size=60)
+
+
+def _searched(ids: list[int], count: int, longest: int) -> list[int]:
+    for length in range(longest, 1, -1):
+        suffix = ids[len(ids) - length :]
+        for start in range(len(ids) - length - 1, -1, -1):
+            if ids[start : start + length] == suffix:
+                text = list(ids)
+                for i in range(count):
+                    text.append(text[start + length + i])
+                return text[len(ids) :]
+    return []
+
+
+@given(
+    prompt=IDS,
+    answer=IDS,
+    tokens=st.integers(1, 6),
+    longest=st.integers(2, 4),
+    most=st.integers(0, 8),
+)
+def test_drafts_are_what_a_search_finds(
+    prompt: list[int], answer: list[int], tokens: int, longest: int, most: int
+) -> None:
+    drafts, ids = Drafts(prompt, tokens=tokens, longest=longest), list(prompt)
+    for token_id in answer:
+        assert drafts.propose(most) == _searched(ids, min(most, tokens), longest)
+        drafts.append(token_id)
+        ids.append(token_id)
+    assert drafts.propose(most) == _searched(ids, min(most, tokens), longest)

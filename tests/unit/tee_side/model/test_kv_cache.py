@@ -133,42 +133,35 @@ def test_memory_that_the_machine_refuses_is_worth_retrying_where_it_has_as_much(
     assert caught.value.retryable
 
 
-@each_row(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_its_size_is_known_before_it_is_made(
-    config: ModelConfig, dtype: torch.dtype, size: int
-) -> None:
-    assert kv_bytes(config, 10, dtype) == 2 * 3 * 2 * 10 * 16 * size
-    cache = KVCache(config, 10, dtype)
-    keys, values = cache.append(0, _rows(10, 0).to(dtype), _rows(10, 0).to(dtype))
-    assert cache.nbytes == kv_bytes(config, 10, dtype) == 3 * (keys.nbytes + values.nbytes)
-
-
 def test_its_memory_is_its_own_and_goes_with_the_last_view(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the heap, caches that come and go leave holes."""
+    """Its size is known before it is made. On the heap, caches that come and go leave holes."""
     made: list[weakref.ref[mmap.mmap]] = []
 
     class Watched(mmap.mmap):
-        def __init__(self, *_: object) -> None:
+        def __init__(self, _descriptor: int, size: int, *_: object) -> None:
             made.append(weakref.ref(self))
+            sizes.append(size)
 
+    sizes: list[int] = []
     monkeypatch.setattr(kv_cache.mmap, "mmap", Watched)
-    cache = KVCache(config, 10, torch.float32)
-    views = [cache.append(layer, _rows(10, 0), _rows(10, 1)) for layer in range(3)]
-    pages = [one() for one in made]
-    assert sum(len(one) for one in pages if one is not None) == cache.nbytes
-    start = torch.frombuffer(pages[0], dtype=torch.float32).data_ptr()  # type: ignore[arg-type]
-    assert views[0][0].data_ptr() == start
-    del pages
-    cache.commit(10)
-    cache.release()
-    assert (cache.length, cache.nbytes) == (10, 0)
-    with pytest.raises(IndexError):
-        cache.append(0, _rows(1, 0), _rows(1, 0))
-    assert [one() is None for one in made] == [False, False]
-    del views
-    assert [one() is None for one in made] == [True, True]
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(config, 10, dtype)
+        size = 2 * 3 * 2 * 10 * 16 * dtype.itemsize
+        assert cache.nbytes == kv_bytes(config, 10, dtype) == sum(sizes) == size
+        rows = _rows(10, 0).to(dtype)
+        views = [cache.append(layer, rows, rows) for layer in range(3)]
+        cache.commit(10)
+        cache.release()
+        assert (cache.length, cache.nbytes) == (10, 0)
+        with pytest.raises(IndexError):
+            cache.append(0, rows, rows)
+        assert [one() is None for one in made] == [False, False]
+        del views
+        assert [one() is None for one in made] == [True, True]
+        made.clear()
+        sizes.clear()
 
 
 def test_four_fifths_of_the_available_memory_are_for_keys_and_values(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -68,6 +68,11 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
             "rope": _near(rotated, turned, dtype),
         }
         assert all(map(torch.equal, (product, gain, cos, sin), kept))
+        # Keys are written where they belong; torch's are written by the cache itself.
+        if ops is compiled_ops:
+            cache, keys = torch.zeros(1, 9, features, dtype=dtype), h.unflatten(1, (1, features))
+            ops.append(keys, cache, 3)
+            right["append"] = torch.equal(cache[0, 3:8], h) and not cache[0, [0, 1, 2, 8]].any()
         stream = h.contiguous()
         total = stream + up
         right["sum"] = ops.residual(stream, up) is stream and torch.equal(stream, total)
@@ -176,15 +181,6 @@ def test_a_hidden_key_weighs_nothing_whatever_it_is(ops: Any, tokens: int) -> No
     assert torch.equal(ops.attention(q, k, v, window), expected)
 
 
-def test_scores_that_overflow_half_precision_are_no_trouble(ops: Any) -> None:
-    """A sum of 16 products of 300 by 300 is 1.4 million, of which float16 has none."""
-    for dtype, tokens in itertools.product(_dtypes(ops), (1, 20)):
-        q = torch.full((tokens, 2, 16), 300.0, dtype=dtype)
-        k, v = (torch.full((1, tokens + 5, 16), x, dtype=dtype) for x in (300.0, 0.5))
-        expected = torch.full((tokens, 32), 0.5, dtype=dtype)
-        assert torch.equal(ops.attention(q, k, v, None), expected), (dtype, tokens)
-
-
 @each_row("broken", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_not_hidden(ops: Any, broken: float) -> None:
     for dtype, context in itertools.product(_dtypes(ops), (5, 700)):
@@ -196,16 +192,3 @@ def test_what_is_not_finite_is_not_hidden(ops: Any, broken: float) -> None:
         assert found[0, 0].isnan().all()
         assert found[1, 0].isfinite().all()
         assert found[:, 1].isnan().all()
-
-
-@pytest.mark.parametrize("kernels", KERNELS[1:])
-def test_keys_are_written_where_they_belong(kernels: str) -> None:
-    append: Callable[..., None] = compiled_ops.append
-    with using_kernels(kernels):
-        for dtype in list(STEPS)[:2]:
-            cache, rows = torch.zeros(2, 9, 6, dtype=dtype), _random(dtype, 3, 2 * 6 + 4)
-            x = rows[:, :12].unflatten(1, (2, 6))
-            append(x, cache, 4)
-            right = torch.zeros_like(cache)
-            right[:, 4:7] = x.transpose(0, 1)
-            assert torch.equal(cache, right)

@@ -20,7 +20,7 @@ from protocol.model.identity import linear_digest, model_digest
 from protocol.model.quantized import QuantizedLinear, load_quantized
 from protocol.model.weights import CPU, load_linear
 from tee_side.assembly import Assembly
-from tee_side.policy.placement import Policy, load_policy
+from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads import maker as maker_module
@@ -89,13 +89,19 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
     directory = saved_model(kind).directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     store, noise = MemoryStore(PadLayout.of(config), 64), MemoryStore(PadLayout.of(config), 64)
-    mask, told = FloatNoise(sigma=3.0), list[tuple[int, int]]()
-    PadMaker(Pad(), read_weights(checkpoint, config, "int8")).fill(
-        store, count, lambda *done: told.append(done)
-    )
+    mask, told, checked = FloatNoise(sigma=3.0), list[tuple[int, int]](), list[Site]()
+
+    def check(site: Site, weights: QuantizedLinear) -> None:
+        checked.append(site)
+        assert torch.equal(weights.weight, load_quantized(checkpoint, config, *site).weight)
+
+    maker = PadMaker(Pad(), read_weights(checkpoint, config, "int8", check))
+    maker.fill(store, count, lambda *done: told.append(done))
+    maker.fill(store, 1)
+    assert checked == [site.site for site in store.layout.sites]
     PadMaker(mask, read_weights(checkpoint, config, "float")).fill(noise, count)
     assert told == [(done, 13) for done in range(1, 14)]
-    assert store.available == noise.available == count
+    assert store.available == noise.available + 1 == count + 1
     indices = store.take(count)
     noise.take(count)
     for site in store.layout.sites:
@@ -135,24 +141,6 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models, tmp_path
     tensors[name] = torch.full_like(tensors[name], torch.nan)
     save_file(tensors, directory / "model.safetensors")
     refused(ModelError, "another content since the file was checked", 2)
-
-
-def test_every_site_is_checked_once_with_the_weights_that_are_used(saved_model: Models) -> None:
-    directory = saved_model("llama").directory
-    config, checkpoint = read_config(directory), Checkpoint(directory)
-    checked: list[Site] = []
-
-    def check(site: Site, weights: QuantizedLinear) -> None:
-        checked.append(site)
-        expected = load_quantized(checkpoint, config, *site)
-        assert torch.equal(weights.weight, expected.weight)
-        assert torch.equal(weights.scale, expected.scale)
-
-    store = MemoryStore(PadLayout.of(config, [(0, "o_proj"), (2, "down_proj")]), 4)
-    maker = PadMaker(Pad(), read_weights(checkpoint, config, "int8", check))
-    maker.fill(store, 1)
-    maker.fill(store, 2)
-    assert checked == [(0, "o_proj"), (2, "down_proj")]
 
 
 # ------------------------------------------------------------------------- the pads of a run
@@ -261,6 +249,7 @@ def test_one_bank_for_two_masks_is_refused_with_both_names(
         ("shifted", False),
         ('shifted label="" shift=2', False),
         ("pad", False),
+        (Shifted(shift=3, label='" shift=2 x="').described(), False),
         (SHIFTED.described(), True),
     ],
 )
@@ -278,17 +267,3 @@ def test_a_bank_opens_for_the_mask_and_options_that_it_was_made_for(
         model.tee(policy, bank=bank)
     assert caught.value.where == f"{bank.bank}: mask"
     assert (caught.value.got, caught.value.expected) == (made_for, 'shifted label="" shift=3')
-
-
-def test_masks_with_other_options_are_described_otherwise() -> None:
-    masks = (
-        Pad(),
-        Shifted(),
-        Shifted(shift=1),
-        Shifted(label="1"),
-        Shifted(label='" shift=1 x="'),
-        Shifted(label='"', shift=1),
-    )
-    assert len({mask.described() for mask in masks}) == 6
-    # What a bank is made for, without being asked.
-    assert [mask.described() for mask in load_policy("shielded").masks] == ["pad"]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from protocol.errors import ModelError, PadBankError, PadsExhaustedError
+from protocol.errors import PadBankError, PadsExhaustedError
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.pads.background_maker import Load
@@ -218,16 +218,6 @@ def test_a_run_that_does_not_wait_is_refused_before_anything_is_taken() -> None:
     assert caught.value.expected.startswith("3 (tee-runner pads make, or --when-out")
     assert caught.value.retryable
     assert (maker.asked, pads.waited, pads.used, store.available) == ([], 0, 0, 2)
-
-
-def test_a_maker_that_fails_leaves_no_half_step_behind() -> None:
-    pads, _, maker = _pads(1, "wait")
-    maker.error = ModelError("model", got="another one", expected="the same")
-    lane = pads.lane()
-    lane.draw(FIRST, 1)
-    for site in SITES:
-        with pytest.raises(ModelError):
-            lane.draw(site, 1)
 
 
 def test_a_run_that_waits_makes_more_in_batches_that_grow() -> None:
