@@ -180,6 +180,22 @@ def test_many_requests_of_several_threads_get_their_own_tokens(tee: Tee) -> None
         _assert_same(tee, request, client_)
 
 
+def test_owners_take_turns_by_the_tokens_that_they_were_given(tee: Tee) -> None:
+    ends: list[str] = []
+
+    def ask(name: str, seed: int, new_tokens: int) -> None:
+        request = _request(seed, new_tokens, owner=name[0])
+        running.background.submit(request, lambda d: ends.extend([name] if d.ended else []))
+
+    with _running(_engine(tee, max_sequences=1), start=False) as running:
+        # The first owner has short prompts and long answers.
+        for name, seed, new_tokens in (("a0", 7, 40), ("b0", 6, 2), ("a1", 7, 2), ("b1", 6, 2)):
+            ask(name, seed, new_tokens)
+        running.start()
+        running.until(lambda: len(ends) == 4)
+    assert ends == ["a0", "b0", "b1", "a1"]
+
+
 # ----------------------------------------------------------------------------------- cancelling
 
 
@@ -274,7 +290,7 @@ def _failing_for(engine: Engine, poisoned: Request, error: Exception) -> None:
 
 def test_one_whose_activation_is_out_of_range_ends_alone(tee: Tee) -> None:
     engine, told = _engine(tee), list[State]()
-    others = [_request(n, samples=2) for n in (1, 2)]
+    others = [_request(1, 2, samples=2), _request(2, samples=2)]
     poisoned = _request(3, samples=2)
     error = ActivationRangeError("o_proj", got="much", expected="less")
     _failing_for(engine, poisoned, error)

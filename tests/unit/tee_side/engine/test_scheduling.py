@@ -103,6 +103,9 @@ def test_a_full_queue_takes_a_place_from_the_owner_with_most_and_no_more() -> No
     assert len(queue) == 4
     queue.pop()
     assert queue.add("bob", "b6") is None
+    # One more than the other has is no reason.
+    with pytest.raises(LimitError):
+        _queue("b1", "b2", "c1", limit=3).add("c", "c2")
 
 
 # ---------------------------------------------------------------------------- the rows of a step
