@@ -1,4 +1,4 @@
-"""A layout of two sites, weights for it, and what is right: u = r W mod 2^32."""
+"""Pads of a layout of two sites, weights for it, and what is right: u = r W mod 2^32."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tee_side.protect.pads.layout import PadLayout, SiteShape
 from tee_side.protect.pads.store import Batch, PadStore
 
 LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))
-MODEL_DIGEST, LINEAR_DIGEST = "a" * 64, "b" * 64
 PURPOSE = Purpose.of(
-    LAYOUT, mask="pad", model="tiny", model_digest=MODEL_DIGEST, linear_digest=LINEAR_DIGEST
+    LAYOUT, mask="pad", model="tiny", model_digest="a" * 64, linear_digest="b" * 64
 )
 
 
@@ -32,16 +31,12 @@ def new_boot(folder: Path) -> None:
     place(folder).witness_file(found[1].decode()).unlink(missing_ok=True)
 
 
-def weight(site: int) -> torch.Tensor:
-    """Return W, int64 [in, out]."""
+def product(site: int, r: torch.Tensor) -> torch.Tensor:
+    """Return r W mod 2^32 as int32, for the fixed weights of a site."""
     shape = LAYOUT.by_number[site]
     count = shape.in_features * shape.out_features
-    return (torch.arange(count) * 37 % 255 - 127).reshape(shape.in_features, shape.out_features)
-
-
-def product(site: int, r: torch.Tensor) -> torch.Tensor:
-    """Return r W mod 2^32 as int32."""
-    exact = (r.to(torch.int64) @ weight(site)) % 2**32
+    weight = (torch.arange(count) * 37 % 255 - 127).reshape(shape.in_features, shape.out_features)
+    exact = (r.to(torch.int64) @ weight) % 2**32
     return torch.where(exact >= 2**31, exact - 2**32, exact).to(torch.int32)
 
 
@@ -69,8 +64,8 @@ def use(store: PadStore, indices: range, *, at_once: bool = False) -> list[torch
     return drawn
 
 
-def create(folder: Path, capacity: int = 8, block: int = 16) -> BankFile:
-    return BankFile.create(place(folder), PURPOSE, capacity=capacity, block=block)
+def create(folder: Path, capacity: int = 8, block: int = 16, group: int = 1) -> BankFile:
+    return BankFile.create(place(folder), PURPOSE, capacity=capacity, block=block, group=group)
 
 
 def reopen(folder: Path, block: int = 16) -> BankFile:
