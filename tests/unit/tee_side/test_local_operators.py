@@ -28,8 +28,7 @@ from tee_side.remote.linear import CallSettings
 from tee_side.remote.overlap import run
 from tee_side.remote.registered import RunParts
 from tee_side.words import OPERATORS
-from tests.kit.model import SavedModel
-from tests.unit.tee_side.policy_texts import CLEAR
+from tests.kit.model import CLEAR, SavedModel
 from tsqp.lab.research.operators import product_here
 
 Models = Callable[..., SavedModel]
