@@ -267,7 +267,7 @@ def test_a_damaged_or_missing_or_other_file_is_refused(tmp_path: Path, config: M
             Calibration.load(tmp_path / name, config, MODEL)
     save_calibration(make(config), tmp_path / "a")
     pinned = Manifest(version=1, files={"config.json": MODEL}, tensors={})
-    with pytest.raises(ManifestError, match="calibration.safetensors"):
+    with pytest.raises(ManifestError, match="calibration"):
         Calibration.load(tmp_path / "a", config, MODEL, manifest=pinned)
 
 
