@@ -164,6 +164,8 @@ def test_rounding_in_the_norm_cannot_let_a_wrapping_row_through(size: int) -> No
 def test_a_ring_that_is_too_small_is_refused_with_both_values(config: ModelConfig) -> None:
     fits = SiteScales(1.0, torch.ones(config.hidden_size), HEADROOM * 12, 12.0)
     make(config, {(2, "down_proj"): fits}).check_ring()
+    with pytest.raises(CalibrationError, match=r"got 2\^31\.2 for down_proj in layer 2"):
+        make(config, {(2, "down_proj"): replace(fits, norm_limit=HEADROOM * 12 * 0.9)}).check_ring()
     # Its largest row is 12; 2^2.1 times as large as the ring has room for.
     small = replace(fits, norm_limit=HEADROOM * 12 / 2**2.1)
     with pytest.raises(CalibrationError) as raised:
