@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from protocol.channel import Channel, Exchange, Traffic
@@ -21,6 +23,7 @@ from protocol.errors import (
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.pending import OversizedRequestError
 from protocol.tensors import from_torch
+from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
@@ -214,6 +217,22 @@ class World:
     def replicas(self, *names: str, timeout_s: float = 5.0) -> Any:
         """Return the channel over services that stand in for each other."""
         return self.connect(ReplicaGroup(1, 0, 0, names), timeout_s=timeout_s).at(0)[0]
+
+
+def stopped_clock(patch: pytest.MonkeyPatch) -> Any:
+    """Return the only clock that services go by: sleeping sets it forward, and takes no time."""
+    found = SimpleNamespace(now=1000.0, slept=[])
+    found.monotonic = lambda: found.now
+
+    def sleep(seconds: float) -> None:
+        found.slept.append(seconds)
+        # A little more: what is compared with a moment afterwards has been rounded.
+        found.now += seconds + 1e-5
+
+    found.sleep = sleep
+    for module in (member, replicas, connected, sys.modules[__name__]):
+        patch.setattr(module, "time", found)
+    return found
 
 
 def lost(endpoint: str) -> EndpointError:

@@ -235,6 +235,7 @@ METADATA = {
         ({}, {NAME: torch.linspace(-1, 1, 48)}, f"{NAME}: got -1, expected positive finite num"),
         ({}, {NAME: torch.linspace(0, 1, 48)}, f"{NAME}: got 0, expected positive"),
         ({}, {NAME: torch.full((48,), math.nan)}, f"{NAME}: got nan, expected positive"),
+        ({}, {NAME: torch.full((48,), math.inf)}, f"{NAME}: got inf, expected positive"),
         ({}, {"9.o_proj.weight_scale": torch.ones(48)}, "a tensor that the model does not expl"),
         ({}, {"norm_limit": None}, "norm_limit: got no such tensor"),
         ({}, {"norm_limit": torch.full((3, 4), math.inf).double()}, "norm_limit: got inf"),
