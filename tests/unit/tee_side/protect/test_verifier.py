@@ -25,14 +25,13 @@ from protocol.model.identity import model_digest
 from tee_side.model.local_operators import sites_where
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
-from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites
 from tee_side.protect.verification import ExactCheck
 from tee_side.protect.verifier import Unverified, Weights, check_verifiable, find_checks
 from tee_side.remote.call import CallPlan
 from tee_side.words import OPERATORS, Operator, Site
-from tests.kit.lie import Change, Lying, bytes_of, generate, is_of, one_more, site_of
+from tests.kit.lie import Change, Lying, generate, is_of, one_more, site_of
 from tests.kit.model import (
     CLEAR,
     LoopbackChannel,
@@ -125,34 +124,6 @@ def test_a_lie_about_integers_is_refused_and_its_result_used_for_nothing(
     assert (exchange.endpoint, error) == ("loopback", caught.value)
     # Nothing was asked after the lie.
     assert liar.lied == [len(liar.requests) - 1]
-
-
-@each_row(
-    ("policy", "micro_batches"), [("shielded", 1), ("shielded-prefill", 2), ("two-server", 2)]
-)
-def test_the_same_masked_tensors_are_sent_again_and_the_tokens_are_the_right_ones(
-    model: SavedModel, policy: str, micro_batches: int
-) -> None:
-    expected, drawn = generate(model.tee(policy), 6), []
-    draw = PadLane.draw
-
-    def counted(lane: PadLane, *arguments: Any) -> Any:
-        drawn.append(1)
-        return draw(lane, *arguments)
-
-    picks = lambda request: site_of(request) == (1, "gate_proj")  # noqa: E731
-    liar = Lying(model.directory, one_more, picks, at=1, others=True)
-    channels = [liar, LoopbackChannel(model.directory)]
-    tee = model.tee(policy, channels=channels, micro_batches=micro_batches)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PadLane, "draw", counted)
-        assert generate(tee, 6) == expected
-    (lied,), crossed = liar.lied, [bytes_of(request) for request in liar.requests]
-    again = [n for n, sent in enumerate(crossed) if sent == crossed[lied]]
-    assert (len(again), again[0]) == (2, lied)
-    # No other tensor crossed twice, and no pad was drawn for the second attempt.
-    assert len(crossed) - len(set(crossed)) == 1
-    assert policy == "two-server" or len(drawn) == len(crossed) - 1
 
 
 @each_row(

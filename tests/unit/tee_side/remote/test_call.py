@@ -17,7 +17,7 @@ from tee_side import plugins
 from tee_side.engine.sampling import SamplingSettings
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import MaskRules, linear_masking
-from tee_side.protect.masks.mask import Masked, Seed, SharingMask
+from tee_side.protect.masks.mask import Masked
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import FloatSite
 from tee_side.protect.verifier import UNVERIFIED
@@ -182,36 +182,6 @@ def test_under_a_row_mask_modules_share_their_rows_and_biases_stay(
     channel.tell(lambda y: y[:3])
     with pytest.raises(ReplyError, match=r"got float32 \[3, .*\], expected float32 \[6, "):
         run(tee.lanes[0].tables["decode"].qkv_proj[0](x))
-
-
-class Halves(SharingMask):
-    """A mask of before there were seeds, as a user may have one: two tensors, or a seed."""
-
-    name = "halves"
-    hides = known_break = source = cost = "x"
-    broken = True
-    tolerance = 0.0
-    arithmetic = "int8"
-    seeded: int = -1
-
-    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
-        seed = Seed(bytes(range(32)), tuple(x_TI.shape))
-        sent: list[Any] = [x_TI // 2, x_TI - x_TI // 2]
-        if self.seeded >= 0:
-            sent[self.seeded], sent[1 - self.seeded] = seed, x_TI - seed.elements()
-        return Masked(tuple(sent), lambda one, two: one + two)
-
-
-@each_row("seeded", [-1, 0, 1])
-def test_a_sharing_mask_may_send_tensors_or_seeds(saved_model: Models, seeded: int) -> None:
-    model = saved_model("llama")
-    placed = {"o_proj": CLEAR | {"mask": Halves(seeded=seeded)}}
-    tee = model.tee(policy_of(placed, arithmetic="int8"))
-    plain = model.tee(policy_of({"o_proj": CLEAR}, arithmetic="int8"))
-    assert generate(tee) == generate(plain)
-    methods = [{request.method for request in channel.requests} for channel in tee.channels]
-    expected = ["SeededRingLinear" if at == seeded else "RingLinear" for at in range(2)]
-    assert methods == [{method} for method in expected]
 
 
 # ---------------------------------------------------------------------------------------- plans

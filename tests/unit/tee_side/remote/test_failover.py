@@ -289,18 +289,6 @@ def test_a_lone_service_is_waited_for_until_the_deadline_and_asked_after_a_new_h
     replicas.call(ask())
 
 
-def test_a_service_that_is_silent_is_asked_again_only_after_a_handshake(world: World) -> None:
-    a, b = world.add("a", "b")
-    replicas = world.replicas("a", "b")
-    a.answers = deque([DeadlineExceededError("a", got="no reply", expected="one")])
-    with pytest.raises(DeadlineExceededError):
-        replicas.call(ask(), 0.0)
-    assert replicas.call(ask()).endpoint == "b"
-    b.answers, b.up = deque(["lost"]), False
-    assert replicas.call(ask()).endpoint == "a"
-    assert a.events == ["Init", "request", "Init", "request"]
-
-
 def test_a_handshake_that_is_not_answered_is_begun_again(world: World, clock: Any) -> None:
     """A service may take a connection, and be gone before it reads what came over it."""
     (a,) = world.add("a")
