@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protocol.errors import InputError, ManifestError, MaskError, PolicyError, TsqpError
+from protocol.errors import InputError, ManifestError, MaskError, TsqpError
 from tee_side.plugins import PluginError, checking_files, load_module, load_object, source_of
-from tee_side.policy.placement import builtin_policies, load_policy, policy_names
+from tee_side.policy.placement import load_policy, policy_names
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.masks.pad import Pad
 from tee_side.protect.masks.registry import MASKS, find_mask
@@ -37,6 +37,7 @@ CLAIMS = {
     "broken": "True",
     "tolerance": "0.1",
 }
+PADDED = (files("tee_side") / "policy" / "builtin" / "shielded.toml").read_text(encoding="utf-8")
 POLICY = """
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
@@ -97,15 +98,11 @@ def test_a_file_is_checked_each_time_and_what_was_checked_is_what_runs(tmp_path:
     assert load_object(str(path), "VALUE") == 1
     assert len(checked) == 3
     assert source_of(load_module(path).__name__) == b"VALUE = 1\n"
-
-
-def test_a_file_that_failed_is_run_again_the_next_time(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("raise KeyError")
+    # One that failed is run again the next time.
     with pytest.raises(PluginError):
-        load_module(path)
-    path.write_text("VALUE = 'mended, and of another length'")
-    assert load_object(str(path), "VALUE") == "mended, and of another length"
+        load_module(other)
+    other.write_text("VALUE = 'mended, and of another length'")
+    assert load_object(str(other), "VALUE") == "mended, and of another length"
 
 
 @each_row(
@@ -149,6 +146,22 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_path(
     assert (caught.value.__cause__ is None) == ("POLICY" in said or "Policy" in said)
 
 
+def test_a_mask_file_is_found_from_the_folder_of_the_policy_file_or_where_we_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    path = tmp_path / "policy.toml"
+    for mask, text in (("one.py", ONE), ("two.py:Two", TWO)):
+        (tmp_path / mask[:6]).write_text(text)
+        path.write_text(PADDED.replace('"pad"', f'"{mask}"').replace('"int8"', '"float"'))
+        assert [found.name for found in load_policy(str(path)).masks] == [mask[:3]]
+    found = find_mask("one.py", tmp_path)
+    assert issubclass(found, Mask)
+    assert find_mask(str(tmp_path / "one.py"), Path("/nowhere")) is found
+    monkeypatch.chdir(tmp_path)
+    assert find_mask("./one.py") is find_mask("one.py") is found
+
+
 @each_row("name", ["missing.py", "folder", "folder.py"])
 def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
     for folder in ("folder", "folder.py"):
@@ -158,50 +171,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
             load(tmp_path / name)
 
 
-def test_a_policy_may_be_a_python_file_and_name_a_mask_in_its_own_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir("/")
-    (tmp_path / "mine.py").write_text(POLICY)
-    assert load_policy(str(tmp_path / "mine.py")).name == "mine"
-    (tmp_path / "masks").mkdir()
-    (tmp_path / "masks" / "two.py").write_text(TWO)
-    text = 'place = "gpu", verify = "none", mask = { name = "masks/two.py:Two" }'
-    (tmp_path / "p.toml").write_text(
-        'name = "p"\nsummary = ""\n[operators]\nembedding = "tee"\nlm_head = "tee"\n'
-        + "".join(f"{name} = {{ {text} }}\n" for name in ("qkv_proj", "o_proj"))
-        + "".join(f'{n} = "tee"\n' for n in ("attn_scores", "attn_values"))
-        + "".join(f'{n} = "tee"\n' for n in ("gate_up_proj", "down_proj"))
-    )
-    assert [mask.name for mask in load_policy(str(tmp_path / "p.toml")).masks] == ["two"]
-
-
 # ---------------------------------------------------------------------------------------- masks
-
-
-@each_row("name", MASKS.names())
-def test_a_mask_is_found_by_its_own_name(name: str) -> None:
-    assert find_mask(name).name == name
-
-
-@each_row("name", ["nope", "", "Pad", "pad ", "row_mix"])
-def test_an_unknown_mask_is_refused_with_the_names_there_are(name: str) -> None:
-    with pytest.raises(MaskError) as caught:
-        find_mask(name)
-    assert caught.value.got == repr(name)
-    assert all(mask in caught.value.expected for mask in MASKS.names())
-
-
-def test_a_mask_file_is_found_from_the_folder_given_or_where_we_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "one.py").write_text(ONE)
-    found = find_mask("one.py", tmp_path)
-    assert issubclass(found, Mask)
-    assert found.name == "one"
-    assert find_mask(str(tmp_path / "one.py"), Path("/nowhere")) is found
-    monkeypatch.chdir(tmp_path)
-    assert find_mask("./one.py") is find_mask("one.py") is found
 
 
 @each_row(
@@ -264,24 +234,15 @@ class _Entry:
         return self._found
 
 
-Install = Callable[..., None]
+def _install(patch: pytest.MonkeyPatch, wanted: str, *given: tuple[str, object]) -> None:
+    """Let packages bring entries of a group, and no others."""
+    entries = [_Entry(*one) for one in given]
 
+    def entry_points(*, group: str, name: str | None = None) -> list[_Entry]:
+        return [one for one in entries if group == wanted and name in (None, one.name)]
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Return a function by which packages bring entries of a group, and there are no others."""
-
-    def go(group: str, *given: tuple[str, object]) -> None:
-        entries = [_Entry(*one) for one in given]
-
-        def entry_points(*, group: str, name: str | None = None) -> list[_Entry]:
-            return [one for one in entries if group == wanted and name in (None, one.name)]
-
-        wanted = group
-        for module in ("policy.placement", "plugins"):
-            monkeypatch.setattr(f"tee_side.{module}.entry_points", entry_points)
-
-    return go
+    for module in ("policy.placement", "plugins"):
+        patch.setattr(f"tee_side.{module}.entry_points", entry_points)
 
 
 class Theirs(Pad):
@@ -291,43 +252,37 @@ class Theirs(Pad):
 
 
 FAILING = ImportError("no module\nthat it needs")
-FAILED = "got ImportError: no module that it needs, expected one that loads"
+A_POLICY = policy_of()
 
 
-def test_a_policy_of_an_installed_package_is_found_by_its_name(install: Install) -> None:
-    theirs = policy_of()
-    entries = {"theirs": theirs, "number": 3, "failing": FAILING, "shielded": theirs}
-    install("tsqp.policies", *entries.items())
-    assert load_policy("theirs") is theirs
-    # One cannot take the place of ours.
-    assert load_policy("shielded").name == "shielded"
-    assert policy_names() == sorted({*builtin_policies(), *entries})
-    with pytest.raises(PolicyError, match="entry point package:number: got 3, expected a tee_side"):
-        load_policy("number")
-    with pytest.raises(PluginError, match=f"entry point package:failing: {FAILED}"):
-        load_policy("failing")
-    with pytest.raises(PolicyError, match="theirs"):
-        load_policy("no-such-policy")
-
-
-def test_a_mask_of_an_installed_package_is_found_by_its_name(install: Install) -> None:
-    entries = {"theirs": Theirs, "number": 3, "one": Pad(), "class": object, "failing": FAILING}
-    install("tsqp.masks", *entries.items(), ("pad", Theirs))
-    assert find_mask("theirs") is Theirs
-    # The default policy asks for `pad`, and must get ours.
-    assert find_mask("pad") is Pad
-    assert load_policy("shielded").masks == [Pad()]
-    assert MASKS.names() == sorted({*MASKS.builtin, *entries})
-    for name in ("number", "one", "class"):
-        with pytest.raises(
-            MaskError, match=f"entry point package:{name}: got .*a subclass of a ma"
-        ):
-            find_mask(name)
-    with pytest.raises(PluginError, match=f"entry point package:failing: {FAILED}"):
-        find_mask("failing")
-
-
-def test_two_packages_that_bring_one_name_are_refused(install: Install) -> None:
-    install("tsqp.policies", ("theirs", policy_of()), ("theirs", policy_of()))
-    with pytest.raises(PluginError, match="package:theirs and package:theirs for 'theirs'"):
-        load_policy("theirs")
+@each_row(
+    ("group", "find", "theirs", "ours", "names", "said"),
+    [
+        ("tsqp.policies", load_policy, A_POLICY, "shielded", policy_names, "a tee_side.policy.pla"),
+        ("tsqp.masks", find_mask, Theirs, "pad", MASKS.names, "a subclass of a mask kind"),
+    ],
+)
+def test_what_an_installed_package_brings_is_found_by_its_name(
+    group: str, find: Any, theirs: object, ours: str, names: Any, said: str
+) -> None:
+    own = find(ours)
+    # Among them what is of another kind, what fails, one in place of ours, and two of one name.
+    entries = {"theirs": theirs, "number": 3, "one": Pad(), "class": object, "failing": FAILING}
+    twice = [("twice", theirs)] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        _install(patch, group, *entries.items(), (ours, theirs), *twice)
+        assert find("theirs") is theirs
+        assert find(ours) == own != theirs
+        assert {*entries, ours, "twice"} <= set(names())
+        for name in ("number", "one", "class"):
+            with pytest.raises(TsqpError, match=f"entry point package:{name}: got .*{said}"):
+                find(name)
+        for name, text in {
+            "failing": "entry point package:failing: got ImportError: no module that it needs",
+            "twice": "got package:twice and package:twice for 'twice', expected one of them",
+            "no-such": "got 'no-such', expected one of .*theirs.*, or a path to a ",
+        }.items():
+            with pytest.raises(TsqpError, match=text):
+                find(name)
+        # What is not asked for is not imported.
+        assert load_policy("shielded").masks == [Pad()]

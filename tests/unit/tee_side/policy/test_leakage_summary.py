@@ -46,16 +46,6 @@ LINES: list[tuple[dict[Operator, Mask | None], str]] = [
         f"{HONEST}",
     ),
     (
-        {"attn_scores": Unbroken(), "o_proj": Pad()},
-        "the GPU sees activations under unbroken, pad, not known to be broken; lengths and timing"
-        f"{HONEST}",
-    ),
-    (
-        {"lm_head": Unbroken()},
-        "the GPU sees the logits under unbroken, not known to be broken; lengths and timing"
-        f"{HONEST}",
-    ),
-    (
         {"attn_scores": RowMix(), "attn_values": Other()},
         f"the GPU sees activations under row-mix, other, which are {PUBLIC}",
     ),
@@ -80,11 +70,6 @@ LINES: list[tuple[dict[Operator, Mask | None], str]] = [
         {"embedding": RowPermutation(), "lm_head": None},
         "the GPU sees the logits in the clear - the logits: the prompt and the answer themselves;"
         f" {SHUFFLED} (row-permutation)",
-    ),
-    (
-        {"embedding": RowPermutation(), "lm_head": RowPermutation()},
-        f"the GPU sees {SHUFFLED} (row-permutation); the logits under row-permutation, which is"
-        f" {PUBLIC}",
     ),
     (
         dict.fromkeys(OPERATORS),
@@ -163,10 +148,9 @@ def test_links_in_the_clear_are_said_to_give_everything_away() -> None:
 
 
 def test_what_services_prove_is_said() -> None:
-    before = policy_of({"o_proj": CLEAR}).leakage_summary()
-    for kind, said in (
-        ("snp+nvidia", "by snp+nvidia evidence each service proves, before anything is sent, what"),
-        ("simulated", "services give simulated evidence, which proves nothing"),
-    ):
-        line = policy_of({"o_proj": CLEAR}, service={"attested": kind}).leakage_summary() or ""
-        assert line.startswith(f"{before}; {said}")
+    proven, simulated = (
+        policy_of({"o_proj": CLEAR}, service={"attested": kind}).leakage_summary() or ""
+        for kind in ("snp+nvidia", "simulated")
+    )
+    assert "; by snp+nvidia evidence each service proves, before anything is sent, what" in proven
+    assert simulated.endswith("; services give simulated evidence, which proves nothing")

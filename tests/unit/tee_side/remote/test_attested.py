@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from protocol.curve import ClientKeys
 from protocol.errors import EvidenceError, SettingsError, TsqpError
 from protocol.model.config import read_config
 from tee_side.attest.appraisal_policy import AppraisalPolicy
-from tee_side.attest.claims import NONE, Claims, gpu_nonce, report_data
-from tee_side.attest.evidence import GpuEvidence
+from tee_side.attest.claims import NONE, Claims, report_data
 from tee_side.attest.simulated import simulate
 from tee_side.attest.statement import Statement
 from tee_side.policy.placement import Policy
@@ -31,7 +29,6 @@ from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
 from tee_side.runner import Runner, RunnerSettings
 from tests.kit.fakes import World
 from tests.kit.model import CLEAR, policy_of
-from tests.kit.nvidia_chain import make_gpu, messages
 from tests.kit.rows import each_row
 from tsqp.cli.program import model_directory
 
@@ -59,20 +56,16 @@ def claims(**changes: Any) -> Claims:
     return Claims(**(usual | changes))
 
 
-def statement(
-    measurement: bytes = MEASUREMENT, gpu: GpuEvidence | None = None, **said: Any
-) -> bytes:
+def statement(measurement: bytes = MEASUREMENT, **said: Any) -> bytes:
     """Return what a simulated service states."""
     stated = claims(**said).encode()
-    evidence = simulate(report_data(stated), measurement)
-    if gpu is not None:
-        evidence = evidence.model_copy(update={"gpus": {"0": gpu}})
-    return Statement(claims=stated, evidence=evidence.encode()).encode()
+    evidence = simulate(report_data(stated), measurement).encode()
+    return Statement(claims=stated, evidence=evidence).encode()
 
 
-def asking(attested: Any = "simulated", **tables: Any) -> ServiceAppraisal:
+def asking(attested: Any = "simulated") -> ServiceAppraisal:
     """Return what appraises a simulated service of one measurement."""
-    policy = AppraisalPolicy.development().model_dump() | tables
+    policy = AppraisalPolicy.development().model_dump()
     policy["simulated"] = {"measurements": [MEASUREMENT.hex()]}
     return ServiceAppraisal(
         attested, AppraisalPolicy.model_validate(policy, strict=False), lambda: NOW
@@ -109,30 +102,6 @@ def test_a_service_that_does_not_prove_what_it_is_is_refused(
         asking(attested)(WHERE, KEYS, stated, NONCE)
     with pytest.raises(EvidenceError, match="key: got another, expected that of its link"):
         asking()(WHERE, None, statement(), NONCE)
-
-
-def test_evidence_of_gpus_is_of_the_claims() -> None:
-    table = {"measurements": "any", "driver": "any", "vbios": "any"}
-    # The word that stands for it in development; a policy has none for simulated ones.
-    appraise = asking("simulated+nvidia", nvidia=table)
-    gpu = make_gpu()
-    named = {"0": sha256(gpu.certificates[0]).digest()}
-
-    def ask(nonce: bytes, gpus: dict[str, bytes]) -> None:
-        shown = GpuEvidence(report=gpu.sign(messages(nonce)), certificates=tuple(gpu.certificates))
-        appraise(WHERE, KEYS, statement(gpu=shown, gpus=gpus), NONCE)
-
-    with gpu.pinned():
-        ask(gpu_nonce(claims(gpus=named).encode()), named)
-        for other in (NONCE, gpu_nonce(claims(version="2").encode())):
-            with pytest.raises(EvidenceError, match="NVIDIA report: nonce: got another"):
-                ask(other, named)
-        # A GPU of another machine, whose report has the right nonce: the claims do not name it.
-        for gpus in ({}, {"0": bytes(32)}, {"1": named["0"]}, named | {"1": bytes(32)}):
-            with pytest.raises(EvidenceError, match=r"GPUs: got 0, expected .*those of the claims"):
-                ask(gpu_nonce(claims(gpus=gpus).encode()), gpus)
-        with pytest.raises(EvidenceError, match="GPUs: got none"):
-            appraise(WHERE, KEYS, statement(), NONCE)
 
 
 def _policy() -> Policy:

@@ -14,7 +14,7 @@ from gpu_side.handler import RequestHandler
 from gpu_side.weights import load_weights
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
-from protocol.messages import FUSED_MODULES, InitReply, InitRequest, Timing
+from protocol.messages import InitReply, InitRequest, Timing
 from protocol.model.config import read_config
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import load_policy
@@ -109,70 +109,48 @@ def test_what_is_no_endpoint(text: str) -> None:
 @each_row(
     ("policy", "texts", "groups"),
     [
-        ("tee-only", [A], []),
+        ("tee-only", "a", ""),
         # The same layers stand in for each other, however they are written.
-        ("shielded", [f"{A}=0-3", B, f"{C}=0-,share=1"], [ReplicaGroup(1, 0, 3, (A, B, C))]),
-        (
-            "tsqp",
-            [f"{A}=2-", f"{B}=0-1", f"{C}=2-3", f"{D}=0-1"],
-            [ReplicaGroup(1, 0, 1, (B, D)), ReplicaGroup(1, 2, 3, (A, C))],
-        ),
+        ("shielded", "a=0-3 b c=0-,share=1", "layers 0-3: a b c"),
+        ("tsqp", "a=2- b=0-1 c=2-3 d=0-1", "layers 0-1: b d; layers 2-3: a c"),
         # Shares of two go by position, within the same layers, and of more are said.
+        ("two-server", "a=0- b=0-3", "layers 0-3, share 1 of 2: a; layers 0-3, share 2 of 2: b"),
         (
-            "two-server",
-            [f"{A}=0-", f"{B}=0-3"],
-            [ReplicaGroup(1, 0, 3, (A,), 2), ReplicaGroup(2, 0, 3, (B,), 2)],
+            *("two-server", "d,share=2 a,share=1 c,share=1 b,share=2"),
+            "layers 0-3, share 1 of 2: a c; layers 0-3, share 2 of 2: d b",
         ),
         (
-            "two-server",
-            [f"{D},share=2", f"{A},share=1", f"{C},share=1", f"{B},share=2"],
-            [ReplicaGroup(1, 0, 3, (A, C), 2), ReplicaGroup(2, 0, 3, (D, B), 2)],
-        ),
-        (
-            "two-server",
-            [f"{A}=0-1", f"{B}=2-", f"{C}=0-1", f"{D}=2-"],
-            [
-                *(ReplicaGroup(1, 0, 1, (A,), 2), ReplicaGroup(1, 2, 3, (B,), 2)),
-                *(ReplicaGroup(2, 0, 1, (C,), 2), ReplicaGroup(2, 2, 3, (D,), 2)),
-            ],
+            *("two-server", "a=0-1 b=2- c=0-1 d=2-"),
+            "layers 0-1, share 1 of 2: a; layers 2-3, share 1 of 2: b;"
+            " layers 0-1, share 2 of 2: c; layers 2-3, share 2 of 2: d",
         ),
         # A share may be spread otherwise than the other, by layers or columns.
         (
-            "two-server",
-            [f"{A}=0-1,share=1", f"{B}=2-,share=1", f"{C},share=2"],
-            [
-                *(ReplicaGroup(1, 0, 1, (A,), 2), ReplicaGroup(1, 2, 3, (B,), 2)),
-                ReplicaGroup(2, 0, 3, (C,), 2),
-            ],
+            *("two-server", "a=0-1,share=1 b=2-,share=1 c,share=2"),
+            "layers 0-1, share 1 of 2: a; layers 2-3, share 1 of 2: b; layers 0-3, share 2 of 2: c",
         ),
         (
-            "shielded",
-            [f"{B},columns=1/2", f"{A},columns=0/2", f"{C}=0-,columns=1/2"],
-            [ReplicaGroup(1, 0, 3, (A,), 1, (0, 2)), ReplicaGroup(1, 0, 3, (B, C), 1, (1, 2))],
+            *("shielded", "b,columns=1/2 a,columns=0/2 c=0-,columns=1/2"),
+            "layers 0-3, columns 0/2: a; layers 0-3, columns 1/2: b c",
         ),
         (
-            "tsqp",
-            [f"{A}=0-1,columns=0/2", f"{B}=0-1,columns=1/2", f"{C}=2-"],
-            [
-                *(ReplicaGroup(1, 0, 1, (n,), 1, (i, 2)) for i, n in enumerate((A, B))),
-                ReplicaGroup(1, 2, 3, (C,)),
-            ],
+            *("tsqp", "a=0-1,columns=0/2 b=0-1,columns=1/2 c=2-"),
+            "layers 0-1, columns 0/2: a; layers 0-1, columns 1/2: b; layers 2-3: c",
         ),
         (
-            "two-server",
-            [f"{A},share=1,columns=0/2", f"{B},share=1,columns=1/2", f"{C},share=2"],
-            [
-                *(ReplicaGroup(1, 0, 3, (n,), 2, (i, 2)) for i, n in enumerate((A, B))),
-                ReplicaGroup(2, 0, 3, (C,), 2),
-            ],
+            *("two-server", "a,share=1,columns=0/2 b,share=1,columns=1/2 c,share=2"),
+            "layers 0-3, columns 0/2, share 1 of 2: a; layers 0-3, columns 1/2, share 1 of 2: b;"
+            " layers 0-3, share 2 of 2: c",
         ),
     ],
 )
 def test_services_are_grouped_by_share_layers_and_columns(
-    policy: str, texts: list[str], groups: list[ReplicaGroup]
+    policy: str, texts: str, groups: str
 ) -> None:
-    assert _plan(policy, 4, *texts) == groups
-    assert str(ReplicaGroup(2, 0, 3, (A,), 2, (1, 2))) == "layers 0-3, columns 1/2, share 2 of 2"
+    found = _plan(policy, 4, *(f"tcp://{text[0]}:1{text[1:]}" for text in texts.split()))
+    said = [f"{one}: {' '.join(endpoint[6] for endpoint in one.endpoints)}" for one in found]
+    assert "; ".join(said) == groups
+    assert all(group.shares == load_policy(policy).services for group in found)
 
 
 HALVES = [f"{A},columns=0/2", f"{B},columns=1/2"]
@@ -347,17 +325,9 @@ def test_the_largest_reply_follows_from_policy_and_model(
     config = read_config(directory)
     size = largest_reply(load_policy(policy), config, 100, torch.bfloat16)
     assert size == max(100 * elements * itemsize, init_reply_bytes(config)) + 16 * 1024
-
-
-def test_a_reply_has_room_for_all_rows_that_a_mask_may_send(directory: Path) -> None:
-    """One rule for both: no service is blamed for a reply that our own mask asked for."""
-    config = read_config(directory)
-    policy = policy_of({"down_proj": CLEAR | {"mask": "row-mix"}})
-    outputs = sum(config.module_shape(module)[0] for module in FUSED_MODULES["down_proj"])
-    for _, placement in policy.leaving():
-        needed = most_rows(placement.mask, 100) * outputs * 4
-        assert needed > 100 * outputs * 4
-        assert largest_reply(policy, config, 100, torch.float32) >= needed
+    # No service is blamed for a reply that our own mask asked for.
+    mixed = policy_of({"down_proj": CLEAR | {"mask": "row-mix"}})
+    assert largest_reply(mixed, config, 100, torch.float32) >= most_rows(mixed.masks[0], 100) * 192
 
 
 def test_an_init_reply_of_many_layers_fits(directory: Path) -> None:

@@ -180,19 +180,6 @@ def test_a_process_that_was_stopped_looks_at_what_has_come_before_giving_up(
 # ----------------------------------------------------------------------------- what people hear
 
 
-@pytest.mark.parametrize(("after_s", "told"), [(0.5, False), (1.5, True)])
-def test_a_start_that_takes_long_says_once_what_it_waits_for(
-    world: World, clock: Any, caplog: pytest.LogCaptureFixture, after_s: float, told: bool
-) -> None:
-    world.add("a", up=False, comes_back=clock.now + after_s)
-    services = world.connect(ReplicaGroup(1, 0, 0, ("a",)), connect_s=10.0)
-    assert services.at(0)[0].call(ask()).endpoint == "a"
-    said = [("waiting_for_service", "a", WAITING.format("--connect-timeout-s"))]
-    assert _events(caplog) == (said if told else [])
-    if told:
-        assert caplog.records[0].fields["at_most_s"] == 9  # type: ignore[attr-defined]
-
-
 def test_what_becomes_of_a_service_is_logged(
     world: World, caplog: pytest.LogCaptureFixture, clock: Any
 ) -> None:
