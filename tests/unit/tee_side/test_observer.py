@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, cast
 
 import pytest
@@ -74,50 +74,30 @@ class Notes:
         self.trips.append((operator, layer, len(exchanges)))
 
 
+LAYER: tuple[Any, ...] = (
+    *("rms_norm", "qkv_proj", "rope", "kv_cache", "attention", "o_proj", "residual"),
+    *("rms_norm", "gate_up_proj", "silu_mul", "down_proj", "residual"),
+)
+
+
 def _expected(policy: Policy, *, logits: bool = True) -> Notes:
     """Return what one step of one sequence must tell."""
-    notes = Notes()
-
-    def here(operator: AnyOperator, layer: int | None) -> None:
-        notes.called(operator, layer, "tee")
-        notes.spent(operator, layer, "tee", 0, 0)
-
-    def placed(operator: Operator, layer: int | None) -> None:
-        at = policy.at(operator, layer or 0, "prefill")
-        if at.place == "tee":
-            here(operator, layer)
-            return
-        modules = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
-        asked = modules.get(operator, 1)
-        # The form of each reply before, the numbers of the result after it was unmasked.
-        stages = ["tee", "mask", *["verify"] * asked, "unmask"]
-        stages += ["verify", "tee"] if at.verify != "none" else ["tee"]
-        notes.called(operator, layer, "gpu")
-        notes.spans += [(operator, layer, cast(TeeStage, stage)) for stage in stages]
-        notes.trips += [(operator, layer, policy.services)] * asked
-
-    placed("embedding", None)
-    for layer in range(LAYERS):
-        here("rms_norm", layer)
-        placed("qkv_proj", layer)
-        here("rope", layer)
-        here("kv_cache", layer)
-        if any(policy.at(product, layer, "prefill").leaves for product in PRODUCTS):
-            placed("attn_scores", layer)
-            here("softmax", layer)
-            placed("attn_values", layer)
-        else:
-            here("attention", layer)
-        placed("o_proj", layer)
-        here("residual", layer)
-        here("rms_norm", layer)
-        placed("gate_up_proj", layer)
-        here("silu_mul", layer)
-        placed("down_proj", layer)
-        here("residual", layer)
-    if logits:
-        here("rms_norm", None)
-        placed("lm_head", None)
+    notes, leaving = Notes(), {operator for operator, _ in policy.leaving()}
+    layer = list(LAYER)
+    if leaving.intersection(PRODUCTS):
+        layer[4:5] = ["attn_scores", "softmax", "attn_values"]
+    said: list[Any] = [("embedding", None), *product(layer, range(LAYERS))]
+    said[1:] = sorted(said[1:], key=lambda one: one[1])  # a stable sort
+    modules = {"qkv_proj": 3, "gate_up_proj": 2} if policy.one_rpc_per_module else {}
+    for operator, number in said + [("rms_norm", None), ("lm_head", None)] * logits:
+        stages = ["tee"]
+        if operator in leaving:
+            asked = modules.get(operator, 1)
+            # The form of each reply before, the numbers of the result after it was unmasked.
+            stages += ["mask", *["verify"] * asked, "unmask", *["verify"] * policy.verified, "tee"]
+            notes.trips += [(operator, number, policy.services)] * asked
+        notes.called(operator, number, "gpu" if operator in leaving else "tee")
+        notes.spans += [(operator, number, cast(TeeStage, stage)) for stage in stages]
     return notes
 
 
