@@ -96,7 +96,7 @@ class FakeConnection(Channel):
             service.events.append("Init")
             service.nonces.append(request.nonce)
             if not service.is_up:
-                raise DeadlineExceededError(self.endpoint, got="nobody", expected="somebody")
+                raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
             if service.swallows:
                 service.swallows -= 1
                 self._swallowed[self._last_id] = time.monotonic() + timeout_s

@@ -139,7 +139,7 @@ class MaliciousService(Closing):
         owed, memory.owed = memory.owed, []
         messages = [occasion.encoded()] if lie is None else lie.tell(occasion)
         self._remember(client, occasion.encoded(), result)
-        # Before it is sent: whoever gets it may look.
+        # Before it is sent: a test that gets the reply may look.
         self.told += lie is not None
         for message in (*owed, *messages):
             self.listener.send(incoming.route, message)

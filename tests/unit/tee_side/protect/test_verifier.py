@@ -31,7 +31,7 @@ from tee_side.protect.verification import ExactCheck
 from tee_side.protect.verifier import Unverified, Weights, check_verifiable, find_checks
 from tee_side.remote.call import CallPlan
 from tee_side.words import OPERATORS, Operator, Site
-from tests.kit.lie import Change, Lying, generate, is_of, one_more, site_of
+from tests.kit.lie import Change, Lying, generate, is_of
 from tests.kit.model import (
     CLEAR,
     LoopbackChannel,
@@ -104,26 +104,6 @@ def test_a_lie_about_floats_is_refused_at_every_operator(
         place = f"{operator} in layer " if layered else f"{operator} at loopback"
         assert caught.value.where.startswith(place)
         assert channel.lied
-
-
-@each_row(("policy", "site"), [("shielded", (1, "o_proj")), ("two-server", (2, "gate_proj"))])
-def test_a_lie_about_integers_is_refused_and_its_result_used_for_nothing(
-    model: SavedModel, policy: str, site: tuple[int, str]
-) -> None:
-    liar = Lying(model.directory, one_more, lambda request: site_of(request) == site, at=1)
-    tee = model.tee(policy, channels=[liar, LoopbackChannel(model.directory)])
-    with pytest.raises(VerificationError) as caught:
-        generate(tee, 4)
-    layer, module = site
-    operator = {"gate_proj": "gate_up_proj"}.get(module, module)
-    assert str(caught.value) == (
-        f"{operator} in layer {layer} at loopback: got a wrong result, expected what the weights of"
-        " the TEE's own model give"
-    )
-    ((exchange, error),) = liar.distrusted
-    assert (exchange.endpoint, error) == ("loopback", caught.value)
-    # Nothing was asked after the lie.
-    assert liar.lied == [len(liar.requests) - 1]
 
 
 @each_row(

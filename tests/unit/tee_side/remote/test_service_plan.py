@@ -219,7 +219,7 @@ HALVES = [f"{A},columns=0/2", f"{B},columns=1/2"]
             *("tsqp", [f"{A}=0-7,columns=0/2", f"{B},columns=1/2"]),
             *(f"{A}=0-7,columns=0/2 and {B},columns=1/2, which overlap", "none in common"),
         ),
-        # The owner of two parts sees all rows of both: only share= tells who that is.
+        # The owner of two parts sees all rows of both: only share= tells the owner.
         (
             *("two-server", [*HALVES, f"{C},columns=0/2", f"{D},columns=1/2"]),
             *(f"{HALVES[0]} and {HALVES[1]} and", "share=1 or share=2 for each"),
@@ -267,7 +267,7 @@ LOCAL = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
         (["unix:///s", "ivshmem:///m,2:5"], None, True, "got ivshmem:///m,2:5 without keys"),
         (["http://one.example", "https://two.example"], None, True, "got http://one.example witho"),
         (["https://one.example", "http://127.0.0.1:1"], None, False, "got http://127.0.0.1:1 with"),
-        # Whoever could read both.
+        # One party could read both.
         (HOSTS, [ONE, ONE], False, "--service-key: got one key for"),
         (
             ["https://one.example/a,share=1", "https://one.example/b,share=2"],
