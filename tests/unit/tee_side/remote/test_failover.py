@@ -196,15 +196,16 @@ def test_what_had_arrived_before_a_failure_is_not_asked_again(world: World) -> N
     a.answers = deque([BROKEN])
     assert [replicas.wait(one).endpoint for one in ids[:2]] == ["b", "a"]
     # Nor what had arrived before the connection was lost.
-    replicas.turn_away()
+    c, d = world.add("c", "d")
+    replicas = world.replicas("c", "d")
     ids = [replicas.submit(ask(value)) for value in range(2)]
-    (connection,) = (one for one in world.opened if one.endpoint == replicas.endpoint)
-    service = connection.service
-    connection.arrived = lambda request_id, _until=0.0: request_id == 4  # type: ignore[method-assign]
-    before = len(service.got)
-    service.answers = deque(["lost"])
-    replicas.wait(ids[0])
-    assert len(service.got) == before
+    connection = next(one for one in world.opened if one.endpoint == "c")
+    last = connection._last_id
+    connection.arrived = lambda number, _until=0.0: number == last  # type: ignore[method-assign]
+    c.answers = deque(["lost"])
+    assert replicas.wait(ids[0]).endpoint == "d"
+    assert len(d.got) == 1
+    replicas.abandon(ids[1])
 
 
 def test_a_service_that_shuts_down_answers_what_it_has_and_gets_nothing_new(world: World) -> None:
