@@ -15,7 +15,7 @@ from tee_side.observer import AnyOperator, Observer, StageClock, timed
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, Place, TeeStage
-from tests.kit.model import CLEAR, SavedModel, policy_of, token_ids
+from tests.kit.model import SavedModel, token_ids
 from tests.kit.rows import each_row
 
 Models = Callable[..., SavedModel]
@@ -141,25 +141,6 @@ def test_what_is_computed_without_pads_is_time_in_the_tee(saved_model: Models) -
     assert found.calls == [*expected.calls, ("sample", None, "tee")]
     assert found.spans == [*expected.spans, ("sample", None, "tee")]
     assert found.trips == []
-
-
-def test_layers_that_are_placed_differently_are_told_apart(saved_model: Models) -> None:
-    notes = Notes()
-    here, gone = {"place": "tee"}, CLEAR
-    placed: dict[str, Any] = {
-        "down_proj": [here | {"layers": 0}, gone | {"layers": "1-"}],
-        "attn_values": [here | {"layers": 0}, gone | {"layers": 1}, here | {"layers": "2-"}],
-    }
-    saved_model("llama").tee(policy_of(placed), observer=notes).logits(token_ids(4))
-    (found,) = notes.parts
-    assert [call for call in found.calls if call[0] in (*placed, "attention")] == [
-        ("attention", 0, "tee"),
-        ("down_proj", 0, "tee"),
-        ("attn_values", 1, "gpu"),
-        ("down_proj", 1, "gpu"),
-        ("attention", 2, "tee"),
-        ("down_proj", 2, "gpu"),
-    ]
 
 
 def test_the_last_stage_of_a_call_that_failed_is_not_told_of() -> None:

@@ -28,7 +28,6 @@ from protocol.messages import LMHeadRequest, Request, SegmentRequest
 from protocol.pending import OversizedRequestError
 from protocol.prepared import PreparedRequest
 from protocol.tensors import from_torch
-from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import aggregate_errors
 from tests.kit.fakes import FakeService, World, ask, service_error, stopped_clock, wrong
 from tests.kit.rows import each_row
@@ -468,23 +467,7 @@ def test_a_liar_is_not_believed_over_an_earlier_connection_either(
     assert replicas.wait(second).endpoint == "b"
 
 
-# --------------------------------------------------------------------------------------- roles
-
-SHARES = (ReplicaGroup(1, 0, 0, ("a", "c")), ReplicaGroup(2, 0, 0, ("b", "d")))
-
-
-def test_a_process_that_had_one_share_never_gets_the_other(world: World) -> None:
-    a, b, _, d = world.add("a", "b", "c", "d")
-    first, second = world.connect(*SHARES).at(0)
-    # The process behind a is gone from there, and turns up where b was.
-    a.answers, a.up = deque(["lost"]), False
-    assert first.call(ask()).endpoint == "c"
-    b.answers, b.instance = deque(["lost"]), "a"
-    assert second.call(ask()).endpoint == "d"
-    d.answers, d.up = deque(["lost"]), False
-    with pytest.raises(DeadlineExceededError, match="b: a and b, one and the same"):
-        second.call(ask(), 0.2)
-    assert len(b.got) == 1
+# --------------------------------------------------------------------------------------- names
 
 
 def test_a_caught_liar_is_not_asked_under_another_name(world: World, clock: Any) -> None:
@@ -521,19 +504,16 @@ def test_a_claimed_name_is_held_against_the_newcomer_alone(world: World, clock: 
 
 def test_an_interrupt_leaves_nothing_behind(world: World) -> None:
     a, replicas = _lone(world)
-    a.answers = deque([KeyboardInterrupt()])
-    first = replicas.submit(ask(1))
+    a.answers = deque([KeyboardInterrupt(), "lost"])
     with pytest.raises(KeyboardInterrupt):
-        replicas.wait(first)
-    with pytest.raises(KeyError):
-        replicas.wait(first)
-    assert replicas.call(ask(2)).endpoint == "a"
+        replicas.call(ask())
     assert a.connections == 1
     # In a handshake: its connection is closed.
-    a.answers, a.held = deque(["lost"]), KeyboardInterrupt()
+    a.held = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         replicas.call(ask())
     assert all(connection.closed for connection in world.opened)
+    assert not replicas._in_flight
     a.held = None
     assert replicas.call(ask()).endpoint == "a"
 
