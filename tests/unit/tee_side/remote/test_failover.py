@@ -467,6 +467,20 @@ def test_a_liar_is_not_believed_over_an_earlier_connection_either(
     assert replicas.wait(second).endpoint == "b"
 
 
+def test_what_a_liar_said_before_its_connection_was_lost_is_not_used(world: World) -> None:
+    a, _, replicas = _pair(world)
+    ids = [replicas.submit(ask(value)) for value in range(3)]
+    exchange = replicas.wait(ids[0])
+    # The others' replies have come when the connection is lost.
+    connection = world.opened[0]
+    connection.arrived = lambda _id, _until=0.0: True  # type: ignore[method-assign]
+    a.answers = deque(["lost"])
+    assert replicas.wait(ids[1]).endpoint == "b"
+    replicas.distrust(exchange, wrong())
+    connection.wait = lambda _id: exchange  # type: ignore[method-assign]
+    assert replicas.wait(ids[2]).endpoint == "b"
+
+
 # --------------------------------------------------------------------------------------- names
 
 
