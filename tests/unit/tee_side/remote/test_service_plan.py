@@ -16,6 +16,7 @@ from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, SettingsError
 from protocol.messages import InitReply, InitRequest, Timing
 from protocol.model.config import read_config
+from protocol.tensors import from_torch
 from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import load_policy
 from tee_side.protect.masking import most_rows
@@ -335,12 +336,13 @@ def test_an_init_reply_of_many_layers_fits(directory: Path) -> None:
     weights = load_weights(directory, device=torch.device("cpu"), dtype=torch.float32)
     reply = RequestHandler(weights, 2**29).apply(InitRequest())[0]
     assert isinstance(reply, InitReply)
-    norms = {
-        f"layer_{n}_{kind}": reply.norm_weights["final_norm"]
-        for n in range(400)
-        for kind in ("input_layernorm", "post_attention_layernorm")
-    }
-    large = reply.model_copy(update={"norm_weights": norms | reply.norm_weights})
+    norm = reply.norm_weights["final_norm"].model_copy(
+        update={"weight": from_torch(torch.ones(1024))}
+    )
+    kinds = ("input_layernorm", "post_attention_layernorm")
+    norms = {f"layer_{n}_{kind}": norm for n in range(400) for kind in kinds}
+    large = reply.model_copy(update={"norm_weights": norms | {"final_norm": norm}})
     frames = encode_reply(Form.FRAMED, 1, "Init", large, Timing(queue_us=1, compute_us=1))
-    config = read_config(directory).model_copy(update={"num_hidden_layers": 400})
-    assert sum(len(frame) for frame in frames) < init_reply_bytes(config) + 16 * 1024
+    sizes = {"num_hidden_layers": 400, "hidden_size": 1024}
+    bound = init_reply_bytes(read_config(directory).model_copy(update=sizes))
+    assert sum(len(frame) for frame in frames) < bound + 16 * 1024
