@@ -129,8 +129,13 @@ def test_requests_side_by_side_are_waited_for_together_and_in_order() -> None:
     one, two = Recorder("a", order), Recorder("b", order)
     two.start(ASKED, SENT, 7.0)  # so that the numbers differ
     order.clear()
-    assert run(_ask(one, two)) == [1, 2]
-    assert order == ["submit a1", "submit b2", "wait a1", "wait b2"]
+    asking = _ask(one, two)
+    asking.send(None)  # both are asked in one turn
+    assert order == ["submit a1", "submit b2"]
+    with pytest.raises(StopIteration) as ended:
+        asking.send(None)
+    assert ended.value.value == [1, 2]
+    assert order[2:] == ["wait a1", "wait b2"]
 
 
 # --------------------------------------------------------------------------------------- errors
