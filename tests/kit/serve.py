@@ -343,10 +343,17 @@ async def ask(app: FastAPI, *parts: Any, **more: Any) -> Reply:
     return found.reply
 
 
+@cache
+def _app() -> FastAPI:
+    return create_app(serving())
+
+
 def call(app: FastAPI | Serving, *parts: Any, **more: Any) -> Reply:
-    """Send one request in an event loop of its own."""
-    served = create_app(app) if isinstance(app, Serving) else app
-    return asyncio.run(ask(served, *parts, **more))
+    """Send one request in an event loop of its own; to make an app takes longer than to answer."""
+    if isinstance(app, Serving):
+        _app().state.serving = app
+        app = _app()
+    return asyncio.run(ask(app, *parts, **more))
 
 
 def complete(engine: FakeEngine | None = None, **body: Any) -> Reply:
