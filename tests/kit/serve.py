@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fastapi import FastAPI
+from starlette.requests import Request as HttpRequest
 
 from protocol.errors import PromptError
 from protocol.model.config import read_config
@@ -27,6 +28,7 @@ from tee_side.engine.request import (
 )
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
+from tee_side.serve.errors import ApiError
 from tee_side.serve.hpke_key import HpkeKey
 from tee_side.serve.sealed_bodies import CONTENT_TYPE, SALT_BYTES, Direction, seal_secret
 from tee_side.serve.sealed_heads import RequestHead, ResponseHead
@@ -229,6 +231,13 @@ def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Grammar:
     if content == "(":
         raise PromptError("grammar", got="an open bracket", expected="a regular expression")
     return FakeGrammar(kind, content)
+
+
+def authorise(request: HttpRequest) -> str:
+    """Let in alice alone, by her key."""
+    if request.headers.get("authorization") != "Bearer right":
+        raise ApiError(401, "a key is needed", headers={"www-authenticate": "Bearer"})
+    return "alice"
 
 
 def serving(engine: FakeEngine | None = None, **changes: Any) -> Serving:
