@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -372,6 +372,16 @@ def complete(engine: FakeEngine | None = None, **body: Any) -> Reply:
 def chat(engine: FakeEngine | None = None, **body: Any) -> Reply:
     messages = [{"role": "user", "content": "Hello"}]
     return call(serving(engine), "POST", "/v1/chat/completions", {"messages": messages} | body)
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine."""
+
+    @wraps(test)
+    def run(*fixtures: Any, **more: Any) -> None:
+        asyncio.run(test(*fixtures, **more))
+
+    return run
 
 
 @asynccontextmanager

@@ -256,67 +256,60 @@ def test_a_host_that_throttles_is_asked_again(error: int, exit_information: int)
     assert 1 <= sum(kernel.pauses) <= 60
 
 
+CHAIN, OF_VLEK = (VCEK, ASK, ARK), (VLEK, ASVK, ARK)
+OF_HOST = [("VCEK", VCEK), ("ASK", ASK), ("ARK", ARK)]
+
+
 @each_row(
     ("key", "host", "files", "chain"),
     [
-        (0, [("VCEK", VCEK), ("ASK", ASK), ("ARK", ARK)], [], (VCEK, ASK, ARK)),
-        (0, [], [VCEK, ASK, ARK], (VCEK, ASK, ARK)),
-        (0, [], [ARK, VCEK, ASK], (VCEK, ASK, ARK)),
+        (0, OF_HOST, [], CHAIN),
+        (0, [], [ARK, VCEK, ASK], CHAIN),
         # Some clouds give the leaf alone.
-        (1, [("VLEK", VLEK)], [ARK, ASVK], (VLEK, ASVK, ARK)),
-        (0, [("VCEK", VCEK)], [ASK, ARK], (VCEK, ASK, ARK)),
-        (0, [("CRL", CRL), ("ARK", ARK), ("ASK", ASK), ("CRL", CRL)], [VCEK], (VCEK, ASK, ARK)),
+        (1, [("VLEK", VLEK)], [ARK, ASVK], OF_VLEK),
+        (0, [("CRL", CRL), ("ARK", ARK), ("ASK", ASK), ("CRL", CRL)], [VCEK], CHAIN),
         # A table may have the leaves of both keys: the report says which one signed it.
-        (1, [("VCEK", VCEK), ("VLEK", VLEK), ("ASK", ASVK), ("ARK", ARK)], [], (VLEK, ASVK, ARK)),
-        (0, [("VCEK", VCEK), ("VLEK", VLEK), ("ASK", ASK), ("ARK", ARK)], [], (VCEK, ASK, ARK)),
+        (1, [("VCEK", VCEK), ("VLEK", VLEK), ("ASK", ASVK), ("ARK", ARK)], [], OF_VLEK),
+        (0, [("VLEK", VLEK), *OF_HOST], [], CHAIN),
         # An operator may have all that there are.
-        (0, [], [ARK, ASK, ASVK, VLEK, VCEK], (VCEK, ASK, ARK)),
-        (1, [], [VCEK, VLEK, ASVK, ASK, ARK], (VLEK, ASVK, ARK)),
+        (0, [], [ARK, ASK, ASVK, VLEK, VCEK], CHAIN),
+        (1, [], [VCEK, VLEK, ASVK, ASK, ARK], OF_VLEK),
         # What the host gives is of this processor; a file may be older than its firmware.
-        (0, [("VCEK", VCEK), ("ASK", ASK), ("ARK", ARK)], [b"old " + VCEK], (VCEK, ASK, ARK)),
+        (0, OF_HOST, [b"old " + VCEK], CHAIN),
+        # One that lacks some is an error that says what to do.
+        (0, [], [], "got 0 of 3 certificates, expected VCEK, ASK and ARK"),
+        (0, [("VLEK", VLEK)], [ASK, ARK], "got 2 of 3 certificates, expected VCEK, ASK and ARK"),
+        (1, [("VLEK", VLEK)], [], "got 1 of 3 certificates, expected VLEK, ASK and ARK"),
+        (1, [("VLEK", VLEK)], [ASK, ARK], "got 2 of 3 certificates, expected VLEK, ASK and ARK"),
+        (0, [("VCEK", b""), *OF_HOST[1:]], [], "got 2 of 3"),
+        (0, [("VCEK", VCEK), ("CRL", CRL)], [ARK], "got 2 of 3"),
+        # The sixteenth entry is the last that is looked at.
+        (0, [*[("CRL", CRL)] * 14, *AUTHORITIES, ("VCEK", VCEK)], [], "got 2 of 3"),
     ],
 )
 def test_the_chain_is_of_what_the_host_and_the_operator_give(
-    key: int, host: Sequence[tuple[str, bytes]], files: Sequence[bytes], chain: tuple[bytes, ...]
+    key: int,
+    host: Sequence[tuple[str, bytes]],
+    files: Sequence[bytes],
+    chain: tuple[bytes, ...] | str,
 ) -> None:
     report: Report = lambda data, vmpl: snp_report(data, vmpl, key)  # noqa: E731
+    table = certificate_table(host)
+    if isinstance(chain, str):
+        refusal = _refusal(_snp(report=report, table=table), certificates=files)
+        assert chain in refusal
+        assert "--attest-certificate" in refusal
+        return
     for kernel in _snp, _sev_guest:
-        table = certificate_table(host)
         assert _attest(kernel(report=report, table=table), certificates=files).certificates == chain
-
-
-@each_row(
-    ("key", "table", "files", "got"),
-    [
-        (0, b"", [], "0 of 3 certificates"),
-        (0, bytes(24), [], "0 of 3 certificates"),
-        (0, bytes(2 * PAGE), [], "0 of 3 certificates"),
-        (0, certificate_table([("VLEK", VLEK)]), [ASK, ARK], "2 of 3 certificates"),
-        (1, certificate_table([("VLEK", VLEK)]), [], "1 of 3 certificates"),
-        (1, certificate_table([("VLEK", VLEK)]), [ASK, ARK], "2 of 3 certificates"),
-        (0, certificate_table([("VCEK", b""), ("ASK", ASK), ("ARK", ARK)]), [], "2 of 3"),
-        (0, certificate_table([("VCEK", VCEK), ("CRL", CRL)]), [ARK], "2 of 3 certificates"),
-        # The sixteenth entry is the last that is looked at.
-        (0, certificate_table([*[("CRL", CRL)] * 14, *AUTHORITIES, ("VCEK", VCEK)]), [], "2 of 3"),
-    ],
-)
-def test_a_chain_that_lacks_one_is_an_error_that_says_what_to_do(
-    key: int, table: bytes, files: Sequence[bytes], got: str
-) -> None:
-    report: Report = lambda data, vmpl: snp_report(data, vmpl, key)  # noqa: E731
-    refusal = _refusal(_snp(report=report, table=table), certificates=files)
-    assert f"got {got}" in refusal
-    assert "--attest-certificate" in refusal
-    assert f"expected {'VLEK' if key else 'VCEK'}, ASK and ARK" in refusal
 
 
 def test_a_table_that_is_cut_off_is_refused_and_none_is_too_odd_to_be_read() -> None:
     for table in (WHOLE[:-1], GUIDS["CRL"].bytes + struct.pack("<II", 0, 1 << 31) + WHOLE):
         assert "cut off" in _refusal(_snp(table=table), certificates=[VCEK, ASK, ARK])
-    for length in range(len(WHOLE)):
-        for table in (WHOLE[:length], b"\xff" * length):
-            with suppress(EvidenceError):
-                _attest(_snp(table=table))
+    for odd in (b"", bytes(2 * PAGE), *(WHOLE[:length] for length in range(len(WHOLE)))):
+        with suppress(EvidenceError):
+            _attest(_snp(table=odd))
 
 
 def test_the_simulated_tee_says_the_measurement_that_it_is_given() -> None:
@@ -330,20 +323,20 @@ def test_the_simulated_tee_says_the_measurement_that_it_is_given() -> None:
 def test_the_calls_of_the_real_system_take_these_arguments(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(attesters, "REPORTS", str(tmp_path / "none"))
-    for kind, name in ("tdx", "none/tsqp-"), ("snp", "no device"):
-        monkeypatch.setattr(attesters, "SEV_GUEST", str(tmp_path / "no device"))
-        with pytest.raises(EvidenceError, match=rf"No such file.*{name}"):
-            find_attester(kind)
-    # A device, but one that does not know the ioctl.
-    monkeypatch.setattr(attesters, "SEV_GUEST", "/dev/null")
-    with pytest.raises(EvidenceError, match="Inappropriate ioctl"):
-        find_attester("snp")
-    # A directory, but none of configfs: no file appears in it.
-    monkeypatch.setattr(attesters, "REPORTS", str(tmp_path))
-    for kind in "tdx", "snp":
-        with pytest.raises(EvidenceError, match=r"No such file.*tsqp-.*/provider"):
-            find_attester(kind)
+    nowhere, null = str(tmp_path / "none"), "/dev/null"
+    for kind, reports, device, refusal in (
+        ("tdx", nowhere, null, r"No such file.*none/tsqp-"),
+        ("snp", nowhere, nowhere, r"No such file.*none"),
+        # A device, but one that does not know the ioctl.
+        ("snp", nowhere, null, "Inappropriate ioctl"),
+        # A directory, but none of configfs: no file appears in it.
+        ("tdx", str(tmp_path), null, r"No such file.*tsqp-.*/provider"),
+        ("snp", str(tmp_path), null, r"No such file.*tsqp-.*/provider"),
+    ):
+        monkeypatch.setattr(attesters, "REPORTS", reports)
+        monkeypatch.setattr(attesters, "SEV_GUEST", device)
+        with pytest.raises(EvidenceError, match=refusal):
+            find_attester(kind)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 

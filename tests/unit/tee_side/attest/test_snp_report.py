@@ -7,7 +7,7 @@ import re
 import pytest
 
 from protocol.errors import EvidenceError
-from tee_side.attest.snp_report import REPORT_BYTES, Product, SnpReport, Tcb
+from tee_side.attest.snp_report import REPORT_BYTES, SnpReport
 from tests.kit import snp_chain
 from tests.kit.rows import each_row
 
@@ -34,20 +34,6 @@ def test_fields_are_read(version: int) -> None:
     assert (report.reported_tcb, report.launch_tcb) == (b"reported", b"launched")
     assert report.chip_id == snp_chain.chip_id_of("milan")
     assert report.product == (None if version == 2 else "milan")
-
-
-@each_row(
-    ("word", "product", "tcb"),
-    [
-        (bytes(range(8)), "milan", Tcb(0, 1, 6, 7)),
-        (bytes(range(8)), "genoa", Tcb(0, 1, 6, 7)),
-        (bytes(range(8)), "turin", Tcb(bootloader=1, tee=2, snp=3, microcode=7, fmc=0)),
-        (b"\xff" * 8, "turin", Tcb(255, 255, 255, 255, 255)),
-        (b"\xff" * 8, "milan", Tcb(255, 255, 255, 255, 0)),
-    ],
-)
-def test_tcb_is_laid_out_by_the_product(word: bytes, product: Product, tcb: Tcb) -> None:
-    assert Tcb.parse(word, product) == tcb
 
 
 def test_bits() -> None:

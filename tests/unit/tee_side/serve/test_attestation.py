@@ -16,7 +16,7 @@ from tee_side.serve.attestation import Attestation
 from tee_side.serve.errors import ApiError
 from tee_side.serve.identity import Identity
 from tests.kit.evidence import identity
-from tests.kit.serve import Clock
+from tests.kit.serve import Clock, in_a_loop
 from tsqp.client.attested_tls import read_answer
 
 NONCE = bytes(range(32))
@@ -60,7 +60,8 @@ def test_it_is_not_asked_too_often(made: Identity) -> None:
         assert (status, error.headers) == (429, {"retry-after": "1"})
 
 
-def test_while_16_wait_for_the_hardware_none_more_does(
+@in_a_loop
+async def test_while_16_wait_for_the_hardware_none_more_does(
     made: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, state = threading.Event(), made.state
@@ -71,18 +72,15 @@ def test_while_16_wait_for_the_hardware_none_more_does(
 
     monkeypatch.setattr(made, "state", slow)
 
-    async def run() -> None:
-        attestation = Attestation(made, Clock())
-        waiting = [asyncio.create_task(_asked(attestation)) for _ in range(16)]
-        await asyncio.sleep(0)  # the turn in which they begin
-        with pytest.raises(ApiError) as refused:
-            await _asked(attestation)
-        assert refused.value.status_code == 429
-        release.set()
-        await asyncio.gather(*waiting)
-        assert await _asked(attestation)
-
-    asyncio.run(run())
+    attestation = Attestation(made, Clock())
+    waiting = [asyncio.create_task(_asked(attestation)) for _ in range(16)]
+    await asyncio.sleep(0)  # the turn in which they begin
+    with pytest.raises(ApiError) as refused:
+        await _asked(attestation)
+    assert refused.value.status_code == 429
+    release.set()
+    await asyncio.gather(*waiting)
+    assert await _asked(attestation)
 
 
 def test_hardware_that_gives_none_is_told_without_a_word_of_why(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 
 from protocol.errors import EndpointError, LimitError, PromptError
 from tee_side.engine.request import Delivery, NewToken, PromptRead
@@ -31,6 +29,7 @@ from tests.kit.serve import (
     complete,
     connected,
     connection,
+    in_a_loop,
     serving,
 )
 
@@ -80,15 +79,6 @@ async def _held(body: dict[str, Any], **more: Any) -> AsyncIterator[Held]:
         await engine.submitted.wait()
         engine.submitted.clear()
         yield Held(engine, watch, asked)
-
-
-def _run(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Make a test of a coroutine."""
-
-    def run() -> None:
-        asyncio.run(test())  # type: ignore[arg-type]
-
-    return run
 
 
 # ----------------------------------------------------------------------- what is accounted for
@@ -148,7 +138,7 @@ def test_what_could_never_run_is_refused_before_it_is_accounted_for() -> None:
         assert (watch.begun, engine.requests) == ([], [])
 
 
-@_run
+@in_a_loop
 async def test_an_error_of_one_prompt_cancels_the_others() -> None:
     async with _held(_body(False, prompt=[[5], [6]])) as held:
         first, second = held.engine.open
@@ -158,7 +148,7 @@ async def test_an_error_of_one_prompt_cancels_the_others() -> None:
         assert first.request.prompt_ids == (5,)
 
 
-@_run
+@in_a_loop
 async def test_what_the_end_of_the_server_cuts_off_is_told() -> None:
     for begun in (True, False):
         engine, watch = FakeEngine(hold=True), FakeWatch()
@@ -182,42 +172,34 @@ async def test_what_the_end_of_the_server_cuts_off_is_told() -> None:
 
 
 class Full(FakeEngine):
-    """Has a place for one request at a time; `never`: for a second one never.
+    """Has `places`, each at every so many attempts; `never`: a request too many could never run."""
 
-    `every`: a place for no other reason than that it is so many attempts later.
-    """
-
-    never, every, attempts = False, 1, 0
+    places, every, attempts, most, never = 1, 1, 0, 0, False
 
     def submit(self, *arguments: Any) -> FakeTicket:
         self.attempts += 1
-        if self.open and self.never:
+        full = len(self.open) >= self.places
+        if full and self.never:
             raise PromptError("prompt", got="2", expected="at most 1")
-        if self.open or (self.attempts - 1) % self.every:
+        if full or (self.attempts - 1) % self.every:
             raise QueueFullError("queue", got="2", expected="at most 1")
-        return super().submit(*arguments)
-
-
-class Counting(FakeEngine):
-    most = 0
-
-    def submit(self, *arguments: Any) -> FakeTicket:
         self.most = max(self.most, len(self.open) + 1)
         return super().submit(*arguments)
 
 
-def test_prompts_of_a_request_wait_for_places_a_few_at_a_time() -> None:
-    counting = Counting(says=[300])
-    for engine, count in ((Full(says=[300]), 3), (counting, 300)):
-        reply = complete(engine, prompt=[[at + 1] for at in range(count)], max_tokens=1)
-        assert [choice["index"] for choice in reply.json()["choices"]] == list(range(count))
-    assert counting.most == 16
-    # One that has begun waits for a place that others have.
-    busy = Full(says=[300])
-    busy.every = 3
-    reply = complete(busy, prompt=[[5], [6], [7]], max_tokens=1)
-    assert [choice["index"] for choice in reply.json()["choices"]] == [0, 1, 2]
-    assert busy.attempts == 7
+@each_row(
+    ("places", "every", "count", "most"),
+    # The last waits for a place that others have; the one before for a few of its own at a time.
+    [(1, 1, 3, 1), (300, 1, 300, 16), (1, 3, 3, 1)],
+)
+def test_prompts_of_a_request_wait_for_places(
+    places: int, every: int, count: int, most: int
+) -> None:
+    engine = Full(says=[300])
+    engine.places, engine.every = places, every
+    reply = complete(engine, prompt=[[at + 1] for at in range(count)], max_tokens=1)
+    assert [choice["index"] for choice in reply.json()["choices"]] == list(range(count))
+    assert engine.most == most
     # What could never run cancels the one before it.
     never = Full(hold=True)
     never.never = True
@@ -225,7 +207,7 @@ def test_prompts_of_a_request_wait_for_places_a_few_at_a_time() -> None:
     assert (len(never.cancelled), never.open) == (1, [])
 
 
-@_run
+@in_a_loop
 async def test_a_prompt_that_lost_its_place_waits_if_others_of_its_request_have_one() -> None:
     for begun in (True, False):
         prompts = [[5], [6]] if begun else [[6]]
@@ -242,7 +224,7 @@ async def test_a_prompt_that_lost_its_place_waits_if_others_of_its_request_have_
         assert held.watch.ended == [("stop", 2, 2) if begun else ("QueueFullError", 0, 0)]
 
 
-@_run
+@in_a_loop
 async def test_what_the_machine_refuses_ends_the_request_and_is_not_asked_for_again() -> None:
     async with _held(_body(False, prompt=[[at + 1] * 2 for at in range(20)])) as held:
         held.engine.step(TOKEN)
@@ -258,7 +240,7 @@ async def test_what_the_machine_refuses_ends_the_request_and_is_not_asked_for_ag
 # ------------------------------------------------------------------------ a client that leaves
 
 
-@_run
+@in_a_loop
 async def test_a_closed_connection_cancels_its_request_in_the_engine_at_once() -> None:
     for stream in (False, True):
         async with _held(_body(stream)) as held:
@@ -276,7 +258,7 @@ async def test_a_closed_connection_cancels_its_request_in_the_engine_at_once() -
     assert (held.asked.reply.writes, _outcomes(held.watch)) == ([], ["cancelled"])
 
 
-@_run
+@in_a_loop
 async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_once() -> None:
     engine, asked = FakeEngine(hold=True), connection("POST", PATH, _body(True))
     writing, resume = asyncio.Event(), asyncio.Event()
@@ -297,7 +279,7 @@ async def test_a_client_that_leaves_while_a_write_waits_for_it_is_cancelled_at_o
     await task
 
 
-@_run
+@in_a_loop
 async def test_nothing_is_left_of_a_request_that_was_cancelled_or_answered() -> None:
     engine, watch = FakeEngine(hold=True), FakeWatch()
     app = create_app(serving(engine, watch=watch))
@@ -319,38 +301,7 @@ async def test_nothing_is_left_of_a_request_that_was_cancelled_or_answered() -> 
     assert asyncio.all_tasks() == before
 
 
-@_run
-async def test_a_closed_socket_cancels_its_request() -> None:
-    engine, watch = FakeEngine(hold=True), FakeWatch()
-    listening = socket.create_server(("127.0.0.1", 0))
-    app = create_app(serving(engine, watch=watch))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    task = asyncio.create_task(server.serve(sockets=[listening]))
-    reader, writer = await asyncio.open_connection(*listening.getsockname())
-    body = b'{"prompt": [5, 6], "stream": true}'
-    head = b"Host: tee\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-    writer.write(b"POST %s HTTP/1.1\r\n" % PATH.encode() + head + body)
-    await engine.submitted.wait()
-    engine.step(TOKEN)
-    assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
-    writer.close()
-    await watch.over.wait()
-    assert len(engine.cancelled) == 1
-    server.should_exit = True
-    await task
-
-
 # ------------------------------------------------------------------------------- when it is sent
-
-
-@_run
-async def test_a_slow_reader_gets_what_piled_up_in_one_write_a_chunk_for_each_token() -> None:
-    async with _held(_body(True)) as held:
-        for _ in range(5):
-            held.engine.step(TOKEN)
-        held.engine.step(Delivery((NewToken(0, 300, None, "stop"),), ended=True))
-        await held.to_the_end()
-    assert (len(held.asked.reply.writes), len(held.asked.reply.events())) == (2, 7)
 
 
 def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:
@@ -372,7 +323,7 @@ def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:
     assert _ask(FakeEngine(says=says), _body(False, max_tokens=3), tempo_s=3600.0)[0].status == 200
 
 
-@_run
+@in_a_loop
 async def test_tokens_of_one_step_and_of_a_choice_that_lags_behind_are_apart_on_that_clock() -> (
     None
 ):
@@ -392,7 +343,7 @@ async def test_tokens_of_one_step_and_of_a_choice_that_lags_behind_are_apart_on_
         assert found == [(0, None), (0, "stop"), (1, "stop")][: 1 + n]
 
 
-@_run
+@in_a_loop
 async def test_a_tick_is_never_the_one_before() -> None:
     answer: Any = SimpleNamespace(content_type="text/event-stream")
     caller = Caller("", FakeWatch().request())

@@ -27,6 +27,7 @@ from tests.kit.serve import (
     chat,
     complete,
     connection,
+    in_a_loop,
     model,
     serving,
     tokenizer,
@@ -66,7 +67,6 @@ def test_settings_reach_the_engine_by_their_names() -> None:
     assert request.sampling.logit_bias == {5: -100}
     assert (request.samples, request.stop, request.max_new_tokens) == (2, ("x",), 9)
     assert (request.stop_ids, request.logprobs, request.salt) == (None, None, "s")
-    assert asked(complete, top_k=-1)[0].sampling.top_k == 0
 
 
 def test_left_out_and_null_settings_are_openai_s_defaults() -> None:
@@ -79,32 +79,41 @@ def test_left_out_and_null_settings_are_openai_s_defaults() -> None:
 
 
 @each_row(
-    ("body", "stop_ids"),
+    ("by", "body", "field", "values"),
     [
-        ({"stop_token_ids": [9]}, ENDS | {9}),
-        ({"stop_token_ids": [9], "ignore_eos": True}, {9}),
-        ({"ignore_eos": True}, set()),
-        ({}, None),
+        (complete, {"top_k": -1}, "sampling.top_k", [0]),
+        (complete, {"stop_token_ids": [9]}, "stop_ids", [ENDS | {9}]),
+        (complete, {"stop_token_ids": [9], "ignore_eos": True}, "stop_ids", [{9}]),
+        (complete, {"ignore_eos": True}, "stop_ids", [set()]),
+        (complete, {}, "stop_ids", [None]),
+        # A prompt is a text or ids or several of either.
+        (complete, {"prompt": ""}, "prompt_ids", [encoded("")]),
+        (complete, {"prompt": "Hello"}, "prompt_ids", [encoded("Hello")]),
+        (complete, {"prompt": ["Hello", "a"]}, "prompt_ids", [encoded("Hello"), encoded("a")]),
+        (complete, {"prompt": [5, 6, 7]}, "prompt_ids", [(5, 6, 7)]),
+        (complete, {"prompt": [[5, 6], [7]]}, "prompt_ids", [(5, 6), (7,)]),
+        # Tokens are as many as are wanted and have room.
+        (chat, {}, "max_new_tokens", [64]),
+        (chat, {"max_tokens": 5}, "max_new_tokens", [5]),
+        (chat, {"max_completion_tokens": 6}, "max_new_tokens", [6]),
+        (chat, {"max_tokens": 5, "max_completion_tokens": 6}, "max_new_tokens", [6]),
+        (chat, {"max_tokens": 5000}, "max_new_tokens", [505]),
+        (complete, {"prompt": [5] * (CONTEXT - 3), "max_tokens": 100}, "max_new_tokens", [3]),
+        # An engine runs nothing that neither makes tokens nor reads them.
+        (
+            complete,
+            {"prompt": [5] * CONTEXT, "max_tokens": 0, "echo": True},
+            "prompt_logprobs",
+            [0],
+        ),
+        (complete, {"echo": True, "logprobs": 2}, "prompt_logprobs", [2]),
+        (complete, {"echo": True}, "prompt_logprobs", [None]),
     ],
 )
-def test_stop_token_ids_are_added_to_the_model_s_own(
-    body: dict[str, Any], stop_ids: set[int] | None
+def test_what_is_asked_for_reaches_the_engine(
+    by: Callable[..., Reply], body: dict[str, Any], field: str, values: list[Any]
 ) -> None:
-    assert asked(complete, **body)[0].stop_ids == stop_ids
-
-
-@each_row(
-    ("prompt", "expected"),
-    [
-        ("", [encoded("")]),
-        ("Hello", [encoded("Hello")]),
-        (["Hello", "a"], [encoded("Hello"), encoded("a")]),
-        ([5, 6, 7], [(5, 6, 7)]),
-        ([[5, 6], [7]], [(5, 6), (7,)]),
-    ],
-)
-def test_a_prompt_is_a_text_or_ids_or_several_of_either(prompt: Any, expected: Any) -> None:
-    assert [request.prompt_ids for request in asked(complete, prompt=prompt)] == expected
+    assert [*map(operator.attrgetter(field), asked(by, **body))] == values
 
 
 def test_roles_parts_and_names_reach_the_template() -> None:
@@ -134,27 +143,6 @@ def test_a_model_without_a_chat_template_is_400_for_chats_alone(tmp_path: Path) 
     reply = call(served, "POST", "/v1/chat/completions", {"messages": [USER]})
     assert (reply.status, reply.error()["code"]) == (400, "no_chat_template")
     assert call(served, "POST", PATH, {"prompt": "Hello"}).status == 200
-
-
-@each_row(
-    ("by", "body", "room"),
-    [
-        (chat, {}, 64),
-        (chat, {"max_tokens": 5}, 5),
-        (chat, {"max_completion_tokens": 6}, 6),
-        (chat, {"max_tokens": 5, "max_completion_tokens": 6}, 6),
-        (chat, {"max_tokens": 5000}, 505),
-        (complete, {"prompt": [5] * (CONTEXT - 3), "max_tokens": 100}, 3),
-        (complete, {"prompt": [5] * CONTEXT, "max_tokens": 0, "echo": True}, 0),
-    ],
-)
-def test_tokens_are_as_many_as_are_wanted_and_have_room(
-    by: Callable[..., Reply], body: dict[str, Any], room: int
-) -> None:
-    (request,) = asked(by, **body)
-    assert request.max_new_tokens == room
-    # An engine runs nothing that neither makes tokens nor reads them.
-    assert request.prompt_logprobs == (None if room else 0)
 
 
 def test_a_prompt_beyond_the_context_is_400_before_any_byte_of_a_stream() -> None:
@@ -229,83 +217,78 @@ class Compiler:
         return FakeGrammar(kind, content)
 
 
-def test_costly_grammars_of_one_key_hold_up_no_other_nor_those_of_a_client_that_left() -> None:
-    async def run() -> None:
-        compile_slowly, who = Compiler(), operator.itemgetter("authorization")
-        app = create_app(
-            serving(compile_grammar=compile_slowly, authorise=lambda request: who(request.headers))
-        )
+@in_a_loop
+async def test_costly_grammars_of_one_key_hold_up_no_other_nor_those_of_a_client_that_left() -> (
+    None
+):
+    compile_slowly, who = Compiler(), operator.itemgetter("authorization")
+    app = create_app(
+        serving(compile_grammar=compile_slowly, authorise=lambda request: who(request.headers))
+    )
 
-        def made(owner: str, grammar: str | None) -> Any:
-            body = {"prompt": "a", "guided_regex": grammar}
-            return connection("POST", PATH, body, {"authorization": owner})
+    def made(owner: str, grammar: str | None) -> Any:
+        body = {"prompt": "a", "guided_regex": grammar}
+        return connection("POST", PATH, body, {"authorization": owner})
 
-        async def done(owner: str, grammar: str | None) -> Reply:
-            found = made(owner, grammar)
-            await app(found.scope, found.receive, found.send)
-            return found.reply
+    async def done(owner: str, grammar: str | None) -> Reply:
+        found = made(owner, grammar)
+        await app(found.scope, found.receive, found.send)
+        return found.reply
 
-        costly = [asyncio.create_task(done("alice", "costly")) for _ in range(63)]
-        left = made("alice", "left")
-        leaving = asyncio.create_task(app(left.scope, left.receive, left.send))
-        try:
-            for _ in range(2):
-                await asyncio.to_thread(compile_slowly.begun.acquire, timeout=60)
-            left.leave()
-            assert (await done("bob", "quick")).status == 200
-            assert (await done("alice", None)).status == 200
-            too_many = await done("alice", "quick")
-            assert (too_many.status, too_many.error()["code"]) == (503, "overloaded")
-            assert too_many.headers["retry-after"] == "1"
-            assert compile_slowly.compiled == ["costly", "costly", "quick"]
-        finally:
-            compile_slowly.release.set()
-        assert {(await one).status for one in costly} == {200}
-        await leaving
-        assert compile_slowly.compiled.count("costly") == 63
-        assert "left" not in compile_slowly.compiled
-        assert (await done("alice", "quick")).status == 200
-
-    asyncio.run(run())
+    costly = [asyncio.create_task(done("alice", "costly")) for _ in range(63)]
+    left = made("alice", "left")
+    leaving = asyncio.create_task(app(left.scope, left.receive, left.send))
+    try:
+        for _ in range(2):
+            await asyncio.to_thread(compile_slowly.begun.acquire, timeout=60)
+        left.leave()
+        assert (await done("bob", "quick")).status == 200
+        assert (await done("alice", None)).status == 200
+        too_many = await done("alice", "quick")
+        assert (too_many.status, too_many.error()["code"]) == (503, "overloaded")
+        assert too_many.headers["retry-after"] == "1"
+        assert compile_slowly.compiled == ["costly", "costly", "quick"]
+    finally:
+        compile_slowly.release.set()
+    assert {(await one).status for one in costly} == {200}
+    await leaving
+    assert compile_slowly.compiled.count("costly") == 63
+    assert "left" not in compile_slowly.compiled
+    assert (await done("alice", "quick")).status == 200
 
 
-def test_what_is_compiled_when_the_server_ends_is_told_so(
+@in_a_loop
+async def test_what_is_compiled_when_the_server_ends_is_told_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        compile_slowly = Compiler()
-        app = create_app(serving(compile_grammar=compile_slowly))
-        made = connection("POST", PATH, {"prompt": "a", "guided_regex": "costly"})
-        task = asyncio.create_task(app(made.scope, made.receive, made.send))
-        await asyncio.to_thread(compile_slowly.begun.acquire, timeout=60)
-        task.cancel()
-        await task
-        compile_slowly.release.set()
-        assert (made.reply.status, made.reply.error()["code"]) == (503, "failed")
-
-    asyncio.run(run())
+    compile_slowly = Compiler()
+    app = create_app(serving(compile_grammar=compile_slowly))
+    made = connection("POST", PATH, {"prompt": "a", "guided_regex": "costly"})
+    task = asyncio.create_task(app(made.scope, made.receive, made.send))
+    await asyncio.to_thread(compile_slowly.begun.acquire, timeout=60)
+    task.cancel()
+    await task
+    compile_slowly.release.set()
+    assert (made.reply.status, made.reply.error()["code"]) == (503, "failed")
     assert not caplog.records
 
 
-def test_the_loop_goes_on_while_a_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, may_end, threads = threading.Event(), threading.Event(), []
-    app, encode = create_app(serving()), Tokenizer.encode
+@in_a_loop
+async def test_the_loop_goes_on_while_a_prompt_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end, encode = threading.Event(), threading.Event(), Tokenizer.encode
+    app = create_app(serving())
 
     def slow(self: Any, *arguments: Any, **more: Any) -> list[int]:
-        threads.append(threading.current_thread())
         begun.set()
         assert may_end.wait(60)
         return encode(self, *arguments, **more)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
-
-    async def run() -> None:
-        task = asyncio.create_task(ask(app, "POST", PATH, {"prompt": "Hello"}))
-        await asyncio.to_thread(begun.wait)
-        assert (await ask(app, "GET", "/health")).status == 200
-        assert not task.done()
-        may_end.set()
-        assert (await task).status == 200
-
-    asyncio.run(run())
-    assert threading.main_thread() not in threads
+    task = asyncio.create_task(ask(app, "POST", PATH, {"prompt": "Hello"}))
+    await asyncio.to_thread(begun.wait)
+    assert (await ask(app, "GET", "/health")).status == 200
+    assert not task.done()
+    may_end.set()
+    assert (await task).status == 200

@@ -31,6 +31,7 @@ from tests.kit.serve import (
     ask,
     authorise,
     connection,
+    in_a_loop,
     sealed,
     sealing,
     send,
@@ -40,10 +41,7 @@ from tests.kit.serve import (
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")
-HELLO, STREAM = (
-    json.dumps({"prompt": "Hello", "max_tokens": 2, "stream": stream}).encode()
-    for stream in (False, True)
-)
+HELLO = json.dumps({"prompt": "Hello"}).encode()
 BEARER = {"authorization": b"Bearer right"}
 HYBRID = HpkeKey()
 
@@ -53,7 +51,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", COMPLETIONS, {"prompt": "Hello", "stream": True}),
     ("POST", CHAT, {"messages": MESSAGES, "stream": True}),
     ("POST", "/v1/embeddings", {"input": "a cat " * 60}),
-    ("POST", "/tokenize", {"content": "a " * 60_000}),
+    ("POST", "/tokenize", {"content": "a " * 40_000}),
     ("GET", "/v1/models/demo", None),
     ("GET", "/v1/models/other", None),
     ("HEAD", "/health", None),
@@ -100,7 +98,7 @@ def test_a_sealed_request_is_answered_as_a_plain_one(
     app: Any, method: str, path: str, body: Any
 ) -> None:
     plain = asyncio.run(ask(app, method, path, content(body), {"content-type": "application/json"}))
-    for chunk in (2**30, 7):
+    for chunk in (2**30, 177):
         asked = sealed(path, content(body), method=method)
         assert unique(answer(sealing(app), asked, chunk=chunk)) == unique(plain)
 
@@ -111,7 +109,7 @@ def test_a_request_may_be_to_a_hybrid_key_in_many_chunks_and_of_a_type_written_o
     pieces = [HELLO[at : at + 3] for at in range(0, len(HELLO), 3)]
     asked = sealed(COMPLETIONS, *pieces, b"", key=HYBRID)
     found = answer(sealing(app, key=HYBRID), asked)
-    assert SAID.startswith(found.json()["choices"][0]["text"])
+    assert found.json()["choices"][0]["text"] == SAID
     kinds = (CONTENT_TYPE, "Message/TSQP-Sealed", f"{CONTENT_TYPE}; a=b", f" {CONTENT_TYPE} ;")
     for kind in kinds:
         asked = sealed("/health", method="GET")
@@ -130,40 +128,6 @@ def test_a_request_may_be_to_a_hybrid_key_in_many_chunks_and_of_a_type_written_o
     scope = {"type": "websocket", "headers": [(b"content-type", CONTENT_TYPE.encode())]}
     asyncio.run(sealing(inner)(scope, None, None))  # type: ignore[arg-type]
     assert seen == [scope]
-
-
-def test_the_query_of_a_target_is_sealed_to_as_well(app: Any) -> None:
-    for target, status in ((b"/health?a=b", 200), (b"/health", 400), (b"/health?a=c", 400)):
-        asked = sealed("/health", method="GET", target=target)
-        to = asked.ask()
-        to.scope["query_string"] = b"a=b"
-        reply = asyncio.run(send(sealing(app), to))
-        assert (asked.opened(reply).status if status == 200 else reply.status) == status
-
-
-def test_an_event_leaves_when_it_is_made() -> None:
-    async def run() -> None:
-        engine = FakeEngine(hold=True)
-        asked = sealed(COMPLETIONS, STREAM)
-        to = asked.ask()
-        task = asyncio.create_task(send(sealing(create_app(serving(engine))), to))
-        await engine.submitted.wait()
-        script = engine._script(engine.requests[0])
-        for delivery in script:
-            before = len(to.reply.writes)
-            engine.step(delivery)
-            while len(to.reply.writes) == before:
-                to.changed.clear()
-                await to.changed.wait()
-            # No last chunk yet: what is there opens, and its end is missing.
-            if delivery is not script[-1]:
-                with pytest.raises(ProtocolError, match="an early end"):
-                    asked.opened(to.reply)
-        found = asked.opened(await task)
-        assert found.events()[-1] == "[DONE]"
-        assert len(found.writes) >= len(script)
-
-    asyncio.run(run())
 
 
 def test_outside_are_neither_content_nor_status_nor_headers() -> None:
@@ -186,19 +150,25 @@ def test_outside_are_neither_content_nor_status_nor_headers() -> None:
         assert asked.opened(reply).status == status
 
 
-def test_headers_outside_are_not_read_and_those_inside_are() -> None:
+def test_headers_outside_are_not_read_and_those_inside_and_the_query_are() -> None:
     seen = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope)
         await ApiError(400, "seen").response()(scope, receive, send)
 
-    asked = sealed("/health", method="PUT", headers={"a": b"inside", "content-length": b"0"})
-    to = asked.ask()
-    to.scope["headers"] += [(b"a", b"outside"), (b"authorization", b"Bearer right")]
-    to.scope["extensions"] = {"http.response.pathsend": {}}
-    assert asked.opened(asyncio.run(send(sealing(app), to))).status == 400
-    assert seen[0]["headers"] == [(b"a", b"inside"), (b"content-length", b"0")]
+    headers = {"a": b"inside", "content-length": b"0"}
+    for query, found in ((b"a=b", "seen"), (b"", None), (b"a=c", None)):
+        asked = sealed("/health", method="PUT", headers=headers, target=b"/health?a=b")
+        to = asked.ask()
+        to.scope["headers"] += [(b"a", b"outside"), (b"authorization", b"Bearer right")]
+        to.scope |= {"extensions": {"http.response.pathsend": {}}, "query_string": query}
+        reply = asyncio.run(send(sealing(app), to))
+        reply = asked.opened(reply) if found else reply
+        assert reply.error()["code"] == (None if found else "sealed_body")
+    assert [scope["headers"] for scope in seen] == [
+        [*((k.encode(), v) for k, v in headers.items())]
+    ]
     assert (seen[0]["method"], seen[0]["path"], seen[0]["extensions"]) == ("PUT", "/health", {})
 
 
@@ -213,15 +183,7 @@ def _changed() -> Iterator[tuple[SealedRequest, bytes, str]]:
     for at in range(0, len(data), 3):
         yield asked, data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], COMPLETIONS
         yield asked, data[:at], COMPLETIONS
-    for order in (
-        [front, head, last, first],
-        [front, head, last],
-        [front, first, last],
-        [front, first, head, last],
-        [head, first, last],
-        [front, head, first, first, last],
-        [*parts, last],
-    ):
+    for order in ([front, head, last, first], [front, first, last], [*parts, last]):
         yield asked, b"".join(order), COMPLETIONS
     # A request is for its path and its server alone, and no part of another.
     other = sealed(COMPLETIONS, HELLO)
@@ -305,21 +267,19 @@ def test_a_request_is_answered_once() -> None:
         assert code_of(answer(app, asked)) == (400, "sealed_replay")
 
 
-def test_a_request_that_still_runs_is_not_run_again() -> None:
-    async def run() -> None:
-        engine = FakeEngine(hold=True)
-        app = sealing(create_app(serving(engine)))
-        asked = sealed(COMPLETIONS, HELLO)
-        task = asyncio.create_task(send(app, asked.ask()))
-        await engine.submitted.wait()
-        again = asked.opened(await send(app, asked.ask()))
-        assert code_of(again) == (400, "sealed_replay")
-        for delivery in engine._script(engine.requests[0]):
-            engine.step(delivery)
-        assert asked.opened(await task).status == 200
-        assert len(engine.requests) == 1
-
-    asyncio.run(run())
+@in_a_loop
+async def test_a_request_that_still_runs_is_not_run_again() -> None:
+    engine = FakeEngine(hold=True)
+    app = sealing(create_app(serving(engine)))
+    asked = sealed(COMPLETIONS, HELLO)
+    task = asyncio.create_task(send(app, asked.ask()))
+    await engine.submitted.wait()
+    again = asked.opened(await send(app, asked.ask()))
+    assert code_of(again) == (400, "sealed_replay")
+    for delivery in engine._script(engine.requests[0]):
+        engine.step(delivery)
+    assert asked.opened(await task).status == 200
+    assert len(engine.requests) == 1
 
 
 @each_row(
@@ -445,56 +405,15 @@ def test_a_client_that_leaves_before_its_head_or_within_its_body_is_not_answered
     assert got == [first, *[{"type": "http.disconnect"}] * 2]
 
 
-def test_a_client_that_leaves_ends_its_request() -> None:
-    async def run() -> None:
-        engine = FakeEngine(hold=True)
-        to = sealed(COMPLETIONS, STREAM).ask()
-        task = asyncio.create_task(send(sealing(create_app(serving(engine))), to))
-        await engine.submitted.wait()
-        to.leave()
-        await engine.was_cancelled.wait()
-        await task
-        assert to.reply.writes == []
-
-    asyncio.run(run())
-
-
 def test_an_answer_ends_as_its_app_ends_it() -> None:
-    failing = create_app(serving(FakeEngine(error=GONE, fail_after=2)))
-    found = answer(sealing(failing), sealed(COMPLETIONS, STREAM))
-    assert found.status == 200
-    assert "error" in found.events()[-1]
-
-    async def unfinished(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"Vary", b"a"), (b"x", b"1"), (b"vary", b"b")]
+        more = scope["method"] == "POST"
         await send({"type": "http.response.start", "status": 204, "headers": headers})
-        if scope["method"] == "POST":
-            await send({"type": "http.response.body", "body": b"half", "more_body": True})
-        else:
-            await send({"type": "http.response.body"})
+        await send({"type": "http.response.body", "body": b"half", "more_body": more})
 
     with pytest.raises(ProtocolError, match="an early end"):
-        answer(sealing(unfinished), sealed(COMPLETIONS, HELLO))
+        answer(sealing(app), sealed(COMPLETIONS, HELLO))
     # Headers of one name are sealed as one.
-    found = answer(sealing(unfinished), sealed("/health", method="GET"))
+    found = answer(sealing(app), sealed("/health", method="GET"))
     assert (found.status, found.headers) == (204, {"vary": "a, b", "x": "1"})
-
-
-def test_an_answer_that_was_changed_or_cut_does_not_open(app: Any) -> None:
-    asked = sealed(COMPLETIONS, STREAM)
-    reply = asyncio.run(send(sealing(app), asked.ask()))
-    data = b"".join(reply.writes)
-    assert asked.opened(reply).events()[-1] == "[DONE]"
-    others = [data[:at] for at in range(0, len(data), 3)]
-    others += [
-        data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
-        for at in range(0, len(data), 3)
-    ]
-    head, first, second, *rest = [b"".join(reply.writes[:2]), *reply.writes[2:]]
-    others += [b"".join([head, second, *rest]), b"".join([head, second, first, *rest])]
-    others += [data + reply.writes[-1], data + b"\0"]
-    for other in others:
-        with pytest.raises((ProtocolError, ValueError)):
-            asked.opened(Reply(reply.status, reply.headers, [other]))
-    with pytest.raises(ProtocolError):
-        sealed(COMPLETIONS, HELLO).opened(reply)
