@@ -81,6 +81,7 @@ class FakeEngine:
     """Delivers `says` to every sample, a token a turn of the event loop.
 
     `hold`: deliveries wait until the test calls `step`. `fail_after`: tokens before `error`.
+    `numbers`: makes up log-probabilities.
     """
 
     says: Sequence[int] = field(default_factory=lambda: tokenizer().encode(SAID)[1:])
@@ -94,6 +95,7 @@ class FakeEngine:
     error: Exception | None = None
     fail_after: int = 0
     reused: int = 0
+    numbers: Callable[[int, int], Logprob] = logprob
     open: list[FakeTicket] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     cancelled: list[FakeTicket] = field(default_factory=list)
@@ -160,7 +162,7 @@ class FakeEngine:
     def _token(self, request: Request, sample: int, ids: Sequence[int], at: int) -> NewToken:
         last = at + 1 == len(ids)
         cut = len(ids) < len(self.says)
-        number = None if request.logprobs is None else logprob(ids[at], request.logprobs)
+        number = None if request.logprobs is None else self.numbers(ids[at], request.logprobs)
         return NewToken(
             sample, ids[at], number, ("length" if cut else self.finish) if last else None
         )
@@ -168,7 +170,7 @@ class FakeEngine:
     def _read(self, request: Request) -> PromptRead:
         count = request.prompt_logprobs
         rest = request.prompt_ids[1:]
-        numbers = () if count is None else tuple(logprob(one, count) for one in rest)
+        numbers = () if count is None else tuple(self.numbers(one, count) for one in rest)
         pooled = None
         if request.pooling is not None:
             pooled = torch.tensor([float(len(request.prompt_ids)), 2.0, -2.0])

@@ -133,16 +133,3 @@ def test_no_byte_of_a_report_or_certificate_may_change() -> None:
                     free.append((vector.name, which, at))
     assert free == []
     assert tried > 2500
-
-
-def test_parts_of_another_are_refused() -> None:
-    everything = [(vector, [vector.report, *vector.chain]) for vector in SNP_VECTORS]
-    accepted = [
-        (vector.name, other.name, which)
-        for vector, parts in everything
-        for other, others in everything
-        for which in range(4)
-        if others[which] != parts[which]
-        and _accepted(vector, [*parts[:which], others[which], *parts[which + 1 :]])
-    ]
-    assert accepted == []

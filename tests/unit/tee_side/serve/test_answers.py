@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tee_side.engine.request import Logprob, NewToken
+from tee_side.engine.request import Logprob
 from tests.kit.rows import each_row
 from tests.kit.serve import SAID, FakeEngine, Reply, call, chat, complete, model, serving, tokenizer
 
 # Characters of several tokens, so that no token of them is text by itself.
 MIXED = "é 😀 a cat"
-HELLO = len(tokenizer().encode("Hello"))
 
 
 def _ids(text: str) -> list[int]:
@@ -34,18 +33,15 @@ def _streamed(engine: FakeEngine | None = None, **body: Any) -> list[Any]:
 def _joined(events: list[Any]) -> list[dict[str, Any]]:
     """Put a stream's choices together, as they stand in a whole answer."""
     found: dict[int, dict[str, Any]] = {}
-    for event in events:
-        for part in event["choices"]:
-            whole = found.setdefault(
-                part["index"],
-                {"index": part["index"], "text": "", "logprobs": None, "finish_reason": None},
-            )
-            whole["text"] += part["text"]
-            if part["logprobs"] is not None:
-                lists = whole["logprobs"] or {name: [] for name in part["logprobs"]}
-                whole["logprobs"] = {k: lists[k] + v for k, v in part["logprobs"].items()}
-            assert whole["finish_reason"] is None, "a chunk behind the last one"
-            whole["finish_reason"] = part["finish_reason"]
+    for part in (part for event in events for part in event["choices"]):
+        whole = found.setdefault(part["index"], {**part, "text": "", "logprobs": None})
+        assert not whole.get("ended"), "a chunk behind the last one"
+        whole["text"] += part["text"]
+        if (new := part["logprobs"]) is not None:
+            old = whole["logprobs"] or {name: [] for name in new}
+            whole["logprobs"] = {name: old[name] + new[name] for name in new}
+        whole["ended"] = whole["finish_reason"] = part["finish_reason"]
+    assert all(whole.pop("ended") for whole in found.values())
     return [found[index] for index in sorted(found)]
 
 
@@ -58,34 +54,30 @@ def _only(reply: Reply) -> Any:
 
 
 def test_a_whole_answer_has_all_that_openai_s_has() -> None:
-    completed, chatted = complete(FakeEngine(reused=3)).json(), chat().json()
-    usage = {
-        "prompt_tokens": HELLO,
-        "completion_tokens": len(_ids(SAID)),
-        "total_tokens": HELLO + len(_ids(SAID)),
-        "prompt_tokens_details": {"cached_tokens": 3},
-    }
     message = {"role": "assistant", "content": SAID, "refusal": None}
-    for body, kind, content in (
-        (completed, "text_completion", {"text": SAID}),
-        (chatted, "chat.completion", {"message": message}),
+    new = len(_ids(SAID))
+    for by, prefix, kind, content in (
+        (complete, "cmpl-", "text_completion", {"text": SAID}),
+        (chat, "chatcmpl-", "chat.completion", {"message": message}),
     ):
+        engine = FakeEngine(reused=3)
+        body = by(engine).json()
         assert (body["object"], body["model"]) == (kind, "demo")
         assert (body["system_fingerprint"], body["created"] > 0) == ("fp-avx2", True)
+        assert body["id"].startswith(prefix)
         rest = {"index": 0, "logprobs": None, "finish_reason": "stop"}
         assert body["choices"] == [content | rest]
-    assert completed["usage"] == usage
-    assert chatted["usage"]["completion_tokens"] == len(_ids(SAID))
-    assert completed["id"].startswith("cmpl-")
-    assert chatted["id"].startswith("chatcmpl-")
+        read = len(engine.requests[0].prompt_ids)
+        assert body["usage"] == {
+            "prompt_tokens": read,
+            "completion_tokens": new,
+            "total_tokens": read + new,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
 
 
 def test_a_stream_of_a_chat_begins_each_choice_with_the_role_alone() -> None:
-    reply = chat(stream=True, n=2)
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    *chunks, done = reply.events()
-    assert done == "[DONE]"
-    assert len({chunk["id"] for chunk in chunks}) == 1
+    *chunks, _ = chat(stream=True, n=2).events()
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     choices = [chunk["choices"][0] for chunk in chunks]
     role = {"role": "assistant", "content": ""}
@@ -98,17 +90,20 @@ def test_a_stream_of_a_chat_begins_each_choice_with_the_role_alone() -> None:
         assert [*filter(None, reasons)] == ["stop"] == reasons[-1:]
 
 
-def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for() -> None:
-    for by in (complete, chat):
-        asked = {"stream": True, "stream_options": {"include_usage": True}}
-        *chunks, last, done = by(**asked).events()
+@each_row("by", [complete, chat], ids=lambda by: by.__name__)
+def test_a_stream_has_one_id_and_tells_counts_where_they_are_asked_for(by: Any) -> None:
+    for usage in (True, False):
+        reply = by(stream=True, stream_options={"include_usage": usage})
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = reply.events()
         assert done == "[DONE]"
-        assert all(event["usage"] is None for event in chunks)
-        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], len(_ids(SAID)))
-        *chunks, _ = by(stream=True, stream_options={"include_usage": False}).events()
         assert len({event["id"] for event in chunks}) == 1
         assert {event["system_fingerprint"] for event in chunks} == {"fp-avx2"}
-        assert all("usage" not in event for event in chunks)
+        if usage:
+            last = chunks.pop()
+            counted = last["usage"]["completion_tokens"]
+            assert (last["choices"], counted) == ([], len(_ids(SAID)))
+        assert {event.get("usage", "none") for event in chunks} == {None if usage else "none"}
 
 
 @each_row("at_once", [False, True])
@@ -233,21 +228,10 @@ def test_echo_gives_null_for_the_first_token_s_logprob(prompt: Any) -> None:
     assert len(logprobs["tokens"]) == len(ids) + len(_ids(SAID))
 
 
-class Saying(FakeEngine):
-    """Says a token with a logprob that the test chose."""
-
-    def _token(self, request: Any, sample: int, says: Any, at: int) -> Any:
-        assert isinstance(self.number, Logprob)
-        return NewToken(sample, self.number.token_id, self.number, "stop")
-
-    number: Logprob | None = None
-
-
 def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() -> None:
     ids = _ids("é😀")
-    assert {tokenizer().decode([one]) for one in ids} == {"\ufffd"}
-    engine = Saying(says=ids[:1])
-    engine.number = Logprob(ids[0], -math.inf, tuple((one, -float(one)) for one in ids))
+    likeliest = Logprob(ids[0], -math.inf, tuple((one, -float(one)) for one in ids))
+    engine = FakeEngine(says=ids[:1], numbers=lambda _token, _count: likeliest)
     found = _only(complete(engine, logprobs=6))["logprobs"]
     names = [f"bytes:\\x{byte:02x}" for byte in "é😀".encode()]
     assert list(found["top_logprobs"][0]) == names
@@ -297,11 +281,12 @@ def test_each_input_has_a_vector_of_length_one(given: Any, count: int) -> None:
     assert (body["object"], body["model"]) == ("list", "demo")
 
 
-def test_vectors_are_numbers_or_base64_and_pooled_as_the_server_or_the_client_says() -> None:
+def test_vectors_are_numbers_or_base64_and_pooled_as_the_server_says() -> None:
     numbers = _embed().json()["data"][0]["embedding"]
     text = _embed(encoding_format="base64").json()["data"][0]["embedding"]
     assert list(struct.unpack("<3f", base64.b64decode(text))) == numbers
-    engine, by_mean = FakeEngine(), model(pooling="mean")
-    _embed(engine, pooling="mean")
-    call(serving(engine, model=by_mean), "POST", "/v1/embeddings", {"input": "a"})
-    assert [request.pooling for request in engine.requests] == ["mean", "mean"]
+    for served, asked in (({"pooling": "mean"}, {}), ({}, {"pooling": "mean"})):
+        engine = FakeEngine()
+        by = serving(engine, model=model(**served))
+        call(by, "POST", "/v1/embeddings", {"input": "a"} | asked)
+        assert engine.requests[0].pooling == "mean"

@@ -258,22 +258,6 @@ async def test_costly_grammars_of_one_key_hold_up_no_other_nor_those_of_a_client
 
 
 @in_a_loop
-async def test_what_is_compiled_when_the_server_ends_is_told_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    compile_slowly = Compiler()
-    app = create_app(serving(compile_grammar=compile_slowly))
-    made = connection("POST", PATH, {"prompt": "a", "guided_regex": "costly"})
-    task = asyncio.create_task(app(made.scope, made.receive, made.send))
-    await asyncio.to_thread(compile_slowly.begun.acquire, timeout=60)
-    task.cancel()
-    await task
-    compile_slowly.release.set()
-    assert (made.reply.status, made.reply.error()["code"]) == (503, "failed")
-    assert not caplog.records
-
-
-@in_a_loop
 async def test_the_loop_goes_on_while_a_prompt_is_tokenized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

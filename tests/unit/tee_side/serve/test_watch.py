@@ -205,24 +205,6 @@ def test_every_number_of_the_engine_is_told_as_it_is_at_the_scrape() -> None:
     assert not any(name.startswith(("vllm", "tsqp")) for name in known)
 
 
-def test_times_are_histograms_and_a_scraper_may_ask_for_openmetrics() -> None:
-    metrics = Metrics("demo", Stats)
-    for name, observe, bound, below in (
-        ("vllm:time_to_first_token_seconds", metrics.first_token, "0.04", 2),
-        ("vllm:inter_token_latency_seconds", metrics.between_tokens, "0.05", 2),
-        ("vllm:e2e_request_latency_seconds", metrics.request, "0.3", 3),
-    ):
-        for seconds in (0.03, 0.04, 0.3, 100.0):
-            observe(seconds)
-        values = {(s.name, s.labels.get("le")): s.value for s in scrape(metrics)[name].samples}
-        assert values[f"{name}_bucket", bound] == below
-        assert values[f"{name}_bucket", "+Inf"] == values[f"{name}_count", None] == 4
-        assert values[f"{name}_sum", None] == pytest.approx(100.37)
-    body, content_type = metrics.page("application/openmetrics-text; version=1.0.0")
-    assert content_type.startswith("application/openmetrics-text")
-    assert body.endswith(b"# EOF\n")
-
-
 def test_pads_made_per_second_of_the_last_minute() -> None:
     stats, clock = Stats(), Clock()
     metrics = Metrics("demo", lambda: stats, clock=clock)
