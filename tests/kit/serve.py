@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from tee_side.engine.request import (
     PromptRead,
     Request,
 )
+from tee_side.engine.stats import EngineStats
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
 from tee_side.serve.errors import ApiError
@@ -398,29 +399,10 @@ async def connected(app: FastAPI, *parts: Any, **more: Any) -> AsyncIterator[Con
         await task
 
 
-@dataclass
-class Stats:
-    """As the engine's, each number another one."""
-
-    running: int = 1
-    waiting: int = 2
-    kv_usage: float = 0.25
-    prompt_tokens: int = 3
-    generation_tokens: int = 4
-    steps: int = 5
-    prefix_queries: int = 6
-    prefix_hits: int = 7
-    draft_tokens: int = 8
-    accepted_tokens: int = 9
-    pads_ready: int | None = 10
-    pads_made: int = 0
-    pads_used: int = 11
-    pads_waited: int = 12
-    pads_in_tee: int = 13
-    round_trips: int = 14
-    bytes_sent: int = 15
-    bytes_received: int = 16
-    services: int = 17
+def engine_stats(**changed: float | None) -> EngineStats:
+    """Return the engine's, each number another one; no pads were made."""
+    numbers = {field.name: at for at, field in enumerate(fields(EngineStats), start=1)}
+    return EngineStats(**(numbers | {"kv_usage": 0.25, "pads_made": 0} | changed))  # type: ignore[arg-type]
 
 
 class Clock:

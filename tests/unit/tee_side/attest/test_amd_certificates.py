@@ -129,19 +129,14 @@ def test_what_is_not_exactly_signed_by_its_issuer_is_refused(where: str) -> None
     rows = [
         (b"", _BYTES),
         (good + b"\0", _BYTES),
-        (b"\x31" + good[1:], _BYTES),
         (good[:-1], _BYTES),
         # Lengths that are not the shortest, inside and around.
         (b"\x30\x83\0" + good[2:], _BYTES),
         (parts(b"\x30\x83\0" + body[2:], algorithm, bits(signature)), _BYTES),
-        (b"\x30\x80" + good[4:] + bytes(2), _BYTES),
         (parts(body, algorithm), _BYTES),
         (parts(body, algorithm, bits(signature), bits(signature)), _BYTES),
-        (parts(body, algorithm, made.element(4, b"\0", signature)), _BYTES),
         (parts(body, algorithm, bits(signature, b"\x08")), _BYTES),
-        (parts(body, algorithm, made.element(3)), _BYTES),
         (made.sequence(bytes(8189)), f"{of} 8193 bytes, expected 8192 at most"),
-        (made.sequence(bytes(8188)), _BYTES),
         *(
             (parts(body, other_one, bits(signature)), f"{of} another signature algorithm")
             for other_one in (made.pss(salt=32), made.pss(b"\x05\0"), made.sequence())
@@ -157,8 +152,6 @@ def test_what_is_not_exactly_signed_by_its_issuer_is_refused(where: str) -> None
         (parts(elsewhere, algorithm, bits(signature)), f"{of} a wrong signature"),
         (parts(body, algorithm, bits(even, b"\1")), _BYTES),
         (made.signed(body, other), f"{of} a wrong signature"),
-        (made.signed(b"\x31" + body[1:], key), _BYTES),
-        (made.signed(made.integer(1), key), _BYTES),
         (made.signed(made.sequence(), key), _BYTES),
     ]
     for encoded, text in rows:
@@ -282,9 +275,11 @@ _COMMON_NAME = made.sequence(made.oid("2.5.4.3"), made.element(0x0C, b"SEV-VCEK"
 _NAMED = made.name("SEV-VCEK")
 _ALL = [extension(*one) for one in made.leaf_extensions("milan", "vcek", made.TCB).items()]
 _NO_TIMES = (
-    *(b"440101000000", b"440101000000z", b"4401010000Z", b"440101000000+", b"4401 1000000Z"),
-    *(b"440230000000Z", b"441301000000Z", b"440100000000Z", b"440101240000Z", b"440101006000Z"),
-    *(b"20440101000000", b"2044010100000Z\n", b"00000101000000Z", b"20440101000000.0Z"),
+    b"440101000000",
+    b"4401010000Z",
+    b"440230000000Z",
+    b"2044010100000Z\n",
+    b"20440101000000.0Z",
 )
 
 
@@ -302,17 +297,13 @@ def _extended(*encoded: bytes) -> bytes:
         (_leaf(version=b""), _BYTES),
         (_leaf(version=made.element(0xA0, made.integer(1))), "AMD leaf: got another version"),
         (_leaf(version=made.element(0xA0, made.integer(3))), "AMD leaf: got another version"),
-        (_leaf(version=made.integer(2)), _BYTES),
-        (_leaf(serial=made.integer(0) * 2), _BYTES),
         (_leaf(serial=b"\x02\x02\0\0"), _BYTES),
-        (_leaf(algorithm=made.PSS_SHORT, extensions=b""), _BYTES),
         *((_leaf(issuer=made.name(one)), _NAMES) for one in ("SEV-Genoa", "SEV-VLEK-Milan", "ARK")),
         # The country as text of another type.
         (_leaf(issuer=made.name("SEV-Milan").replace(b"\x13\x02", b"\x0c\x02")), _NAMES),
         (_leaf(subject=_NAMED.replace(b"\x13\x02", b"\x0c\x02")), _NAMES),
         (_leaf(validity=made.sequence(made.time(made.BEGINS))), _BYTES),
         (_leaf(validity=made.sequence(*[made.time(made.BEGINS)] * 3)), _BYTES),
-        (_leaf(validity=made.element(0x31)), _BYTES),
         *((_leaf(validity=_validity(made.BEGINS, text)), _BYTES) for text in _NO_TIMES),
         (_leaf(validity=_validity(made.BEGINS, b"20440101000000.5Z")), "AMD leaf: got a part of a"),
         *((_leaf(subject=made.name(one)), _NAMES) for one in ("SEV-VLEK", "SEV-VCEK ", "SEV-Mil")),
@@ -320,29 +311,18 @@ def _extended(*encoded: bytes) -> bytes:
         (_leaf(subject=made.sequence(made.element(0x31, _COMMON_NAME))), _NAMES),
         (_leaf(subject=made.sequence(_NAMED[2:], made.element(0x31, _COMMON_NAME))), _NAMES),
         (_leaf(subject=made.sequence(_NAMED[2:], _NAMED[2:])), _NAMES),
-        (_leaf(subject=made.sequence(_COMMON_NAME)), _NAMES),
         (_leaf(subject=made.integer(1)), _NAMES),
         (_leaf(extensions=made.element(0xA2, made.sequence())), _BYTES),
-        (_leaf(extensions=made.element(0xA3)), _BYTES),
-        (_leaf(extensions=made.element(0xA3, made.sequence() * 2)), _BYTES),
-        (_leaf(extensions=made.element(0xA3, made.element(0x31))), _BYTES),
-        (_extended(b"\x05\0"), _BYTES),
-        (_extended(made.sequence(made.oid("1.2"))), _BYTES),
-        (_extended(made.sequence(made.oid("1.2"), b"\x02\1\0")), _BYTES),
         (_extended(made.sequence(made.integer(1), b"\x04\0")), _BYTES),
         (_extended(*_ALL, extension("2.5.29.19", b"", critical=True)), _BYTES),
         (_extended(*_ALL, made.integer(1)), _BYTES),
         (_extended(extension(f"{made.AMD}.3.1", b"\2\1\0") * 2), _TWICE),
         *((_leaf(extensions={f"{made.AMD}.3.{number}": None}), _BYTES) for number in (1, 2, 3, 8)),
-        (_version(1, b""), _BYTES),
-        (_version(2, b"\x02\x01"), _BYTES),
         (_version(3, b"\x02\x01\x18\x00"), _BYTES),
         (_version(3, b"\x02\x02\x00\x18"), _BYTES),
-        (_version(3, b"\x02\x81\x01\x18"), _BYTES),
         (_version(8, b"\x04\x01\xdb"), _BYTES),
         (_version(8, b"\x02\x01\xdb"), _TCB),
         (_version(8, b"\x02\x02\x01\xdb"), _TCB),
-        (_version(8, b"\x02\x82\x10\x00" + b"\x7f" * 4096), _BYTES),
         (_leaf(extensions={f"{made.AMD}.4": None}), _CHIP_ID),
         (_leaf(extensions={f"{made.AMD}.4": b""}), _CHIP_ID),
         (_leaf(extensions={f"{made.AMD}.4": made.chip_id_of("milan") + b"\0"}), _CHIP_ID),

@@ -16,7 +16,6 @@ from protocol.errors import EvidenceError
 from tee_side.attest import attesters
 from tee_side.attest.attesters import Attester, find_attester
 from tee_side.attest.evidence import Evidence
-from tee_side.attest.simulated import verify_simulated
 from tee_side.attest.snp import verify_snp
 from tee_side.attest.snp_report import SnpReport
 from tests.kit.evidence import SNP_VECTORS, authority, read_vector
@@ -310,14 +309,6 @@ def test_a_table_that_is_cut_off_is_refused_and_none_is_too_odd_to_be_read() -> 
     for odd in (b"", bytes(2 * PAGE), *(WHOLE[:length] for length in range(len(WHOLE)))):
         with suppress(EvidenceError):
             _attest(_snp(table=odd))
-
-
-def test_the_simulated_tee_says_the_measurement_that_it_is_given() -> None:
-    attester = find_attester("simulated", measurement=b"m" * 48)
-    evidence = attester.attest(DATA)
-    assert (attester.kind, evidence.kind) == ("simulated", "simulated")
-    verified = verify_simulated(evidence.report)
-    assert (verified.measurement, verified.report_data) == (b"m" * 48, DATA)
 
 
 def test_the_calls_of_the_real_system_take_these_arguments(

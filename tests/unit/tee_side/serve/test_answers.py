@@ -173,15 +173,6 @@ def test_a_stop_token_is_no_part_of_the_text_and_counts() -> None:
     assert body["usage"]["completion_tokens"] == 3
 
 
-def test_a_prompt_may_be_echoed_alone() -> None:
-    context = model().max_model_len
-    body = complete(max_tokens=0, echo=True, prompt=[5] * context).json()
-    text = tokenizer().decode([5] * context)
-    ended = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
-    assert body["choices"] == [ended]
-    assert body["usage"]["completion_tokens"] == 0
-
-
 # -------------------------------------------------------------------------- log-probabilities
 
 
@@ -207,25 +198,19 @@ def test_text_offset_is_the_text_in_front_of_a_token_and_equal_streamed_or_not()
         ({"logprobs": 0}, [1, 1, 1]),
         # 302 is among the likeliest three, the other is not.
         ({"logprobs": 3}, [3, 4, 3]),
+        # The first token of a prompt has none.
+        ({"logprobs": 0, "echo": True, "prompt": [0, 300]}, [None, 1, 1, 1, 1]),
+        ({"logprobs": 0, "echo": True, "prompt": ""}, [None, 1, 1, 1]),
     ],
 )
 def test_a_token_s_logprob_is_the_same_float_as_its_entry_among_the_likeliest(
-    body: dict[str, Any], sizes: list[int]
+    body: dict[str, Any], sizes: list[int | None]
 ) -> None:
     found = _only(complete(FakeEngine(says=[302, 400, 302]), **body))["logprobs"]
     likeliest = found["top_logprobs"]
-    assert [len(top) for top in likeliest] == sizes
-    own = [top[token] for token, top in zip(found["tokens"], likeliest, strict=True)]
+    assert [top and len(top) for top in likeliest] == sizes
+    own = [top and top[token] for token, top in zip(found["tokens"], likeliest, strict=True)]
     assert own == found["token_logprobs"]
-
-
-@each_row("prompt", ["Hello", [0, 300, 301]])
-def test_echo_gives_null_for_the_first_token_s_logprob(prompt: Any) -> None:
-    ids = tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-    logprobs = _only(complete(prompt=prompt, echo=True, logprobs=2))["logprobs"]
-    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    assert None not in logprobs["token_logprobs"][1:]
-    assert len(logprobs["tokens"]) == len(ids) + len(_ids(SAID))
 
 
 def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() -> None:
@@ -264,21 +249,19 @@ def _embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
     return call(serving(engine), "POST", "/v1/embeddings", {"input": [5, 6]} | body)
 
 
-@each_row(
-    ("given", "count"), [("Hello", 1), (["Hello", "a"], 2), ([5, 6], 1), ([[5], [6, 7], [8]], 3)]
-)
-def test_each_input_has_a_vector_of_length_one(given: Any, count: int) -> None:
-    engine = FakeEngine()
-    body = _embed(engine, input=given).json()
-    assert [item["index"] for item in body["data"]] == list(range(count))
-    for item, request in zip(body["data"], engine.requests, strict=True):
-        assert (request.max_new_tokens, request.pooling) == (0, "last")
-        state = [len(request.prompt_ids), 2.0, -2.0]
-        expected = [value / math.hypot(*state) for value in state]
-        assert item["embedding"] == pytest.approx(expected)
-    tokens = sum(len(request.prompt_ids) for request in engine.requests)
-    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    assert (body["object"], body["model"]) == ("list", "demo")
+def test_each_input_has_a_vector_of_length_one() -> None:
+    for given, count in (("Hello", 1), (["Hello", "a"], 2), ([5, 6], 1), ([[5], [6, 7], [8]], 3)):
+        engine = FakeEngine()
+        body = _embed(engine, input=given).json()
+        assert [item["index"] for item in body["data"]] == list(range(count))
+        for item, request in zip(body["data"], engine.requests, strict=True):
+            assert (request.max_new_tokens, request.pooling) == (0, "last")
+            state = [len(request.prompt_ids), 2.0, -2.0]
+            expected = [value / math.hypot(*state) for value in state]
+            assert item["embedding"] == pytest.approx(expected)
+        tokens = sum(len(request.prompt_ids) for request in engine.requests)
+        assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+        assert (body["object"], body["model"]) == ("list", "demo")
 
 
 def test_vectors_are_numbers_or_base64_and_pooled_as_the_server_says() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
@@ -24,6 +25,9 @@ def test_the_served_model_is_listed_and_found_by_its_name() -> None:
     assert call(serving(), "GET", "/v1/models/demo").json() == entry
     served = serving(model=model(name="org/name"))
     assert call(served, "GET", "/v1/models/org/name").json()["id"] == "org/name"
+    assert call(serving(), "GET", "/version").json() == {"version": "1.2.3"}
+    # No page that would load scripts of a third party.
+    assert {call(serving(), "GET", path).status for path in ("/docs", "/redoc")} == {404}
     missing = call(serving(), "GET", "/v1/models/other")
     error = missing.error()
     assert (missing.status, error["code"], error["param"]) == (404, "model_not_found", None)
@@ -36,6 +40,9 @@ def test_health_says_whether_a_token_could_be_made() -> None:
         reply = call(served, "GET", "/health")
         assert reply.status == status
         assert status == 200 or reply.error()["type"] == "unavailable_error"
+        # It needs no key.
+        for method in ("GET", "HEAD"):
+            assert call(replace(served, authorise=authorise), method, "/health").status == status
     # While a step waits for a service, requests wait with it.
     assert call(served, "POST", PATH, {"prompt": "a", "max_tokens": 1}).status == 200
 
@@ -48,15 +55,6 @@ def test_without_a_key_it_is_401_before_the_body_is_looked_at(method: str, path:
     assert reply.headers["www-authenticate"] == "Bearer"
     with_key = call(served, method, path, b"no JSON", {"authorization": "Bearer right"})
     assert with_key.status == (400 if method == "POST" else 200)
-
-
-def test_what_tells_nothing_needs_no_key_and_no_page_is_there() -> None:
-    found = ("GET", "/health"), ("HEAD", "/health"), ("GET", "/version"), ("GET", "/openapi.json")
-    for method, path in found:
-        assert call(serving(authorise=authorise), method, path).status == 200
-    assert call(serving(), "GET", "/version").json() == {"version": "1.2.3"}
-    # Theirs would load scripts of a third party.
-    assert {call(serving(), "GET", path).status for path in ("/docs", "/redoc")} == {404}
 
 
 @each_row("chunk", [2**30, 1000])

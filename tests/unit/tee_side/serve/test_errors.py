@@ -27,7 +27,7 @@ from tee_side.serve.schema import (
     TokenizeRequest,
 )
 from tests.kit.rows import each_row
-from tests.kit.serve import FakeEngine, FakeWatch, call, chat, complete, serving
+from tests.kit.serve import FakeEngine, call, chat, serving
 
 CANARY = "Seekrit-\ud83d\x1b[31m 4711"
 ENDPOINTS = {
@@ -145,20 +145,6 @@ def test_an_error_of_the_engine_says_by_its_status_whether_a_retry_helps(
     assert (found.status_code, json.loads(found.body)["error"]["code"]) == (status, code)
     assert (found.headers or {}).get("retry-after") == retry
     assert error.where not in found.body
-
-
-def test_a_refusal_before_the_first_byte_is_an_http_error() -> None:
-    for stream in (False, True):
-        limited = serving(watch=FakeWatch(refusal=_of_key(17)))
-        reply = call(limited, "POST", "/v1/completions", {"prompt": "a", "stream": stream})
-        assert (reply.status, reply.error()["type"]) == (429, "rate_limit_error")
-        assert reply.headers["x-ratelimit-limit-requests"] == "60"
-        assert reply.headers["retry-after"] == "17"
-        reply = complete(FakeEngine(refuse=_limit(retryable=True)), stream=stream)
-        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-        refuse = PromptError("prompt", got="no tokens", expected="at least one")
-        reply = complete(FakeEngine(refuse=refuse), stream=stream)
-        assert (reply.status, reply.error()["code"]) == (400, "invalid_prompt")
 
 
 def test_what_fails_unforeseen_is_500_and_its_words_are_in_no_log(

@@ -17,6 +17,7 @@ from tee_side.engine.request import Delivery, NewToken, PromptRead
 from tee_side.engine.waiting import QueueFullError
 from tee_side.serve.app import create_app
 from tee_side.serve.exchange import Exchange
+from tee_side.serve.limits import RateLimitError
 from tee_side.serve.serving import Caller
 from tests.kit.rows import each_row
 from tests.kit.serve import (
@@ -125,6 +126,12 @@ def test_an_error_is_an_http_error_before_the_first_byte_and_an_event_behind_it(
 
 
 def test_what_could_never_run_is_refused_before_it_is_accounted_for() -> None:
+    headers = {"x-ratelimit-limit-requests": "60"}
+    limit = RateLimitError("API key", got="61", expected="60", after_s=17, headers=headers)
+    limited = serving(watch=FakeWatch(refusal=limit))
+    reply = call(limited, "POST", PATH, _body(True))
+    assert (reply.status, reply.headers["retry-after"]) == (429, "17")
+    assert headers.items() <= reply.headers.items()
     for n, where, param in ((2, "samples", "body.n"), (1, "prompt", None)):
         engine = FakeEngine(unfit=PromptError(where, got="2", expected="1"))
         reply, watch = _ask(engine, _body(True, n=n))

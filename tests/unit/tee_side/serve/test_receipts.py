@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import EndpointError, LimitError
 from tee_side.attest.receipts import Receipt, verify
-from tee_side.engine.request import Delivery, NewToken, PromptRead
 from tee_side.serve.app import create_app
 from tee_side.serve.audit_log import AuditLog, AuditReader, open_log
 from tee_side.serve.limits import Limits
@@ -28,10 +27,9 @@ from tests.kit.serve import (
     FakeEngine,
     FakeWatch,
     Reply,
-    Stats,
     ask,
     call,
-    connected,
+    engine_stats,
     serving,
     tokenizer,
 )
@@ -196,26 +194,9 @@ def test_what_is_refused_or_asks_nothing_of_the_model_has_none_and_leaves_no_gap
         assert "tsqp-receipt" not in post(signing(), path, body).headers
 
 
-def test_a_client_that_left_has_none_and_leaves_no_gap() -> None:
-    async def run() -> tuple[Reply, list[bytes | None]]:
-        engine, watch = FakeEngine(hold=True), FakeWatch()
-        app = create_app(signing(engine, watch=watch))
-        async with connected(app, "POST", COMPLETIONS, {"prompt": [5], "stream": True}) as asked:
-            await engine.submitted.wait()
-            engine.step(Delivery((NewToken(0, 300, None, None),), PromptRead()))
-            await asked.changed.wait()
-        engine.hold = False
-        assert LINE not in b"".join(asked.reply.writes)
-        return await ask(app, "POST", COMPLETIONS, {"prompt": [5]}), watch.receipts
-
-    reply, noted = asyncio.run(run())
-    assert receipt_of(reply).sequence == 0
-    assert noted == [None, sha256(split(reply)[1])]
-
-
 def test_the_log_has_the_digest_of_each_receipt(tmp_path: Path) -> None:
     with AuditLog(tmp_path / "audit.log", bytes(32)) as audit:
-        watch = Watch(Limits(lambda _: None), Metrics("demo", Stats), audit, "shielded")
+        watch = Watch(Limits(lambda _: None), Metrics("demo", engine_stats), audit, "shielded")
         served, body = signing(watch=watch), {"prompt": [5]}
         signed = [
             split(post(served, COMPLETIONS, body | {"stream": stream}))[1]

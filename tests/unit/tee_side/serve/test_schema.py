@@ -22,8 +22,8 @@ def embed(engine: FakeEngine | None = None, **body: Any) -> Reply:
 
 
 # Clients' own; none changes an answer.
-_NAMES = """user metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier
-parallel_tool_calls priority request_id cache_prompt guided_decoding_backend
+_NAMES = """user metadata store service_tier prompt_cache_key prompt_cache_retention
+safety_identifier parallel_tool_calls priority request_id cache_prompt guided_decoding_backend
 spaces_between_special_tokens session_id chat_id id_slot"""
 UNUSED: dict[str, Any] = dict.fromkeys(_NAMES.split(), "x")
 # The value that changes nothing, and one that would change the answer.
