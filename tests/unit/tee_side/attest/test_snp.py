@@ -163,13 +163,14 @@ def test_fields_are_read(version: int) -> None:
 
 def test_bits() -> None:
     """Of the policy, the platform, and the flags that say which key signed."""
-    for bit in range(64):
-        report = SnpReport.parse(make_report(policy=1 << 17 | 1 << bit))
-        assert (report.debug, report.migration_agent) == (bit == 19, bit == 18), bit
-        report = SnpReport.parse(make_report(platform=1 << bit))
-        assert report.alias_check == (bit == 5), bit
-    for flags, key in ((0, "vcek"), (3, "vcek"), (4, "vlek"), (7, "vlek"), (32, "vcek")):
-        assert SnpReport.parse(_report_with(0x48, bytes((flags,)))).signing_key == key, flags
+    by_policy = [SnpReport.parse(make_report(policy=1 << 17 | 1 << bit)) for bit in range(64)]
+    by_platform = [SnpReport.parse(make_report(platform=1 << bit)) for bit in range(64)]
+    assert [bit for bit, report in enumerate(by_policy) if report.debug] == [19]
+    assert [bit for bit, report in enumerate(by_policy) if report.migration_agent] == [18]
+    assert [bit for bit, report in enumerate(by_platform) if report.alias_check] == [5]
+    keys = {flags: _report_with(0x48, bytes((flags,))) for flags in (0, 3, 4, 7, 32)}
+    found = {flags: SnpReport.parse(data).signing_key for flags, data in keys.items()}
+    assert found == {0: "vcek", 3: "vcek", 4: "vlek", 7: "vlek", 32: "vcek"}
 
 
 @each_row(

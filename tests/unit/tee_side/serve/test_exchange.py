@@ -351,15 +351,18 @@ async def test_tokens_of_one_step_and_of_a_choice_that_lags_behind_are_apart_on_
 
 
 @in_a_loop
-async def test_a_tick_is_never_the_one_before() -> None:
+async def test_ticks_are_where_they_would_be_whatever_comes_between_and_never_the_one_before() -> (
+    None
+):
     answer: Any = SimpleNamespace(content_type="text/event-stream")
     caller = Caller("", FakeWatch().request())
     exchange: Any = Exchange(serving(FakeEngine(), tempo_s=0.02), caller, [], answer)
     exchange._left.set()
     await exchange._tick()
     first, loop = exchange._next_s, asyncio.get_running_loop()
-    with pytest.MonkeyPatch.context() as patch:
-        # A clock of whole milliseconds, as uvloop's, stands a little before the tick.
-        patch.setattr(loop, "time", lambda: math.nextafter(first, 0))
-        await exchange._tick()
-    assert exchange._next_s == pytest.approx(first + 0.02, rel=0, abs=1e-6)
+    # A clock of whole milliseconds, as uvloop's, stands a little before the tick.
+    for now_s, next_s in ((math.nextafter(first, 0), first + 0.02), (first + 0.05, first + 0.06)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "time", lambda of=now_s: of)
+            await exchange._tick()
+        assert exchange._next_s == pytest.approx(next_s, rel=0, abs=1e-6)

@@ -79,12 +79,12 @@ def test_what_is_unused_or_left_at_its_only_value_changes_nothing(ask: Ask) -> N
 
 @each_row("ask", [complete, chat], ids=lambda ask: ask.__name__)
 def test_what_would_change_the_answer_is_refused_by_name(ask: Ask) -> None:
-    engine = FakeEngine()
+    engine, told = FakeEngine(), {}
     for name, (_, other) in (NEUTRAL | (IN_CHATS if ask is chat else {})).items():
-        error = ask(engine, **{name: other}).error()
-        assert error["param"].split(".")[:2] == ["body", name]
-        if name in ("tools", "bad_words", "chat_template_kwargs"):
-            assert error["message"].endswith("nothing: this is not supported")
+        told[name] = ask(engine, **{name: other}).error()
+    assert [name for name in told if told[name]["param"].split(".")[:2] != ["body", name]] == []
+    for name in ("tools", "bad_words", "chat_template_kwargs"):
+        assert told[name]["message"].endswith("nothing: this is not supported")
     assert embed(truncate_prompt_tokens=5).error()["param"] == "body.truncate_prompt_tokens"
     assert not engine.requests
 
@@ -148,11 +148,12 @@ def test_a_value_is_within_its_bounds(
     ask: Ask, field: str, taken: Sequence[Any], refused: Sequence[Any]
 ) -> None:
     engine = FakeEngine()
-    assert [ask(**{field: value}).status for value in taken] == [200] * len(taken)
-    for value in refused:
-        reply = ask(engine, **{field: value})
-        assert reply.status == 400, value
-        assert reply.error()["param"].split(".")[:2] == ["body", field], value
+    assert [value for value in taken if ask(**{field: value}).status != 200] == []
+
+    def named(value: Any) -> list[str]:
+        return str(ask(engine, **{field: value}).error()["param"]).split(".")[:2]
+
+    assert [value for value in refused if named(value) != ["body", field]] == []
     assert not engine.requests
 
 

@@ -187,7 +187,7 @@ def _changed() -> Iterator[tuple[SealedRequest, bytes, str]]:
 
 
 def test_a_request_that_was_changed_cut_or_sent_elsewhere_is_refused() -> None:
-    engine = FakeEngine()
+    engine, told = FakeEngine(), {}
     app = create_app(serving(engine))
     for number, (asked, data, path) in enumerate(_changed()):
         # As proxies send it: in one piece, or the head first.
@@ -196,9 +196,9 @@ def test_a_request_that_was_changed_cut_or_sent_elsewhere_is_refused() -> None:
             reply = asyncio.run(send(sealing(app), to))
             if reply.headers["content-type"] == CONTENT_TYPE:
                 reply = asked.opened(reply)
-            assert reply.headers["content-type"] == "application/json"
-            assert code_of(reply) == (400, "sealed_body"), number
-    assert engine.requests == []
+            told[number, chunk] = code_of(reply)
+    assert [place for place, code in told.items() if code != (400, "sealed_body")] == []
+    assert (len(told) > 300, engine.requests) == (True, [])
 
 
 def _head(**fields: Any) -> bytes:
