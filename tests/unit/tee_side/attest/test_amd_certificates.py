@@ -96,8 +96,6 @@ def test_three_certificates_in_order_to_a_root_that_is_pinned_to_the_byte() -> N
     _refuses("AMD root: got that of milan, expected genoa", report=_report("genoa"))
 
 
-# ------------------------------------------------------------------- signatures of all, alike
-
 _BODY = made.leaf_body().encoded()
 
 
@@ -200,9 +198,6 @@ def test_nothing_but_signed_bytes_reaches_a_library(monkeypatch: pytest.MonkeyPa
     assert seen == [ARK, ARK, ASK]
 
 
-# ---------------------------------------------------------------------------- time and the CRL
-
-
 def _validity(begins: bytes, ends: bytes) -> bytes:
     return made.sequence(made.time(begins), made.time(ends))
 
@@ -263,8 +258,6 @@ def test_a_list_of_revoked_certificates_is_heeded(crl: bytes, text: str) -> None
     else:
         _verify(crl=crl)
 
-
-# ------------------------------------------------------------------------------------ the leaf
 
 _NAMES = "AMD leaf: got another name, expected SEV-VCEK by SEV-Milan"
 _TWICE = "AMD leaf: got an extension twice, expected each once"

@@ -139,8 +139,6 @@ def test_all_else_is_refused_as_a_simulated_report() -> None:
             verify_simulated(other)
 
 
-# ------------------------------------------------------------------------------- statements
-
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 STATED = Statement(claims=b"claims", evidence=b"evidence")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -166,13 +165,3 @@ def test_a_receipt_that_is_missing_twice_there_or_moved_is_noticed(at: int) -> N
     assert missing_in([*chain[: at + 1], *chain[at:]]) == [at + 1]
     moved = [*chain[:at], chain[at + 1], chain[at], *chain[at + 2 :]]
     assert missing_in(moved)[0] == at
-
-
-def test_the_longest_has_less_than_4_kib_in_base64() -> None:
-    most = 2**63 - 1
-    names = ["top_k", "top_p", "min_p", "temperature", "n", "max_tokens", "logit_bias"]
-    names += ["repetition_penalty", "frequency_penalty", "presence_penalty"]
-    counts = dict.fromkeys(("sequence", "seed", "prompt_tokens", "completion_tokens"), most)
-    longest = sign(receipt(**counts, time=2**37 - 1, sampling=dict.fromkeys(names, most)))
-    assert len(longest) < 900
-    assert len(base64.b64encode(bytes(Receipt.max_bytes))) == 4096

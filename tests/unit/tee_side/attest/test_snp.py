@@ -134,9 +134,6 @@ def test_every_part_is_signed_by_the_key_of_the_leaf() -> None:
     assert _verify(twin) == _verify(report)
 
 
-# ------------------------------------------------------------------------- what it says, and how
-
-
 def _report_with(at: int, value: bytes, version: int = 3) -> bytes:
     return make_report(version=version, changed={at: value})
 

@@ -50,9 +50,6 @@ def _only(reply: Reply) -> Any:
     return choice
 
 
-# ----------------------------------------------------------------------------- whole, and streamed
-
-
 def test_a_whole_answer_has_all_that_openai_s_has() -> None:
     message = {"role": "assistant", "content": SAID, "refusal": None}
     new = len(_ids(SAID))
@@ -151,9 +148,6 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
     assert [(choice["index"], choice["text"]) for choice in whole] == expected
 
 
-# ---------------------------------------------------------------------------------- what ends it
-
-
 @each_row("stop", ["on the mat", ["nowhere", "on the mat"], [" sat on the m"], "bird..."])
 def test_a_stop_string_is_excluded_and_held_back_across_chunks(stop: Any) -> None:
     first = stop if isinstance(stop, str) else stop[-1]
@@ -171,9 +165,6 @@ def test_a_stop_token_is_no_part_of_the_text_and_counts() -> None:
     body = complete(FakeEngine(says=ids), stop_token_ids=ids[2:]).json()
     assert body["choices"][0]["text"] == tokenizer().decode(ids[:2])
     assert body["usage"]["completion_tokens"] == 3
-
-
-# -------------------------------------------------------------------------- log-probabilities
 
 
 def test_text_offset_is_the_text_in_front_of_a_token_and_equal_streamed_or_not() -> None:
@@ -240,9 +231,6 @@ def test_logprobs_of_a_chat_have_bytes_and_the_likeliest(stream: bool) -> None:
     none = _only(chat(logprobs=True))["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in none] == [[]] * len(_ids(SAID))
     assert _only(chat(top_logprobs=0))["logprobs"] is None
-
-
-# ------------------------------------------------------------------------------------- vectors
 
 
 def _embed(engine: FakeEngine | None = None, **body: Any) -> Reply:

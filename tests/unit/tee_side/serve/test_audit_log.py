@@ -114,9 +114,6 @@ def test_nothing_is_in_the_clear_and_no_run_repeats_another(path: Path) -> None:
     assert len(set(sealed)) == len(sealed) == 4
 
 
-# -------------------------------------------------------------------------- what the host does
-
-
 def test_every_changed_byte_is_noticed(path: Path) -> None:
     write(path, 0, 1)
     write(path, 2)
@@ -199,9 +196,6 @@ def test_a_record_of_another_log_and_another_key_are_noticed(tmp_path: Path) -> 
     assert (cut.torn_bytes, cut.records, cut.chain == chain) == (0, 1, False)
 
 
-# -------------------------------------------------------------------------- what a crash does
-
-
 def test_a_write_cut_anywhere_leaves_a_torn_tail_that_the_next_run_cuts_off(path: Path) -> None:
     write(path, 0)
     first = path.stat().st_size
@@ -230,9 +224,6 @@ def test_blocks_that_were_not_written_before_a_loss_of_power_read_as_zeros(path:
     write(path, 3)
     assert numbers_of(path) == [0, None, 3]
     assert read(path)[1].torn_bytes == 0
-
-
-# ------------------------------------------------------------------------- what the disk does
 
 
 class Disk:
@@ -350,9 +341,6 @@ def test_records_can_be_made_while_another_thread_syncs(
             go_on.set()
             thread.join()
         assert log._dirty  # the second one is not on the disk yet
-
-
-# ---------------------------------------------------------------------- files that are refused
 
 
 def test_a_log_has_one_writer_and_is_a_file(tmp_path: Path) -> None:

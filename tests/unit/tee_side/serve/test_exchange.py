@@ -82,9 +82,6 @@ async def _held(body: dict[str, Any], **more: Any) -> AsyncIterator[Held]:
         yield Held(engine, watch, asked)
 
 
-# ----------------------------------------------------------------------- what is accounted for
-
-
 @each_row("stream", [False, True])
 def test_everything_of_a_request_passes_the_watch(stream: bool) -> None:
     engine, body = FakeEngine(says=[300, 301], reused=1), {"prompt": [[5, 6], [7]], "n": 2}
@@ -104,9 +101,6 @@ def test_usage_is_told_as_a_multiple_and_accounted_for_as_it_is() -> None:
     told = {"prompt_tokens": 16, "completion_tokens": 16, "total_tokens": 32}
     assert reply.json()["usage"] == told | {"prompt_tokens_details": {"cached_tokens": 16}}
     assert watch.ended == [("stop", 2, 3)]
-
-
-# ------------------------------------------------------------------------------ what goes wrong
 
 
 @each_row("stream", [False, True])
@@ -175,9 +169,6 @@ async def test_what_the_end_of_the_server_cuts_off_is_told() -> None:
         assert engine.open == []
 
 
-# ------------------------------------------------------------------------- places in the queue
-
-
 class Full(FakeEngine):
     """Has `places`, each at every so many attempts; `never`: a request too many could never run."""
 
@@ -244,9 +235,6 @@ async def test_what_the_machine_refuses_ends_the_request_and_is_not_asked_for_ag
     assert held.engine.open == []
 
 
-# ------------------------------------------------------------------------ a client that leaves
-
-
 @in_a_loop
 async def test_a_closed_connection_cancels_its_request_in_the_engine_at_once() -> None:
     for stream in (False, True):
@@ -306,9 +294,6 @@ async def test_nothing_is_left_of_a_request_that_was_cancelled_or_answered() -> 
         assert made.reply.status == 200
     await asyncio.sleep(0)  # the turn in which a cancelled task ends
     assert asyncio.all_tasks() == before
-
-
-# ------------------------------------------------------------------------------- when it is sent
 
 
 def test_on_a_clock_of_its_own_each_choice_has_a_token_a_tick() -> None:

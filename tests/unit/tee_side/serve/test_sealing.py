@@ -162,9 +162,6 @@ def test_headers_outside_are_not_read_and_those_inside_and_the_query_are() -> No
     assert (seen[0]["method"], seen[0]["path"], seen[0]["extensions"]) == ("PUT", "/health", {})
 
 
-# --------------------------------------------------------------------------------- refusals
-
-
 def _changed() -> Iterator[tuple[SealedRequest, bytes, str]]:
     """Yield requests, what comes of each, and to which path."""
     asked = sealed(COMPLETIONS, HELLO[:9], HELLO[9:])
@@ -230,9 +227,6 @@ def test_a_head_of_another_form_is_refused_and_not_quoted(app: Any, head: bytes)
     assert reply.error()["message"] == (
         "the sealed body could not be opened: another key or path, or other bytes"
     )
-
-
-# --------------------------------------------------------------------------- once, and in time
 
 
 def test_a_request_is_answered_once() -> None:
@@ -346,9 +340,6 @@ def test_a_full_memory_forgets_nothing(app: Any, monkeypatch: pytest.MonkeyPatch
     assert answer(by, sealed("/health", method="GET")).status == 200
     now.wait(WINDOW_S + 0.5)
     assert answer(by, sealed(COMPLETIONS, HELLO, time=NOW_S + 9)).status == 200
-
-
-# ------------------------------------------------------------------------- bounds, and leaving
 
 
 def test_the_bound_of_bodies_is_the_same_as_of_plain_ones() -> None:

@@ -162,8 +162,6 @@ def test_without_keys_and_without_a_log(world: World) -> None:
     assert (world.told()["stop"], world.records()) == (1, [])
 
 
-# -------------------------------------------------------------------------------- the metrics
-
 # The names of vLLM; others are ours.
 VLLM = {
     "running": "num_requests_running",
