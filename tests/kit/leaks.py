@@ -38,8 +38,8 @@ from tsqp.lab.leak.score import score
 from tsqp.lab.leak.trace import PolicyTrace, Trace, Where
 
 Message = tuple[bytes, ...]
-# What becomes of the rows of one request.
-Change = Callable[[torch.Tensor], torch.Tensor]
+# What becomes of the rows of one request, and the place that they cross at.
+Change = Callable[[torch.Tensor, Where], torch.Tensor]
 
 FIRST_PLACE = "layer 0 qkv_proj"
 # Attacks compare rows with all tokens, again and again.
@@ -100,7 +100,7 @@ def policy_of(*operators: Operator, name: str = "planted", phase: str | None = N
 
 def policy_with(name: str = "planted", **operators: Any) -> Policy:
     """Return a policy of some placements; all else stays."""
-    placed = {operator: operators.get(operator, "tee") for operator in OPERATORS}
+    placed = dict.fromkeys(OPERATORS, "tee") | operators
     return Policy.model_validate({"name": name, "summary": name, "operators": placed})
 
 
@@ -148,14 +148,14 @@ def planted(
     ids: Sequence[int],
     prompt: int,
     places: Sequence[Where],
-    change: Change = lambda rows_RI: rows_RI,
+    change: Change = lambda rows_RI, _where: rows_RI,
 ) -> Trace:
     """Return a session's trace, as some places of the model see it under a change."""
     inputs = inputs_of(public, ids)
     steps = [range(prompt), *(range(token, token + 1) for token in range(prompt, len(ids)))]
     return Trace(
         tuple(
-            linear(where, change(inputs[where][step.start : step.stop]))
+            linear(where, change(inputs[where][step.start : step.stop], where))
             for step in steps
             for where in places
         )

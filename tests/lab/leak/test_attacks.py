@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tee_side.policy.layer_range import LayerRange
 from tee_side.policy.placement import Policy, load_policy
 from tests.kit.leaks import (
     FIRST_PLACE,
     begun,
-    embedding,
     first_view,
     leak_of,
     linear,
-    lm_head,
     policy_of,
     recorded,
     run_of,
@@ -186,3 +185,98 @@ def test_every_attack_has_a_leak_and_is_recorded_where_it_must_work() -> None:
         ("norms", "attention-in-tee"),
     }
     assert {attack for attack, _ in tried} == set(ATTACKS.builtin)
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+REFUSED = [
+    ("token-ids", "attention-in-tee", "embedding stays"),
+    ("logits", "attention-in-tee", "lm_head stays"),
+    ("logits", "cloak-segment", "lm_head stays"),
+    ("logits", "nothing", "lm_head stays"),
+    ("nearest-embedding", "deeper", "layer 0 stays"),
+    ("vocabulary", "nothing", "no activations crossed"),
+    ("subspace", "nothing", "no activations crossed"),
+    ("subspace", "stip-segment", "the hidden axis is transformed"),
+    ("norms", "nothing", "no activations crossed"),
+    ("norms", "quantized-clear", "integers"),
+    ("gram", "quantized-clear", "integers"),
+    ("gram", "deeper", "layer 0 stays"),
+    ("gram", "decode", "no session's beginning crossed"),
+    ("noise-averaging", "nothing", "no activations crossed"),
+    ("noise-averaging", "clear-segment", "no linear operator crossed"),
+    ("noise-averaging", "quantized-clear", "integers"),
+    ("noise-averaging", "row-rotation", "neither clear nor under noise"),
+    ("attention-keys", "attention-in-tee", "no keys of layer 0 crossed"),
+    ("column-matching", "attention-in-tee", "weights are not cloaked"),
+    ("eigenvectors", "attention-in-tee", "weights are not cloaked"),
+    ("eigenvectors", "nothing of a cloak", "no activations crossed"),
+    ("cache-at-rest", "attention-in-tee", "no cache is at the service"),
+    ("pad-reuse", "attention-in-tee", "floats"),
+    ("pad-reuse", "deeper", "layer 0 stays"),
+    ("pad-basis", "deeper", "layer 0 stays"),
+    ("pad-basis", "shielded-prefill", "only 2 rows of a known token crossed"),
+    ("pad-basis", "shielded", "no row of a known token crossed"),
+]
+# Where the attacker lacks linear weights, or a token that every prompt begins with.
+LACKING = [
+    ("norms", "cloak", "has_layers", "no public weights to compare with"),
+    ("gram", "cloak", "has_layers", "no public weights to compare with"),
+    ("gram", "cloak", "first_id", "no token that every prompt begins with"),
+    ("eigenvectors", "cloak", "has_layers", "no public weights to compare with"),
+    ("attention-keys", "tsqp", "has_layers", "no public weights to compare with"),
+    ("cache-at-rest", "clear-segment", "has_layers", "no public weights to compare with"),
+    ("pad-basis", "pad-reused", "first_id", "the tokenizer puts no token in front"),
+]
+
+
+@each_row(("attack", "policy", "reason"), REFUSED, ids=lambda row: f"{row[0]} on {row[1]}")
+def test_where_there_is_nothing_to_read_an_attack_says_why(
+    public: PublicModel, recording: Recorded, attack: str, policy: str, reason: str
+) -> None:
+    places: dict[str, tuple[Policy | str, Trace]] = {
+        "nothing": ("clear-segment", Trace(())),
+        "nothing of a cloak": ("cloak", Trace(())),
+        "deeper": ("attention-in-tee", Trace((linear((1, "o_proj"), torch.ones(1, 96)),))),
+        "decode": (
+            policy_of("qkv_proj", phase="decode"),
+            Trace((linear((0, "qkv_proj"), torch.ones(1, 48)),)),
+        ),
+    }
+    if policy in places:
+        placed, trace = places[policy]
+        view = view_of(public, trace, policy=placed)
+    else:
+        view = first_view(public, recording(policy))
+    assert ATTACKS.builtin[attack]().refuses(view) == reason
+
+
+@each_row(("attack", "policy", "lacking", "reason"), LACKING, ids=lambda row: f"{row[0]}: {row[2]}")
+def test_an_attack_that_needs_more_than_is_public_says_so(
+    public: PublicModel, recording: Recorded, attack: str, policy: str, lacking: str, reason: str
+) -> None:
+    view = first_view(public, recording(policy))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PublicModel, lacking, None)
+        assert ATTACKS.builtin[attack]().refuses(view) == reason
+
+
+def test_a_cache_without_the_first_layer_is_refused(
+    public: PublicModel, recording: Recorded
+) -> None:
+    later = load_policy("clear-segment")
+    (placed,) = later.operators["segment"]
+    moved = placed.model_copy(update={"layers": LayerRange(1, None)})
+    later = later.model_copy(update={"operators": {**later.operators, "segment": (moved,)}})
+    view = replace(first_view(public, recording("clear-segment")), policy=later)
+    assert ATTACKS.builtin["cache-at-rest"]().refuses(view) == "layer 0 stays"
+
+
+@pytest.mark.parametrize("attack", ["vocabulary", "noise-averaging"])
+def test_without_linear_weights_the_first_layer_alone_is_read(
+    public: PublicModel, recording: Recorded, monkeypatch: pytest.MonkeyPatch, attack: str
+) -> None:
+    played = recording("attention-in-tee")
+    monkeypatch.setattr(PublicModel, "has_layers", False)
+    counts, _ = read(attack, first_view(public, played), played)
+    assert counts == {FIRST_PLACE: (PROMPTS, PROMPTS, ANSWERS, ANSWERS)}
