@@ -1,0 +1,125 @@
+"""Noise of other strengths: the same policy otherwise, its harm, and the best that is read."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import SettingsError
+from tee_side.policy.placement import builtin_policies, load_policy
+from tests.kit.leaks import run_of, score_of
+from tests.kit.rows import each_row
+from tsqp.lab.leak.curves import (
+    Harm,
+    curve,
+    harm,
+    is_noisy,
+    noisy_mask,
+    parameter,
+    point_of,
+    strength,
+    with_sigma,
+)
+from tsqp.lab.leak.model import AttackRun, Point, Rate
+from tsqp.lab.research.feature_rotation import FeatureRotation
+from tsqp.lab.research.segment_rotation import SegmentRotation
+
+# The longest of its embedding's rows is 5 long.
+PUBLIC: Any = SimpleNamespace(
+    config=SimpleNamespace(hidden_size=48), embedding_VD=torch.tensor([[3.0, 4.0], [4.0, 0.0]])
+)
+NOISY = ("float-noise", "cloak", "cloak-segment")
+
+
+def test_which_policies_have_noise() -> None:
+    """A cloak could have some, and has none until it is told to."""
+    policies = {name: load_policy(name) for name in builtin_policies()}
+    assert {name for name, one in policies.items() if noisy_mask(one) is not None} == set(NOISY)
+    assert {name for name, one in policies.items() if is_noisy(one)} == {"float-noise"}
+    assert is_noisy(with_sigma(policies["cloak"], 0.5))
+    assert with_sigma(policies["row-rotation"], 3.5) == policies["row-rotation"]
+
+
+@each_row("name", NOISY)
+def test_only_the_strength_changes(name: str) -> None:
+    policy = load_policy(name)
+    before = policy.model_dump()
+    changed = with_sigma(policy, 3.5)
+    assert {mask.sigma for mask in changed.masks if hasattr(mask, "sigma")} == {3.5}
+    assert policy.model_dump() == before
+    sigma = next(mask.sigma for mask in policy.masks if hasattr(mask, "sigma"))
+    assert with_sigma(changed, sigma).model_dump() == before
+    with pytest.raises(SettingsError, match=rf"^sigma of a curve, policy {name}: sigma: got "):
+        with_sigma(policy, -1.0)
+
+
+def test_a_strength_is_epsilon_where_the_mask_states_it() -> None:
+    rows = [
+        ("float-noise", "sigma", 4.0),
+        ("cloak", "epsilon", FeatureRotation(sigma=4.0).epsilon(48)),
+        ("cloak-segment", "epsilon", SegmentRotation(sigma=4.0).epsilon(5.0)),
+    ]
+    for name, called, expected in rows:
+        policy = with_sigma(load_policy(name), 4.0)
+        assert (parameter(policy), strength(policy, 4.0, PUBLIC)) == (called, expected)
+    # More noise is a smaller epsilon; none an infinite one, which can be written and read.
+    cloak = load_policy("cloak")
+    assert strength(with_sigma(cloak, 8.0), 8.0, PUBLIC) < rows[1][2]
+    found = point_of(cloak, 0.0, [], Harm(2.0, 0.0), PUBLIC)
+    assert found.strength == math.inf
+    assert Point.model_validate_json(found.model_dump_json()) == found
+
+
+def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
+    """Uniform logits say as much as the vocabulary is large; the last row says nothing."""
+    flat, sure = torch.zeros(3, 8), torch.full((3, 8), -50.0)
+    sure[0, 1] = sure[1, 2] = 50.0
+    half, short = sure.clone(), torch.full((2, 8), -50.0)
+    half[0, 3] = short[0, 1] = 50.0
+    for noisy, perplexity in ((flat, 8.0), (sure, 1.0), (half, 2**0.5)):
+        assert harm([[0, 1, 2]], [flat + 1], [noisy]).perplexity == pytest.approx(perplexity)
+    # A mean over all tokens, not over texts.
+    found = harm([[0, 1, 2], [0, 1]], [flat + 1, short], [flat, short])
+    assert found.perplexity == pytest.approx(8 ** (2 / 3))
+    awful = torch.tensor([[1e6, 0.0], [0.0, 0.0]])
+    assert math.isfinite(harm([[0, 1]], [awful], [awful]).perplexity)
+
+
+def test_the_error_is_relative_to_the_logits() -> None:
+    plain = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    noisy = plain + torch.tensor([[0.0, 0.0], [0.6, 0.8]])
+    assert harm([[0, 1]], [plain], [noisy]).output_error == pytest.approx(0.2)
+
+
+FAILED = run_of("failed", score_of(1, 100), worked=False)
+
+
+@each_row(
+    ("runs", "attack", "hits"),
+    [
+        # The best place of the best attack; the surest is the best.
+        ([run_of("a", score_of(10, 100), score_of(60, 100))], "a", 60),
+        ([run_of("few", score_of(3, 3)), run_of("many", score_of(90, 100))], "many", 90),
+        # One that did not work makes no point, unless it reads here.
+        ([FAILED], "none", 0),
+        ([FAILED, run_of("b", score_of(0, 100))], "b", 0),
+        ([run_of("reads", score_of(70, 100), worked=False)], "reads", 70),
+        ([], "none", 0),
+    ],
+)
+def test_a_point_is_the_best_that_is_read(runs: list[AttackRun], attack: str, hits: int) -> None:
+    policy = load_policy("float-noise")
+    points = [
+        point_of(with_sigma(policy, sigma), sigma, runs, Harm(12.5, 0.25), PUBLIC)
+        for sigma in (4.0, 0.5)
+    ]
+    found = curve(policy, 3.5, points, search_sessions=1, search_candidates=9)
+    assert [point.sigma for point in found.points] == [0.5, 4.0]
+    for point in found.points:
+        assert (point.attack, point.rate.hits) == (attack, hits)
+        assert (point.perplexity, point.output_error) == (12.5, 0.25)
+        assert point.rate.n or point.rate == Rate(hits=0, n=0)
