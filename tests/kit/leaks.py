@@ -1,4 +1,4 @@
-"""Sessions as services get them, recorded, planted or made of noise, and what attacks read there."""
+"""Sessions as services get them, recorded, planted or drawn, and what attacks read of them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def policy_of(*operators: Operator, name: str = "planted", phase: str | None = N
     if phase is not None:
         other = "decode" if phase == "prefill" else "prefill"
         sent = [sent[0] | {"phase": phase}, {"place": "tee", "phase": other}]
-    return policy_with(name, **{operator: sent for operator in operators})
+    return policy_with(name, **dict.fromkeys(operators, sent))
 
 
 def policy_with(name: str = "planted", **operators: Any) -> Policy:

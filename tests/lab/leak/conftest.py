@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.kit.leaks import make_begun_model
@@ -11,9 +13,11 @@ from tsqp.lab.leak.public import PublicModel
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
-    return make_begun_model(tmp_path_factory.mktemp("begun"))
+    made = make_begun_model(tmp_path_factory.mktemp("begun"))
+    shutil.copy(made.calibration, made.directory)
+    return made
 
 
 @pytest.fixture(scope="session")
 def public(model: SavedModel) -> PublicModel:
-    return PublicModel(model.directory, model.calibration)
+    return PublicModel(model.directory)

@@ -9,25 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from tee_side.policy.layer_range import LayerRange
-from tee_side.policy.placement import Policy, load_policy
+from tee_side.policy.placement import Policy
 from tests.kit.leaks import (
     FIRST_PLACE,
+    VOCABULARY,
     begun,
+    embedding,
     first_view,
     leak_of,
     linear,
+    lm_head,
     policy_of,
     recorded,
     run_of,
     scores_of,
+    truth_of,
     uniform,
     view_of,
 )
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import View
+from tsqp.lab.leak.attack import View, Work
+from tsqp.lab.leak.attacks.direct import Logits, TokenIds
 from tsqp.lab.leak.laboratory import weakened_policies
+from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.record_session import Recording
 from tsqp.lab.leak.registry import ATTACKS
@@ -43,7 +48,7 @@ PLACES = [
 # What is read of prompts and of answers, by place.
 Read = Mapping[str, tuple[int, int]]
 ALL: Read = dict.fromkeys(PLACES, (PROMPTS, ANSWERS))
-FIRST: Read = {FIRST_PLACE: (PROMPTS, ANSWERS)}
+ROWS: Read = {FIRST_PLACE: (PROMPTS, ANSWERS)}
 SEGMENT: Read = {"layer 0 segment": (PROMPTS, ANSWERS)}
 # Rows in no order are a set in the first layer; a row alone is not.
 SETS: Read = {**ALL, FIRST_PLACE: (0, ANSWERS)}
@@ -57,8 +62,8 @@ LEAKS: list[tuple[str, str, Read]] = [
     ("token-ids", "tsqp", {"embedding": (PROMPTS, ANSWERS)}),
     ("logits", "tsqp", SAMPLED),
     *(("logits", name, SAMPLED) for name in ("clear-segment", "attested-segment", "stip-segment")),
-    *(("nearest-embedding", name, FIRST) for name in ("attention-in-tee", "row-mix")),
-    ("nearest-embedding", "quantized-clear", FIRST),
+    *(("nearest-embedding", name, ROWS) for name in ("attention-in-tee", "row-mix")),
+    ("nearest-embedding", "quantized-clear", ROWS),
     ("nearest-embedding", "clear-segment", SEGMENT),
     ("vocabulary", "attention-in-tee", ALL),
     ("vocabulary", "quantized-clear", ALL),
@@ -71,14 +76,14 @@ LEAKS: list[tuple[str, str, Read]] = [
     ("subspace", "row-rotation", SETS),
     ("subspace", "row-mix", SETS),
     ("subspace", "clear-segment", SET_OF_SEGMENT),
-    ("noise-averaging", "attention-in-tee", {**FIRST, "all places": (PROMPTS, ANSWERS)}),
-    ("noise-averaging", "float-noise", {**FIRST, "all places": (PROMPTS, ANSWERS)}),
+    ("noise-averaging", "attention-in-tee", {**ROWS, "all places": (PROMPTS, ANSWERS)}),
+    ("noise-averaging", "float-noise", {**ROWS, "all places": (PROMPTS, ANSWERS)}),
     ("attention-keys", "tsqp", KEYS),
     ("attention-keys", "tsqp-permuted", KEYS),
     ("attention-keys", "row-mix", KEYS),
     ("norms", "cloak", ALL),
     ("norms", "stip-segment", SEGMENT),
-    *(("gram", name, FIRST) for name in ("attention-in-tee", "cloak", "stip")),
+    *(("gram", name, ROWS) for name in ("attention-in-tee", "cloak", "stip")),
     ("gram", "cloak-segment", SEGMENT),
     ("column-matching", "stip", ALL),
     ("column-matching", "stip-segment", SEGMENT),
@@ -86,7 +91,7 @@ LEAKS: list[tuple[str, str, Read]] = [
     ("eigenvectors", "stip", ALL),
     ("eigenvectors", "cloak-segment", SEGMENT),
     *(("cache-at-rest", name, DISK) for name in ("clear-segment", "stip-segment", "cloak-segment")),
-    ("pad-reuse", "pad-reused", FIRST),
+    ("pad-reuse", "pad-reused", ROWS),
     # The first token of each session is not read but assumed.
     ("pad-basis", "pad-low-dimensional", {FIRST_PLACE: (13 * 3, 13 * 3)}),
 ]
@@ -189,94 +194,104 @@ def test_every_attack_has_a_leak_and_is_recorded_where_it_must_work() -> None:
 
 # ------------------------------------------------------------------------------------- refusals
 
-REFUSED = [
-    ("token-ids", "attention-in-tee", "embedding stays"),
-    ("logits", "attention-in-tee", "lm_head stays"),
-    ("logits", "cloak-segment", "lm_head stays"),
-    ("logits", "nothing", "lm_head stays"),
-    ("nearest-embedding", "deeper", "layer 0 stays"),
-    ("vocabulary", "nothing", "no activations crossed"),
-    ("subspace", "nothing", "no activations crossed"),
-    ("subspace", "stip-segment", "the hidden axis is transformed"),
-    ("norms", "nothing", "no activations crossed"),
-    ("norms", "quantized-clear", "integers"),
-    ("gram", "quantized-clear", "integers"),
-    ("gram", "deeper", "layer 0 stays"),
-    ("gram", "decode", "no session's beginning crossed"),
-    ("noise-averaging", "nothing", "no activations crossed"),
-    ("noise-averaging", "clear-segment", "no linear operator crossed"),
-    ("noise-averaging", "quantized-clear", "integers"),
-    ("noise-averaging", "row-rotation", "neither clear nor under noise"),
-    ("attention-keys", "attention-in-tee", "no keys of layer 0 crossed"),
-    ("column-matching", "attention-in-tee", "weights are not cloaked"),
-    ("eigenvectors", "attention-in-tee", "weights are not cloaked"),
-    ("eigenvectors", "nothing of a cloak", "no activations crossed"),
-    ("cache-at-rest", "attention-in-tee", "no cache is at the service"),
-    ("pad-reuse", "attention-in-tee", "floats"),
-    ("pad-reuse", "deeper", "layer 0 stays"),
-    ("pad-basis", "deeper", "layer 0 stays"),
-    ("pad-basis", "shielded-prefill", "only 2 rows of a known token crossed"),
-    ("pad-basis", "shielded", "no row of a known token crossed"),
-]
-# Where the attacker lacks linear weights, or a token that every prompt begins with.
-LACKING = [
+EMPTY: dict[str, tuple[Policy | str, Trace]] = {
+    "nothing": ("clear-segment", Trace(())),
+    "nothing of a cloak": ("cloak", Trace(())),
+    "deeper": ("attention-in-tee", Trace((linear((1, "o_proj"), torch.ones(1, 96)),))),
+    "decode": (policy_of("qkv_proj", phase="decode"), Trace((linear(FIRST, torch.ones(1, 48)),))),
+}
+# `lacks`: what the attacker does not have, of linear weights and of a token in front of prompts.
+REFUSED: list[tuple[str, str, str | None, str]] = [
+    ("token-ids", "attention-in-tee", None, "embedding stays"),
+    ("logits", "cloak-segment", None, "lm_head stays"),
+    ("logits", "nothing", None, "lm_head stays"),
+    ("nearest-embedding", "deeper", None, "layer 0 stays"),
+    ("vocabulary", "nothing", None, "no activations crossed"),
+    ("subspace", "nothing", None, "no activations crossed"),
+    ("subspace", "stip-segment", None, "the hidden axis is transformed"),
+    ("norms", "quantized-clear", None, "integers"),
+    ("norms", "nothing", None, "no activations crossed"),
     ("norms", "cloak", "has_layers", "no public weights to compare with"),
+    ("gram", "quantized-clear", None, "integers"),
+    ("gram", "deeper", None, "layer 0 stays"),
+    ("gram", "decode", None, "no session's beginning crossed"),
     ("gram", "cloak", "has_layers", "no public weights to compare with"),
     ("gram", "cloak", "first_id", "no token that every prompt begins with"),
-    ("eigenvectors", "cloak", "has_layers", "no public weights to compare with"),
+    ("noise-averaging", "nothing", None, "no activations crossed"),
+    ("noise-averaging", "clear-segment", None, "no linear operator crossed"),
+    ("noise-averaging", "quantized-clear", None, "integers"),
+    ("noise-averaging", "row-rotation", None, "neither clear nor under noise"),
+    ("attention-keys", "attention-in-tee", None, "no keys of layer 0 crossed"),
     ("attention-keys", "tsqp", "has_layers", "no public weights to compare with"),
+    ("column-matching", "attention-in-tee", None, "weights are not cloaked"),
+    ("eigenvectors", "nothing of a cloak", None, "no activations crossed"),
+    ("eigenvectors", "cloak", "has_layers", "no public weights to compare with"),
+    ("cache-at-rest", "attention-in-tee", None, "no cache is at the service"),
     ("cache-at-rest", "clear-segment", "has_layers", "no public weights to compare with"),
+    ("pad-reuse", "attention-in-tee", None, "floats"),
+    ("pad-reuse", "deeper", None, "layer 0 stays"),
+    ("pad-basis", "shielded-prefill", None, "only 2 rows of a known token crossed"),
+    ("pad-basis", "shielded", None, "no row of a known token crossed"),
     ("pad-basis", "pad-reused", "first_id", "the tokenizer puts no token in front"),
 ]
 
 
-@each_row(("attack", "policy", "reason"), REFUSED, ids=lambda row: f"{row[0]} on {row[1]}")
+@each_row(("attack", "policy", "lacks", "reason"), REFUSED, ids=lambda row: f"{row[0]} on {row[1]}")
 def test_where_there_is_nothing_to_read_an_attack_says_why(
-    public: PublicModel, recording: Recorded, attack: str, policy: str, reason: str
+    public: PublicModel,
+    recording: Recorded,
+    attack: str,
+    policy: str,
+    lacks: str | None,
+    reason: str,
 ) -> None:
-    places: dict[str, tuple[Policy | str, Trace]] = {
-        "nothing": ("clear-segment", Trace(())),
-        "nothing of a cloak": ("cloak", Trace(())),
-        "deeper": ("attention-in-tee", Trace((linear((1, "o_proj"), torch.ones(1, 96)),))),
-        "decode": (
-            policy_of("qkv_proj", phase="decode"),
-            Trace((linear((0, "qkv_proj"), torch.ones(1, 48)),)),
-        ),
-    }
-    if policy in places:
-        placed, trace = places[policy]
+    if policy in EMPTY:
+        placed, trace = EMPTY[policy]
         view = view_of(public, trace, policy=placed)
     else:
         view = first_view(public, recording(policy))
-    assert ATTACKS.builtin[attack]().refuses(view) == reason
-
-
-@each_row(("attack", "policy", "lacking", "reason"), LACKING, ids=lambda row: f"{row[0]}: {row[2]}")
-def test_an_attack_that_needs_more_than_is_public_says_so(
-    public: PublicModel, recording: Recorded, attack: str, policy: str, lacking: str, reason: str
-) -> None:
-    view = first_view(public, recording(policy))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PublicModel, lacking, None)
+        if lacks is not None:
+            patch.setattr(PublicModel, lacks, None)
         assert ATTACKS.builtin[attack]().refuses(view) == reason
 
 
-def test_a_cache_without_the_first_layer_is_refused(
-    public: PublicModel, recording: Recorded
-) -> None:
-    later = load_policy("clear-segment")
-    (placed,) = later.operators["segment"]
-    moved = placed.model_copy(update={"layers": LayerRange(1, None)})
-    later = later.model_copy(update={"operators": {**later.operators, "segment": (moved,)}})
-    view = replace(first_view(public, recording("clear-segment")), policy=later)
-    assert ATTACKS.builtin["cache-at-rest"]().refuses(view) == "layer 0 stays"
-
-
-@pytest.mark.parametrize("attack", ["vocabulary", "noise-averaging"])
+@each_row("attack", ["vocabulary", "noise-averaging"])
 def test_without_linear_weights_the_first_layer_alone_is_read(
-    public: PublicModel, recording: Recorded, monkeypatch: pytest.MonkeyPatch, attack: str
+    public: PublicModel, recording: Recorded, attack: str
 ) -> None:
     played = recording("attention-in-tee")
-    monkeypatch.setattr(PublicModel, "has_layers", False)
-    counts, _ = read(attack, first_view(public, played), played)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PublicModel, "has_layers", False)
+        counts, _ = read(attack, first_view(public, played), played)
     assert counts == {FIRST_PLACE: (PROMPTS, PROMPTS, ANSWERS, ANSWERS)}
+
+
+# ------------------------------------------------------------------------ token ids and logits
+
+
+def test_token_ids_among_others_are_a_set(public: PublicModel) -> None:
+    """At decode, one of a few: the first of them by luck, and among five for sure."""
+    ids, dummies = begun(9)[0], [111, 112, 113, 114]
+    messages = [embedding([*dummies, *ids[:6]])]
+    messages += [
+        embedding([*dummies[:place], one, *dummies[place:]]) for place, one in enumerate(ids[6:])
+    ]
+    view = view_of(public, Trace(tuple(messages)))
+    (found,) = scores_of(TokenIds(), view, [truth_of(ids, 6)]).values()
+    assert (found.answer.hits, found.answer.n, found.top5.hits) == (1, 3, 3 + 1)
+
+
+@each_row(("policy", "factor"), [("tsqp", 0.01), ("row-mix", -3.0)])
+def test_logits_name_the_next_token_of_steps_that_have_some(
+    public: PublicModel, policy: str, factor: float
+) -> None:
+    """Scaled, and of either sign where a mask changes it; of several rows the surest counts."""
+    own_V = (public.lm_head_VD @ public.lm_head_VD.T).argmax(-1)
+    tops = (own_V == torch.arange(VOCABULARY)).nonzero()[:2, 0].tolist()
+    rows = factor * torch.cat([0.05 * torch.randn(2, 48), public.lm_head_VD[tops]])
+    messages = [embedding(begun(6)[0]), lm_head(rows[:3]), embedding([1]), embedding([2])]
+    view = view_of(public, Trace((*messages, lm_head(rows[3:]))), policy=policy)
+    (reading,) = Logits().read(view, Work())
+    assert reading.tokens == range(6, 9)
+    assert {index: guess[0] for index, guess in reading.guesses.items()} == {6: tops[0], 8: tops[1]}

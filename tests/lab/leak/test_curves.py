@@ -24,7 +24,7 @@ from tsqp.lab.leak.curves import (
     strength,
     with_sigma,
 )
-from tsqp.lab.leak.model import AttackRun, Point, Rate
+from tsqp.lab.leak.model import AttackRun, Point
 from tsqp.lab.research.feature_rotation import FeatureRotation
 from tsqp.lab.research.segment_rotation import SegmentRotation
 
@@ -66,10 +66,8 @@ def test_a_strength_is_epsilon_where_the_mask_states_it() -> None:
     for name, called, expected in rows:
         policy = with_sigma(load_policy(name), 4.0)
         assert (parameter(policy), strength(policy, 4.0, PUBLIC)) == (called, expected)
-    # More noise is a smaller epsilon; none an infinite one, which can be written and read.
-    cloak = load_policy("cloak")
-    assert strength(with_sigma(cloak, 8.0), 8.0, PUBLIC) < rows[1][2]
-    found = point_of(cloak, 0.0, [], Harm(2.0, 0.0), PUBLIC)
+    # Without noise it is infinite, which can be written and read.
+    found = point_of(load_policy("cloak"), 0.0, [], Harm(2.0, 0.0), PUBLIC)
     assert found.strength == math.inf
     assert Point.model_validate_json(found.model_dump_json()) == found
 
@@ -87,9 +85,7 @@ def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
     assert found.perplexity == pytest.approx(8 ** (2 / 3))
     awful = torch.tensor([[1e6, 0.0], [0.0, 0.0]])
     assert math.isfinite(harm([[0, 1]], [awful], [awful]).perplexity)
-
-
-def test_the_error_is_relative_to_the_logits() -> None:
+    # The error is relative to the logits.
     plain = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     noisy = plain + torch.tensor([[0.0, 0.0], [0.6, 0.8]])
     assert harm([[0, 1]], [plain], [noisy]).output_error == pytest.approx(0.2)
@@ -121,5 +117,3 @@ def test_a_point_is_the_best_that_is_read(runs: list[AttackRun], attack: str, hi
     assert [point.sigma for point in found.points] == [0.5, 4.0]
     for point in found.points:
         assert (point.attack, point.rate.hits) == (attack, hits)
-        assert (point.perplexity, point.output_error) == (12.5, 0.25)
-        assert point.rate.n or point.rate == Rate(hits=0, n=0)

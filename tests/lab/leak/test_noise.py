@@ -26,17 +26,11 @@ def everywhere(sigma: float) -> dict[LinearOperator, float]:
     return dict.fromkeys(FUSED_MODULES, sigma)
 
 
-def policy(sigmas: Sigmas, *, prefill: bool = True) -> Policy:
+def policy(sigmas: Sigmas) -> Policy:
     """Return a policy with noise of a size for each operator; the others stay."""
-
-    def placed(sigma: float) -> object:
-        mask = {"name": "float-noise", "sigma": sigma}
-        sent = {"place": "gpu", "mask": mask, "verify": "none"}
-        if prefill:
-            return sent
-        return [{"place": "tee", "phase": "prefill"}, {**sent, "phase": "decode"}]
-
-    return policy_with(**{operator: placed(sigma) for operator, sigma in sigmas.items()})
+    masks = {name: {"name": "float-noise", "sigma": sigma} for name, sigma in sigmas.items()}
+    sent = {"place": "gpu", "verify": "none"}
+    return policy_with(**{name: {**sent, "mask": mask} for name, mask in masks.items()})
 
 
 def said(public: PublicModel) -> list[int]:
@@ -110,12 +104,3 @@ def test_a_search_goes_as_far_as_it_is_told(public: PublicModel) -> None:
         *((FIRST_PLACE, number, TOKENS) for number in range(6)),
         *((ALL, number, 11) for number in range(4)),
     ]
-
-
-def test_behind_a_prompt_that_stayed_there_is_nothing_to_read_on_from(public: PublicModel) -> None:
-    sigmas = everywhere(1.0)
-    trace = session(public, said(public), sigmas)
-    decoded = Trace(trace.messages[len(trace.steps[0].calls) :])
-    view = view_of(public, decoded, policy=policy(sigmas, prefill=False))
-    found = list(NoiseAveraging().read(view, Work()))
-    assert [(one.where, len(one.tokens)) for one in found] == [(FIRST_PLACE, TOKENS - PROMPT)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-from protocol.errors import CalibrationError
 from tests.kit.leaks import VOCABULARY, make_begun_model
 from tests.kit.model import SavedModel, make_model, token_ids
 from tests.kit.rows import each_row
@@ -83,8 +82,6 @@ def test_states_are_those_of_transformers(tmp_path: Path, kind: str, sizes: dict
             logits_V = public.logits(states.hidden_ND)[row]
             assert torch.allclose(logits_V, model.logits(ids)[-1], atol=5e-4)
     assert torch.equal(public.dictionary_VD[CANDIDATES], states.inputs[0, "qkv_proj"])
-    longer = public.extend(prefix, 5)
-    assert (prefix.tokens, longer.tokens, longer.token_ids) == (len(TEXT), 7, (*TEXT, 5))
     assert prefix.logits_V is not None
     assert torch.equal(public.likely(prefix), prefix.logits_V.argsort(descending=True))
     # Norms are computed in place, of a copy.
@@ -97,40 +94,28 @@ def test_beside_a_service_linear_weights_are_the_services(
     """And embedding, norms, LM head and scales are not: those were not given to it."""
     sizes = {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
     served = make_model(tmp_path, seed=1, attention_bias=True, **sizes)
-    beside = PublicModel(model.directory, model.calibration, tmp_path)
-    theirs, mixed = dict(served.named_parameters()), copy.deepcopy(model.reference)
-    for name, parameter in mixed.named_parameters():
-        if "_proj" in name:
-            parameter.data.copy_(theirs[name])
-    found, expected = beside.linear(1, "o_proj"), mixed.model.layers[1].self_attn.o_proj
+    beside = PublicModel(model.directory, served=tmp_path)
+    found, expected = beside.linear(1, "o_proj"), served.model.layers[1].self_attn.o_proj
     assert torch.equal(found.weight, expected.weight)
     assert found.bias is not None
-    assert torch.equal(found.bias, served.model.layers[1].self_attn.o_proj.bias)
+    assert torch.equal(found.bias, expected.bias)
     assert torch.equal(beside.lm_head_VD, public.lm_head_VD)
     assert torch.equal(beside.dictionary_VD, public.dictionary_VD)
     assert beside.input_scale((1, "o_proj")) == public.input_scale((1, "o_proj"))
-    with pytest.raises(CalibrationError):
-        PublicModel(model.directory).input_scale((0, "qkv_proj"))
 
 
-@each_row(
-    ("front", "first"),
-    [([5, 7], 5), ([127], 127), ([], None), ([128], None)],
-    ids=lambda row: str(row),
-)
+@each_row(("front", "first"), [([5, 7], 5), ([], None), ([128], None)])
 def test_a_text_begins_with_what_the_tokenizer_puts_in_front(
-    tmp_path: Path, front: list[int], first: int | None
+    model: SavedModel, tmp_path: Path, front: list[int], first: int | None
 ) -> None:
     """Unless that is nothing, or a token that the model lacks."""
     folder = tmp_path / str(front)
-    folder.mkdir()
-    make_begun_model(folder)
+    shutil.copytree(model.directory, folder)
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     (bos,) = content["post_processor"]["special_tokens"].values()
     bos |= {"ids": front, "tokens": [bos["id"]] * len(front)}
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     public = PublicModel(folder)
-    assert public.tokenizer.encode("") == front
     assert public.first_id == first
     others = [one for one in range(VOCABULARY) if one != first]
     expected = others if first is None else [first, *others]
